@@ -1,7 +1,7 @@
 """shardwright: compile an ordinary PyTorch module for many devices.
 
-Names are imported when they are first used, so that ``import shardwright`` loads neither torch nor the compiler, and a
-process that only runs generated code never does load the compiler.
+Names are imported when they are first used, so that ``import shardwright`` loads neither torch nor
+the compiler, and a process that only runs generated code never does load the compiler.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.compiler.api import parallelize
     from shardwright.compiler.ir.graph import IRGraph
     from shardwright.compiler.ops.register import register_op
     from shardwright.compiler.plan.plan import Plan
-    from shardwright.compiler.search import search_plan
+    from shardwright.frontend.parallelize import parallelize
+    from shardwright.frontend.search_plan import search_plan
     from shardwright.policies.registry import register_policy
     from shardwright.runtime.checkpoint.deduped import deduped_state_dict, load_deduped_state_dict
     from shardwright.runtime.checkpoint.load import load_checkpoint
     from shardwright.runtime.checkpoint.merge_files import merge_checkpoint, read_checkpoint
-    from shardwright.runtime.checkpoint.merged import load_merged_state_dict, load_merged_state_dicts, merge_state_dicts
+    from shardwright.runtime.checkpoint.merged import (
+        load_merged_state_dict,
+        load_merged_state_dicts,
+        merge_state_dicts,
+    )
     from shardwright.runtime.checkpoint.pretrained import export_pretrained, load_pretrained
     from shardwright.runtime.checkpoint.save import save_checkpoint
     from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
@@ -134,13 +138,13 @@ _MODULES = {
     "load_pretrained": "shardwright.runtime.checkpoint.pretrained",
     "merge_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "merge_state_dicts": "shardwright.runtime.checkpoint.merged",
-    "parallelize": "shardwright.compiler.api",
+    "parallelize": "shardwright.frontend.parallelize",
     "read_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "register_op": "shardwright.compiler.ops.register",
     "register_policy": "shardwright.policies.registry",
     "run_ranks": "shardwright.runtime.ranks.threads",
     "save_checkpoint": "shardwright.runtime.checkpoint.save",
-    "search_plan": "shardwright.compiler.search",
+    "search_plan": "shardwright.frontend.search_plan",
 }
 
 

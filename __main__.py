@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] and given[0] in COMMANDS:
         return run_without_compiler(given)
-    from shardwright.compiler.cli import main as run
+    from shardwright.frontend.cli.main import main as run
 
     return run(given)
 

@@ -1,11 +1,13 @@
-"""How fast sharded training state is saved and loaded, beside ``torch.distributed.checkpoint`` used directly.
+"""How fast sharded training state is saved and loaded, beside ``torch.distributed.checkpoint`` used
+directly.
 
     python benchmarks/checkpoint.py [--pairs 7] [--layers 8]
 
-A GPT in float32 with AdamW, two ranks with one thread each, gloo: ``use_zero=3`` on our side, FSDP2 on the other, so
-that each rank holds and writes half of everything. Both sides write to the same file system in turn, flush what they wrote, and
-load it again; reads come from the page cache. Ours writes digests and, unless told not to, compares them when it loads. The
-peer's times include ``get_state_dict`` and ``set_state_dict``, without which it has nothing to save.
+A GPT in float32 with AdamW, two ranks with one thread each, gloo: ``use_zero=3`` on our side, FSDP2
+on the other, so that each rank holds and writes half of everything. Both sides write to the same
+file system in turn, flush what they wrote, and load it again; reads come from the page cache. Ours
+writes digests and, unless told not to, compares them when it loads. The peer's times include
+``get_state_dict`` and ``set_state_dict``, without which it has nothing to save.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ def peer(side: Side, folder: Path) -> tuple[Callable[[], object], Callable[[], o
 
     def save() -> None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=dcp.FileSystemWriter(folder))
+        dcp.save(
+            {"model": model_state, "optimizer": optimizer_state},
+            storage_writer=dcp.FileSystemWriter(folder),
+        )
 
     def load() -> None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
 
     return save, load
 
@@ -51,14 +58,25 @@ def run_rank(folder: Path, num_layers: int, num_pairs: int) -> None:
     own = folder / "ours"
     cases = {
         "save": (lambda: shardwright.save_checkpoint(own, model, optimizer, keep=1), their_save),
-        "load, digests compared": (lambda: shardwright.load_checkpoint(own, model, optimizer), their_load),
-        "load": (lambda: shardwright.load_checkpoint(own, model, optimizer, verify=False), their_load),
+        "load, digests compared": (
+            lambda: shardwright.load_checkpoint(own, model, optimizer),
+            their_load,
+        ),
+        "load": (
+            lambda: shardwright.load_checkpoint(own, model, optimizer, verify=False),
+            their_load,
+        ),
     }
     for name, (our_call, their_call) in cases.items():
-        ratio = compare(our_call, their_call, num_pairs=num_pairs, num_warmup=1, barrier=dist.barrier)
+        ratio = compare(
+            our_call, their_call, num_pairs=num_pairs, num_warmup=1, barrier=dist.barrier
+        )
         if dist.get_rank() == 0:
             num_bytes = sum(path.stat().st_size for path in own.glob("*/*.safetensors"))
-            rates = " against ".join(f"{num_bytes / 1e6 / seconds:.0f} MB/s" for seconds in (ratio.ours_s, ratio.theirs_s))
+            rates = " against ".join(
+                f"{num_bytes / 1e6 / seconds:.0f} MB/s"
+                for seconds in (ratio.ours_s, ratio.theirs_s)
+            )
             print(f"{name:24s}{ratio}  {num_bytes / 1e6:.0f} MB, {rates}", flush=True)
 
 

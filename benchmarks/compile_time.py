@@ -2,9 +2,10 @@
 
     python benchmarks/compile_time.py [--repeat 3] [--json FILE]
 
-Policy ``tp``, or ``hybrid`` where there are stages; weights on the meta device; each run in a process of its own, imports not
-counted. Time is wall time and CPU time of everything from the module to the files on disk; memory is the peak resident size of
-the process, torch and transformers included (their share is the row "nothing").
+Policy ``tp``, or ``hybrid`` where there are stages; weights on the meta device; each run in a
+process of its own, imports not counted. Time is wall time and CPU time of everything from the
+module to the files on disk; memory is the peak resident size of the process, torch and transformers
+included (their share is the row "nothing").
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ WIDE = {"model": "gpt2", "heads": 1024, "head_size": 16, "layers": 24}
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "nothing": [{"model": None}],
-    "by layers, GPT-2, 8 ranks": [{**NARROW, "layers": layers, "ranks": 8} for layers in (2, 8, 24, 48, 96)],
-    "by ranks, GPT-2 of 1024 heads, 24 layers": [{**WIDE, "ranks": ranks} for ranks in (2, 8, 64, 256, 1024)],
+    "by layers, GPT-2, 8 ranks": [
+        {**NARROW, "layers": layers, "ranks": 8} for layers in (2, 8, 24, 48, 96)
+    ],
+    "by ranks, GPT-2 of 1024 heads, 24 layers": [
+        {**WIDE, "ranks": ranks} for ranks in (2, 8, 64, 256, 1024)
+    ],
     "Llama-7B shape, 32 layers, 8 ranks": [{"model": "llama", "layers": 32, "ranks": 8}],
-    "GPT-2 in stages, pp 8 x tp 8": [{**NARROW, "layers": layers, "ranks": 64, "stages": 8} for layers in (24, 96)],
+    "GPT-2 in stages, pp 8 x tp 8": [
+        {**NARROW, "layers": layers, "ranks": 64, "stages": 8} for layers in (24, 96)
+    ],
 }
 
 
@@ -38,8 +45,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from models import gpt2_on_meta, llama_on_meta
 
-    from shardwright.compiler.generate import Order, generate
-    from shardwright.compiler.module_source import ModuleSource
+    from shardwright.frontend.files.module_files import Order, generate
+    from shardwright.frontend.files.module_source import ModuleSource
     from shardwright.policies.registry import find_policy
     from shardwright.runtime.config import ComputeConfig
 
@@ -54,7 +61,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         model = make()
         tokens = torch.zeros(4, 512, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
-            pipeline: dict[str, Any] = {"num_stages": case.get("stages", 1), "tp": 8, "num_microbatches": 16}
+            pipeline: dict[str, Any] = {
+                "num_stages": case.get("stages", 1),
+                "tp": 8,
+                "num_microbatches": 16,
+            }
             config = ComputeConfig(
                 plan_ngpus=case["ranks"],
                 runtime_ngpus=case["ranks"],
@@ -77,7 +88,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
                 "cpu_s": time.process_time() - cpu,
                 "stages": made.report.seconds(),
             }
-    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    result["peak_bytes"] = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )  # Linux counts in KiB
     return result
 
 
@@ -86,24 +99,51 @@ def run_in_process(case: dict[str, Any], repeat: int) -> dict[str, Any]:
     runs = []
     for _ in range(repeat):
         command = [sys.executable, __file__, "--case", json.dumps(case)]
-        runs.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]))
-    medians = {key: statistics.median(run[key] for run in runs) for key in ("wall_s", "cpu_s", "peak_bytes")}
-    stages = {stage: statistics.median(run["stages"][stage] for run in runs) for stage in runs[0]["stages"]}
+        runs.append(
+            json.loads(
+                subprocess.run(
+                    command, check=True, stdout=subprocess.PIPE, text=True
+                ).stdout.splitlines()[-1]
+            )
+        )
+    medians = {
+        key: statistics.median(run[key] for run in runs)
+        for key in ("wall_s", "cpu_s", "peak_bytes")
+    }
+    stages = {
+        stage: statistics.median(run["stages"][stage] for run in runs)
+        for stage in runs[0]["stages"]
+    }
     return {"case": case, **medians, "stages": stages}
 
 
 def row(result: dict[str, Any]) -> str:
     """A result as a line of a Markdown table."""
     case = result["case"]
-    stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["stages"].items() if seconds >= 0.01)
-    cells = [case.get("layers", ""), case.get("ranks", ""), f"{result['wall_s']:.2f}", f"{result['cpu_s']:.2f}"]
-    return "| " + " | ".join([*map(str, cells), f"{result['peak_bytes'] / 2**20:.0f}", stages]) + " |"
+    stages = ", ".join(
+        f"{name} {seconds:.2f}" for name, seconds in result["stages"].items() if seconds >= 0.01
+    )
+    cells = [
+        case.get("layers", ""),
+        case.get("ranks", ""),
+        f"{result['wall_s']:.2f}",
+        f"{result['cpu_s']:.2f}",
+    ]
+    return (
+        "| " + " | ".join([*map(str, cells), f"{result['peak_bytes'] / 2**20:.0f}", stages]) + " |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each case, of which the median counts")
-    parser.add_argument("--only", default="", help="run the groups of cases whose title contains this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="runs of each case, of which the median counts"
+    )
+    parser.add_argument(
+        "--only", default="", help="run the groups of cases whose title contains this"
+    )
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -114,7 +154,10 @@ def main() -> None:
     for title, cases in CASES.items():
         if arguments.only not in title:
             continue
-        print(f"\n### {title}\n\n| layers | ranks | wall s | CPU s | peak MiB | stages, s |\n|---|---|---|---|---|---|")
+        print(
+            f"\n### {title}\n\n| layers | ranks | wall s | CPU s | peak MiB | stages, s "
+            "|\n|---|---|---|---|---|---|"
+        )
         results[title] = []
         for case in cases:
             results[title].append(run_in_process(case, arguments.repeat))

@@ -1,13 +1,15 @@
-"""What a training step costs when parameters are stored in pieces: ``use_zero=3`` beside PyTorch's FSDP2.
+"""What a training step costs when parameters are stored in pieces: ``use_zero=3`` beside PyTorch's
+FSDP2.
 
     python benchmarks/fully_sharded.py [--pairs 20] [--layers 4]
 
-A GPT in float32, AdamW, two ranks on the CPU with one thread each, gloo. The peer is ``fully_shard`` on every block and on the
-whole, as its documentation has it. Both sides live in the same processes and take turns step by step, so that load from
-elsewhere meets both. A step is zero_grad, forward, backward, optimizer step; each rank has a batch of its own.
+A GPT in float32, AdamW, two ranks on the CPU with one thread each, gloo. The peer is
+``fully_shard`` on every block and on the whole, as its documentation has it. Both sides live in the
+same processes and take turns step by step, so that load from elsewhere meets both. A step is
+zero_grad, forward, backward, optimizer step; each rank has a batch of its own.
 
-Memory is the peak of live tensor bytes during a step, counted at every operator for both sides alike: parameters, gradients,
-optimizer state, activations and buffers of collectives.
+Memory is the peak of live tensor bytes during a step, counted at every operator for both sides
+alike: parameters, gradients, optimizer state, activations and buffers of collectives.
 """
 
 from __future__ import annotations
@@ -31,15 +33,27 @@ Side = tuple[Step, nn.Module, torch.optim.Optimizer]
 def make_model(num_layers: int) -> GPT:
     """The same on every rank."""
     torch.manual_seed(0)
-    return GPT(num_layers=num_layers, hidden_size=384, num_heads=6, vocab_size=VOCAB_SIZE, max_length=SEQ_LENGTH)
+    return GPT(
+        num_layers=num_layers,
+        hidden_size=384,
+        num_heads=6,
+        vocab_size=VOCAB_SIZE,
+        max_length=SEQ_LENGTH,
+    )
 
 
 def ours(num_layers: int, folder: str, batch: dict[str, Tensor]) -> Side:
     """Compiled with ``use_zero=3``."""
     config = shardwright.ComputeConfig(
-        plan_ngpus=1, runtime_ngpus=dist.get_world_size(), use_zero=3, grad_reduction="mean", use_async_reducer=True
+        plan_ngpus=1,
+        runtime_ngpus=dist.get_world_size(),
+        use_zero=3,
+        grad_reduction="mean",
+        use_async_reducer=True,
     )
-    model = shardwright.parallelize(make_model(num_layers), batch, "dp", config, gen_savedir=folder, reuse="moo")
+    model = shardwright.parallelize(
+        make_model(num_layers), batch, "dp", config, gen_savedir=folder, reuse="moo"
+    )
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE)
     return stepper(model, optimizer, batch), model, optimizer
 
@@ -65,7 +79,10 @@ def run_rank(folder: str, num_layers: int, num_pairs: int) -> None:
     peaks = [peak_mib(step, kept_by(model, optimizer)) for step, model, optimizer in sides]
     if dist.get_rank() == 0:
         print(f"time    {ratio}", flush=True)
-        print(f"memory  {peaks[0] / peaks[1]:.3f}  ({peaks[0]:.1f} MiB against {peaks[1]:.1f} MiB)", flush=True)
+        print(
+            f"memory  {peaks[0] / peaks[1]:.3f}  ({peaks[0]:.1f} MiB against {peaks[1]:.1f} MiB)",
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""How many bytes of tensors are alive while some code runs, for sides that manage memory in different ways.
+"""How many bytes of tensors are alive while some code runs, for sides that manage memory in
+different ways.
 
-Unlike :mod:`shardwright.compiler.cost.live_bytes` this reads the size of every storage each time: FSDP2 frees the weights it
-has gathered by resizing their storages to nothing, which no operator tells of. Of a DTensor the local piece counts.
+Unlike :mod:`shardwright.compiler.cost.fake.live_bytes` this reads the size of every storage each
+time: FSDP2 frees the weights it has gathered by resizing their storages to nothing, which no
+operator tells of. Of a DTensor the local piece counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts what is made inside the ``with`` block, by storage, on the thread of the block (and in its backward).
+    """Counts what is made inside the ``with`` block, by storage, on the thread of the block (and in
+    its backward).
 
     ``peak``: at most, after any operator. ``known``: tensors that were there before and count too.
     """
@@ -33,7 +36,11 @@ class LiveBytes(TorchDispatchMode):
     @property
     def now(self) -> int:
         """After the last operator."""
-        alive = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
+        alive = {
+            key: storage
+            for key, reference in self._storages.items()
+            if (storage := reference()) is not None
+        }
         self._storages = {key: self._storages[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
 
@@ -52,12 +59,19 @@ class LiveBytes(TorchDispatchMode):
 
 
 def kept_by(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What a side keeps between steps: parameters, buffers, what the optimizer updates in their place, gradients, its state."""
-    owners = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    """What a side keeps between steps: parameters, buffers, what the optimizer updates in their
+    place, gradients, its state.
+    """
+    owners = [
+        *module.parameters(),
+        *(p for group in optimizer.param_groups for p in group["params"]),
+    ]
     yield from owners
     yield from module.buffers()
     yield from (p.grad for p in owners if p.grad is not None)
-    yield from (x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor))
+    yield from (
+        x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)
+    )
 
 
 def peak_mib(step: Callable[[], object], kept: Iterable[Tensor]) -> float:

@@ -1,15 +1,18 @@
-"""Megatron-LM's published plans beside what autodist finds, both by the audit of the program emitted.
+"""Megatron-LM's published plans beside what autodist finds, both by the audit of the program
+emitted.
 
     python benchmarks/megatron_plans.py [CASE ...]
 
-Cases are the best known settings of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", table 1) and Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", table 3):
-GPT in float16 on A100-80GB nodes of eight, tensor by pipeline ranks, and units of them side by side. The search gets the same
-ranks per unit and the same samples, and may choose everything else: with ``--sizes`` the size of a microbatch too, and with
-``--zero`` the stage of ZeRO, of which the published plans have none. Of Megatron's plan all forms are audited, with and without
-sequence parallelism, with full, selective (the attention core) and no recomputation, and the best that fits is named. "Left
-out" are meshes with whose plans of simple policies there was no time to compare.
-Everything is priced, nothing is run. Times are CPU seconds of this process.
+Cases are the best known settings of Narayanan et al. 2021 ("Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", table 1) and Korthikanti et al. 2022 ("Reducing
+Activation Recomputation in Large Transformer Models", table 3): GPT in float16 on A100-80GB nodes
+of eight, tensor by pipeline ranks, and units of them side by side. The search gets the same ranks
+per unit and the same samples, and may choose everything else: with ``--sizes`` the size of a
+microbatch too, and with ``--zero`` the stage of ZeRO, of which the published plans have none. Of
+Megatron's plan all forms are audited, with and without sequence parallelism, with full, selective
+(the attention core) and no recomputation, and the best that fits is named. "Left out" are meshes
+with whose plans of simple policies there was no time to compare. Everything is priced, nothing is
+run. Times are CPU seconds of this process.
 """
 
 from __future__ import annotations
@@ -26,20 +29,20 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
-from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.trace.api import trace
-from shardwright.policies.autodist.batches import batches
-from shardwright.policies.autodist.found import Found
+from shardwright.compiler.trace.entry import trace
+from shardwright.policies.autodist.candidates.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search_variants, settled
-from shardwright.policies.autodist.variants import Variants
+from shardwright.policies.autodist.search.batches import batches
+from shardwright.policies.autodist.search.variants import Variants
 from shardwright.policies.pipelines import PipelineOptions, add_stages
 from shardwright.runtime.config import ComputeConfig
 
@@ -70,7 +73,9 @@ class Case:
 
     @property
     def config(self) -> ComputeConfig:
-        return ComputeConfig(plan_ngpus=self.unit_ranks, runtime_ngpus=self.gpus, use_end2end=True, outputs="loss")
+        return ComputeConfig(
+            plan_ngpus=self.unit_ranks, runtime_ngpus=self.gpus, use_end2end=True, outputs="loss"
+        )
 
 
 CASES = (
@@ -107,19 +112,29 @@ def graph_of(case: Case) -> PlannableGraph:
     with torch.device("meta"):
         model = Gpt(case.layers, case.hidden, case.heads).half()
     tokens = torch.zeros(SEQ, case.microbatch, dtype=torch.long)
-    inputs = {"tokens": tokens, "positions": torch.zeros(SEQ, 1, dtype=torch.long), "labels": tokens}
+    inputs = {
+        "tokens": tokens,
+        "positions": torch.zeros(SEQ, 1, dtype=torch.long),
+        "labels": tokens,
+    }
     return annotate(trace(model, inputs), pass_manager())
 
 
 def megatron_plans(case: Case, graph: PlannableGraph) -> Iterator[tuple[str, Plan]]:
-    """The published plan in all its forms: heads, ffn and vocabulary split, equal stages, 1F1B (interleaved)."""
+    """The published plan in all its forms: heads, ffn and vocabulary split, equal stages, 1F1B
+    (interleaved).
+    """
     axes = {"pp": case.pipeline_ranks, "tp": case.tensor_ranks}
     for sequence_parallel in (True, False):
         b = graph.builder(mesh={axis: size for axis, size in axes.items() if size > 1})
         for dim in ("heads", "up_dim", "vocab"):
             b.split(dim, "tp")
         if sequence_parallel:  # the first dim of [seq, batch, hidden] is called batch by its place
-            b.split("batch", "tp", where=lambda op: op.target in RESIDUAL_STREAM and ".core" not in op.module_path)
+            b.split(
+                "batch",
+                "tp",
+                where=lambda op: op.target in RESIDUAL_STREAM and ".core" not in op.module_path,
+            )
         for name, again in RECOMPUTED.items():
             title = f"{name} recomputation" + (", sequence parallel" if sequence_parallel else "")
             yield title, _staged(case, graph, replace(b.plan("megatron"), recompute=again))
@@ -134,7 +149,9 @@ def _staged(case: Case, graph: PlannableGraph, plan: Plan) -> Plan:
         num_microbatches=case.num_microbatches,
         schedule="1f1b_interleaved" if case.chunks > 1 else "1f1b",
         chunks=case.chunks,
-        stage_starts=tuple(f"layers.{case.layers * index // num_stages}" for index in range(1, num_stages)),
+        stage_starts=tuple(
+            f"layers.{case.layers * index // num_stages}" for index in range(1, num_stages)
+        ),
         recompute=plan.recompute,
     )
     return add_stages(graph, case.config, plan, options, case.pipeline_ranks)
@@ -150,12 +167,22 @@ def audited(case: Case, graph: PlannableGraph, plan: Plan, hardware: Hardware) -
 
 def best_known(case: Case, graph: PlannableGraph, hardware: Hardware) -> tuple[str, PlanCost]:
     """The fastest form of the published plan that fits the memory."""
-    costs = [(title, audited(case, graph, plan, hardware)) for title, plan in megatron_plans(case, graph)]
+    costs = [
+        (title, audited(case, graph, plan, hardware)) for title, plan in megatron_plans(case, graph)
+    ]
     fitting = [item for item in costs if item[1].peak_bytes <= hardware.device.memory_bytes]
     return min(fitting, key=lambda item: item[1].step_s)
 
 
-def searched(case: Case, graph: PlannableGraph, hardware: Hardware, limit_s: float, *, sizes: bool, zero: bool) -> Found:
+def searched(
+    case: Case,
+    graph: PlannableGraph,
+    hardware: Hardware,
+    limit_s: float,
+    *,
+    sizes: bool,
+    zero: bool,
+) -> Found:
     """What autodist finds, with what it may choose besides."""
     config = replace(case.config, use_zero="auto") if zero else case.config
     if not sizes:
@@ -180,19 +207,30 @@ def compare(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:
     sizes = [f"{case.unit_ranks} x {case.gpus // case.unit_ranks}", published]
     sizes += [f"{known.step_s:.3f}", f"{known.peak_bytes / 1e9:.0f}", found.best.title]
     sizes += [f"{certificate.cost_s:.3f}", f"{found.best.cost.peak_bytes / 1e9:.0f}"]
-    sizes += [f"{certificate.cost_s / known.step_s - 1:+.1%}", f"{certificate.gap:.1%}", f"{time.process_time() - began:.0f}"]
+    sizes += [
+        f"{certificate.cost_s / known.step_s - 1:+.1%}",
+        f"{certificate.gap:.1%}",
+        f"{time.process_time() - began:.0f}",
+    ]
     sizes += [str(len(found.not_compared)), found.interrupted or ""]
     return " | ".join([f"| {case.name}", *sizes]) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="by name (default: all)")
-    parser.add_argument("--sizes", action="store_true", help="the search chooses the size of a microbatch")
+    parser.add_argument(
+        "--sizes", action="store_true", help="the search chooses the size of a microbatch"
+    )
     parser.add_argument("--zero", action="store_true", help="the search chooses the stage of ZeRO")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
     args = parser.parse_args()
-    print("| model | ranks x units | Megatron's plan | s | GB | autodist's plan | s | GB | | gap | CPU s | left out | |")
+    print(
+        "| model | ranks x units | Megatron's plan | s | GB | autodist's plan | s | GB | | "
+        "gap | CPU s | left out | |"
+    )
     print("|---" * 13 + "|")
     for case in CASES:
         if not args.cases or case.name in args.cases:

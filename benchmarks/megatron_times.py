@@ -2,15 +2,17 @@
 
     python benchmarks/megatron_times.py
 
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 5: GPT on A100-80GB, with full
-recomputation, and with sequence parallelism and selective recomputation (the attention core). Two efficiencies of the device,
-of products and of memory, are fitted on the 22B and 175B models; 530B and 1T are predicted.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 5:
+GPT on A100-80GB, with full recomputation, and with sequence parallelism and selective recomputation
+(the attention core). Two efficiencies of the device, of products and of memory, are fitted on the
+22B and 175B models; 530B and 1T are predicted.
 
-The seconds are put together from the real pieces: a GPT of Megatron's shape is traced on meta, planned as Megatron splits it,
-and lowered; every operator and adapter of the program is costed for one microbatch, stages are filled with as many layers as
-they hold, and the schedule is simulated with its messages. Three habits of Megatron that programs here do not have are costed
-as it does them: kernels fused by hand (:data:`FUSED`), weight gradients added to a float32 sum by the product that makes them,
-and the reduction of an input's gradient, which runs beside that product.
+The seconds are put together from the real pieces: a GPT of Megatron's shape is traced on meta,
+planned as Megatron splits it, and lowered; every operator and adapter of the program is costed for
+one microbatch, stages are filled with as many layers as they hold, and the schedule is simulated
+with its messages. Three habits of Megatron that programs here do not have are costed as it does
+them: kernels fused by hand (:data:`FUSED`), weight gradients added to a float32 sum by the product
+that makes them, and the reduction of an input's gradient, which runs beside that product.
 """
 
 from __future__ import annotations
@@ -28,35 +30,40 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import annotate, pass_manager
-from shardwright.compiler.cost.adapters import step_time
-from shardwright.compiler.cost.collectives import collective_s
-from shardwright.compiler.cost.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.local import local_call
-from shardwright.compiler.cost.operators import OpTime, op_time
+from shardwright.compiler.cost.local_calls import local_call
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.collectives import collective_s
+from shardwright.compiler.cost.time.operator_time import OpTime, op_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
-from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 from shardwright.runtime.layout import Mesh
 
 SEQ, VOCAB, TENSOR_RANKS = 2048, 51200, 8
 
 OPTIMIZER_BYTES = 46
-"""Read and written per parameter and step: gradient to float32 (2 + 4), its norm (4), Adam on float32 parameter and two moments
-(16 + 12), float16 copy (4 + 2), zero gradients (2)."""
+"""Read and written per parameter and step: gradient to float32 (2 + 4), its norm (4), Adam on
+float32 parameter and two moments (16 + 12), float16 copy (4 + 2), zero gradients (2).
+"""
 
 
 FUSED: Mapping[str, tuple[float, float]] = {"dropout": (2.5, 2.5), "add": (1.0, 0.0)}
-"""Times their result that Megatron's kernels move, forward and backward. Bias, dropout and residual are one kernel: it reads
-two tensors, writes one and a mask of bytes. The others (bias and GeLU; scale, mask and softmax) move what operators here do."""
+"""Times their result that Megatron's kernels move, forward and backward. Bias, dropout and residual
+are one kernel: it reads two tensors, writes one and a mask of bytes. The others (bias and GeLU;
+scale, mask and softmax) move what operators here do.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the paper's tables 3 and 5: sizes, and seconds per iteration with full and with selective recomputation."""
+    """A row of the paper's tables 3 and 5: sizes, and seconds per iteration with full and with
+    selective recomputation.
+    """
 
     name: str
     layers: int
@@ -134,12 +141,20 @@ RESIDUAL_STREAM = ("add", "dropout", "layer_norm")
 
 
 def megatron_plan(graph: PlannableGraph, sequence_parallel: bool) -> Plan:
-    """Heads, ffn and vocabulary over the ranks of a node; with sequence parallelism also what lies between the products."""
+    """Heads, ffn and vocabulary over the ranks of a node; with sequence parallelism also what lies
+    between the products.
+    """
     b = graph.builder(mesh={"tp": TENSOR_RANKS})
     for dim in ("heads", "up_dim", "vocab"):
         b.split(dim, "tp")
     if sequence_parallel:  # the first dim of [seq, batch, hidden] is called batch by its place
-        b.split("batch", "tp", where=lambda op: op.target in RESIDUAL_STREAM and not op.module_path.startswith("layer.core"))
+        b.split(
+            "batch",
+            "tp",
+            where=lambda op: (
+                op.target in RESIDUAL_STREAM and not op.module_path.startswith("layer.core")
+            ),
+        )
     plan = b.build().plan
     assert plan is not None
     return plan
@@ -151,14 +166,20 @@ def program_of(case: Case, sequence_parallel: bool) -> Program:
     with torch.device("meta"):
         model = Gpt(case.hidden, case.heads).half()
     tokens = torch.zeros(SEQ, case.microbatch, dtype=torch.long)
-    inputs = {"tokens": tokens, "positions": torch.zeros(SEQ, 1, dtype=torch.long), "labels": tokens}
+    inputs = {
+        "tokens": tokens,
+        "positions": torch.zeros(SEQ, 1, dtype=torch.long),
+        "labels": tokens,
+    }
     graph = annotate(trace(model, inputs), pass_manager())
     return lower(graph, megatron_plan(graph, sequence_parallel))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one microbatch on one rank. ``core`` is the part of ``layer`` between the attention's projections."""
+    """Seconds of one microbatch on one rank. ``core`` is the part of ``layer`` between the
+    attention's projections.
+    """
 
     embedding: OpTime
     layer: OpTime
@@ -168,18 +189,29 @@ class Parts:
 
 def parts_of(case: Case, sequence_parallel: bool, hardware: Hardware) -> Parts:
     """The operators and adapters of the program, by where they are."""
-    program, sums = program_of(case, sequence_parallel), dict.fromkeys(("embedding", "layer", "core", "head"), OpTime())
+    program, sums = (
+        program_of(case, sequence_parallel),
+        dict.fromkeys(("embedding", "layer", "core", "head"), OpTime()),
+    )
     place, message_s = "embedding", 0.0
     for instruction in program.body:
-        path = instruction.op.module_path if isinstance(instruction, Compute) else instruction.module_path
-        place = "layer" if path.startswith("layer") else "embedding" if place == "embedding" else "head"
+        path = (
+            instruction.op.module_path
+            if isinstance(instruction, Compute)
+            else instruction.module_path
+        )
+        place = (
+            "layer" if path.startswith("layer") else "embedding" if place == "embedding" else "head"
+        )
         seconds = _seconds(instruction, program.plan.mesh, hardware)
         if isinstance(instruction, Adapt):
             message_s = seconds.backward_s
         elif instruction.op.target == "linear":
             weight_gradient_s = seconds.backward_s / 2
             seconds += OpTime(
-                0.0, _accumulation_s(instruction, program.plan.mesh, hardware) - min(message_s, weight_gradient_s)
+                0.0,
+                _accumulation_s(instruction, program.plan.mesh, hardware)
+                - min(message_s, weight_gradient_s),
             )
             message_s = 0.0
         sums[place] += seconds
@@ -189,7 +221,9 @@ def parts_of(case: Case, sequence_parallel: bool, hardware: Hardware) -> Parts:
 
 
 def _accumulation_s(linear: Compute, mesh: Mesh, hardware: Hardware) -> float:
-    """Adding a weight's gradient to its float32 sum inside the product: reads and writes 4 bytes in place of writing 2."""
+    """Adding a weight's gradient to its float32 sum inside the product: reads and writes 4 bytes in
+    place of writing 2.
+    """
     weight = local_call(linear.original, linear.assignment, mesh).operands[1]
     return hardware.device.memory_s((4 + 4 - 2) * weight.num_elements)
 
@@ -198,11 +232,15 @@ def _seconds(instruction: Instruction, mesh: Mesh, hardware: Hardware) -> OpTime
     ranks = range(mesh.size)
     if isinstance(instruction, Adapt):
         value = instruction.of
-        return step_time(instruction.step, value.dtype, mesh, ranks, hardware, differentiable=value.requires_grad)
+        return step_time(
+            instruction.step, value.dtype, mesh, ranks, hardware, differentiable=value.requires_grad
+        )
     op, assignment = instruction.original, instruction.assignment
     if op.target in FUSED:
         num_bytes = local_call(op, assignment, mesh).results[0].num_bytes
-        return OpTime(*(hardware.device.memory_s(passes * num_bytes) for passes in FUSED[op.target]))
+        return OpTime(
+            *(hardware.device.memory_s(passes * num_bytes) for passes in FUSED[op.target])
+        )
     return op_time(op, assignment, mesh, hardware, ranks=ranks)
 
 
@@ -222,19 +260,36 @@ def iteration_s(case: Case, selective: bool, hardware: Hardware) -> float:
     if num_stages == 1:
         return case.num_microbatches * (forward[0] + backward[0]) + step_s
     schedule = generate(
-        "1f1b_interleaved" if case.chunks > 1 else "1f1b", case.pipeline_ranks, case.num_microbatches, case.chunks
+        "1f1b_interleaved" if case.chunks > 1 else "1f1b",
+        case.pipeline_ranks,
+        case.num_microbatches,
+        case.chunks,
     )
     times = [StageTimes(f, b, 0.0) for f, b in zip(forward, backward, strict=True)]
-    tied_bytes = 4 * VOCAB * case.hidden / TENSOR_RANKS  # the gradient of the embedding, which first and last stage share
-    tied_s = collective_s(hardware, "all_reduce", tied_bytes, (0, hardware.num_devices - TENSOR_RANKS))
-    return simulate(schedule, times, _message_s(case, selective, hardware)).makespan_s + tied_s + step_s
+    tied_bytes = (
+        4 * VOCAB * case.hidden / TENSOR_RANKS
+    )  # the gradient of the embedding, which first and last stage share
+    tied_s = collective_s(
+        hardware, "all_reduce", tied_bytes, (0, hardware.num_devices - TENSOR_RANKS)
+    )
+    return (
+        simulate(schedule, times, _message_s(case, selective, hardware)).makespan_s
+        + tied_s
+        + step_s
+    )
 
 
 def _message_s(case: Case, sequence_parallel: bool, hardware: Hardware) -> float:
-    """From one stage to the next: each rank sends its piece over its own link; whole activations are gathered in the node."""
+    """From one stage to the next: each rank sends its piece over its own link; whole activations
+    are gathered in the node.
+    """
     num_bytes = 2 * SEQ * case.microbatch * case.hidden
     seconds = collective_s(hardware, "send", num_bytes / TENSOR_RANKS, (0, TENSOR_RANKS))
-    return seconds if sequence_parallel else seconds + collective_s(hardware, "all_gather", num_bytes, range(TENSOR_RANKS))
+    return (
+        seconds
+        if sequence_parallel
+        else seconds + collective_s(hardware, "all_gather", num_bytes, range(TENSOR_RANKS))
+    )
 
 
 def _elements_of_a_rank(case: Case) -> float:
@@ -246,22 +301,36 @@ def _elements_of_a_rank(case: Case) -> float:
 def machine(case: Case, product: float, memory: float) -> Hardware:
     """A100 nodes whose products and memory reach these fractions of their data sheet."""
     hardware = load_hardware("a100-80gb", TENSOR_RANKS * case.pipeline_ranks)
-    return replace(hardware, device=replace(hardware.device, matmul_efficiency=product, bytes_per_s=2039e9 * memory))
+    return replace(
+        hardware,
+        device=replace(hardware.device, matmul_efficiency=product, bytes_per_s=2039e9 * memory),
+    )
 
 
 def log_errors(efficiencies: np.ndarray, cases: Sequence[Case]) -> np.ndarray:
     """The logarithms of modelled over measured, full and selective recomputation of each case."""
     product, memory = np.exp(efficiencies).tolist()
-    modelled = [iteration_s(case, selective, machine(case, product, memory)) for case in cases for selective in (False, True)]
-    return np.log(modelled) - np.log([seconds for case in cases for seconds in (case.full_s, case.selective_s)])
+    modelled = [
+        iteration_s(case, selective, machine(case, product, memory))
+        for case in cases
+        for selective in (False, True)
+    ]
+    return np.log(modelled) - np.log(
+        [seconds for case in cases for seconds in (case.full_s, case.selective_s)]
+    )
 
 
 def fitted(cases: Sequence[Case]) -> np.ndarray:
-    """The logarithms of the efficiencies with the least squares of the errors, by Gauss-Newton from the preset's."""
+    """The logarithms of the efficiencies with the least squares of the errors, by Gauss-Newton from
+    the preset's.
+    """
     efficiencies, step = np.log([0.8, 0.9]), 1e-2
     for _ in range(8):
         errors = log_errors(efficiencies, cases)
-        slopes = np.stack([(log_errors(efficiencies + step * axis, cases) - errors) / step for axis in np.eye(2)], axis=1)
+        slopes = np.stack(
+            [(log_errors(efficiencies + step * axis, cases) - errors) / step for axis in np.eye(2)],
+            axis=1,
+        )
         change = np.linalg.lstsq(slopes, -errors, rcond=None)[0]
         efficiencies = efficiencies + change
         if np.abs(change).max() < 1e-3:
@@ -270,19 +339,35 @@ def fitted(cases: Sequence[Case]) -> np.ndarray:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     efficiencies = fitted([case for case in CASES if case.name in FITTED_ON])
     product, memory = np.exp(efficiencies).tolist()
     errors = np.expm1(log_errors(efficiencies, CASES)).reshape(-1, 2)
-    console, table = Console(), Table("model", "GPUs", "recompute", "measured s", "modelled s", "error", "")
+    console, table = (
+        Console(),
+        Table("model", "GPUs", "recompute", "measured s", "modelled s", "error", ""),
+    )
     console.print(
-        f"products reach {product:.3f} of the tensor cores' peak in full rounds of tiles, memory {memory:.3f} of its peak"
+        f"products reach {product:.3f} of the tensor cores' peak in full rounds of tiles, "
+        f"memory {memory:.3f} of its peak"
     )
     for case, pair in zip(CASES, errors.tolist(), strict=True):
-        for name, seconds, error in zip(("full", "selective"), (case.full_s, case.selective_s), pair, strict=True):
+        for name, seconds, error in zip(
+            ("full", "selective"), (case.full_s, case.selective_s), pair, strict=True
+        ):
             role = "fitted" if case.name in FITTED_ON else "predicted"
             gpus = str(TENSOR_RANKS * case.pipeline_ranks)
-            table.add_row(case.name, gpus, name, f"{seconds:.2f}", f"{seconds * (1 + error):.2f}", f"{error:+.1%}", role)
+            table.add_row(
+                case.name,
+                gpus,
+                name,
+                f"{seconds:.2f}",
+                f"{seconds * (1 + error):.2f}",
+                f"{error:+.1%}",
+                role,
+            )
     console.print(table)
 
 

@@ -13,7 +13,11 @@ logging.set_verbosity_error()  # random weights are meant
 def gpt2_on_meta(num_layers: int, num_heads: int = 16, head_size: int = 64) -> nn.Module:
     """A GPT-2 without memory behind its weights; the defaults are GPT-2 medium's."""
     with torch.device("meta"):
-        return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_head=num_heads, n_embd=num_heads * head_size, n_positions=1024))
+        return GPT2LMHeadModel(
+            GPT2Config(
+                n_layer=num_layers, n_head=num_heads, n_embd=num_heads * head_size, n_positions=1024
+            )
+        )
 
 
 def llama_on_meta(num_layers: int) -> nn.Module:
@@ -23,7 +27,9 @@ def llama_on_meta(num_layers: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with separate projections, the form that DTensor's ``parallelize_module`` can split."""
+    """Causal self-attention with separate projections, the form that DTensor's
+    ``parallelize_module`` can split.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -37,7 +43,11 @@ class Attention(nn.Module):
         return x.view(x.shape[0], x.shape[1], -1, self.head_size).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
+        query, key, value = (
+            self.heads(self.query(x)),
+            self.heads(self.key(x)),
+            self.heads(self.value(x)),
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -61,7 +71,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """``forward(tokens, labels)``, both [B, S], gives the mean loss."""
 
-    def __init__(self, num_layers: int, hidden_size: int, num_heads: int, vocab_size: int, max_length: int) -> None:
+    def __init__(
+        self, num_layers: int, hidden_size: int, num_heads: int, vocab_size: int, max_length: int
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab_size, hidden_size)
         self.position = nn.Embedding(max_length, hidden_size)

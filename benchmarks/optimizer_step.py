@@ -1,16 +1,19 @@
-"""What a training step with split optimizer state costs, beside the same step made with PyTorch's own parts.
+"""What a training step with split optimizer state costs, beside the same step made with PyTorch's
+own parts.
 
     python benchmarks/optimizer_step.py [--pairs 20] [--only zero1-ddp]
 
-The model, the batch and the rules are those of step_time.py: 2 ranks, policy dp, AdamW, float32, gloo, one thread per rank.
+The model, the batch and the rules are those of step_time.py: 2 ranks, policy dp, AdamW, float32,
+gloo, one thread per rank.
 
     zero1-ddp        ZeRO-1, scattered and overlapped   against DistributedDataParallel, which splits nothing
     zero1-zero       the same                           against DistributedDataParallel with ZeroRedundancyOptimizer
     zero2-fsdp       ZeRO-2, overlapped                 against FSDP2 without resharding after forward
     overlap-zero     ZeRO-1, parameters gathered until their first use    against ZeroRedundancyOptimizer
 
-For each side also what a rank holds between steps (parameters, gradients, optimizer state, buffers that stay), and the peak of
-live tensor bytes during a step, counted at every operator for both sides alike.
+For each side also what a rank holds between steps (parameters, gradients, optimizer state, buffers
+that stay), and the peak of live tensor bytes during a step, counted at every operator for both
+sides alike.
 """
 
 from __future__ import annotations
@@ -38,14 +41,20 @@ Side = tuple[Step, Callable[[], list[Tensor]]]
 def held_mib(kept: Iterable[Tensor]) -> float:
     """Each piece of memory once."""
     local = [x.to_local() if isinstance(x, DTensor) else x for x in kept]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()
+    }
     return sum(storages.values()) / 2**20
 
 
 def ours(options: dict[str, object], folder: str, batch: dict[str, Tensor]) -> Side:
     """The module compiled by shardwright, its optimizer state split."""
-    config = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=dist.get_world_size(), grad_reduction="mean", **options)
-    model = shardwright.parallelize(make_model(), batch, "dp", config, gen_savedir=folder, reuse="moo")
+    config = shardwright.ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=dist.get_world_size(), grad_reduction="mean", **options
+    )
+    model = shardwright.parallelize(
+        make_model(), batch, "dp", config, gen_savedir=folder, reuse="moo"
+    )
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE)
 
     def kept() -> list[Tensor]:
@@ -63,9 +72,13 @@ def ddp(batch: dict[str, Tensor]) -> Side:
 
 
 def zero_redundancy(batch: dict[str, Tensor]) -> Side:
-    """DistributedDataParallel with ZeroRedundancyOptimizer, whose parameters are views of one buffer for each rank."""
+    """DistributedDataParallel with ZeroRedundancyOptimizer, whose parameters are views of one
+    buffer for each rank.
+    """
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE
+    )
     return stepper(model, optimizer, batch), lambda: list(kept_by(model, optimizer.optim))
 
 
@@ -85,7 +98,10 @@ CASES: dict[str, tuple[dict[str, object], Callable[[dict[str, Tensor]], Side]]] 
     "zero1-ddp": (ZERO_1, ddp),
     "zero1-zero": (ZERO_1, zero_redundancy),
     "zero2-fsdp": ({**ZERO_1, "use_zero": 2}, fsdp),
-    "overlap-zero": ({"distributed_optimizer": {**TABLE, "overlap_param_sync": True}}, zero_redundancy),
+    "overlap-zero": (
+        {"distributed_optimizer": {**TABLE, "overlap_param_sync": True}},
+        zero_redundancy,
+    ),
 }
 
 
@@ -102,7 +118,10 @@ def run_rank(rank: int, case: str, folder: str, num_pairs: int) -> None:
     if rank == 0:
         print(f"{case:13} {ratio}", flush=True)
         for title, (mine, theirs) in (("holds", held), ("peak", peaks)):
-            print(f"  {title:11} {mine / theirs:.3f}  ({mine:.1f} MiB against {theirs:.1f} MiB)", flush=True)
+            print(
+                f"  {title:11} {mine / theirs:.3f}  ({mine:.1f} MiB against {theirs:.1f} MiB)",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Comparing two things fairly: interleaved pairs, the median of their ratios, and how sure one can be of it."""
+"""Comparing two things fairly: interleaved pairs, the median of their ratios, and how sure one can
+be of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ class Ratio:
 
     def __str__(self) -> str:
         times = f"{self.ours_s * 1e3:.1f} ms against {self.theirs_s * 1e3:.1f} ms"
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]  ({times}, {self.num_pairs} pairs)"
+        return (
+            f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]  ({times}, {self.num_pairs} "
+            "pairs)"
+        )
 
 
 def compare(
@@ -34,10 +39,11 @@ def compare(
     barrier: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Ratio:
-    """Time both ``num_pairs`` times in turn, each going first in every second pair; ``barrier`` encloses each step.
+    """Time both ``num_pairs`` times in turn, each going first in every second pair; ``barrier``
+    encloses each step.
 
-    ``clock`` in seconds: for steps of one thread that wait for nobody, ``time.process_time`` does not count what other
-    programs take of the machine.
+    ``clock`` in seconds: for steps of one thread that wait for nobody, ``time.process_time`` does
+    not count what other programs take of the machine.
     """
 
     def seconds(step: Callable[[], object]) -> float:
@@ -57,9 +63,18 @@ def compare(
 
 
 def summarise(times: np.ndarray) -> Ratio:
-    """The ratio of ``times`` [pairs, 2] in seconds, with a 95 % bootstrap interval of the median."""
+    """The ratio of ``times`` [pairs, 2] in seconds, with a 95 % bootstrap interval of the
+    median.
+    """
     ratios = times[:, 0] / times[:, 1]
     draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
     ours_s, theirs_s = np.median(times, axis=0)
-    return Ratio(float(ours_s), float(theirs_s), float(np.median(ratios)), float(low), float(high), len(ratios))
+    return Ratio(
+        float(ours_s),
+        float(theirs_s),
+        float(np.median(ratios)),
+        float(low),
+        float(high),
+        len(ratios),
+    )

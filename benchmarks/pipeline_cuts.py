@@ -1,10 +1,12 @@
-"""Where ``pp`` and ``hybrid`` cut models into stages, what crosses between them, and what a step takes by the audit.
+"""Where ``pp`` and ``hybrid`` cut models into stages, what crosses between them, and what a step
+takes by the audit.
 
     python benchmarks/pipeline_cuts.py [MODEL ...] [--hardware NAME ...] [--schedule NAME]
 
-Models are traced on meta in bfloat16, stages are cut with the times of the hardware that they are audited on, and two
-microbatches for each position make a step. "Inside" counts the stages that begin inside a repeated layer. "Crossing" is what
-all ranks receive from other stages in a step, gradients included. Everything is priced, nothing is run.
+Models are traced on meta in bfloat16, stages are cut with the times of the hardware that they are
+audited on, and two microbatches for each position make a step. "Inside" counts the stages that
+begin inside a repeated layer. "Crossing" is what all ranks receive from other stages in a step,
+gradients included. Everything is priced, nothing is run.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from transformers import (
 
 from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.lower_stages import lower_stages
-from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.repeated_blocks import container_of
 from shardwright.compiler.trace import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
@@ -51,7 +53,10 @@ def ids(batch: int, seq: int) -> Tensor:
 
 
 def images(batch: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.zeros(batch, 3, 224, 224, dtype=torch.bfloat16), "labels": ids(1, batch)[0]}
+    return {
+        "pixel_values": torch.zeros(batch, 3, 224, 224, dtype=torch.bfloat16),
+        "labels": ids(1, batch)[0],
+    }
 
 
 def tokens(batch: int, seq: int) -> dict[str, Tensor]:
@@ -66,19 +71,34 @@ def t5() -> nn.Module:
 
 def vit() -> nn.Module:
     """ViT large."""
-    fields = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
+    fields = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+    }
     return ViTForImageClassification(ViTConfig(num_labels=1000, **fields))
 
 
 def bert() -> nn.Module:
     """BERT large."""
-    fields = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
+    fields = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+    }
     return BertForMaskedLM(BertConfig(**fields))
 
 
 def mixtral() -> nn.Module:
     """A mixture of eight experts, two for each token, with 16 layers."""
-    fields = {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8}
+    fields = {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
     config = MixtralConfig(num_hidden_layers=16, num_local_experts=8, use_cache=False, **fields)
     return MixtralForCausalLM(config)
 
@@ -106,11 +126,21 @@ def graph_of(name: str) -> PlannableGraph:
     return annotate(trace(model, inputs), pass_manager())
 
 
-def planned(graph: PlannableGraph, positions: int, tp: int, hardware: str, schedule: str) -> tuple[Plan, PlanCost]:
-    """The plan of ``hybrid``, which is that of ``pp`` where one rank is a position, and its cost."""
+def planned(
+    graph: PlannableGraph, positions: int, tp: int, hardware: str, schedule: str
+) -> tuple[Plan, PlanCost]:
+    """The plan of ``hybrid``, which is that of ``pp`` where one rank is a position, and its
+    cost.
+    """
     num_ranks = positions * tp
     options = {"num_stages": positions, "tp": tp, "schedule": schedule, "hardware": hardware}
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss", pas_config=options)
+    config = ComputeConfig(
+        plan_ngpus=num_ranks,
+        runtime_ngpus=num_ranks,
+        use_end2end=True,
+        outputs="loss",
+        pas_config=options,
+    )
     made = find_policy("hybrid").apply(graph, config)
     plan = replace(made, outputs={**output_wishes(graph, config), **made.outputs})
     return plan, audit(lower_stages(graph, plan), config, load_hardware(hardware, num_ranks))
@@ -126,11 +156,16 @@ def num_inside(graph: PlannableGraph, plan: Plan) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)"
+    )
     parser.add_argument("--hardware", nargs="+", default=["a100-80gb", "h100"], metavar="NAME")
     parser.add_argument("--schedule", default="1f1b")
     args = parser.parse_args()
-    print("| model | hardware | pp x tp | step, ms | crossing, MB | inside |\n|---|---|---|---|---|---|")
+    print(
+        "| model | hardware | pp x tp | step, ms | crossing, MB | inside "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name in args.models or MODELS:
         graph = graph_of(name)
         for hardware in args.hardware:

@@ -1,10 +1,12 @@
-"""What a pipelined training step costs, beside ``torch.distributed.pipelining`` with the same schedule and the same stages.
+"""What a pipelined training step costs, beside ``torch.distributed.pipelining`` with the same
+schedule and the same stages.
 
     python benchmarks/pipeline_step.py [--pairs 20] [--ranks 2] [--only 1f1b]
 
-An 8-layer GPT in float32, 8 microbatches, AdamW, CPU with one thread per rank, gloo. Stages begin at the same blocks on both
-sides; the peer's stage modules are written by hand. Both sides live in the same processes and take turns step by step. A
-step is zero_grad, all forwards and backwards, optimizer step.
+An 8-layer GPT in float32, 8 microbatches, AdamW, CPU with one thread per rank, gloo. Stages begin
+at the same blocks on both sides; the peer's stage modules are written by hand. Both sides live in
+the same processes and take turns step by step. A step is zero_grad, all forwards and backwards,
+optimizer step.
 """
 
 from __future__ import annotations
@@ -42,18 +44,28 @@ PEERS: dict[str, tuple[type, int]] = {
 
 def make_model() -> GPT:
     torch.manual_seed(0)
-    return GPT(num_layers=NUM_LAYERS, hidden_size=256, num_heads=4, vocab_size=VOCAB_SIZE, max_length=SEQ_LENGTH)
+    return GPT(
+        num_layers=NUM_LAYERS,
+        hidden_size=256,
+        num_heads=4,
+        vocab_size=VOCAB_SIZE,
+        max_length=SEQ_LENGTH,
+    )
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
     """Tokens and labels of a whole step, [microbatches * batch, seq]."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCAB_SIZE, (NUM_MICROBATCHES * BATCH_SIZE, SEQ_LENGTH + 1), generator=generator)
+    tokens = torch.randint(
+        VOCAB_SIZE, (NUM_MICROBATCHES * BATCH_SIZE, SEQ_LENGTH + 1), generator=generator
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class PeerStage(nn.Module):
-    """The layers ``start:stop`` of the GPT, with the embedding in the first stage and the head in the last."""
+    """The layers ``start:stop`` of the GPT, with the embedding in the first stage and the head in
+    the last.
+    """
 
     def __init__(self, model: GPT, start: int, stop: int) -> None:
         super().__init__()
@@ -91,7 +103,9 @@ def ours(schedule: str, folder: str) -> Callable[[], float]:
     tokens, labels = make_batch()
     parts = zip(tokens.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True)
     samples = [{"tokens": t, "labels": y} for t, y in parts]
-    model = shardwright.parallelize(make_model(), samples[0], "pp", config, gen_savedir=folder, reuse="moo")
+    model = shardwright.parallelize(
+        make_model(), samples[0], "pp", config, gen_savedir=folder, reuse="moo"
+    )
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE)
 
     def step() -> float:
@@ -110,10 +124,21 @@ def peers(schedule: str) -> Callable[[], float]:
     num_stages = num_ranks * chunks
     per_stage = NUM_LAYERS // num_stages
     model = make_model()
-    own = [rank] if chunks == 1 else [rank, num_stages - 1 - rank] if schedule == "zb_v" else [rank, rank + num_ranks]
+    own = (
+        [rank]
+        if chunks == 1
+        else [rank, num_stages - 1 - rank]
+        if schedule == "zb_v"
+        else [rank, rank + num_ranks]
+    )
     modules = [PeerStage(model, i * per_stage, (i + 1) * per_stage) for i in own]
-    stages = [PipelineStage(m, i, num_stages, torch.device("cpu")) for m, i in zip(modules, own, strict=True)]
-    runner = kind(stages[0] if chunks == 1 else stages, NUM_MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    stages = [
+        PipelineStage(m, i, num_stages, torch.device("cpu"))
+        for m, i in zip(modules, own, strict=True)
+    ]
+    runner = kind(
+        stages[0] if chunks == 1 else stages, NUM_MICROBATCHES, loss_fn=loss_of, scale_grads=False
+    )
     optimizer = torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=LEARNING_RATE)
     tokens, labels = make_batch()
     first, last = 0 in own, num_stages - 1 in own
@@ -121,7 +146,9 @@ def peers(schedule: str) -> Callable[[], float]:
     def step() -> float:
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        runner.step(*([tokens] if first else []), **({"target": labels, "losses": losses} if last else {}))
+        runner.step(
+            *([tokens] if first else []), **({"target": labels, "losses": losses} if last else {})
+        )
         optimizer.step()
         return sum(loss.item() for loss in losses) / max(1, len(losses))
 
@@ -133,7 +160,9 @@ def run_rank(schedule: str, folder: str, num_pairs: int) -> None:
     our_step, their_step = ours(schedule, folder), peers(schedule)
     first, second = our_step(), their_step()
     last = dist.get_rank() == (0 if schedule == "zb_v" else dist.get_world_size() - 1)
-    assert not last or abs(first - second) < 1e-4 * abs(second), f"the two sides train different things: {first}, {second}"
+    assert not last or abs(first - second) < 1e-4 * abs(second), (
+        f"the two sides train different things: {first}, {second}"
+    )
     ratio = compare(our_step, their_step, num_pairs=num_pairs, barrier=dist.barrier)
     if dist.get_rank() == 0:
         print(f"{schedule:18} {dist.get_world_size()} ranks  {ratio}", flush=True)

@@ -1,14 +1,18 @@
-"""How long autodist takes to plan, and how far from optimal its plan can be: a Llama of the 8B shape on one mesh, and searched.
+"""How long autodist takes to plan, and how far from optimal its plan can be: a Llama of the 8B
+shape on one mesh, and searched.
 
     python benchmarks/planning.py [--quick] [--search] [--three-axes]
     python benchmarks/planning.py --short [LAYERS-RANKS-LIMIT ...]
 
-The model is traced on meta, bfloat16, one sequence of 4096 tokens for every rank along the first axis; the machine is A100-80GB
-nodes of eight. Times are CPU seconds of this process; tracing is not counted, everything from the traced graph to the plan is.
-Without ``--search`` a placement on each mesh, all axes at once. With it the whole search with pipelines, 64 microbatches.
-``--three-axes``: of eight layers, the meshes of up to three axes instead, or the search with ``max_axes=3`` beside that with 2.
-``--short``: whole searches with limits of a few seconds, each in a process of its own. Their limits are counted in CPU seconds
-of that process, too, so that what else runs on the machine changes little. Some cases may be named, as ``32-8-2``.
+The model is traced on meta, bfloat16, one sequence of 4096 tokens for every rank along the first
+axis; the machine is A100-80GB nodes of eight. Times are CPU seconds of this process; tracing is not
+counted, everything from the traced graph to the plan is. Without ``--search`` a placement on each
+mesh, all axes at once. With it the whole search with pipelines, 64 microbatches.
+``--three-axes``: of eight layers, the meshes of up to three axes instead, or the search with
+``max_axes=3`` beside that with 2.
+``--short``: whole searches with limits of a few seconds, each in a process of its own. Their limits
+are counted in CPU seconds of that process, too, so that what else runs on the machine changes
+little. Some cases may be named, as ``32-8-2``.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from shardwright.compiler.compile import annotate, pass_manager
-from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.trace import trace
 from shardwright.policies.autodist.options import AutodistOptions
@@ -47,7 +51,12 @@ THREE_AXES = ((8, (2, 4)), (8, (2, 2, 2)), (8, (4, 16)), (8, (4, 4, 4)), (8, (2,
 THREE_AXES_SEARCHES = ((8, 8, 2), (8, 8, 3))
 
 SHORT = (
-    *((layers, ranks, limit_s) for layers in (2, 8, 32) for ranks in (8, 64) for limit_s in (2.0, 5.0, 10.0)),
+    *(
+        (layers, ranks, limit_s)
+        for layers in (2, 8, 32)
+        for ranks in (8, 64)
+        for limit_s in (2.0, 5.0, 10.0)
+    ),
     *((layers, 64, 20.0) for layers in (8, 32)),
 )
 """Layers, ranks of a unit, and the limit."""
@@ -56,8 +65,15 @@ SHORT = (
 def llama(num_layers: int) -> nn.Module:
     """A Llama 3 8B with another number of layers, without memory behind its weights."""
     with torch.device("meta"):
-        fields = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-        config = LlamaConfig(num_hidden_layers=num_layers, vocab_size=128256, use_cache=False, **fields)
+        fields = {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
+        config = LlamaConfig(
+            num_hidden_layers=num_layers, vocab_size=128256, use_cache=False, **fields
+        )
         return LlamaForCausalLM(config).bfloat16()
 
 
@@ -72,10 +88,18 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="the whole search, with pipelines")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each case")
     parser.add_argument("--three-axes", action="store_true", help="meshes of up to three axes")
-    parser.add_argument("--short", nargs="*", metavar="LAYERS-RANKS-LIMIT", help="whole searches with limits of a few seconds")
+    parser.add_argument(
+        "--short",
+        nargs="*",
+        metavar="LAYERS-RANKS-LIMIT",
+        help="whole searches with limits of a few seconds",
+    )
     args = parser.parse_args()
     if args.short is not None:
-        named = {f"{layers}-{ranks}-{limit_s:.0f}": (layers, ranks, limit_s) for layers, ranks, limit_s in SHORT}
+        named = {
+            f"{layers}-{ranks}-{limit_s:.0f}": (layers, ranks, limit_s)
+            for layers, ranks, limit_s in SHORT
+        }
         measure_short([named[name] for name in args.short or named])
     elif args.search:
         searches = THREE_AXES_SEARCHES if args.three_axes else SEARCHES
@@ -94,22 +118,32 @@ def measure_placements(cases: tuple[tuple[int, tuple[int, ...]], ...], limit_s: 
         hardware = load_hardware("a100-80gb", mesh.size)
         began, cpu = time.perf_counter(), time.process_time()
         ranks = tuple(range(mesh.size))
-        found = place(PlacementRequest(graph, mesh, ranks, hardware, config, time_limit_s=limit_s, outputs={"logits": None}))
+        found = place(
+            PlacementRequest(
+                graph, mesh, ranks, hardware, config, time_limit_s=limit_s, outputs={"logits": None}
+            )
+        )
         took = f"{time.process_time() - cpu:.1f} | {time.perf_counter() - began:.1f}"
         if isinstance(found, Infeasible):
             print(f"| {num_layers} | {mesh} | {took} | | | {found.reason} |")
         else:
             print(
-                f"| {num_layers} | {mesh} | {took} | {found.cost_s * 1e3:.1f} ms | {found.gap:.2%} | {found.proof} |",
+                f"| {num_layers} | {mesh} | {took} | {found.cost_s * 1e3:.1f} ms | "
+                f"{found.gap:.2%} | {found.proof} |",
                 flush=True,
             )
 
 
 def measure_searches(cases: tuple[tuple[int, int, int], ...], limit_s: float) -> None:
-    print("| layers | ranks | axes | CPU s | wall s | step | gap | plan |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| layers | ranks | axes | CPU s | wall s | step | gap | plan "
+        "|\n|---|---|---|---|---|---|---|---|"
+    )
     for num_layers, num_ranks, max_axes in cases:
         graph = planned_graph(num_layers, 8)
-        config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss")
+        config = ComputeConfig(
+            plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss"
+        )
         hardware = load_hardware("a100-80gb", num_ranks)
         began, cpu = time.perf_counter(), time.process_time()
         options = AutodistOptions(num_microbatches=64, max_axes=max_axes, time_limit_s=limit_s)
@@ -118,16 +152,26 @@ def measure_searches(cases: tuple[tuple[int, int, int], ...], limit_s: float) ->
         took = f"{time.process_time() - cpu:.1f} | {time.perf_counter() - began:.1f}"
         assert certificate is not None and found.best is not None
         step = f"{certificate.cost_s:.3f} s | {certificate.gap:.2%}"
-        print(f"| {num_layers} | {num_ranks} | {max_axes} | {took} | {step} | {found.best.title} |", flush=True)
+        print(
+            f"| {num_layers} | {num_ranks} | {max_axes} | {took} | {step} | {found.best.title} |",
+            flush=True,
+        )
 
 
 def measure_short(cases: Sequence[tuple[int, int, float]]) -> None:
-    """``left out``: meshes whose plans of simple policies there was no time to compare with, as the certificate says."""
-    print("| layers | ranks | limit | took | step, audited | bound | left out | plan |\n|---|---|---|---|---|---|---|---|")
+    """``left out``: meshes whose plans of simple policies there was no time to compare with, as the
+    certificate says.
+    """
+    print(
+        "| layers | ranks | limit | took | step, audited | bound | left out | plan "
+        "|\n|---|---|---|---|---|---|---|---|"
+    )
     for num_layers, of_layers in itertools.groupby(sorted(cases), key=lambda case: case[0]):
         graph = planned_graph(num_layers, 8)
         for case in of_layers:
-            process = multiprocessing.get_context("fork").Process(target=_measure_short, args=(graph, *case))
+            process = multiprocessing.get_context("fork").Process(
+                target=_measure_short, args=(graph, *case)
+            )
             process.start()
             process.join()
             assert process.exitcode == 0, case
@@ -136,15 +180,23 @@ def measure_short(cases: Sequence[tuple[int, int, float]]) -> None:
 def _measure_short(graph: PlannableGraph, num_layers: int, num_ranks: int, limit_s: float) -> None:
     """One search, in a process of its own."""
     time.monotonic = time.process_time  # the time that limits are of
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss")
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss"
+    )
     hardware = load_hardware("a100-80gb", num_ranks)
     began = time.process_time()
-    found = search(graph, config, AutodistOptions(num_microbatches=64, time_limit_s=limit_s), hardware)
+    found = search(
+        graph, config, AutodistOptions(num_microbatches=64, time_limit_s=limit_s), hardware
+    )
     certificate = settled(found, config, hardware).certificate
     took_s = time.process_time() - began
     assert certificate is not None and found.best is not None
     step = f"{certificate.cost_s:.3f} s | {certificate.bound_s:.3f} s | {len(found.not_compared)}"
-    print(f"| {num_layers} | {num_ranks} | {limit_s:.0f} | {took_s:.1f} | {step} | {found.best.title} |", flush=True)
+    print(
+        f"| {num_layers} | {num_ranks} | {limit_s:.0f} | {took_s:.1f} | {step} | "
+        f"{found.best.title} |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
-"""What the cost model says of plans, against what they take: seconds of a step, and peak bytes of each rank.
+"""What the cost model says of plans, against what they take: seconds of a step, and peak bytes of
+each rank.
 
-    python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
-    python benchmarks/predict.py --profile [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
+    python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER] python
+    benchmarks/predict.py --profile [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
     python benchmarks/predict.py --peaks [--ranks 2]
 
-One GPT in float32 with Adam on CPU, gloo, one thread per rank, some twenty plans for the same work: copies, ZeRO, tensor
-parallelism, data parallelism inside a unit, pipelines with several schedules, numbers of microbatches and splits,
-recomputation. Every step trains on the same number of samples.
+One GPT in float32 with Adam on CPU, gloo, one thread per rank, some twenty plans for the same work:
+copies, ZeRO, tensor parallelism, data parallelism inside a unit, pipelines with several schedules,
+numbers of microbatches and splits, recomputation. Every step trains on the same number of samples.
 
-Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. With ``--profile``
-predictions are made of measured times of all operators, as after ``shardwright profile``.
+Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was
+measured. With ``--profile`` predictions are made of measured times of all operators, as after
+``shardwright profile``.
 
-All plans live in the same processes and take turns step by step, so that load from elsewhere meets all; the fastest round
-counts, as load only adds time. A step lasts from the first rank's start to the last one's end: a rank that shares its core may
-begin late. Memory is counted in steps of its own, storage by storage, and the samples count too. "Busy" leaves out waiting:
-what the processor spent on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only,
-which needs no calibration and no quiet machine.
+All plans live in the same processes and take turns step by step, so that load from elsewhere meets
+all; the fastest round counts, as load only adds time. A step lasts from the first rank's start to
+the last one's end: a rank that shares its core may begin late. Memory is counted in steps of its
+own, storage by storage, and the samples count too. "Busy" leaves out waiting: what the processor
+spent on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures
+memory only, which needs no calibration and no quiet machine.
 """
 
 from __future__ import annotations
@@ -39,22 +42,30 @@ import torch.distributed as dist
 from models import GPT
 
 import shardwright
-from shardwright.compiler.calibrate.profile import profile
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import PlanCost, audit
-from shardwright.compiler.cost.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
+from shardwright.frontend.calibrate.profile import profile
 from shardwright.policies.registry import find_policy
 
 SEQ_LENGTH, VOCAB_SIZE, BATCH_SIZE = 64, 2048, 16
-SIZES = {"num_layers": 4, "hidden_size": 192, "num_heads": 4, "vocab_size": VOCAB_SIZE, "max_length": SEQ_LENGTH}
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 192,
+    "num_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+    "max_length": SEQ_LENGTH,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan. ``unit``: ranks of a unit, 0 for all. ``num_microbatches``: of a step. ``recompute``: module paths."""
+    """A plan. ``unit``: ranks of a unit, 0 for all. ``num_microbatches``: of a step. ``recompute``:
+    module paths.
+    """
 
     name: str
     policy: str
@@ -69,9 +80,16 @@ class Case:
         return self.policy in ("pp", "hybrid")
 
     def config(self, num_ranks: int) -> shardwright.ComputeConfig:
-        options = {**self.options, **({"num_microbatches": self.num_microbatches} if self.has_stages else {})}
+        options = {
+            **self.options,
+            **({"num_microbatches": self.num_microbatches} if self.has_stages else {}),
+        }
         return shardwright.ComputeConfig(
-            plan_ngpus=self.unit or num_ranks, runtime_ngpus=num_ranks, use_end2end=True, pas_config=options, **self.fields
+            plan_ngpus=self.unit or num_ranks,
+            runtime_ngpus=num_ranks,
+            use_end2end=True,
+            pas_config=options,
+            **self.fields,
         )
 
     def plan(self, graph: Any, config: Any) -> Any:
@@ -83,7 +101,9 @@ class Case:
         """One microbatch of one unit."""
         num_units = num_ranks // (self.unit or num_ranks)
         size = BATCH_SIZE // num_units // self.num_microbatches
-        tokens = torch.randint(VOCAB_SIZE, (size, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            VOCAB_SIZE, (size, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(0)
+        )
         return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
@@ -108,12 +128,19 @@ CASES = [
     Case("pp, 1F1B, 4 microbatches", "pp", num_microbatches=4),
     Case("pp, 1F1B, 8 microbatches", "pp", num_microbatches=8),
     Case("pp, GPipe, 4 microbatches", "pp", num_microbatches=4, options={"schedule": "gpipe"}),
-    Case("pp, interleaved, 4", "pp", num_microbatches=4, options={"schedule": "1f1b_interleaved", "chunks": 2}),
+    Case(
+        "pp, interleaved, 4",
+        "pp",
+        num_microbatches=4,
+        options={"schedule": "1f1b_interleaved", "chunks": 2},
+    ),
     Case("pp, ZB-H1, 4", "pp", num_microbatches=4, options={"schedule": "zb_h1"}),
 ]
 FOUR = [
     Case("tp in pairs, 2 units", "tp", unit=2),
-    Case("pp x tp, 4 microbatches", "hybrid", num_microbatches=4, options={"num_stages": 2, "tp": 2}),
+    Case(
+        "pp x tp, 4 microbatches", "hybrid", num_microbatches=4, options={"num_stages": 2, "tp": 2}
+    ),
 ]
 
 
@@ -138,14 +165,26 @@ def predicted(num_ranks: int, hardware: Hardware, *, profiles: bool = False) -> 
     programs = []
     for case in cases(num_ranks):
         graph = trace(make_model(), case.sample(num_ranks))
-        programs.append(compile_graph(graph, case.plan, case.config(num_ranks), policy_name=case.policy).program)
+        programs.append(
+            compile_graph(graph, case.plan, case.config(num_ranks), policy_name=case.policy).program
+        )
     times = None
     if profiles:
-        stages = [stage for found in programs for stage in (found.programs if isinstance(found, PipelineProgram) else (found,))]
+        stages = [
+            stage
+            for found in programs
+            for stage in (found.programs if isinstance(found, PipelineProgram) else (found,))
+        ]
         torch.set_num_threads(1)
         times = profile(stages, torch.device("cpu")).times
     return [
-        audit(found, case.config(num_ranks), hardware, times=times, num_microbatches=case.num_microbatches)
+        audit(
+            found,
+            case.config(num_ranks),
+            hardware,
+            times=times,
+            num_microbatches=case.num_microbatches,
+        )
         for case, found in zip(cases(num_ranks), programs, strict=True)
     ]
 
@@ -158,8 +197,12 @@ def run_rank(folder: Path, num_rounds: int) -> None:
     steps, peaks = [], []
     for number, case in enumerate(cases(num_ranks)):
         config, sample = case.config(num_ranks), case.sample(num_ranks)
-        model = shardwright.parallelize(make_model(), sample, case.plan, config, gen_savedir=str(folder / str(number)))
-        samples = [{name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)]
+        model = shardwright.parallelize(
+            make_model(), sample, case.plan, config, gen_savedir=str(folder / str(number))
+        )
+        samples = [
+            {name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)
+        ]
         peaks.append(peak_bytes(model, config, samples))
         optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
         steps.append((model, optimizer, samples))
@@ -182,12 +225,19 @@ def run_rank(folder: Path, num_rounds: int) -> None:
 
 
 def peak_bytes(model: Any, config: Any, samples: Sequence[dict[str, torch.Tensor]]) -> int:
-    """The most bytes that live at once in a step. Of three after the first the least counts: a thread of gloo lets go of what
-    it has sent when it gets to run, and what lives longer for that is no part of the plan.
+    """The most bytes that live at once in a step. Of three after the first the least counts: a
+    thread of gloo lets go of what it has sent when it gets to run, and what lives longer for that
+    is no part of the plan.
     """
     with LiveBytes() as live:
         optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
-        live.watch([*model.parameters(), *model.buffers(), *(x for sample in samples for x in sample.values())])
+        live.watch(
+            [
+                *model.parameters(),
+                *model.buffers(),
+                *(x for sample in samples for x in sample.values()),
+            ]
+        )
         peaks = []
         for _ in range(4):
             live.restart()
@@ -202,8 +252,12 @@ def train(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]
     optimizer.zero_grad()
 
 
-def measured_step(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> tuple[float, float, float]:
-    """When one step began and ended on this rank, and the time of the processor that it took. All ranks have the same clock."""
+def measured_step(
+    model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]
+) -> tuple[float, float, float]:
+    """When one step began and ended on this rank, and the time of the processor that it took. All
+    ranks have the same clock.
+    """
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
     train(model, optimizer, samples)
@@ -229,14 +283,20 @@ def report_peaks(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, 
         found = [cost.memory[rank % len(cost.memory)].peak_bytes for rank in range(num_ranks)]
         error = max((mine / theirs - 1 for mine, theirs in zip(found, ranks, strict=True)), key=abs)
         worst = max(worst, abs(error))
-        pairs = ", ".join(f"{mine / 1e6:.2f} / {theirs / 1e6:.2f}" for mine, theirs in zip(found, ranks, strict=True))
+        pairs = ", ".join(
+            f"{mine / 1e6:.2f} / {theirs / 1e6:.2f}"
+            for mine, theirs in zip(found, ranks, strict=True)
+        )
         print(f"{case.name:28} {error:+7.2%}   {pairs}")
     print(f"\nlargest error of a peak: {worst:.2%} (MB, predicted / measured, by rank)")
 
 
 def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) -> None:
     print(f"{'':28} {'step, ms':>20} {'':>7} {'busy, ms':>19}   {'peak, MB':>18}")
-    print(f"{'plan':28} {'predicted measured':>20} {'':>7} {'predicted measured':>19}   {'predicted measured':>18}")
+    print(
+        f"{'plan':28} {'predicted measured':>20} {'':>7} {'predicted measured':>19}   "
+        f"{'predicted measured':>18}"
+    )
     worst = 0.0
     for index, (case, cost) in enumerate(zip(cases(num_ranks), costs, strict=True)):
         taken = measured["seconds"][index]
@@ -246,7 +306,8 @@ def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) 
         error = max(errors, key=abs)
         worst = max(worst, abs(error))
         print(
-            f"{case.name:28} {cost.step_s * 1e3:10.1f} {taken * 1e3:9.1f} {cost.step_s / taken - 1:+7.1%}"
+            f"{case.name:28} {cost.step_s * 1e3:10.1f} {taken * 1e3:9.1f} "
+            f"{cost.step_s / taken - 1:+7.1%}"
             f" {busy_s(cost) * 1e3:10.1f} {measured['busy'][index] * 1e3:8.1f}"
             f"   {max(found) / 1e6:9.2f} {max(ranks) / 1e6:8.2f} {error:+7.2%}"
         )
@@ -255,16 +316,23 @@ def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) 
     print(f"\nrank correlation of step times: {rank_correlation(times, measured['seconds']):.3f}")
     busy = [busy_s(cost) for cost in costs]
     print(f"rank correlation of busy times: {rank_correlation(busy, measured['busy']):.3f}")
-    print(f"predicted / measured: median {np.median(ratios):.2f}, from {ratios.min():.2f} to {ratios.max():.2f}")
+    print(
+        f"predicted / measured: median {np.median(ratios):.2f}, from {ratios.min():.2f} to "
+        f"{ratios.max():.2f}"
+    )
     print(f"largest error of a peak: {worst:.2%}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--hardware", help="a hardware file (default: calibrate)")
-    parser.add_argument("--profile", action="store_true", help="predict with measured times of operators")
+    parser.add_argument(
+        "--profile", action="store_true", help="predict with measured times of operators"
+    )
     parser.add_argument("--peaks", action="store_true", help="memory only")
     parser.add_argument("--keep", type=Path, help="a folder for machine.json and measured.json")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
@@ -278,11 +346,26 @@ def main() -> None:
             file, arguments.rounds = file or "cpu", 0
         if file is None:
             file = f"{folder}/machine.json"
-            command = [sys.executable, "-m", "shardwright", "calibrate", "--device", "cpu", "--out", file]
+            command = [
+                sys.executable,
+                "-m",
+                "shardwright",
+                "calibrate",
+                "--device",
+                "cpu",
+                "--out",
+                file,
+            ]
             subprocess.run([*command, "--ranks", str(arguments.ranks)], check=True, env=environment)
         hardware = load_hardware(file, arguments.ranks)
         costs = predicted(arguments.ranks, hardware, profiles=arguments.profile)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={arguments.ranks}",
+        ]
         command = [*torchrun, __file__, "--rank-in", folder, "--rounds", str(arguments.rounds)]
         subprocess.run(command, check=True, env=environment)
         show = report_peaks if arguments.peaks else report

@@ -2,10 +2,11 @@
 
     python benchmarks/solver.py [--limit 20] [--gap 1e-3]
 
-A block is a chain of nodes with some skip edges and one edge from its first node to its last; the last node of a block is tied
-to the first of the next. A strategy has a layout; edges cost nothing between equal layouts and something between others; for
-half of the nodes faster strategies use more memory. The row allows 60 % of what lies between the least usage and that of the
-fastest strategies. All blocks may choose differently, the cost is that of all of them, and the bound holds for it.
+A block is a chain of nodes with some skip edges and one edge from its first node to its last; the
+last node of a block is tied to the first of the next. A strategy has a layout; edges cost nothing
+between equal layouts and something between others; for half of the nodes faster strategies use more
+memory. The row allows 60 % of what lies between the least usage and that of the fastest strategies.
+All blocks may choose differently, the cost is that of all of them, and the bound holds for it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def make(num_blocks: int, block_size: int, num_strategies: int, seed: int = 0) -
         return np.floor(change[np.ix_(layout[a], layout[b])] * size[a] / 1000.0)
 
     pairs = {(node - 1, node) for node in range(1, block_size)} | {(0, block_size - 1)}
-    pairs |= {(int(rng.integers(max(0, n - 6), n - 1)), n) for n in range(2, block_size) if rng.random() < 0.15}
+    pairs |= {
+        (int(rng.integers(max(0, n - 6), n - 1)), n)
+        for n in range(2, block_size)
+        if rng.random() < 0.15
+    }
     inside = [(a, b, table(a, b)) for a, b in sorted(pairs)]
     link = table(block_size - 1, 0)
     starts = range(0, num_blocks * block_size, block_size)
@@ -49,14 +54,19 @@ def make(num_blocks: int, block_size: int, num_strategies: int, seed: int = 0) -
     edges += [(start - 1, start, link) for start in starts if start]
     least = usage.min(axis=1).sum() * num_blocks
     fastest = usage[np.arange(block_size), costs.argmin(axis=1)].sum() * num_blocks
-    row = Row(least + 0.6 * (fastest - least), {start + node: usage[node] for start in starts for node in range(block_size)})
+    row = Row(
+        least + 0.6 * (fastest - least),
+        {start + node: usage[node] for start in starts for node in range(block_size)},
+    )
     return Problem(tuple(costs) * num_blocks, tuple(edges), (row,))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for each case")
-    parser.add_argument("--gap", type=float, default=1e-3, help="stop when cost and bound are this near")
+    parser.add_argument(
+        "--gap", type=float, default=1e-3, help="stop when cost and bound are this near"
+    )
     args = parser.parse_args()
     print("| case | blocks x nodes x strategies | wall s | CPU s | cost | bound | gap | proof |")
     print("|---|---|---|---|---|---|---|---|")
@@ -67,7 +77,9 @@ def main() -> None:
         wall_s, cpu_s = time.monotonic() - wall, time.process_time() - cpu
         assert isinstance(found, Solution)
         sizes = " x ".join(map(str, shape))
-        numbers = f"{wall_s:.2f} | {cpu_s:.2f} | {found.cost:.0f} | {found.bound:.0f} | {found.gap:.4%}"
+        numbers = (
+            f"{wall_s:.2f} | {cpu_s:.2f} | {found.cost:.0f} | {found.bound:.0f} | {found.gap:.4%}"
+        )
         print(f"| {name} | {sizes} | {numbers} | {found.proof} |", flush=True)
 
 

@@ -8,10 +8,10 @@ Three comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per ra
     dp      policy dp, 2 ranks              against DistributedDataParallel
     tp      policy tp, 2 ranks              against DTensor's parallelize_module with loss_parallel
 
-Both sides live in the same processes and take turns step by step, so that load from elsewhere meets both. One rank is timed
-in CPU seconds, several by the wall clock. A step is
-zero_grad, forward, backward, gradient synchronisation, optimizer step. The peers' settings are the best that were found for
-this case.
+Both sides live in the same processes and take turns step by step, so that load from elsewhere meets
+both. One rank is timed in CPU seconds, several by the wall clock. A step is zero_grad, forward,
+backward, gradient synchronisation, optimizer step. The peers' settings are the best that were found
+for this case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright
@@ -44,7 +49,9 @@ Step = Callable[[], float]
 def make_model() -> GPT:
     """The 4-layer GPT, the same on every rank."""
     torch.manual_seed(0)
-    return GPT(num_layers=4, hidden_size=384, num_heads=6, vocab_size=VOCAB_SIZE, max_length=SEQ_LENGTH)
+    return GPT(
+        num_layers=4, hidden_size=384, num_heads=6, vocab_size=VOCAB_SIZE, max_length=SEQ_LENGTH
+    )
 
 
 def make_batch(seed: int) -> dict[str, torch.Tensor]:
@@ -82,8 +89,14 @@ def ours(policy: str, folder: str, batch: dict[str, torch.Tensor]) -> Step:
         grad_reduction="mean",
         use_async_reducer=policy == "dp" and world_size > 1,
     )
-    model = shardwright.parallelize(make_model(), batch, policy, config, gen_savedir=folder, reuse="moo")
-    return stepper(model, shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE), batch)
+    model = shardwright.parallelize(
+        make_model(), batch, policy, config, gen_savedir=folder, reuse="moo"
+    )
+    return stepper(
+        model,
+        shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE),
+        batch,
+    )
 
 
 def eager(batch: dict[str, torch.Tensor]) -> Step:
@@ -93,13 +106,17 @@ def eager(batch: dict[str, torch.Tensor]) -> Step:
 
 
 def ddp(batch: dict[str, torch.Tensor]) -> Step:
-    """DistributedDataParallel; a static graph and gradients that are views of the buckets are its fastest settings."""
+    """DistributedDataParallel; a static graph and gradients that are views of the buckets are its
+    fastest settings.
+    """
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
     return stepper(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
 
 
 def dtensor_tp(batch: dict[str, torch.Tensor]) -> Step:
-    """Megatron's plan by hand: column and row parallel linears, vocabulary-parallel embedding and loss."""
+    """Megatron's plan by hand: column and row parallel linears, vocabulary-parallel embedding and
+    loss.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = make_model()
     block = {
@@ -110,7 +127,11 @@ def dtensor_tp(batch: dict[str, torch.Tensor]) -> Step:
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),
     }
-    plan = {f"blocks.{index}.{name}": style for index in range(len(model.blocks)) for name, style in block.items()}
+    plan = {
+        f"blocks.{index}.{name}": style
+        for index in range(len(model.blocks))
+        for name, style in block.items()
+    }
     plan["token"] = RowwiseParallel(input_layouts=Replicate())
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)

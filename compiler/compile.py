@@ -1,4 +1,6 @@
-"""The compile itself: from a traced graph to the files of all ranks. Nothing here touches weights, disks or processes."""
+"""The compile itself: from a traced graph to the files of all ranks. Nothing here touches weights,
+disks or processes.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,20 @@ from shardwright.compiler.codegen.emit import Origin, class_name, emit
 from shardwright.compiler.codegen.emit_pipeline import emit_pipeline
 from shardwright.compiler.cost.work_share import WorkShare, work_share
 from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.graph_grammar import verify
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ir.verify import verify
 from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
-from shardwright.compiler.passes.dims import infer_dims, warn_of_lost_batch
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
 from shardwright.compiler.passes.print_program import print_program
-from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.proved_schedule import schedule_of
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.rules import attach_rules
-from shardwright.compiler.passes.schedule import schedule_of
 from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.passes.unify_dims import infer_dims, warn_of_lost_batch
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names
@@ -45,8 +47,9 @@ PolicyFunction = Callable[[Any, ComputeConfig], Any]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``. ``config``: what it was
-    asked for, with what that leaves to the plan. ``work``: which part of one device's arithmetic each of several ranks does.
+    """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``.
+    ``config``: what it was asked for, with what that leaves to the plan. ``work``: which part of
+    one device's arithmetic each of several ranks does.
     """
 
     program: Program | PipelineProgram
@@ -61,7 +64,9 @@ class Compiled:
 
     @property
     def declarations(self) -> list[Declaration]:
-        """Every tensor of the module once, in the order of the original; those only the evaluation body has come last."""
+        """Every tensor of the module once, in the order of the original; those only the evaluation
+        body has come last.
+        """
         programs = [self.program]
         if isinstance(self.program, Program) and self.program.eval_program is not None:
             programs.append(self.program.eval_program)
@@ -75,12 +80,19 @@ class Compiled:
 def pass_manager(**options: Any) -> PassManager:
     """A pass manager that knows how to verify and print every form of this compiler."""
     return PassManager(
-        verifiers={IRGraph: verify, PlannableGraph: verify, Program: verify_program, PipelineProgram: verify_pipeline},
+        verifiers={
+            IRGraph: verify,
+            PlannableGraph: verify,
+            Program: verify_program,
+            PipelineProgram: verify_pipeline,
+        },
         printers={
             IRGraph: print_graph,
             PlannableGraph: print_graph,
             Program: print_program,
-            PipelineProgram: lambda program: "\n\n".join(print_program(p) for body in program.bodies for p in body.programs),
+            PipelineProgram: lambda program: "\n\n".join(
+                print_program(p) for body in program.bodies for p in body.programs
+            ),
         },
         **options,
     )
@@ -106,12 +118,16 @@ def compile_graph(
     plan: Plan | None = None,
     manager: PassManager | None = None,
 ) -> Compiled:
-    """Plan, lower, prove and emit a traced graph, or one that is annotated already. ``plan`` skips the policy.
+    """Plan, lower, prove and emit a traced graph, or one that is annotated already. ``plan`` skips
+    the policy.
 
-    Raises :class:`PlanError` for a policy that returns something else than a plan, or a plan that does not fit.
+    Raises :class:`PlanError` for a policy that returns something else than a plan, or a plan that
+    does not fit.
     """
     manager = manager or pass_manager()
-    imported = names_bound(statement for body in graph.bodies for op in body.ops for statement in imports_of(op))
+    imported = names_bound(
+        statement for body in graph.bodies for op in body.ops for statement in imports_of(op)
+    )
     graph = replace(graph, name=class_name(graph.name, imported))
     if config.inference_only:
         graph = manager.run(FunctionPass("inference", without_gradients), graph)
@@ -124,12 +140,18 @@ def compile_graph(
     check_mesh(plan, config)
     config = settled_config(plan, config)
     plan = replace(plan, zero=units_of_storage(config))
-    plan = replace(plan, outputs=settled_wishes(graph, config, plan.outputs), dims=split_dim_names(planned, plan))
+    plan = replace(
+        plan,
+        outputs=settled_wishes(graph, config, plan.outputs),
+        dims=split_dim_names(planned, plan),
+    )
     check_names(planned, plan)
     check_batch(planned, plan)
     if plan.recompute:
         stages = stage_of_ops(planned, plan) if plan.stages else {}
-        planned = manager.run(FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute, stages)), planned)
+        planned = manager.run(
+            FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute, stages)), planned
+        )
     program: Program | PipelineProgram
     if plan.stages:
         check_end2end(graph)
@@ -156,12 +178,23 @@ def warn_of_work(name: str, work: WorkShare) -> None:
     )
 
 
-def _emit(program: Program | PipelineProgram, origin: Origin, config: ComputeConfig) -> dict[str, str]:
+def _emit(
+    program: Program | PipelineProgram, origin: Origin, config: ComputeConfig
+) -> dict[str, str]:
     if isinstance(program, Program):
-        return emit(program, origin, config.plan_ngpus, seed=config.seed, rng=config.rng, end2end=config.use_end2end)
+        return emit(
+            program,
+            origin,
+            config.plan_ngpus,
+            seed=config.seed,
+            rng=config.rng,
+            end2end=config.use_end2end,
+        )
     train = schedule_of(program)
     infer = inference_like(train)
-    return emit_pipeline(program, train, infer, origin, config.plan_ngpus, seed=config.seed, rng=config.rng)
+    return emit_pipeline(
+        program, train, infer, origin, config.plan_ngpus, seed=config.seed, rng=config.rng
+    )
 
 
 def check_end2end(graph: IRGraph) -> None:
@@ -170,8 +203,11 @@ def check_end2end(graph: IRGraph) -> None:
     if first is None or first.shape != ():
         raise PlanError(
             "the first result of the model is not a scalar loss",
-            why=f"its shape is {tuple(first.shape)}" if first is not None else "it returns no tensor",
-            hint="end2end modules return the loss first, as transformers models do when they are given labels",
+            why=f"its shape is {tuple(first.shape)}"
+            if first is not None
+            else "it returns no tensor",
+            hint="end2end modules return the loss first, as transformers models do when they are "
+            "given labels",
         )
 
 
@@ -188,8 +224,8 @@ def plan_of(returned: Any, policy_name: str) -> Plan:
 
 
 def check_mesh(plan: Plan, config: ComputeConfig) -> None:
-    """Refuse a plan for another number of ranks, or with an axis called ``zero`` or by what is no name. Raises
-    :class:`PlanError`.
+    """Refuse a plan for another number of ranks, or with an axis called ``zero`` or by what is no
+    name. Raises :class:`PlanError`.
     """
     if plan.mesh.size != config.plan_ngpus:
         raise PlanError(
@@ -197,36 +233,52 @@ def check_mesh(plan: Plan, config: ComputeConfig) -> None:
             why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
             hint="make the product of the axes equal to plan_ngpus",
         )
-    axes = dict.fromkeys(axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names)
+    axes = dict.fromkeys(
+        axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names
+    )
     for axis in axes:
         if not axis.isidentifier() or unicodedata.normalize("NFKC", axis) != axis:
             raise PlanError(
                 f"the plan's mesh has an axis called {axis!r}",
-                why="layouts and generated code write the names of axes, so they are identifiers (in the normal form NFKC)",
+                why="layouts and generated code write the names of axes, so they are identifiers "
+                "(in the normal form NFKC)",
                 hint="give the axis another name",
             )
     if ZERO in axes:
         raise PlanError(
             f"no axis of a plan's mesh is called {ZERO!r}",
-            why="the axis of that name runs over units: along it ZeRO-3 stores parameters in pieces",
+            why="the axis of that name runs over units: along it ZeRO-3 stores parameters in "
+            "pieces",
             hint="give the axis another name",
         )
 
 
 def without_gradients(graph: IRGraph) -> IRGraph:
-    """The graph for inference: nothing requires a gradient, so R and G are one and no backward is planned."""
+    """The graph for inference: nothing requires a gradient, so R and G are one and no backward is
+    planned.
+    """
 
     def frozen(value: Any) -> Any:
-        return replace(value, requires_grad=False, takes_gradient=False) if isinstance(value, IRValue) else value
+        return (
+            replace(value, requires_grad=False, takes_gradient=False)
+            if isinstance(value, IRValue)
+            else value
+        )
 
     def tree(node: Tree) -> Tree:
-        return replace(node, value=frozen(node.value), children=tuple((key, tree(child)) for key, child in node.children))
+        return replace(
+            node,
+            value=frozen(node.value),
+            children=tuple((key, tree(child)) for key, child in node.children),
+        )
 
     return replace(
         graph,
         inputs=tuple(map(frozen, graph.inputs)),
         parameters=tuple(map(frozen, graph.parameters)),
-        ops=tuple(replace(op.map_args(frozen), results=tuple(map(frozen, op.results))) for op in graph.ops),
+        ops=tuple(
+            replace(op.map_args(frozen), results=tuple(map(frozen, op.results))) for op in graph.ops
+        ),
         output=tree(graph.output),
         signature=tuple((name, tree(node)) for name, node in graph.signature),
         eval_graph=graph.eval_graph and without_gradients(graph.eval_graph),

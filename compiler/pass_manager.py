@@ -1,10 +1,13 @@
-"""The pass manager: runs the steps of a compile one after another, and between them times, dumps and verifies.
+"""The pass manager: runs the steps of a compile one after another, and between them times, dumps
+and verifies.
 
 A pass takes one immutable form of the program and returns another. After each one the manager
 
 1. notes the seconds it took,
-2. writes what it returned as text, numbered, if a dump folder is given (``00-trace.txt``, ``01-rules.txt``, ...),
-3. verifies it. A form that does not hold its invariants is a defect of the pass; the error names the pass and the dump.
+2. writes what it returned as text, numbered, if a dump folder is given (``00-trace.txt``,
+   ``01-rules.txt``, ...),
+3. verifies it. A form that does not hold its invariants is a defect of the pass; the error names
+   the pass and the dump.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ Out = TypeVar("Out")
 
 
 class Pass(Protocol[Before, After]):
-    """One step of a compile. A pass with options is a frozen dataclass whose fields are the options."""
+    """One step of a compile. A pass with options is a frozen dataclass whose fields are the
+    options.
+    """
 
     @property
     def name(self) -> str:
@@ -58,7 +63,9 @@ class Step:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What a compile spent its time on, step by step in order. A step that ran twice is listed twice."""
+    """What a compile spent its time on, step by step in order. A step that ran twice is listed
+    twice.
+    """
 
     steps: tuple[Step, ...] = ()
 
@@ -82,8 +89,8 @@ class CompileReport:
 
 @dataclass
 class PassManager:
-    """Runs passes. ``verifiers`` and ``printers`` go by the type of what a pass returns; a type without a printer is not
-    dumped, one without a verifier is not verified.
+    """Runs passes. ``verifiers`` and ``printers`` go by the type of what a pass returns; a type
+    without a printer is not dumped, one without a verifier is not verified.
     """
 
     verifiers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)
@@ -102,7 +109,9 @@ class PassManager:
         with self.measure(step.name):
             after = step(before)
         printer, verifier = self.printers.get(type(after)), self.verifiers.get(type(after))
-        dumped = self._write(self.dump, step.name, printer(after)) if printer and self.dump else None
+        dumped = (
+            self._write(self.dump, step.name, printer(after)) if printer and self.dump else None
+        )
         if verifier:
             with self.measure("verify"):
                 self._verify(verifier, step.name, after, dumped)
@@ -115,7 +124,9 @@ class PassManager:
         yield
         self._steps.append(Step(name, time.perf_counter() - start))
 
-    def _verify(self, verifier: Callable[[Any], object], name: str, after: object, dumped: Path | None) -> None:
+    def _verify(
+        self, verifier: Callable[[Any], object], name: str, after: object, dumped: Path | None
+    ) -> None:
         try:
             verifier(after)
         except Exception as error:
@@ -123,9 +134,12 @@ class PassManager:
                 raise  # says to the user what is wrong with the user's own policy or model
             printer = self.printers.get(type(after))
             if dumped is None and printer:
-                dumped = self._write(Path(tempfile.mkdtemp(prefix="shardwright-")), name, printer(after))
+                dumped = self._write(
+                    Path(tempfile.mkdtemp(prefix="shardwright-")), name, printer(after)
+                )
             raise InternalError(
-                f"pass {name!r} returned a {type(after).__name__} that does not hold its invariants",
+                f"pass {name!r} returned a {type(after).__name__} that does not hold its "
+                "invariants",
                 where=str(dumped) if dumped else None,
                 why=str(error),
                 hint="this is a defect of shardwright: please report it with that file",

@@ -1,6 +1,8 @@
-"""``make demo``: compile a small GPT for two ranks, look at what was generated, train it, compare with one device.
+"""``make demo``: compile a small GPT for two ranks, look at what was generated, train it, compare
+with one device.
 
-Run it alone: ``python examples/demo.py``. It starts the two ranks itself, with torchrun and gloo on the CPU.
+Run it alone: ``python examples/demo.py``. It starts the two ranks itself, with torchrun and gloo on
+the CPU.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ CONFIG = shardwright.ComputeConfig(plan_ngpus=NUM_RANKS, runtime_ngpus=NUM_RANKS
 
 
 def make_model() -> GPT:
-    """The model as its author wrote it, in float64 so that the comparison shows algebra and not rounding."""
+    """The model as its author wrote it, in float64 so that the comparison shows algebra and not
+    rounding.
+    """
     torch.manual_seed(0)
-    return GPT(VOCAB_SIZE, max_length=SEQ_LENGTH, hidden_size=128, num_layers=2, num_heads=4).double()
+    return GPT(
+        VOCAB_SIZE, max_length=SEQ_LENGTH, hidden_size=128, num_layers=2, num_heads=4
+    ).double()
 
 
 def dummy_args() -> dict[str, torch.Tensor]:
@@ -42,8 +48,12 @@ def dummy_args() -> dict[str, torch.Tensor]:
 
 
 def compile_model(folder: str, load_module: bool) -> torch.nn.Module | None:
-    """Compile for tensor parallelism, or find that it was compiled before; load this rank's part if asked to."""
-    return shardwright.parallelize(make_model(), dummy_args(), "tp", CONFIG, gen_savedir=folder, load_module=load_module)
+    """Compile for tensor parallelism, or find that it was compiled before; load this rank's part if
+    asked to.
+    """
+    return shardwright.parallelize(
+        make_model(), dummy_args(), "tp", CONFIG, gen_savedir=folder, load_module=load_module
+    )
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -72,8 +82,18 @@ def run_rank(folder: str) -> None:
 
 def run_ranks(folder: str) -> list[float]:
     """Start the ranks and return the losses that they saw."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    subprocess.run([*torchrun, __file__, "--rank-in", folder], check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={NUM_RANKS}",
+    ]
+    subprocess.run(
+        [*torchrun, __file__, "--rank-in", folder],
+        check=True,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+    )
     losses: list[float] = json.loads(Path(folder, "losses.json").read_text())
     return losses
 
@@ -81,24 +101,36 @@ def run_ranks(folder: str) -> list[float]:
 def excerpt(source: str, num_lines: int = 75) -> tuple[str, int]:
     """A generated file from ``forward`` on, and the number of the first line."""
     lines = source.splitlines()
-    start = next(index for index, line in enumerate(lines) if line.lstrip().startswith("def forward"))
+    start = next(
+        index for index, line in enumerate(lines) if line.lstrip().startswith("def forward")
+    )
     return "\n".join(lines[start : start + num_lines]), start + 1
 
 
 def report(console: Console, one: list[float], many: list[float]) -> None:
     """Both losses side by side, and the largest difference."""
-    table = Table("step", "one device", f"{NUM_RANKS} ranks, tp", "difference", title="Loss on the same text")
+    table = Table(
+        "step", "one device", f"{NUM_RANKS} ranks, tp", "difference", title="Loss on the same text"
+    )
     for step in sorted({0, 1, 2, *range(4, NUM_STEPS, 5), NUM_STEPS - 1}):
-        table.add_row(str(step + 1), f"{one[step]:.12f}", f"{many[step]:.12f}", f"{abs(one[step] - many[step]):.1e}")
+        table.add_row(
+            str(step + 1),
+            f"{one[step]:.12f}",
+            f"{many[step]:.12f}",
+            f"{abs(one[step] - many[step]):.1e}",
+        )
     console.print(table)
     console.print(
-        f"largest difference over {NUM_STEPS} steps: [bold]{max(abs(a - b) for a, b in zip(one, many, strict=True)):.1e}[/]\n"
+        f"largest difference over {NUM_STEPS} steps: "
+        f"[bold]{max(abs(a - b) for a, b in zip(one, many, strict=True)):.1e}[/]\n"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank-in", metavar="DIR", help="run as one rank of the job that compiled into DIR")
+    parser.add_argument(
+        "--rank-in", metavar="DIR", help="run as one rank of the job that compiled into DIR"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.rank_in:
@@ -106,19 +138,31 @@ def main() -> None:
 
     console = Console(soft_wrap=True)
     console.print(
-        Panel(f"A GPT written for one device ([bold]examples/gpt.py[/]), trained on {NUM_RANKS} ranks.", expand=False)
+        Panel(
+            "A GPT written for one device ([bold]examples/gpt.py[/]), trained on "
+            f"{NUM_RANKS} ranks.",
+            expand=False,
+        )
     )
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         compile_model(folder, load_module=False)
         files = sorted(Path(folder).rglob("gencode*.py"))
         console.print(
-            f"Compiled in {time.perf_counter() - start:.1f} s into one source file per rank. A part of {files[0].name}:\n"
+            f"Compiled in {time.perf_counter() - start:.1f} s into one source file per rank. "
+            f"A part of {files[0].name}:\n"
         )
         text, first_line = excerpt(files[0].read_text())
-        console.print(Syntax(text, "python", line_numbers=True, start_line=first_line, background_color="default"))
+        console.print(
+            Syntax(
+                text, "python", line_numbers=True, start_line=first_line, background_color="default"
+            )
+        )
 
-        console.print(f"\nTraining {NUM_STEPS} steps on one device, then on {NUM_RANKS} ranks under torchrun ...\n")
+        console.print(
+            f"\nTraining {NUM_STEPS} steps on one device, then on {NUM_RANKS} ranks under "
+            "torchrun ...\n"
+        )
         model = make_model()
         one = train(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
         report(console, one, run_ranks(folder))
@@ -126,8 +170,12 @@ def main() -> None:
     tools = os.path.relpath(Path(sys.executable).parent)
     console.print("Next:")
     console.print("  a Hugging Face GPT-2, unmodified, its logits cut over two ranks:")
-    console.print(f"    {tools}/torchrun --nproc-per-node 2 examples/train_gpt2.py --policy tp --check")
-    console.print("  a 7B Llama compiled for 8 ranks on this machine, in seconds and without its weights:")
+    console.print(
+        f"    {tools}/torchrun --nproc-per-node 2 examples/train_gpt2.py --policy tp --check"
+    )
+    console.print(
+        "  a 7B Llama compiled for 8 ranks on this machine, in seconds and without its weights:"
+    )
     console.print(f"    {tools}/python examples/compile_offline.py")
     console.print("  your own model: docs/getting-started.md")
 

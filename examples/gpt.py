@@ -44,9 +44,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Language model; ``forward`` takes tokens [B, S] and returns the loss of predicting each from those before it."""
+    """Language model; ``forward`` takes tokens [B, S] and returns the loss of predicting each from
+    those before it.
+    """
 
-    def __init__(self, vocab_size: int, max_length: int, hidden_size: int, num_layers: int, num_heads: int) -> None:
+    def __init__(
+        self, vocab_size: int, max_length: int, hidden_size: int, num_layers: int, num_heads: int
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab_size, hidden_size)
         self.position = nn.Embedding(max_length, hidden_size)

@@ -1,12 +1,14 @@
 """Choose which dims of the model tensor parallelism splits: a small exact program over dim classes.
 
-Every product with weights (linear, convolution, embedding) may have one of its dims split: an output dim (column parallel:
-the input's gradient is all-reduced) or a summed dim (row parallel: the result is all-reduced). Splitting a class splits all
-operators that have it. Variables are the classes; at most one class of an operator is split; the objective is the share of
-all work and memory that is spared, less the share of all possible communication that it causes. On a transformer this gives
-heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is. Within an axis a second
-one pays for what it adds to the sums along the first, as both are one all-reduce. What linear operators pass on in summands is
-priced where it is summed at last: of experts, once for all that a token meets; of parallel branches, where they are added.
+Every product with weights (linear, convolution, embedding) may have one of its dims split: an
+output dim (column parallel: the input's gradient is all-reduced) or a summed dim (row parallel: the
+result is all-reduced). Splitting a class splits all operators that have it. Variables are the
+classes; at most one class of an operator is split; the objective is the share of all work and
+memory that is spared, less the share of all possible communication that it causes. On a transformer
+this gives heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowing what a
+transformer is. Within an axis a second one pays for what it adds to the sums along the first, as
+both are one all-reduce. What linear operators pass on in summands is priced where it is summed at
+last: of experts, once for all that a token meets; of parallel branches, where they are added.
 """
 
 from __future__ import annotations
@@ -28,21 +30,25 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.passes.dim_names import is_data
-from shardwright.policies.weights import PRODUCTS, Sources, weight_sources, weights_of
+from shardwright.policies.weight_operands import PRODUCTS, Sources, weight_sources, weights_of
 
 WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 600_000
-"""What all work, all weight memory, and all traffic that could arise are worth against each other. What is saved and what is
-sent both grow with ``1 - 1 / ranks``, so that the choice hardly depends on their number.
+"""What all work, all weight memory, and all traffic that could arise are worth against each other.
+What is saved and what is sent both grow with ``1 - 1 / ranks``, so that the choice hardly depends
+on their number.
 """
 
 TABLE = 1_000_000
-"""What all weight memory would be worth in tables that are looked up: a vocabulary is split for the memory alone, as its lookup
-has no work to share out."""
+"""What all weight memory would be worth in tables that are looked up: a vocabulary is split for the
+memory alone, as its lookup has no work to share out.
+"""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The indices of the dim classes to split over an axis of ``axis_size`` ranks, and what that is worth: the objective."""
+    """The indices of the dim classes to split over an axis of ``axis_size`` ranks, and what that is
+    worth: the objective.
+    """
 
     axis_size: int
     classes: set[int]
@@ -50,7 +56,9 @@ class Chosen:
 
 
 class _Travel(NamedTuple):
-    """A value that is summed where it is made, or where it is read gathered, its gradient summed, or both at once."""
+    """A value that is summed where it is made, or where it is read gathered, its gradient summed,
+    or both at once.
+    """
 
     value: str
     where: Literal["made", "read"]
@@ -58,9 +66,9 @@ class _Travel(NamedTuple):
 
 @dataclass(frozen=True)
 class _Option:
-    """One class split in one operator, where it is a factor: the share of the work with it and of the weights that a rank is
-    spared, and what travels. ``touched``: the values that would if every sum were made at once. ``gathers``: they are gathered,
-    not summed.
+    """One class split in one operator, where it is a factor: the share of the work with it and of
+    the weights that a rank is spared, and what travels. ``touched``: the values that would if every
+    sum were made at once. ``gathers``: they are gathered, not summed.
     """
 
     op: IROp
@@ -78,11 +86,12 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
 
 
 def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
-    """The axes over which to split the model on that many ranks, and what over each: one; or two where dims have fewer
-    elements than there are ranks, and more is gained so. The second then splits the same dims, as far as that is worth it, and
-    in the place of those that are used up what is multiplied with them. 4 groups of heads on 8 ranks are split over 4; the
-    feed-forward part and the vocabulary over 4 and 2; and the heads of a group over 2, whose ranks compute its keys and values
-    alike, or not at all. ``most``: axes there may be.
+    """The axes over which to split the model on that many ranks, and what over each: one; or two
+    where dims have fewer elements than there are ranks, and more is gained so. The second then
+    splits the same dims, as far as that is worth it, and in the place of those that are used up
+    what is multiplied with them. 4 groups of heads on 8 ranks are split over 4; the feed-forward
+    part and the vocabulary over 4 and 2; and the heads of a group over 2, whose ranks compute its
+    keys and values alike, or not at all. ``most``: axes there may be.
     """
     if num_ranks == 1:
         return []
@@ -95,8 +104,8 @@ def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
 
 
 class Chooser:
-    """Chooses for axes of one model. What all work, memory and traffic are is counted as if there were one axis of
-    ``num_ranks``, so that the worth of its axes adds up.
+    """Chooses for axes of one model. What all work, memory and traffic are is counted as if there
+    were one axis of ``num_ranks``, so that the worth of its axes adds up.
     """
 
     def __init__(self, graph: IRGraph, num_ranks: int) -> None:
@@ -109,19 +118,29 @@ class Chooser:
         self.total_memory = sum(whole.elements[v.name] for v in graph.parameters) or 1.0
         options = self._options(num_ranks, whole)
         candidates = self._candidates(options)
-        touched = {name for option in options if option.dim_class in candidates for name in option.touched}
+        touched = {
+            name for option in options if option.dim_class in candidates for name in option.touched
+        }
         self.total_traffic = sum(whole.elements[name] for name in touched) or 1.0
 
     def is_short(self) -> bool:
-        """Whether a dim that might be split has fewer elements than there are ranks, and more than one."""
+        """Whether a dim that might be split has fewer elements than there are ranks, and more than
+        one.
+        """
         return any(map(self._is_short, self.eligible))
 
     def shares_all(self, chosen: Chosen) -> bool:
-        """Whether the ranks of an axis share the work of every product of activations, as of queries and keys."""
-        classes, products = self.dims.factors, (op for op in self.graph.ops if op.target in PRODUCTS)
+        """Whether the ranks of an axis share the work of every product of activations, as of
+        queries and keys.
+        """
+        classes, products = (
+            self.dims.factors,
+            (op for op in self.graph.ops if op.target in PRODUCTS),
+        )
         return all(
             any(
-                classes.get((op.name, factor.name)) in chosen.classes and self.whole.work(op, factor.name)
+                classes.get((op.name, factor.name)) in chosen.classes
+                and self.whole.work(op, factor.name)
                 for factor in (op.rule.factors if op.rule else ())
             )
             for op in products
@@ -138,13 +157,23 @@ class Chooser:
         return set(classes).union(*(found for found in dims if found & short))
 
     def pair(self, outer: int) -> list[Chosen]:
-        """An axis of ``outer`` ranks, and within it one of the others; :func:`choose_axes` chooses one of these."""
+        """An axis of ``outer`` ranks, and within it one of the others; :func:`choose_axes` chooses
+        one of these.
+        """
         first = self.choose(outer)
         return [first, self.choose(self.num_ranks // outer, first, self.related(first.classes))]
 
-    def choose(self, axis_size: int, outer: Chosen | None = None, among: Set[int] | None = None) -> Chosen:
-        """The dim classes for an axis of that many ranks, of those in ``among``, within an ``outer`` axis."""
-        left = _Sizes(self.graph, dict.fromkeys(outer.classes, outer.axis_size)) if outer else self.whole
+    def choose(
+        self, axis_size: int, outer: Chosen | None = None, among: Set[int] | None = None
+    ) -> Chosen:
+        """The dim classes for an axis of that many ranks, of those in ``among``, within an
+        ``outer`` axis.
+        """
+        left = (
+            _Sizes(self.graph, dict.fromkeys(outer.classes, outer.axis_size))
+            if outer
+            else self.whole
+        )
         options = self._options(axis_size, left)
         candidates = [c for c in self._candidates(options) if among is None or c in among]
         if not candidates:
@@ -155,7 +184,9 @@ class Chooser:
         for option in options:
             if option.dim_class in chosen and option.saved > 0:
                 by_op.setdefault(option.op.name, set()).add(option.dim_class)
-        for classes in dict.fromkeys(tuple(sorted(found)) for found in by_op.values()):  # repeated layers say the same
+        for classes in dict.fromkeys(
+            tuple(sorted(found)) for found in by_op.values()
+        ):  # repeated layers say the same
             if len(classes) > 1:
                 model.add_at_most_one(chosen[c] for c in classes)
         gains, losses = self._weighed(options, chosen, axis_size, left, self._summed_along(outer))
@@ -167,19 +198,36 @@ class Chooser:
             terms.append(-loss * moved)
         model.maximize(sum(terms))
         solver = cp_model.CpSolver()
-        solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process, from the first solution on
+        solver.parameters.catch_sigint_signal = (
+            False  # else Ctrl-C ends the process, from the first solution on
+        )
         solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
         solver.parameters.max_deterministic_time = 20.0
-        solver.parameters.linearization_level = 2  # the relaxation is all but integral: 10 ms in the place of 7 s for 32 layers
+        solver.parameters.linearization_level = (
+            2  # the relaxation is all but integral: 10 ms in the place of 7 s for 32 layers
+        )
         solver.solve(model)
-        return Chosen(axis_size, {c for c in candidates if solver.value(chosen[c])}, round(solver.objective_value))
+        return Chosen(
+            axis_size,
+            {c for c in candidates if solver.value(chosen[c])},
+            round(solver.objective_value),
+        )
 
     def _summed_along(self, outer: Chosen | None) -> dict[_Travel, int]:
         """What is summed over the ranks of an axis, and how many these are."""
         if outer is None:
             return {}
-        options = (option for option in self._options(outer.axis_size, self.whole) if option.dim_class in outer.classes)
-        return {travel: outer.axis_size for option in options if not option.gathers for travel in option.travels}
+        options = (
+            option
+            for option in self._options(outer.axis_size, self.whole)
+            if option.dim_class in outer.classes
+        )
+        return {
+            travel: outer.axis_size
+            for option in options
+            if not option.gathers
+            for travel in option.travels
+        }
 
     def _weighed(
         self,
@@ -189,8 +237,10 @@ class Chooser:
         sizes: _Sizes,
         summed: Mapping[_Travel, int],
     ) -> tuple[dict[int, int], dict[tuple[int, ...], int]]:
-        """What splitting each of the classes gains, and what is lost for every set of them that the same values travel for.
-        ``summed``: what is summed over so many ranks anyway. A sum over those of both axes sends little more.
+        """What splitting each of the classes gains, and what is lost for every set of them that the
+        same values travel for.
+        ``summed``: what is summed over so many ranks anyway. A sum over those of both axes sends
+        little more.
         """
         travels: dict[_Travel, set[int]] = {}
         gathered: set[_Travel] = set()
@@ -201,7 +251,10 @@ class Chooser:
             names = {v.name for o in option.op.operands for v in self.sources.get(o.name, ())}
             weights = sum(sizes.elements[name] for name in names)
             worth = TABLE if option.op.target == "embedding" else MEMORY
-            gain = WORK * sizes.work(option.op, option.factor) / self.total_work + worth * weights / self.total_memory
+            gain = (
+                WORK * sizes.work(option.op, option.factor) / self.total_work
+                + worth * weights / self.total_memory
+            )
             gains[option.dim_class] = gains.get(option.dim_class, 0) + round(gain * option.saved)
             for travel in option.travels:
                 travels.setdefault(travel, set()).add(option.dim_class)
@@ -212,12 +265,18 @@ class Chooser:
             sent = (1 - 1 / axis_size) * sizes.elements[travel.value]
             sent /= 1 if travel in gathered else summed.get(travel, 1)
             loss = max(1, round(TRAFFIC * sent / self.total_traffic))
-            losses[key] = losses.get(key, 0) + loss  # values that the same classes move are moved together
+            losses[key] = (
+                losses.get(key, 0) + loss
+            )  # values that the same classes move are moved together
         return gains, losses
 
     def _options(self, axis_size: int, sizes: _Sizes) -> list[_Option]:
         """What may be split, and what that touches."""
-        found = (option for op in self.graph.ops for option in _options(op, sizes, axis_size, self.sources))
+        found = (
+            option
+            for op in self.graph.ops
+            for option in _options(op, sizes, axis_size, self.sources)
+        )
         return [option for option in found if option.dim_class in self.eligible]
 
     def _candidates(self, options: Sequence[_Option]) -> list[int]:
@@ -247,8 +306,9 @@ class _Sizes:
         return {value.name: estimate(product(value.shape)) / self._cuts(value) for value in values}
 
     def summed(self, value: IRValue) -> list[_Travel]:
-        """What travels to sum a value that is there in summands: of the places to which linear operators may pass these on, as
-        :mod:`shardwright.policies.labels` lets them, where least is sent. The last such place, for branches meet there.
+        """What travels to sum a value that is there in summands: of the places to which linear
+        operators may pass these on, as :mod:`shardwright.policies.labels` lets them, where least is
+        sent. The last such place, for branches meet there.
         """
         least, found = self.elements[value.name], [_Travel(value.name, "made")]
         others: list[_Travel] = []  # of which the gradients are summands then
@@ -276,32 +336,46 @@ class _Sizes:
         return frozenset(value.name for value in self.graph.outputs)
 
     def _cuts(self, value: IRValue) -> int:
-        classes = {index for indices in self.dims.values.get(value.name, ()) for index in indices} if self.cut else ()
+        classes = (
+            {index for indices in self.dims.values.get(value.name, ()) for index in indices}
+            if self.cut
+            else ()
+        )
         return math.prod(map(self.pieces, classes))
 
     def work(self, op: IROp, factor: str | None = None) -> float:
-        """Multiply-adds of the operator; with a factor, 0 where one of its products has not got it: the kernel that does both
-        products of attention in one wants heads whose values are as wide as the keys.
+        """Multiply-adds of the operator; with a factor, 0 where one of its products has not got it:
+        the kernel that does both products of attention in one wants heads whose values are as wide
+        as the keys.
         """
         assert op.rule is not None
         rule, products = op.rule, _products(op)
         if not all(factor is None or factor in names for names in products):
             return 0.0
-        return sum(math.prod(self._factor(op, name, rule.factor(name).size) for name in names) for names in products)
+        return sum(
+            math.prod(self._factor(op, name, rule.factor(name).size) for name in names)
+            for names in products
+        )
 
     def _factor(self, op: IROp, name: str, size: Size) -> float:
         return estimate(size) / self.pieces(self.dims.factors.get((op.name, name)))
 
 
 def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[int]:
-    """The classes that the weights of products have: not batch or sequence, even where a parameter of positions has it."""
-    operands = (op.operands[i] for op in graph.ops if op.target in PRODUCTS for i in weights_of(op, sources))
+    """The classes that the weights of products have: not batch or sequence, even where a parameter
+    of positions has it.
+    """
+    operands = (
+        op.operands[i] for op in graph.ops if op.target in PRODUCTS for i in weights_of(op, sources)
+    )
     weights = {v.name for operand in operands for v in sources[operand.name] if v.ndim > 1}
     return {index for name in weights for indices in dims.values[name] for index in indices}
 
 
 def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Iterable[_Option]:
-    """Every class that splitting would touch this operator by, with what it saves and what travels."""
+    """Every class that splitting would touch this operator by, with what it saves and what
+    travels.
+    """
     assert op.rule is not None
     graph, dims = sizes.graph, sizes.dims
     is_product = op.target in PRODUCTS
@@ -311,7 +385,9 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
         if index is None:
             continue
         pieces = sizes.pieces(index)
-        if not op.rule.splittable(factor.name, pieces * axis_size):  # gathered before this operator, its gradient scattered
+        if not op.rule.splittable(
+            factor.name, pieces * axis_size
+        ):  # gathered before this operator, its gradient scattered
             touched = [
                 v.name
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)
@@ -320,7 +396,9 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
             travels = tuple(_Travel(name, "read") for name in touched)
             yield _Option(op, factor.name, index, 0.0, travels, tuple(touched), gathers=True)
             continue
-        if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
+        if not is_product or (
+            op.target == "embedding" and not _worth_splitting(op, factor.name, graph)
+        ):
             continue
         if weights and not any(has_factor(op.rule.operands[i], factor.name) for i in weights):
             continue
@@ -329,8 +407,15 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
             for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True))
             if i not in weights and not has_factor(refs, factor.name) and v.takes_gradient
         ]
-        partial = [v for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
-        travels = (*(_Travel(name, "read") for name in whole), *(travel for v in partial for travel in sizes.summed(v)))
+        partial = [
+            v
+            for v, refs in zip(op.results, op.rule.results, strict=True)
+            if not has_factor(refs, factor.name)
+        ]
+        travels = (
+            *(_Travel(name, "read") for name in whole),
+            *(travel for v in partial for travel in sizes.summed(v)),
+        )
         touched = [*whole, *(v.name for v in partial)]
         size = max(estimate(dims.classes[index].size) / pieces, 1.0)
         saved = 1.0 - math.ceil(size / axis_size) / size
@@ -338,19 +423,23 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
 
 
 def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
-    """A table is split over its rows if it is looked up by what the user passes in and has more rows than columns: a
-    vocabulary; positions and token types are small and looked up by everyone.
+    """A table is split over its rows if it is looked up by what the user passes in and has more
+    rows than columns: a vocabulary; positions and token types are small and looked up by everyone.
     """
     assert op.rule is not None
     weight, indices = op.arg("weight"), op.arg("input")
     if not has_factor(op.rule.operands[op.operands.index(indices)], factor):
         columns = has_factor(op.rule.results[0], factor)
-        return columns or (is_data(indices, graph) and estimate(weight.shape[0]) >= estimate(weight.shape[1]))
+        return columns or (
+            is_data(indices, graph) and estimate(weight.shape[0]) >= estimate(weight.shape[1])
+        )
     return False
 
 
 def _products(op: IROp) -> list[frozenset[str]]:
-    """The factors of each product that the operator is made of; attention is scores (query x key), then weights x value."""
+    """The factors of each product that the operator is made of; attention is scores (query x key),
+    then weights x value.
+    """
     assert op.rule is not None
     rule = op.rule
     if op.target not in PRODUCTS or op.target == "embedding":
@@ -362,8 +451,11 @@ def _products(op: IROp) -> list[frozenset[str]]:
     if op.target == "scaled_dot_product_attention":
         query, key, value = (factors(refs) for refs in rule.operands[:3])
         return [query | key, factors(rule.results[0]) | value]
-    multiplied = (i for i, v in enumerate(op.operands) if v.dtype.is_floating_point and i not in rule.additive)
+    multiplied = (
+        i for i, v in enumerate(op.operands) if v.dtype.is_floating_point and i not in rule.additive
+    )
     tensors = [factors(refs) for refs in (*(rule.operands[i] for i in multiplied), *rule.results)]
     every = frozenset[str]().union(*tensors)
-    # what only one tensor has is not multiplied: the pixels of a convolution before its stride, the experts of grouped rows
+    # what only one tensor has is not multiplied: the pixels of a convolution before its stride, the
+    # experts of grouped rows
     return [frozenset(name for name in every if sum(name in tensor for tensor in tensors) > 1)]

@@ -1,7 +1,7 @@
 """``data``: splits the batch inside the unit.
 
-Unlike units, whose losses are their own, the ranks share one loss: means, batch statistics and gradients are those of the
-whole batch, exactly.
+Unlike units, whose losses are their own, the ranks share one loss: means, batch statistics and
+gradients are those of the whole batch, exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
 
 
 def batch_classes(graph: IRGraph) -> set[int]:
-    """The dim classes of the batch: dim 0 of the first input, of every input of that many rows, and batches laid end to end."""
+    """The dim classes of the batch: dim 0 of the first input, of every input of that many rows, and
+    batches laid end to end.
+    """
     assert graph.dims is not None
     with_rows = [value for value in graph.inputs if value.ndim]
     classes = {
@@ -43,8 +45,9 @@ def batch_classes(graph: IRGraph) -> set[int]:
 def _joined_batches(graph: IRGraph, batch: set[int]) -> set[int]:
     """The classes of dims that are nothing but batches laid end to end.
 
-    Example: ``torch.cat((images, prompts), dim=0)`` of 4 and 4 rows has a dim of ``4+4`` rows, a class of its own. Cut
-    segment by segment, a rank has its rows of both, so nothing is gathered for the concatenation.
+    Example: ``torch.cat((images, prompts), dim=0)`` of 4 and 4 rows has a dim of ``4+4`` rows, a
+    class of its own. Cut segment by segment, a rank has its rows of both, so nothing is gathered
+    for the concatenation.
     """
     assert graph.dims is not None
     joined: set[int] = set()
@@ -56,8 +59,14 @@ def _joined_batches(graph: IRGraph, batch: set[int]) -> set[int]:
                 for ref in factors:
                     if ref.segment is not None:
                         known = set(graph.dims.values[value.name][dim])
-                        parts.setdefault(ref.factor, set()).add(bool(known) and known <= batch | joined)
-        joined |= {graph.dims.factors[op.name, factor] for factor, found in parts.items() if found == {True}}
+                        parts.setdefault(ref.factor, set()).add(
+                            bool(known) and known <= batch | joined
+                        )
+        joined |= {
+            graph.dims.factors[op.name, factor]
+            for factor, found in parts.items()
+            if found == {True}
+        }
     return joined
 
 

@@ -14,7 +14,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
         raise PlanError(
             "policy 'dp' copies the model over units, so a plan has one rank",
             why=f"plan_ngpus={config.plan_ngpus}",
-            hint=f"plan_ngpus=1 with runtime_ngpus={config.runtime_ngpus}, or policy 'data' to split the batch inside a unit",
+            hint=f"plan_ngpus=1 with runtime_ngpus={config.runtime_ngpus}, or policy 'data' to "
+            "split the batch inside a unit",
         )
     return graph.builder(mesh={}).build("dp")
 

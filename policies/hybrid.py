@@ -1,4 +1,6 @@
-"""``hybrid``: pipeline stages, each split by tensor parallelism and along the batch; units copy it all."""
+"""``hybrid``: pipeline stages, each split by tensor parallelism and along the batch; units copy it
+all.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from pathlib import Path
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.data import batch_classes
-from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end, hardware_files
+from shardwright.policies.pipelines import (
+    PipelineOptions,
+    add_stages,
+    check_end2end,
+    hardware_files,
+)
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.splits import inner_axes, split_dims
 from shardwright.runtime.config import ComputeConfig
@@ -17,19 +24,27 @@ from shardwright.runtime.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions(PipelineOptions):
-    """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a sample's batch."""
+    """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a
+    sample's batch.
+    """
 
     tp: int | None = None
     dp: int = 1
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
-    """``num_stages x dp x tp`` ranks; a size left out is what remains of ``plan_ngpus`` (two stages if both are)."""
+    """``num_stages x dp x tp`` ranks; a size left out is what remains of ``plan_ngpus`` (two stages
+    if both are).
+    """
     check_end2end("hybrid", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
     inner = inner_axes(graph, tp, config.rank_order)
-    sizes = {"pp": num_stages, "dp": options.dp, **{name: axis.axis_size for name, axis in inner.items()}}
+    sizes = {
+        "pp": num_stages,
+        "dp": options.dp,
+        **{name: axis.axis_size for name, axis in inner.items()},
+    }
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
     builder = graph.builder(mesh=axes, order=config.rank_order)
     if options.dp > 1:
@@ -51,7 +66,8 @@ def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
     if num_stages * options.dp * tp != plan_ngpus or min(num_stages, options.dp, tp) < 1:
         raise PlanError(
             "policy 'hybrid' cannot place its sizes on the ranks of the plan",
-            why=f"num_stages={num_stages} x dp={options.dp} x tp={tp} is not plan_ngpus={plan_ngpus}",
+            why=f"num_stages={num_stages} x dp={options.dp} x tp={tp} is not "
+            f"plan_ngpus={plan_ngpus}",
             hint="make the product of the three equal to plan_ngpus",
         )
     return num_stages, tp

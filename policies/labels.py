@@ -1,22 +1,27 @@
-"""Choose P, R or G for every operator that an axis does not split, so that the least is communicated: minimum cuts.
+"""Choose P, R or G for every operator that an axis does not split, so that the least is
+communicated: minimum cuts.
 
-Along one axis, some operators split a dim. All others may be computed on every rank, either with whole gradients (R) or with
-summands of gradients (G); those that are linear in a partial sum may also pass it on (P). Between neighbours the three are a
-ladder, P < R < G: a step up costs an all-reduce, from P to R that of the value and from R to G that of its gradient, a step
-down nothing. A value made in pieces costs a gather for R and as much again for G; a piece cut out of P costs half an
-all-reduce, and its gradient, below G, as much. Such costs never prefer unlike neighbours, so with a node for each step of the
-ladder the best labels of the whole graph are a minimum cut (Ishikawa 2003, "Exact optimization for Markov random fields with
-convex priors").
+Along one axis, some operators split a dim. All others may be computed on every rank, either with
+whole gradients (R) or with summands of gradients (G); those that are linear in a partial sum may
+also pass it on (P). Between neighbours the three are a ladder, P < R < G: a step up costs an
+all-reduce, from P to R that of the value and from R to G that of its gradient, a step down nothing.
+A value made in pieces costs a gather for R and as much again for G; a piece cut out of P costs half
+an all-reduce, and its gradient, below G, as much. Such costs never prefer unlike neighbours, so
+with a node for each step of the ladder the best labels of the whole graph are a minimum cut
+(Ishikawa 2003, "Exact optimization for Markov random fields with convex priors").
 
-Fewer key/value heads than ranks come out of it as G, as Megatron users know them; layer norms between row- and column-parallel
-products as R; and what experts compute is weighted and summed over the chosen ones as P, before the one all-reduce. Of equal
-choices R is made, so that a sum is deferred only where less is sent for it.
+Fewer key/value heads than ranks come out of it as G, as Megatron users know them; layer norms
+between row- and column-parallel products as R; and what experts compute is weighted and summed over
+the chosen ones as P, before the one all-reduce. Of equal choices R is made, so that a sum is
+deferred only where less is sent for it.
 
-One cost is of another kind: where an operator passes a partial sum on, the gradients of its other operands (the routing
-weights) are summands, so that P wants these in G. The first cut charges the all-reduce of such a gradient in any case, which is
-never too little; a second one finds the R and G that are best for the sums deferred by then. So these never cost more than sums
-reduced at once, though one that might have been deferred may not be. (Not pairwise, and priced as if they were: a value that a
-split operator cuts along one dim and others read cut along another, and one that is read in three or more cuts.)
+One cost is of another kind: where an operator passes a partial sum on, the gradients of its other
+operands (the routing weights) are summands, so that P wants these in G. The first cut charges the
+all-reduce of such a gradient in any case, which is never too little; a second one finds the R and G
+that are best for the sums deferred by then. So these never cost more than sums reduced at once,
+though one that might have been deferred may not be. (Not pairwise, and priced as if they were: a
+value that a split operator cuts along one dim and others read cut along another, and one that is
+read in three or more cuts.)
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ _UNIT = 16  # a byte; the tie-breaker below is less than that
 
 
 class _Label(NamedTuple):
-    """A place on the ladder, as two nodes of the cut: ``whole`` is high from R on, ``summand`` (of the gradient) for G only."""
+    """A place on the ladder, as two nodes of the cut: ``whole`` is high from R on, ``summand`` (of
+    the gradient) for G only.
+    """
 
     whole: int
     summand: int
@@ -87,25 +94,32 @@ class _Cut:
 
 
 def label(graph: IRGraph, splits: Mapping[str, Strategy], axis_size: int) -> dict[str, Strategy]:
-    """The strategy of every operator not in ``splits``: ``R``, ``G``, or ``linear:<i>`` where it passes a partial sum on.
+    """The strategy of every operator not in ``splits``: ``R``, ``G``, or ``linear:<i>`` where it
+    passes a partial sum on.
 
     ``splits``: operator name to ``split:<factor>``.
     """
     found = _Labelling(graph, splits, axis_size, _may_pass_on(graph, splits)).solve()
     deferred = {name: strategy for name, strategy in found.items() if strategy not in _LABELS}
-    return found if not deferred else deferred | _Labelling(graph, {**splits, **deferred}, axis_size).solve()
+    return (
+        found
+        if not deferred
+        else deferred | _Labelling(graph, {**splits, **deferred}, axis_size).solve()
+    )
 
 
 def _may_pass_on(graph: IRGraph, splits: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """The operators that a partial sum may reach through linear ones, and the strategy by which each would pass it on: the
-    linear set with most of such operands.
+    """The operators that a partial sum may reach through linear ones, and the strategy by which
+    each would pass it on: the linear set with most of such operands.
     """
     found: dict[str, Strategy] = {}
     partial: set[str] = set()
     for op in graph.ops:
         if op.name in splits:
             made = placements(_rule(op), splits[op.name])[1]
-            partial |= {value.name for value, letter in zip(op.results, made, strict=True) if letter == "P"}
+            partial |= {
+                value.name for value, letter in zip(op.results, made, strict=True) if letter == "P"
+            }
             continue
         sizes = [_bytes(value) if value.name in partial else 0.0 for value in op.operands]
         reached = [sum(sizes[i] for i in members) for members in _rule(op).linear_sets]
@@ -117,7 +131,9 @@ def _may_pass_on(graph: IRGraph, splits: Mapping[str, Strategy]) -> dict[str, St
 
 @dataclass
 class _Labelling:
-    """A cut for the operators that have no strategy in ``fixed``. ``passing``: how those that may be P would be."""
+    """A cut for the operators that have no strategy in ``fixed``. ``passing``: how those that may
+    be P would be.
+    """
 
     graph: IRGraph
     fixed: Mapping[str, Strategy]
@@ -132,12 +148,21 @@ class _Labelling:
             if op.name not in self.fixed:
                 self.labels[op.name] = self._label(op)
         uses, producers = self.graph.uses(), self.graph.producers()
-        for value in (*self.graph.sources, *(result for op in self.graph.ops for result in op.results)):
+        for value in (
+            *self.graph.sources,
+            *(result for op in self.graph.ops for result in op.results),
+        ):
             self._price(value, producers.get(value.name), uses.get(value.name, []))
         high = self.cut.solve()
 
         def strategy(name: str, label: _Label) -> Strategy:
-            return self.passing[name] if label.whole not in high else "G" if label.summand in high else "R"
+            return (
+                self.passing[name]
+                if label.whole not in high
+                else "G"
+                if label.summand in high
+                else "R"
+            )
 
         return {name: strategy(name, label) for name, label in self.labels.items()}
 
@@ -152,8 +177,12 @@ class _Labelling:
         self.cut.pay(_LOW, label.summand, 1 / _UNIT)  # a tie goes to R
         return label
 
-    def _price(self, value: IRValue, producer: tuple[IROp, int] | None, uses: Sequence[tuple[IROp, int]]) -> None:
-        """The costs between what makes a value and what reads it. ``wanted`` is the highest label that a reader asks for."""
+    def _price(
+        self, value: IRValue, producer: tuple[IROp, int] | None, uses: Sequence[tuple[IROp, int]]
+    ) -> None:
+        """The costs between what makes a value and what reads it. ``wanted`` is the highest label
+        that a reader asks for.
+        """
         moved = _bytes(value) * (self.axis_size - 1) / self.axis_size
         asked = [self._asked(op, position) for op, position in uses]
         pieces = {form for form in asked if isinstance(form, str)}
@@ -167,16 +196,22 @@ class _Labelling:
             self.cut.forbid(wanted.whole, label.whole)
             self.cut.forbid(wanted.summand, label.summand)
         made = self._made(value, producer, moved)
-        if made is None:  # in pieces: gathered, and for G the gradient is reduced as it is scattered
+        if (
+            made is None
+        ):  # in pieces: gathered, and for G the gradient is reduced as it is scattered
             made, cut_out, all_reduce = _LABELS["P"], 0.0, moved
         else:  # a piece is scattered as it is reduced, and its gradient gathered; what is all-reduced anyway is cut for nothing
             cut_out = min(len(pieces), 2) * moved
             all_reduce = 2 * moved - cut_out
-        for below, above in list(zip(made, wanted, strict=True))[: 2 if value.takes_gradient else 1]:
+        for below, above in list(zip(made, wanted, strict=True))[
+            : 2 if value.takes_gradient else 1
+        ]:
             self.cut.pay(below, above, all_reduce)
             self.cut.pay(below, _HIGH, cut_out)
         if value.takes_gradient:
-            self._charge([op for op, position in uses if self._is_fixed_in(op, position)], 2 * moved)
+            self._charge(
+                [op for op, position in uses if self._is_fixed_in(op, position)], 2 * moved
+            )
 
     def _charge(self, ops: Sequence[IROp], cost: float) -> None:
         """Pay ``cost`` once if any of the operators is P."""
@@ -187,7 +222,9 @@ class _Labelling:
             self.cut.pay(none, _HIGH, cost)
 
     def _is_fixed_in(self, op: IROp, position: int) -> bool:
-        """Whether an operator that may be P is linear in others only than this operand: its gradient would be a summand."""
+        """Whether an operator that may be P is linear in others only than this operand: its
+        gradient would be a summand.
+        """
         strategy = self.passing.get(op.name)
         return strategy is not None and placements(_rule(op), strategy)[0][position] != "P"
 
@@ -200,15 +237,21 @@ class _Labelling:
         letter = placements(_rule(op), strategy)[0][position]
         return _piece(op, position, strategy, self.axis_size) if letter == "S" else _LABELS[letter]
 
-    def _made(self, value: IRValue, producer: tuple[IROp, int] | None, moved: float) -> _Label | None:
+    def _made(
+        self, value: IRValue, producer: tuple[IROp, int] | None, moved: float
+    ) -> _Label | None:
         """The label a value is made with; ``None``: in pieces."""
         if producer is not None:
             op, index = producer
-            return self.labels.get(op.name) or _LABELS.get(placements(_rule(op), self.fixed[op.name])[1][index])
+            return self.labels.get(op.name) or _LABELS.get(
+                placements(_rule(op), self.fixed[op.name])[1][index]
+            )
         if value.kind is not ValueKind.PARAMETER or not value.takes_gradient:
             return _LABELS["R"]
         stored = _Label(_HIGH, self.cut.node())
-        self.cut.pay(_LOW, stored.summand, 1.98 * moved)  # the reducer sums a G parameter's gradient, in buckets
+        self.cut.pay(
+            _LOW, stored.summand, 1.98 * moved
+        )  # the reducer sums a G parameter's gradient, in buckets
         return stored
 
 
@@ -230,4 +273,6 @@ def _piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:
 def _pieces(form: RuleForm, strategy: Strategy, axis_size: int) -> tuple[str, ...]:
     """The same of all operands."""
     mesh = Mesh((("axis", axis_size),))
-    return tuple(str(canonical(layout, mesh)) for layout in layouts(form.rule, {"axis": strategy}, mesh)[0])
+    return tuple(
+        str(canonical(layout, mesh)) for layout in layouts(form.rule, {"axis": strategy}, mesh)[0]
+    )

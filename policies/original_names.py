@@ -19,12 +19,18 @@ ORIGINAL_OPTION_NAMES: Mapping[str, str] = {
 """nnScaler's names of policy options that have another name here. ``update_freq`` kept its own."""
 
 ORIGINAL_OPTIONS_ELSEWHERE: Mapping[str, str] = {
-    "use_bf16": "the module's dtypes are what is planned for: parallelize(..., module_dtype=torch.bfloat16), with "
+    "use_bf16": "the module's dtypes are what is planned for: parallelize(..., "
+    "module_dtype=torch.bfloat16), with "
     "ComputeConfig(distributed_optimizer={}) for float32 masters; or enter autocast in forward",
-    "use_fp16": "the module's dtypes are what is planned for: parallelize(..., module_dtype=torch.float16), with "
-    "ComputeConfig(distributed_optimizer={}) for float32 masters; or enter autocast in forward. Scale losses by LossScaler",
-    "update_freq": "give train_step several samples, or run all backward passes but the last under optimizer.no_sync()",
+    "use_fp16": "the module's dtypes are what is planned for: parallelize(..., "
+    "module_dtype=torch.float16), with "
+    "ComputeConfig(distributed_optimizer={}) for float32 masters; or enter autocast in "
+    "forward. Scale losses by LossScaler",
+    "update_freq": (
+        "give train_step several samples, or run all backward passes but the last under "
+        "optimizer.no_sync()"
+    ),
 }
-"""nnScaler's policy options that are no business of a policy here, with what to do instead. A policy that declares an option
-of that name takes it (``autodist`` counts ``update_freq``).
+"""nnScaler's policy options that are no business of a policy here, with what to do instead. A
+policy that declares an option of that name takes it (``autodist`` counts ``update_freq``).
 """

@@ -1,12 +1,15 @@
-"""Cut a model whose placement is known into pipeline stages, for ``pp`` and ``hybrid``, where nobody says where stages begin.
+"""Cut a model whose placement is known into pipeline stages, for ``pp`` and ``hybrid``, where
+nobody says where stages begin.
 
-Stages are cut as in a search (:mod:`shardwright.policies.autodist.cutting`): by the seconds of operators and
-adapters on the stage's own mesh, the messages between stages, and the schedule, simulated. They begin between
-repeated layers, unless other cuts are clearly faster. A stage that begins inside a layer leaves parts of a layer
-that are like no other layer, so that its file is harder to read, and mostly it sends more.
+Stages are cut as in a search (:mod:`shardwright.policies.autodist.cutting.cut_stages`): by the
+seconds of operators and adapters on the stage's own mesh, the messages between stages, and the
+schedule, simulated. They begin between repeated layers, unless other cuts are clearly faster. A
+stage that begins inside a layer leaves parts of a layer that are like no other layer, so that its
+file is harder to read, and mostly it sends more.
 
-Example: 24 layers of 10 ms and a head of 25 ms on two ranks. Between layers, the best stages have 13 layers, and 11 with the
-head: 130 and 135 ms. A cut inside layer 13 makes both 132.5 ms. That is 1.9 % less, so it is left.
+Example: 24 layers of 10 ms and a head of 25 ms on two ranks. Between layers, the best stages have
+13 layers, and 11 with the head: 130 and 135 ms. A cut inside layer 13 makes both 132.5 ms. That is
+1.9 % less, so it is left.
 """
 
 from __future__ import annotations
@@ -14,22 +17,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.operator_time import OperatorTimes
 from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.policies.autodist.candidates import Pace, position_ranks
-from shardwright.policies.autodist.cutting import Cutter
-from shardwright.policies.autodist.found import Attempt, Offer
-from shardwright.policies.autodist.space import Placed, Space
+from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks
+from shardwright.policies.autodist.candidates.found import Attempt, Offer
+from shardwright.policies.autodist.candidates.space import Placed, Space
+from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.stages.walk import Setting, Walk
-from shardwright.policies.places import num_places
+from shardwright.policies.stage_places import num_places
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
@@ -37,7 +40,9 @@ CLEARLY = 0.025
 """The share of a step by which other cuts must be faster than those between layers to be taken."""
 
 FINELY = 0.05
-"""Where stages do not begin between layers, the most that a stretch which stays whole takes of a stage of average length."""
+"""Where stages do not begin between layers, the most that a stretch which stays whole takes of a
+stage of average length.
+"""
 
 
 def stage_starts(
@@ -51,8 +56,9 @@ def stage_starts(
 ) -> list[str]:
     """The first operator of every stage but the first.
 
-    ``whole``: the plan of the model on the mesh of one position, without stages; the modules in its ``recompute`` stay in one
-    stage each. ``pp_place``: before which axis of that mesh the pipeline axis stands.
+    ``whole``: the plan of the model on the mesh of one position, without stages; the modules in its
+    ``recompute`` stay in one stage each. ``pp_place``: before which axis of that mesh the pipeline
+    axis stands.
 
     Raises:
         PlanError: there are fewer places to cut than stages need.
@@ -61,13 +67,21 @@ def stage_starts(
         return []
     marked = with_regions(graph, whole.recompute)
     ranks = position_ranks(whole.mesh, schedule.num_ranks, pp_place)[0]
-    setting = Setting(hardware, config, ranks, times=times, num_microbatches=schedule.num_microbatches)
-    placed = replace(whole, zero=units_of_storage(config), outputs={**training_wishes(graph, config), **whole.outputs})
+    setting = Setting(
+        hardware, config, ranks, times=times, num_microbatches=schedule.num_microbatches
+    )
+    placed = replace(
+        whole,
+        zero=units_of_storage(config),
+        outputs={**training_wishes(graph, config), **whole.outputs},
+    )
     return cut(marked, Walk(lower(marked, placed), setting), schedule, pp_place)
 
 
 def with_regions(graph: PlannableGraph, recompute: Sequence[str]) -> PlannableGraph:
-    """The graph, where the modules that are computed again are regions, in which no stage begins."""
+    """The graph, where the modules that are computed again are regions, in which no stage
+    begins.
+    """
     modules = [pattern for pattern in recompute if not pattern.startswith("stage:")]
     return replace(graph, ops=mark_recompute(graph, modules).ops)
 
@@ -78,7 +92,13 @@ def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0
     Raises:
         PlanError: there are fewer places to cut than stages need.
     """
-    space = Space(meshes={}, num_microbatches=schedule.num_microbatches, recompute=(), tolerance=CLEARLY, block_share=FINELY)
+    space = Space(
+        meshes={},
+        num_microbatches=schedule.num_microbatches,
+        recompute=(),
+        tolerance=CLEARLY,
+        block_share=FINELY,
+    )
     pace = Pace(schedule.name, schedule.num_stages // schedule.num_ranks)
     by_hand = None if schedule.name in SCHEDULES else schedule
     offer = Offer(Placed(walk.program.plan, 0.0, "", ""), walk)

@@ -1,4 +1,6 @@
-"""What a policy is: a function that says where everything lives, with the options it takes from ``pas_config``."""
+"""What a policy is: a function that says where everything lives, with the options it takes from
+``pas_config``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
 PolicyFunction = Callable[[PlannableGraph, ComputeConfig], Any]
-"""Takes the graph, with rules and dims, and the config; returns the graph with its plan applied, or the plan."""
+"""Takes the graph, with rules and dims, and the config; returns the graph with its plan applied, or
+the plan.
+"""
 
 Options = TypeVar("Options")
 
@@ -42,12 +46,14 @@ def _one_is_enough(config: ComputeConfig) -> bool:
 class Policy:
     """A policy under the name it is asked for.
 
-    ``options`` is the dataclass of what it reads from ``pas_config``; ``None``: the function reads ``pas_config`` itself.
-    ``built_in``: it belongs to shardwright, so that its name and the version say what it does. A user's own may change
-    between two calls, and is run again where a built-in one's stored plan would do. ``files``: those that its options name
-    and that exist; what is in them is part of what a compile is recognised by. ``reused``: called with the stored plan where
-    that did in the place of ``apply``, for what ``apply`` does besides. ``takes_traces``: whether it needs the model traced
-    for several sizes of a microbatch, which :func:`shardwright.search_plan` does.
+    ``options`` is the dataclass of what it reads from ``pas_config``; ``None``: the function reads
+    ``pas_config`` itself.
+    ``built_in``: it belongs to shardwright, so that its name and the version say what it does. A
+    user's own may change between two calls, and is run again where a built-in one's stored plan
+    would do. ``files``: those that its options name and that exist; what is in them is part of what
+    a compile is recognised by. ``reused``: called with the stored plan where that did in the place
+    of ``apply``, for what ``apply`` does besides. ``takes_traces``: whether it needs the model
+    traced for several sizes of a microbatch, which :func:`shardwright.search_plan` does.
     """
 
     name: str
@@ -67,8 +73,8 @@ class Policy:
 def read_options(options: type[Options], pas_config: Mapping[str, Any], *, policy: str) -> Options:
     """``pas_config`` as the options dataclass of a policy, the original's names included.
 
-    Raises :class:`ConfigError` for unknown names, values of another type, an option given under two names, and one left
-    out that has no default.
+    Raises :class:`ConfigError` for unknown names, values of another type, an option given under two
+    names, and one left out that has no default.
     """
     hints = typing.get_type_hints(options)
     declared = {f.name: f for f in fields(options)}  # type: ignore[arg-type]
@@ -76,7 +82,10 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
     for written, value in pas_config.items():
         name = written if written in declared else ORIGINAL_OPTION_NAMES.get(written, written)
         if name not in declared:
-            known = (*declared, *(old for old, new in ORIGINAL_OPTION_NAMES.items() if new in declared))
+            known = (
+                *declared,
+                *(old for old, new in ORIGINAL_OPTION_NAMES.items() if new in declared),
+            )
             hint = did_you_mean(written, known) if known else "leave pas_config empty"
             hint = ORIGINAL_OPTIONS_ELSEWHERE.get(written, hint)
             raise ConfigError(f"policy {policy!r} has no option {written!r}", hint=hint)
@@ -88,17 +97,26 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
             )
         if not _fits(value, hints[name]):
             raise ConfigError(
-                f"option {written!r} of policy {policy!r} cannot be {value!r}", why=f"it takes {_words(hints[name])}"
+                f"option {written!r} of policy {policy!r} cannot be {value!r}",
+                why=f"it takes {_words(hints[name])}",
             )
         given[name] = _frozen(value)
     for name, declaration in declared.items():
-        if name not in given and declaration.default is MISSING and declaration.default_factory is MISSING:
-            raise ConfigError(f"policy {policy!r} needs option {name!r}", why=f"it takes {_words(hints[name])}")
+        if (
+            name not in given
+            and declaration.default is MISSING
+            and declaration.default_factory is MISSING
+        ):
+            raise ConfigError(
+                f"policy {policy!r} needs option {name!r}", why=f"it takes {_words(hints[name])}"
+            )
     return options(**given)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of the type: scalars, ``Literal``, unions, ``tuple[T, ...]`` and ``Mapping[str, T]``."""
+    """Whether a JSON value is of the type: scalars, ``Literal``, unions, ``tuple[T, ...]`` and
+    ``Mapping[str, T]``.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
@@ -107,7 +125,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, list | tuple) and all(_fits(item, arguments[0]) for item in value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(item, arguments[1]) for item in value.values())
+        return isinstance(value, Mapping) and all(
+            _fits(item, arguments[1]) for item in value.values()
+        )
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -131,5 +151,11 @@ def _words(hint: Any) -> str:
         return f"a list, each item {_words(arguments[0])}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"a dict, each value {_words(arguments[1])}"
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        bool: "True or False",
+        type(None): "None",
+    }
     return names.get(hint, str(hint))

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end, hardware_files
+from shardwright.policies.pipelines import (
+    PipelineOptions,
+    add_stages,
+    check_end2end,
+    hardware_files,
+)
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -18,7 +23,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     options = read_options(PipelineOptions, config.pas_config, policy="pp")
     if options.num_stages not in (None, config.plan_ngpus):
         raise PlanError(
-            f"policy 'pp' puts one position of the pipeline on each rank, but num_stages={options.num_stages}",
+            "policy 'pp' puts one position of the pipeline on each rank, but "
+            f"num_stages={options.num_stages}",
             why=f"plan_ngpus={config.plan_ngpus}",
             hint="leave num_stages out, or use policy 'hybrid' to put several ranks on a stage",
         )

@@ -18,7 +18,7 @@ BUILT_IN: Mapping[str, str] = {
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
     "autodist": "shardwright.policies.autodist.policy",
-    "saved": "shardwright.policies.saved",
+    "saved": "shardwright.policies.saved_plan",
 }
 """Name to the module whose ``POLICY`` it is; imported when asked for."""
 
@@ -26,14 +26,16 @@ _registered: dict[str, Policy] = {}
 
 
 @checked
-def register_policy(name: str, *, options: type[Any] | None = None) -> Callable[[PolicyFunction], PolicyFunction]:
+def register_policy(
+    name: str, *, options: type[Any] | None = None
+) -> Callable[[PolicyFunction], PolicyFunction]:
     """Give a policy function a name that ``parallelize`` and the command line accept::
 
         @register_policy("mine", options=MyOptions)
         def mine(graph: IRGraph, config: ComputeConfig) -> IRGraph: ...
 
-    ``options`` is a dataclass of what it takes from ``pas_config``, checked before the policy runs. Registering a name
-    again replaces it; a built-in name is a :class:`PlanError`.
+    ``options`` is a dataclass of what it takes from ``pas_config``, checked before the policy runs.
+    Registering a name again replaces it; a built-in name is a :class:`PlanError`.
     """
     if name in BUILT_IN:
         raise PlanError(f"{name!r} is the name of a built-in policy", hint="choose another name")
@@ -82,6 +84,8 @@ def _check_callable(policy: Any) -> None:
     except (TypeError, ValueError) as error:
         raise PlanError(
             f"policy {_import_path(policy)} does not take a graph and a config",
-            why=f"its parameters are {inspect.signature(policy)}" if isinstance(error, TypeError) else str(error),
+            why=f"its parameters are {inspect.signature(policy)}"
+            if isinstance(error, TypeError)
+            else str(error),
             hint="def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph",
         ) from error

@@ -1,4 +1,6 @@
-"""From dims to a plan: split chosen dim classes over an axis, and give every other operator P, R or G."""
+"""From dims to a plan: split chosen dim classes over an axis, and give every other operator P, R or
+G.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,24 @@ from shardwright.compiler.ops.strategy import Strategy, has_factor
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
 from shardwright.policies.choice import Chosen, choose_axes
 from shardwright.policies.labels import label
-from shardwright.policies.weights import PRODUCTS
+from shardwright.policies.weight_operands import PRODUCTS
 
 
 def inner_axes(graph: IRGraph, num_ranks: int, rank_order: str | None = None) -> dict[str, Chosen]:
-    """The axes, by name and from the outermost, over which tensor parallelism splits a model, and what it splits: ``tp``, and
-    where one of so many ranks does worse ``tp2``, unless the user orders axes of which that is none.
+    """The axes, by name and from the outermost, over which tensor parallelism splits a model, and
+    what it splits: ``tp``, and where one of so many ranks does worse ``tp2``, unless the user
+    orders axes of which that is none.
     """
-    chosen = choose_axes(graph, num_ranks, 2 if rank_order is None or "tp2" in rank_order.split("-") else 1)
+    chosen = choose_axes(
+        graph, num_ranks, 2 if rank_order is None or "tp2" in rank_order.split("-") else 1
+    )
     return dict(zip(("tp", "tp2"), chosen, strict=False))
 
 
 def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
-    """Add the strategies of every operator along ``axis`` to the builder, the evaluation body included."""
+    """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
+    included.
+    """
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
         own_classes = classes_in(graph, builder.graph, classes)
@@ -39,8 +46,11 @@ def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
                 builder.strategy(name, axis, strategy)
 
 
-def split_of(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: Mapping[str, int]) -> Strategy | None:
-    """The strategy that splits one of the classes, if the operator has one: by the factor that most of its tensors have.
+def split_of(
+    op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: Mapping[str, int]
+) -> Strategy | None:
+    """The strategy that splits one of the classes, if the operator has one: by the factor that most
+    of its tensors have.
     ``cut``: in how many pieces other axes have cut its factors.
     """
     assert op.rule is not None and graph.dims is not None
@@ -53,13 +63,19 @@ def split_of(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: 
     ]
 
     def spread(name: str) -> tuple[int, int]:
-        return sum(has_factor(refs, name) for refs in rule.results), sum(has_factor(refs, name) for refs in rule.operands)
+        return sum(has_factor(refs, name) for refs in rule.results), sum(
+            has_factor(refs, name) for refs in rule.operands
+        )
 
     return f"split:{max(found, key=spread)}" if found else None
 
 
-def _note_fallback(builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, classes: set[int]) -> None:
-    """Say where a split dim has to be gathered or the work of a layer is done by every rank, and why."""
+def _note_fallback(
+    builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, classes: set[int]
+) -> None:
+    """Say where a split dim has to be gathered or the work of a layer is done by every rank, and
+    why.
+    """
     assert op.rule is not None and graph.dims is not None
     if not any(value.requires_grad for value in op.results):
         return  # masks and positions: small, and made from whole values
@@ -68,19 +84,34 @@ def _note_fallback(builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, cl
         if index in classes:
             name = graph.dims.classes[index].name
             if op.rule.known:
-                builder.note(op, axis, f"{op.target} needs dim {name} whole; it is gathered before it")
+                builder.note(
+                    op, axis, f"{op.target} needs dim {name} whole; it is gathered before it"
+                )
             else:
                 builder.note(op, axis, f"{op.target} has no rule; dim {name} is gathered before it")
             return
-    if op.target in PRODUCTS and op.target != "embedding" and any(v.kind is ValueKind.PARAMETER for v in op.operands):
-        builder.note(op, axis, f"{op.target} has no dim to split: {_why_whole(op, graph, builder.mesh.axis_size(axis))}")
+    if (
+        op.target in PRODUCTS
+        and op.target != "embedding"
+        and any(v.kind is ValueKind.PARAMETER for v in op.operands)
+    ):
+        builder.note(
+            op,
+            axis,
+            f"{op.target} has no dim to split: "
+            f"{_why_whole(op, graph, builder.mesh.axis_size(axis))}",
+        )
 
 
 def _why_whole(op: IROp, graph: IRGraph, num_pieces: int) -> str:
     """For every dim of the weights of an operator, why it is not split."""
     assert op.rule is not None and graph.dims is not None
     reasons: dict[str, list[str]] = {}
-    weights = [refs for v, refs in zip(op.operands, op.rule.operands, strict=True) if v.kind is ValueKind.PARAMETER]
+    weights = [
+        refs
+        for v, refs in zip(op.operands, op.rule.operands, strict=True)
+        if v.kind is ValueKind.PARAMETER
+    ]
     for factor in op.rule.factors:
         if not any(has_factor(refs, factor.name) for refs in weights):
             continue

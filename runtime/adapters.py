@@ -1,4 +1,5 @@
-"""Adapters: autograd functions that turn a tensor of one placement along a mesh axis into the same value in another.
+"""Adapters: autograd functions that turn a tensor of one placement along a mesh axis into the same
+value in another.
 
     from / to   S(d')                        R                         G                          P
     S(d)        all_to_all                   all_gather(slice)         all_gather(reduce_scatter) pad
@@ -6,14 +7,16 @@
     P           reduce_scatter               all_reduce(identity)      all_reduce(all_reduce)     -
     G           narrow(pad)                  grad_keep_one             -                          keep_one(keep_one)
 
-In brackets, what ``backward`` says. A placement tells what the ranks of the axis hold and what they get as gradient: S a
-slice of the value and of the gradient; R the whole value and the whole gradient; P (partial) a summand of the value and the
-whole gradient; G (gradient-partial) the whole value and a summand of the gradient. So the backward of an adapter takes any
-encoding of a gradient in the target placement to an encoding of the same gradient in the source placement.
+In brackets, what ``backward`` says. A placement tells what the ranks of the axis hold and what they
+get as gradient: S a slice of the value and of the gradient; R the whole value and the whole
+gradient; P (partial) a summand of the value and the whole gradient; G (gradient-partial) the whole
+value and a summand of the gradient. So the backward of an adapter takes any encoding of a gradient
+in the target placement to an encoding of the same gradient in the source placement.
 
-``cut`` describes the whole, uncut dim; without one it is a single segment (of even pieces where only a piece is at hand).
-Integer and boolean tensors, and those that need no gradient, go through the forward only. Double backward is refused by
-autograd. On an axis of size 1 every adapter returns ``x`` itself.
+``cut`` describes the whole, uncut dim; without one it is a single segment (of even pieces where
+only a piece is at hand). Integer and boolean tensors, and those that need no gradient, go through
+the forward only. Double backward is refused by autograd. On an axis of size 1 every adapter returns
+``x`` itself.
 """
 
 from __future__ import annotations
@@ -42,9 +45,15 @@ from shardwright.runtime.ranks.groups import AxisGroup
 
 
 def all_gather(
-    x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None, backward: Literal["slice", "reduce_scatter"] = "slice"
+    x: Tensor,
+    axis: AxisGroup,
+    dim: int,
+    cut: Cut | None = None,
+    backward: Literal["slice", "reduce_scatter"] = "slice",
 ) -> Tensor:
-    """S(dim) -> R, or with ``backward="reduce_scatter"`` S(dim) -> G. Without ``cut`` the pieces must be equally long."""
+    """S(dim) -> R, or with ``backward="reduce_scatter"`` S(dim) -> G. Without ``cut`` the pieces
+    must be equally long.
+    """
     if axis.size == 1:
         return x
     dim %= x.ndim
@@ -52,9 +61,15 @@ def all_gather(
 
 
 def narrow(
-    x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None, backward: Literal["all_gather", "pad"] = "all_gather"
+    x: Tensor,
+    axis: AxisGroup,
+    dim: int,
+    cut: Cut | None = None,
+    backward: Literal["all_gather", "pad"] = "all_gather",
 ) -> Tensor:
-    """R -> S(dim), or with ``backward="pad"`` G -> S(dim): this rank's piece of ``x``, as a new tensor."""
+    """R -> S(dim), or with ``backward="pad"`` G -> S(dim): this rank's piece of ``x``, as a new
+    tensor.
+    """
     if axis.size == 1:
         return x
     dim %= x.ndim
@@ -69,7 +84,9 @@ def reduce_scatter(x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None)
     return _apply(_ReduceScatter, x, axis, dim, cut or whole_cut(x.shape[dim]))
 
 
-def all_reduce(x: Tensor, axis: AxisGroup, backward: Literal["identity", "all_reduce"] = "identity") -> Tensor:
+def all_reduce(
+    x: Tensor, axis: AxisGroup, backward: Literal["identity", "all_reduce"] = "identity"
+) -> Tensor:
     """P -> R, or with ``backward="all_reduce"`` P -> G: the sum over the axis."""
     return x if axis.size == 1 else _apply(_AllReduce, x, axis, backward)
 
@@ -79,18 +96,26 @@ def grad_all_reduce(x: Tensor, axis: AxisGroup) -> Tensor:
     return x if axis.size == 1 else _apply(_GradAllReduce, x, axis)
 
 
-def keep_one(x: Tensor, axis: AxisGroup, backward: Literal["identity", "keep_one"] = "identity") -> Tensor:
-    """R -> P, or with ``backward="keep_one"`` G -> P: a copy of ``x`` at index 0 of the axis, zeros elsewhere."""
+def keep_one(
+    x: Tensor, axis: AxisGroup, backward: Literal["identity", "keep_one"] = "identity"
+) -> Tensor:
+    """R -> P, or with ``backward="keep_one"`` G -> P: a copy of ``x`` at index 0 of the axis,
+    zeros elsewhere.
+    """
     return x if axis.size == 1 else _apply(_KeepOne, x, axis, backward)
 
 
 def grad_keep_one(x: Tensor, axis: AxisGroup) -> Tensor:
-    """G -> R: ``x``; the backward keeps the gradient at index 0 of the axis and gives zeros elsewhere."""
+    """G -> R: ``x``; the backward keeps the gradient at index 0 of the axis and gives zeros
+    elsewhere.
+    """
     return x if axis.size == 1 else _apply(_GradKeepOne, x, axis)
 
 
 def pad(x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None) -> Tensor:
-    """S(dim) -> P: ``x`` at its place in the whole, zeros around it. Without ``cut`` the pieces must be equally long."""
+    """S(dim) -> P: ``x`` at its place in the whole, zeros around it. Without ``cut`` the pieces
+    must be equally long.
+    """
     if axis.size == 1:
         return x
     dim %= x.ndim
@@ -98,7 +123,9 @@ def pad(x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_cut: Cut) -> Tensor:
-    """S(dim) -> S(to_dim): joins ``dim``, which ``cut`` had cut, and cuts ``to_dim``. The same dim is cut differently."""
+    """S(dim) -> S(to_dim): joins ``dim``, which ``cut`` had cut, and cuts ``to_dim``. The same dim
+    is cut differently.
+    """
     if axis.size == 1:
         return x
     return _apply(_AllToAll, x, axis, dim % x.ndim, cut, to_dim % x.ndim, to_cut)
@@ -121,7 +148,11 @@ class Gathering:
 
     def wait(self) -> Tensor:
         """The whole, as a new tensor."""
-        return self.pieces.joined() if is_plain(self.cut) else join_pieces(self.pieces.wait(), self.dim, self.cut)
+        return (
+            self.pieces.joined()
+            if is_plain(self.cut)
+            else join_pieces(self.pieces.wait(), self.dim, self.cut)
+        )
 
 
 def start_gather(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -> Gathering:
@@ -155,7 +186,9 @@ def _scatter_sum(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -
 
 def _slice(x: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:
     # A copy: the piece must not keep the whole alive.
-    return take_piece(x, dim, cut, axis.size, axis.index).clone(memory_format=torch.contiguous_format)
+    return take_piece(x, dim, cut, axis.size, axis.index).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _pad_zeros(x: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:
@@ -166,7 +199,9 @@ def _keep(x: Tensor, axis: AxisGroup) -> Tensor:
     return x.view_as(x) if axis.index == 0 else torch.zeros_like(x)
 
 
-def _exchange(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_cut: Cut, phase: Phase) -> Tensor:
+def _exchange(
+    x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_cut: Cut, phase: Phase
+) -> Tensor:
     if dim == to_dim:
         return _recut(x, axis, dim, cut, to_cut, phase)
     pieces = take_pieces(x, to_dim, to_cut, axis.size)
@@ -180,8 +215,12 @@ def _recut(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_cut: Cut, phase: P
     positions = recut_positions(cut, to_cut, axis.size, axis.index)
     going, coming = ([p.to(x.device) for p in by_member] for by_member in positions)
     shapes = [(*x.shape[:dim], p.numel(), *x.shape[dim + 1 :]) for p in coming]
-    received = axis.communicator.all_to_all([x.index_select(dim, p) for p in going], shapes, phase=phase)
-    result = x.new_empty(*x.shape[:dim], to_cut.local_length(axis.size, axis.index), *x.shape[dim + 1 :])
+    received = axis.communicator.all_to_all(
+        [x.index_select(dim, p) for p in going], shapes, phase=phase
+    )
+    result = x.new_empty(
+        *x.shape[:dim], to_cut.local_length(axis.size, axis.index), *x.shape[dim + 1 :]
+    )
     for p, chunk in zip(coming, received, strict=True):
         result.index_copy_(dim, p, chunk)
     return result
@@ -243,7 +282,11 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.communicator.all_reduce(grad, phase="backward") if ctx.reduce else grad, None, None
+        return (
+            ctx.axis.communicator.all_reduce(grad, phase="backward") if ctx.reduce else grad,
+            None,
+            None,
+        )
 
 
 class _GradAllReduce(torch.autograd.Function):
@@ -262,7 +305,8 @@ class _KeepOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisGroup, backward: str) -> Tensor:
         ctx.axis, ctx.keep = axis, backward == "keep_one"
-        # No view, as zeros are none: a view of a gathered weight is gathered again for the backward, which all ranks must do.
+        # No view, as zeros are none: a view of a gathered weight is gathered again for the
+        # backward, which all ranks must do.
         return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
     @staticmethod
@@ -297,7 +341,9 @@ class _Pad(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_cut: Cut) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_cut: Cut
+    ) -> Tensor:
         ctx.axis, ctx.cuts = axis, (dim, cut, to_dim, to_cut)
         return _exchange(x, axis, dim, cut, to_dim, to_cut, "forward")
 
@@ -305,4 +351,11 @@ class _AllToAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dim, cut, to_dim, to_cut = ctx.cuts
-        return _exchange(grad, ctx.axis, to_dim, to_cut, dim, cut, "backward"), None, None, None, None, None
+        return (
+            _exchange(grad, ctx.axis, to_dim, to_cut, dim, cut, "backward"),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

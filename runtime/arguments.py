@@ -1,4 +1,5 @@
-"""Checking the arguments of public functions against their annotations, so that a wrong one is told in words at the call.
+"""Checking the arguments of public functions against their annotations, so that a wrong one is told
+in words at the call.
 
     @checked
     def save(directory: Path | str, keep: int | None = 2) -> None: ...
@@ -9,11 +10,13 @@
       why:   it is 3, an int
       try:   save(directory: Path | str, keep: int | None = 2)
 
-What annotations say is checked as far as it is cheap and certain: simple types, classes, unions, literals, and the elements of
-lists, tuples and dicts. Callables are only seen to be callable. Whole numbers pass for floats; numbers of numpy pass, truth
-values do not pass for numbers. What is annotated as ``Any``, a protocol or a type variable is left to the function.
+What annotations say is checked as far as it is cheap and certain: simple types, classes, unions,
+literals, and the elements of lists, tuples and dicts. Callables are only seen to be callable. Whole
+numbers pass for floats; numbers of numpy pass, truth values do not pass for numbers. What is
+annotated as ``Any``, a protocol or a type variable is left to the function.
 
-The annotations are read at the first call. A call with right arguments costs a few microseconds more.
+The annotations are read at the first call. A call with right arguments costs a few microseconds
+more.
 """
 
 from __future__ import annotations
@@ -29,7 +32,13 @@ from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Union, cast, get_args, get_origin
 
-from shardwright.runtime.errors import ArgumentError, CheckpointError, ShardwrightError, brief, brief_text
+from shardwright.runtime.errors import (
+    ArgumentError,
+    CheckpointError,
+    ShardwrightError,
+    brief,
+    brief_text,
+)
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 CheckedClass = TypeVar("CheckedClass", bound=type[Any])
@@ -63,7 +72,9 @@ class Kind(NamedTuple):
 
 
 def checked(function: Checked) -> Checked:
-    """Check the arguments of each call of ``function``. Raises :class:`ArgumentError` for one that does not fit."""
+    """Check the arguments of each call of ``function``. Raises :class:`ArgumentError` for one that
+    does not fit.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +92,9 @@ def checked(function: Checked) -> Checked:
 
 
 def checked_late(function: Checked) -> Checked:
-    """Like :func:`checked`, for functions that are called so often that arguments are looked at only once a call has failed."""
+    """Like :func:`checked`, for functions that are called so often that arguments are looked at
+    only once a call has failed.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,17 +116,25 @@ def checked_fields(cls: CheckedClass) -> CheckedClass:
     return cls
 
 
-def wrong_argument(function: Callable[..., Any], name: str, expected: str, value: Any) -> ArgumentError:
+def wrong_argument(
+    function: Callable[..., Any], name: str, expected: str, value: Any
+) -> ArgumentError:
     """The error for an argument of the wrong type. ``expected``: what it should be, in words."""
     return ArgumentError(
-        f"{_title(function)}: argument {name!r} is {expected}", why=f"it is {shown(value)}", hint=_usage(function)
+        f"{_title(function)}: argument {name!r} is {expected}",
+        why=f"it is {shown(value)}",
+        hint=_usage(function),
     )
 
 
 def param_groups_of(state_dict: Mapping[str, Any]) -> Any:
-    """The groups in the state dict of an optimizer. Raises :class:`CheckpointError` if it is none."""
+    """The groups in the state dict of an optimizer. Raises :class:`CheckpointError` if it is
+    none.
+    """
     groups = state_dict.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+    if not isinstance(groups, list) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
         raise CheckpointError(
             "this is no state dict of an optimizer",
             why="it has no list 'param_groups' of dicts with 'params'",
@@ -123,7 +144,9 @@ def param_groups_of(state_dict: Mapping[str, Any]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value and its type for a message, however large, deep or broken the value is: ``3, an int``."""
+    """A value and its type for a message, however large, deep or broken the value is: ``3, an
+    int``.
+    """
     if value is None:
         return "None"
     kind = type(value).__name__
@@ -138,8 +161,12 @@ def shown(value: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def _kinds(
     function: Callable[..., Any],
-) -> tuple[list[tuple[str, Kind | None]], dict[str, Kind | None], tuple[str, Kind] | None, Kind | None]:
-    """The kinds of the positional arguments in order, those by name, that of ``*args`` and that of ``**kwargs``."""
+) -> tuple[
+    list[tuple[str, Kind | None]], dict[str, Kind | None], tuple[str, Kind] | None, Kind | None
+]:
+    """The kinds of the positional arguments in order, those by name, that of ``*args`` and that of
+    ``**kwargs``.
+    """
     positional: list[tuple[str, Kind | None]] = []
     by_name: dict[str, Kind | None] = {}
     rest: tuple[str, Kind] | None = None
@@ -177,7 +204,10 @@ def kind_of(annotation: Any) -> Kind | None:
         return _SIMPLE[annotation]
     if origin in (Union, types.UnionType):
         # A string in the place of a path or a device must be the text of one.
-        special = next((part for part in parts if part is Path or getattr(part, "__name__", "") == "device"), str)
+        special = next(
+            (part for part in parts if part is Path or getattr(part, "__name__", "") == "device"),
+            str,
+        )
         return _any_of([kind_of(special if part is str else part) for part in parts])
     if origin is Literal:
         return Kind(lambda value: _is_one_of(value, parts), " or ".join(map(repr, parts)))
@@ -194,9 +224,17 @@ def kind_of(annotation: Any) -> Kind | None:
     if getattr(annotation, "__module__", "") == "torch" and annotation.__name__ == "device":
         return Kind(lambda value: _is_device(annotation, value), "a device")
     plain = annotation if origin is None else origin
-    if isinstance(plain, type) and plain is not object and not getattr(plain, "_is_protocol", False):
+    if (
+        isinstance(plain, type)
+        and plain is not object
+        and not getattr(plain, "_is_protocol", False)
+    ):
         module = plain.__module__.split(".")[0]
-        name = plain.__name__ if module in ("builtins", "shardwright") else f"{module}.{plain.__name__}"
+        name = (
+            plain.__name__
+            if module in ("builtins", "shardwright")
+            else f"{module}.{plain.__name__}"
+        )
         return Kind(lambda value: isinstance(value, plain), f"{_article(plain.__name__)} {name}")
     return None
 
@@ -218,7 +256,9 @@ def _any_of(kinds: Sequence[Kind | None]) -> Kind | None:
 
 def _is_number(value: Any) -> bool:
     """Not a truth value, nor one of thousands of digits, which has no other form."""
-    return not isinstance(value, bool) and not (isinstance(value, int) and value.bit_length() > MOST_BITS)
+    return not isinstance(value, bool) and not (
+        isinstance(value, int) and value.bit_length() > MOST_BITS
+    )
 
 
 def _is_path(value: Any) -> bool:
@@ -228,11 +268,17 @@ def _is_path(value: Any) -> bool:
         name = os.fsencode(value)
     except (TypeError, UnicodeEncodeError):
         return False
-    return b"\0" not in name and len(name) < MOST_PATH and all(len(part) <= MOST_NAME for part in name.split(b"/"))
+    return (
+        b"\0" not in name
+        and len(name) < MOST_PATH
+        and all(len(part) <= MOST_NAME for part in name.split(b"/"))
+    )
 
 
 def _has_state(value: Any) -> bool:
-    return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(
+        callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict")
+    )
 
 
 def _is_device(kind: Any, value: Any) -> bool:
@@ -247,9 +293,14 @@ def _is_one_of(value: Any, choices: Iterable[Any]) -> bool:
 
 
 def _class_of(base: Any) -> Kind:
-    if base is Any or not isinstance(base, type):  # Any is a class itself, of which nothing is a subclass
+    if base is Any or not isinstance(
+        base, type
+    ):  # Any is a class itself, of which nothing is a subclass
         return Kind(lambda value: isinstance(value, type), "a class")
-    return Kind(lambda value: isinstance(value, type) and issubclass(value, base), f"a subclass of {base.__name__}")
+    return Kind(
+        lambda value: isinstance(value, type) and issubclass(value, base),
+        f"a subclass of {base.__name__}",
+    )
 
 
 def _sequence_of(element: Kind | None, accepted: type[Any], words: str) -> Kind:
@@ -258,7 +309,11 @@ def _sequence_of(element: Kind | None, accepted: type[Any], words: str) -> Kind:
     def accepts(value: Any) -> bool:
         if not isinstance(value, accepted) or isinstance(value, str | bytes | Mapping):
             return False
-        if element is None or isinstance(value, Iterator) or not isinstance(value, collections.abc.Sized):
+        if (
+            element is None
+            or isinstance(value, Iterator)
+            or not isinstance(value, collections.abc.Sized)
+        ):
             return True
         items: Iterable[Any] = itertools.islice(iter(cast(Any, value)), MOST_ELEMENTS)
         return all(element.accepts(item) for item in items)
@@ -274,7 +329,9 @@ def _tuple_of(parts: tuple[Any, ...]) -> Kind:
     def accepts(value: Any) -> bool:
         if not isinstance(value, tuple) or len(value) != len(kinds):
             return False
-        return all(kind is None or kind.accepts(item) for kind, item in zip(kinds, value, strict=True))
+        return all(
+            kind is None or kind.accepts(item) for kind, item in zip(kinds, value, strict=True)
+        )
 
     inside = ", ".join("anything" if kind is None else kind.words for kind in kinds)
     return Kind(accepts, f"a tuple of {len(kinds)} ({inside})")
@@ -287,9 +344,16 @@ def _mapping_of(key: Kind | None, value: Kind | None) -> Kind:
         if key is None and value is None:
             return True
         items = _first_items(found)
-        return all((key is None or key.accepts(k)) and (value is None or value.accepts(v)) for k, v in items)
+        return all(
+            (key is None or key.accepts(k)) and (value is None or value.accepts(v))
+            for k, v in items
+        )
 
-    parts = [f"each {name} {kind.words}" for name, kind in (("key", key), ("value", value)) if kind is not None]
+    parts = [
+        f"each {name} {kind.words}"
+        for name, kind in (("key", key), ("value", value))
+        if kind is not None
+    ]
     return Kind(accepts, ", ".join(["a dict", *parts]))
 
 
@@ -304,7 +368,9 @@ _SIMPLE: Mapping[Any, Kind | None] = {
     types.NoneType: Kind(lambda value: value is None, "None"),
     bool: Kind(lambda value: isinstance(value, bool), "True or False"),
     int: Kind(lambda value: isinstance(value, Integral) and _is_number(value), "a whole number"),
-    Stateful: Kind(lambda value: _has_state(value), "an object with state_dict and load_state_dict"),
+    Stateful: Kind(
+        lambda value: _has_state(value), "an object with state_dict and load_state_dict"
+    ),
     float: Kind(lambda value: isinstance(value, Real) and _is_number(value), "a number"),
     str: Kind(lambda value: isinstance(value, str), "a string"),
     dict: Kind(lambda value: isinstance(value, Mapping), "a dict"),
@@ -332,8 +398,14 @@ def _usage(function: Callable[..., Any]) -> str:
     for name, parameter in inspect.signature(function).parameters.items():
         if name in ("self", "cls"):
             continue
-        annotation = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
-        default = "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
+        annotation = (
+            ""
+            if parameter.annotation is parameter.empty
+            else f": {_annotation(parameter.annotation)}"
+        )
+        default = (
+            "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
+        )
         known: Mapping[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
         stars = known.get(parameter.kind, "")
         arguments.append(f"{stars}{name}{annotation}{default}")
@@ -341,7 +413,11 @@ def _usage(function: Callable[..., Any]) -> str:
 
 
 def _annotation(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return (
+        annotation
+        if isinstance(annotation, str)
+        else getattr(annotation, "__name__", str(annotation))
+    )
 
 
 def _default(default: Any) -> str:
@@ -365,7 +441,9 @@ def _check(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _check_bound(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:
-    """Raise the error for a call with too many, too few or unknown arguments, if that is why it failed."""
+    """Raise the error for a call with too many, too few or unknown arguments, if that is why it
+    failed.
+    """
     if isinstance(error, ArgumentError):
         return
     try:
@@ -375,16 +453,23 @@ def _check_bound(function: Callable[..., Any], args: Any, kwargs: Any, error: Ex
     for name, value in given.items():
         called = getattr(value, "__qualname__", None)
         # Python says of a call with other arguments than a function has which function it was.
-        if callable(value) and called and brief_text(error).startswith((f"{called}()", f"{called}.__init__()")):
+        if (
+            callable(value)
+            and called
+            and brief_text(error).startswith((f"{called}()", f"{called}.__init__()"))
+        ):
             raise ArgumentError(
-                f"{_title(function)}: argument {name!r} is a function that cannot be called as it is called here",
+                f"{_title(function)}: argument {name!r} is a function that cannot be called "
+                "as it is called here",
                 why=brief_text(error),
                 hint=_usage(function),
             ) from error
 
 
 def _check_nesting(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raise the error for an argument that is nested too deeply, after something could not follow it."""
+    """Raise the error for an argument that is nested too deeply, after something could not follow
+    it.
+    """
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:
@@ -399,12 +484,18 @@ def _check_nesting(function: Callable[..., Any], args: Any, kwargs: Any) -> None
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists, tuples and dicts are nested in more than :data:`MOST_LEVELS` levels, or one in itself."""
+    """Whether lists, tuples and dicts are nested in more than :data:`MOST_LEVELS` levels, or one in
+    itself.
+    """
     level, layer = 0, [value]
     while layer and level <= MOST_LEVELS:
         containers = [item for item in layer if isinstance(item, Mapping | list | tuple)]
         # An object that occurs twice in a layer leads to the same things below.
         once = {id(item): item for item in containers}.values()
-        layer = [child for item in once for child in (item.values() if isinstance(item, Mapping) else item)]
+        layer = [
+            child
+            for item in once
+            for child in (item.values() if isinstance(item, Mapping) else item)
+        ]
         level += 1
     return level > MOST_LEVELS

@@ -1,4 +1,6 @@
-"""The commands that need only the runtime: ``merge``. They work where the compiler's dependencies are not installed."""
+"""The commands that need only the runtime: ``merge``. They work where the compiler's dependencies
+are not installed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
 from shardwright.runtime.checkpoint.folders import find_folder
-from shardwright.runtime.checkpoint.index import INDEX_FILE, Index
 from shardwright.runtime.checkpoint.merge_files import merge_checkpoint
 from shardwright.runtime.errors import ConfigError, ShardwrightError
 
@@ -44,10 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="what save_checkpoint was called with, or a folder in it")
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="what save_checkpoint was called with, or a folder in it",
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder to write")
     parser.add_argument(
-        "--max-file-size", metavar="SIZE", help="begin another file when one would grow larger: 5GB, 500MB (default: one file)"
+        "--max-file-size",
+        metavar="SIZE",
+        help="begin another file when one would grow larger: 5GB, 500MB (default: one file)",
     )
 
 

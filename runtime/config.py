@@ -1,7 +1,8 @@
 """What a user asks of a compile: :class:`ComputeConfig` and the two choices that go beside it.
 
-Everything is checked when the object is made: a value that cannot be honoured, or a combination that would be ignored,
-is a :class:`ConfigError` in words. The rest of the program never checks a setting again.
+Everything is checked when the object is made: a value that cannot be honoured, or a combination
+that would be ignored, is a :class:`ConfigError` in words. The rest of the program never checks a
+setting again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from shardwright.runtime.layout import MOST_RANKS
 from shardwright.runtime.named_fields import named_fields
 
 OUTPUT_MODES = ("whole", "eval", "sharded", "drop")
-"""What a rank gets of one output: all of it, all of it but for training steps, its own piece, or nothing."""
+"""What a rank gets of one output: all of it, all of it but for training steps, its own piece, or
+nothing.
+"""
 
 AUTO = "auto"
 """``use_zero="auto"``: the plan says the stage of ZeRO."""
@@ -35,8 +38,9 @@ CHECK_RANKS_EVERY = 100
 class ReuseType(Enum):
     """What :func:`shardwright.parallelize` does with files it finds from an earlier call.
 
-    ``MATCH``: use them if they are what this call would make, refuse if they are not, make them if absent. ``OVERRIDE``: make
-    everything anew. ``MOO``, match or override: use them if they are what this call would make, else make them anew.
+    ``MATCH``: use them if they are what this call would make, refuse if they are not, make them if
+    absent. ``OVERRIDE``: make everything anew. ``MOO``, match or override: use them if they are
+    what this call would make, else make them anew.
     ``GRAPH``: make plan and code anew; keep stored weights of a model that has not changed.
     """
 
@@ -49,9 +53,9 @@ class ReuseType(Enum):
 class BroadcastGenFilesStrategy(Enum):
     """Which files go from the node that compiled to nodes that do not have them.
 
-    ``NONE``: none, the directory is shared between nodes, or copied by the user. ``ALL``: every file. ``NO_WEIGHTS``: every
-    file but the initial weights; load with ``init_module_params=False`` there. ``CODE``: the programs of the ranks and what is
-    needed to check them.
+    ``NONE``: none, the directory is shared between nodes, or copied by the user. ``ALL``: every
+    file. ``NO_WEIGHTS``: every file but the initial weights; load with ``init_module_params=False``
+    there. ``CODE``: the programs of the ranks and what is needed to check them.
     """
 
     NONE = "none"
@@ -65,39 +69,47 @@ class BroadcastGenFilesStrategy(Enum):
 class ComputeConfig:
     """How many ranks a module is compiled for, and how it is to run on them.
 
-    **Ranks.** ``plan_ngpus`` ranks form a unit and share one copy of the model; ``runtime_ngpus`` ranks run in all, a
-    multiple of it: the units are data-parallel copies. ``rank_order`` names the mesh axes of a unit major to minor,
-    ``"dp-tp"`` (the last varies fastest with the rank); ``None`` leaves it to the policy.
+    **Ranks.** ``plan_ngpus`` ranks form a unit and share one copy of the model; ``runtime_ngpus``
+    ranks run in all, a multiple of it: the units are data-parallel copies. ``rank_order`` names the
+    mesh axes of a unit major to minor, ``"dp-tp"`` (the last varies fastest with the rank);
+    ``None`` leaves it to the policy.
 
-    **Gradients.** Over the units they are summed, or averaged with ``grad_reduction="mean"``. ``use_async_reducer``
-    starts the reduction of a bucket while backward still runs; a bucket holds ``reducer_bucket_cap_mb`` MiB.
-    ``inference_only`` compiles no backward. ``use_zero`` splits optimizer state over the ranks that hold copies of a parameter:
-    stage 1, or with 2 gradients are freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the
-    state among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2 always does).
-    Stage 3 stores the parameters themselves in pieces over the units of a group, and over the axes that split the batch.
-    ``"auto"`` leaves the stage to the plan: policy ``autodist`` searches it, and a saved plan may carry it.
-    ``distributed_optimizer`` is the full option table: dtypes of state and gradients, overlap, buffers. It means stage 1 (and
-    scatters) unless ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it holds.
+    **Gradients.** Over the units they are summed, or averaged with ``grad_reduction="mean"``.
+    ``use_async_reducer`` starts the reduction of a bucket while backward still runs; a bucket holds
+    ``reducer_bucket_cap_mb`` MiB. ``inference_only`` compiles no backward. ``use_zero`` splits
+    optimizer state over the ranks that hold copies of a parameter: stage 1, or with 2 gradients are
+    freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the state
+    among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2
+    always does). Stage 3 stores the parameters themselves in pieces over the units of a group, and
+    over the axes that split the batch. ``"auto"`` leaves the stage to the plan: policy ``autodist``
+    searches it, and a saved plan may carry it. ``distributed_optimizer`` is the full option table:
+    dtypes of state and gradients, overlap, buffers. It means stage 1 (and scatters) unless
+    ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it
+    holds.
 
-    **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs it.
-    ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids": {0: "batch", 1: "seq"}}``,
-    where equal names mean equal sizes, or just ``{"input_ids": [0, 1]}``. ``outputs``: what ranks get of the results.
-    ``"auto"``: all of them whole on every rank; but a training step of a model that returns a loss (a scalar with a gradient,
-    called ``loss`` or first) leaves out the others where making them whole would cost anything. ``"all"``: whole in training
-    too. ``"loss"``: the loss alone, always. Or by output path one of ``"whole"``, ``"eval"`` (left out of training steps),
-    ``"sharded"``, ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what depends on
-    neither inputs nor weights, as far as it takes at most 1 MiB each. ``constants`` holds, by input path, the values of
-    integer inputs that are the same in every call and decide sizes: ``{"image_grid_thw": [[1, 4, 4]]}``. They are compiled
-    in, and a call with others is refused.
+    **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs
+    it. ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids":
+    {0: "batch", 1: "seq"}}``, where equal names mean equal sizes, or just ``{"input_ids": [0,
+    1]}``. ``outputs``: what ranks get of the results.
+    ``"auto"``: all of them whole on every rank; but a training step of a model that returns a loss
+    (a scalar with a gradient, called ``loss`` or first) leaves out the others where making them
+    whole would cost anything. ``"all"``: whole in training too. ``"loss"``: the loss alone, always.
+    Or by output path one of ``"whole"``, ``"eval"`` (left out of training steps), ``"sharded"``,
+    ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what
+    depends on neither inputs nor weights, as far as it takes at most 1 MiB each. ``constants``
+    holds, by input path, the values of integer inputs that are the same in every call and decide
+    sizes: ``{"image_grid_thw": [[1, 4, 4]]}``. They are compiled in, and a call with others is
+    refused.
 
-    **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same dropout masks under
-    every plan. ``seed`` starts the generators.
+    **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same
+    dropout masks under every plan. ``seed`` starts the generators.
 
-    **Checks.** Ranks compare what must be the same, in the first step and then every ``check_ranks_every`` steps: within a unit
-    the arguments of a call, everywhere the number of steps and the options of the optimizer. 0 leaves the first comparison.
+    **Checks.** Ranks compare what must be the same, in the first step and then every
+    ``check_ranks_every`` steps: within a unit the arguments of a call, everywhere the number of
+    steps and the options of the optimizer. 0 leaves the first comparison.
 
-    ``pas_config`` goes to the policy, which checks its names. ``user_config`` is the user's own; it is part of what a
-    compile is recognised by. Both must be made of JSON values.
+    ``pas_config`` goes to the policy, which checks its names. ``user_config`` is the user's own; it
+    is part of what a compile is recognised by. Both must be made of JSON values.
     """
 
     plan_ngpus: int
@@ -114,7 +126,9 @@ class ComputeConfig:
     user_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rank_order: str | None = None
     outputs: str | Mapping[str, str] = field(default="auto", hash=False)
-    dynamic_dims: Mapping[str, Mapping[int, str] | Iterable[int]] = field(default_factory=dict, hash=False)
+    dynamic_dims: Mapping[str, Mapping[int, str] | Iterable[int]] = field(
+        default_factory=dict, hash=False
+    )
     constants: Mapping[str, Any] = field(default_factory=dict, hash=False)
     grad_reduction: str = "sum"
     rng: str = "fast"
@@ -129,11 +143,17 @@ class ComputeConfig:
         _check_count("check_ranks_every", self.check_ranks_every, at_least=0, at_most=2**31)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is True or False", why=f"it is {brief(getattr(self, name))}")
+                raise ConfigError(
+                    f"{name} is True or False", why=f"it is {brief(getattr(self, name))}"
+                )
         _check_choice("grad_reduction", self.grad_reduction, ("sum", "mean"))
         _check_choice("rng", self.rng, ("fast", "plan_independent"))
         if self.distributed_optimizer is not None:
-            object.__setattr__(self, "distributed_optimizer", DistributedOptimizerConfig.of(self.distributed_optimizer))
+            object.__setattr__(
+                self,
+                "distributed_optimizer",
+                DistributedOptimizerConfig.of(self.distributed_optimizer),
+            )
         if self.use_zero is None:
             object.__setattr__(self, "use_zero", self.distributed_optimizer is not None)
         _check_ranks(self)
@@ -150,20 +170,27 @@ class ComputeConfig:
     @classmethod
     @checked_late
     def of(cls, config: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
-        """The config itself, or one made of a mapping of its fields; an unknown field is a :class:`ConfigError`."""
+        """The config itself, or one made of a mapping of its fields; an unknown field is a
+        :class:`ConfigError`.
+        """
         if isinstance(config, ComputeConfig):
             return config
         if not isinstance(config, Mapping):
             raise ConfigError(
-                "compute_config is a ComputeConfig, or a dict of its fields", why=f"it is a {type(config).__name__}"
+                "compute_config is a ComputeConfig, or a dict of its fields",
+                why=f"it is a {type(config).__name__}",
             )
         known = tuple(f.name for f in fields(cls))
         for name in config:
             if name not in known:
-                raise ConfigError(f"ComputeConfig has no field {brief(name)}", hint=did_you_mean(name, known))
+                raise ConfigError(
+                    f"ComputeConfig has no field {brief(name)}", hint=did_you_mean(name, known)
+                )
         for name in ("plan_ngpus", "runtime_ngpus"):
             if name not in config:
-                raise ConfigError(f"compute_config lacks {name}", hint=f"add {name!r}: the number of ranks")
+                raise ConfigError(
+                    f"compute_config lacks {name}", hint=f"add {name!r}: the number of ranks"
+                )
         return cls(**config)
 
     @property
@@ -178,7 +205,9 @@ class ComputeConfig:
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO, 0 without. There is none before a plan has said it, where it is left to the plan."""
+        """The stage of ZeRO, 0 without. There is none before a plan has said it, where it is left
+        to the plan.
+        """
         assert not self.leaves_zero_to_plan, "with_zero() comes first"
         return int(self.use_zero or 0)
 
@@ -200,7 +229,10 @@ class ComputeConfig:
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values, in one order."""
-        dims = {path: {str(dim): name for dim, name in dims.items()} for path, dims in self.dim_symbols().items()}
+        dims = {
+            path: {str(dim): name for dim, name in dims.items()}
+            for path, dims in self.dim_symbols().items()
+        }
         table = None if self.optimizer_table is None else self.optimizer_table.to_json()
         own = {"dynamic_dims": dims, "distributed_optimizer": table}
         return {f.name: getattr(self, f.name) for f in fields(self)} | own
@@ -209,18 +241,26 @@ class ComputeConfig:
     @checked
     def from_json(cls, data: Mapping[str, Any]) -> ComputeConfig:
         """The reverse of :meth:`to_json`."""
-        with malformed(ConfigError, "dynamic_dims of a config maps inputs to their dims that may vary"):
+        with malformed(
+            ConfigError, "dynamic_dims of a config maps inputs to their dims that may vary"
+        ):
             found = data.get("dynamic_dims", {}).items()
             dims = {path: {int(dim): name for dim, name in dims.items()} for path, dims in found}
         return cls.of({**data, "dynamic_dims": dims})
 
     def digest(self) -> str:
         """The hex sha256 of the canonical JSON: equal for equal configs, in every process."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
     def dim_symbols(self) -> dict[str, dict[int, str]]:
         """:attr:`dynamic_dims` as it was read: input path to dim to the name of its size."""
-        return {path: dict(dims) for path, dims in self.dynamic_dims.items() if isinstance(dims, Mapping)}
+        return {
+            path: dict(dims)
+            for path, dims in self.dynamic_dims.items()
+            if isinstance(dims, Mapping)
+        }
 
 
 _FLAGS = (
@@ -234,9 +274,13 @@ _FLAGS = (
 
 def _check_count(name: str, value: Any, *, at_least: int, at_most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name} is a whole number of at least {at_least}", why=f"it is {brief(value)}")
+        raise ConfigError(
+            f"{name} is a whole number of at least {at_least}", why=f"it is {brief(value)}"
+        )
     if value > at_most:
-        raise ConfigError(f"{name} is a whole number of at most {at_most:,}", why=f"it is {brief(value)}")
+        raise ConfigError(
+            f"{name} is a whole number of at most {at_most:,}", why=f"it is {brief(value)}"
+        )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -257,8 +301,12 @@ def _check_ranks(config: ComputeConfig) -> None:
 
 def _check_bucket(config: ComputeConfig) -> None:
     cap = config.reducer_bucket_cap_mb
-    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf):
-        raise ConfigError("reducer_bucket_cap_mb is a size in MiB above 0, or None", why=f"it is {brief(cap)}")
+    if cap is not None and (
+        isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf
+    ):
+        raise ConfigError(
+            "reducer_bucket_cap_mb is a size in MiB above 0, or None", why=f"it is {brief(cap)}"
+        )
     if config.inference_only:
         for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
             if getattr(config, name):
@@ -283,7 +331,8 @@ def _check_table(config: ComputeConfig) -> None:
     if config.use_async_reducer and not table.overlap_grad_sync:
         raise ConfigError(
             "use_async_reducer and distributed_optimizer contradict each other",
-            why="use_async_reducer=True and overlap_grad_sync=False say the opposite of when gradients are reduced",
+            why="use_async_reducer=True and overlap_grad_sync=False say the opposite of when "
+            "gradients are reduced",
             hint="leave out use_async_reducer",
         )
     cap_mb = config.reducer_bucket_cap_mb
@@ -304,19 +353,25 @@ def _check_table(config: ComputeConfig) -> None:
     if not table.contiguous_grad_buffer and config.zero_stage == 3:
         raise ConfigError(
             "contiguous_grad_buffer=False is not possible with use_zero=3",
-            why="gradients would accumulate in the dtype of the parameters, and backward reduces them in the same dtype",
-            hint="leave it out; grad_sync_dtype says in which dtype gradients are reduced and accumulated",
+            why="gradients would accumulate in the dtype of the parameters, and backward reduces "
+            "them in the same dtype",
+            hint="leave it out; grad_sync_dtype says in which dtype gradients are reduced and "
+            "accumulated",
         )
 
 
-_WHY_NOT_GATHERED = {0: "each rank updates all that it holds", 3: "forward gathers each one when it is used, one ahead already"}
+_WHY_NOT_GATHERED = {
+    0: "each rank updates all that it holds",
+    3: "forward gathers each one when it is used, one ahead already",
+}
 
 
 def _check_zero(config: ComputeConfig) -> None:
     zero = config.use_zero
     if not isinstance(zero, int | str) or zero not in (AUTO, 0, 1, 2, 3):
         raise ConfigError(
-            "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to the plan",
+            "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it "
+            "to the plan",
             why=f"it is {brief(zero)}",
         )
     if not zero:
@@ -336,7 +391,8 @@ def _check_zero(config: ComputeConfig) -> None:
     elif config.num_units % config.zero_ngroups:
         raise ConfigError(
             "zero_ngroups does not divide the number of units",
-            why=f"{config.runtime_ngpus} ranks in units of {config.plan_ngpus} are {config.num_units} unit(s), "
+            why=f"{config.runtime_ngpus} ranks in units of {config.plan_ngpus} are "
+            f"{config.num_units} unit(s), "
             f"and they cannot be dealt into {config.zero_ngroups} groups",
         )
 
@@ -353,7 +409,9 @@ def _check_order(order: str | None) -> None:
         )
 
 
-_NAMES_OF_CODE = frozenset(("F", "block", "float", "layer", "math", "max", "min", "operator", "self", "torch"))
+_NAMES_OF_CODE = frozenset(
+    ("F", "block", "float", "layer", "math", "max", "min", "operator", "self", "torch")
+)
 """What generated code reads besides its variables."""
 
 
@@ -361,25 +419,37 @@ def _json_mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a dict", why=f"it is {brief(value)}")
     if is_too_deep(value):
-        raise ConfigError(f"{name} is nested in itself, or too deeply", why=f"it has more than {MOST_LEVELS} levels")
+        raise ConfigError(
+            f"{name} is nested in itself, or too deeply",
+            why=f"it has more than {MOST_LEVELS} levels",
+        )
     copy: dict[str, Any] = _json_value(name, value)
     return copy
 
 
 def _json_value(path: str, value: Any) -> Any:
-    """A copy of ``value``, which is not nested too deeply, made of dicts, lists and JSON's scalars."""
+    """A copy of ``value``, which is not nested too deeply, made of dicts, lists and JSON's
+    scalars.
+    """
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"the keys of {path} are strings", why=f"{brief(key)} is a {type(key).__name__}")
+                raise ConfigError(
+                    f"the keys of {path} are strings", why=f"{brief(key)} is a {type(key).__name__}"
+                )
         return {key: _json_value(f"{path}[{brief(key)}]", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json_value(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, bool | int | str)
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         return value
     raise ConfigError(
         f"{path} is not a JSON value",
-        why=f"it is {brief(value)}, a {type(value).__name__}; the config is stored beside the generated code",
+        why=f"it is {brief(value)}, a {type(value).__name__}; the config is stored beside the "
+        "generated code",
         hint="use numbers, strings, lists and dicts",
     )
 
@@ -388,12 +458,16 @@ def _read_outputs(outputs: Any) -> str | dict[str, str]:
     if isinstance(outputs, Mapping):
         for path, mode in outputs.items():
             if not isinstance(path, str):
-                raise ConfigError("outputs maps output paths to what is wanted of them", why=f"{brief(path)} is not a string")
+                raise ConfigError(
+                    "outputs maps output paths to what is wanted of them",
+                    why=f"{brief(path)} is not a string",
+                )
             _check_choice(f"outputs[{brief(path)}]", mode, OUTPUT_MODES)
         return dict(outputs)
     if not isinstance(outputs, str) or outputs not in ("auto", "all", "loss"):
         raise ConfigError(
-            "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', 'eval', 'sharded' or 'drop'",
+            "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', "
+            "'eval', 'sharded' or 'drop'",
             why=f"it is {brief(outputs)}",
         )
     return str(outputs)
@@ -401,15 +475,23 @@ def _read_outputs(outputs: Any) -> str | dict[str, str]:
 
 def _read_constants(constants: Any) -> dict[str, Any]:
     """The values of constant inputs as nested lists of integers or truth values."""
-    hint = 'for example {"image_grid_thw": [[1, 4, 4], [1, 4, 8]]}; tensors and arrays are fine, too'
+    hint = (
+        'for example {"image_grid_thw": [[1, 4, 4], [1, 4, 8]]}; tensors and arrays are fine, too'
+    )
     if not isinstance(constants, Mapping):
-        raise ConfigError("constants maps inputs to their values", why=f"it is {brief(constants)}", hint=hint)
+        raise ConfigError(
+            "constants maps inputs to their values", why=f"it is {brief(constants)}", hint=hint
+        )
     read: dict[str, Any] = {}
     with malformed(ConfigError, "constants maps inputs to integers", hint=hint):
         for path, values in constants.items():
             listed = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(path, str) or not path or not _is_table(listed):
-                raise ConfigError("constants maps inputs to integers", why=f"it has {brief(path)}: {brief(values)}", hint=hint)
+                raise ConfigError(
+                    "constants maps inputs to integers",
+                    why=f"it has {brief(path)}: {brief(values)}",
+                    hint=hint,
+                )
             read[path] = _as_lists(listed)
     return dict(sorted(read.items()))
 
@@ -427,19 +509,32 @@ def _as_lists(values: Any) -> Any:
 def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
     hint = "for example {'input_ids': {0: 'batch', 1: 'seq'}}, or {'input_ids': [0, 1]}"
     if not isinstance(dynamic_dims, Mapping):
-        raise ConfigError("dynamic_dims maps inputs to their dims that may vary", why=f"it is {brief(dynamic_dims)}", hint=hint)
+        raise ConfigError(
+            "dynamic_dims maps inputs to their dims that may vary",
+            why=f"it is {brief(dynamic_dims)}",
+            hint=hint,
+        )
     result: dict[str, dict[int, str]] = {}
     for path, dims in dynamic_dims.items():
-        if not isinstance(path, str) or not path or isinstance(dims, str) or not isinstance(dims, Iterable):
+        if (
+            not isinstance(path, str)
+            or not path
+            or isinstance(dims, str)
+            or not isinstance(dims, Iterable)
+        ):
             raise ConfigError(
-                "dynamic_dims maps inputs to their dims that may vary", why=f"it has {brief(path)}: {brief(dims)}", hint=hint
+                "dynamic_dims maps inputs to their dims that may vary",
+                why=f"it has {brief(path)}: {brief(dims)}",
+                hint=hint,
             )
         stem = path.replace(".", "_")
         named = dict(dims) if isinstance(dims, Mapping) else {dim: f"{stem}_{dim}" for dim in dims}
         for dim, name in named.items():
             if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
                 raise ConfigError(
-                    f"dynamic_dims[{brief(path)}]: dims are numbers from 0", why=f"{brief(dim)} is not one", hint=hint
+                    f"dynamic_dims[{brief(path)}]: dims are numbers from 0",
+                    why=f"{brief(dim)} is not one",
+                    hint=hint,
                 )
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(
@@ -450,7 +545,8 @@ def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
             if keyword.iskeyword(name) or name in _NAMES_OF_CODE or name.startswith("__"):
                 raise ConfigError(
                     f"dynamic_dims[{path!r}]: a size cannot be called {name!r}",
-                    why="the size is a variable of that name in generated code, where it means something else",
+                    why="the size is a variable of that name in generated code, where it means "
+                    "something else",
                     hint=hint,
                 )
         result[path] = dict(sorted(named.items()))

@@ -1,4 +1,6 @@
-"""The option table of the distributed optimizer, with the names and defaults that NeMo's users know."""
+"""The option table of the distributed optimizer, with the names and defaults that NeMo's users
+know.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +20,37 @@ DTYPES: Mapping[str, str] = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-"""What a dtype of the table may be called, and torch's name of it. A ``torch.dtype`` is accepted too."""
+"""What a dtype of the table may be called, and torch's name of it. A ``torch.dtype`` is accepted
+too.
+"""
 
 
 @named_fields
 @dataclass(frozen=True, kw_only=True)
 class DistributedOptimizerConfig:
-    """In which precision optimizer state is kept, and how gradients and parameters travel, at every stage of ZeRO.
+    """In which precision optimizer state is kept, and how gradients and parameters travel, at every
+    stage of ZeRO.
 
-    ``dtype``: of the optimizer's state and of what it updates: float32, float16 or bfloat16, kept by name. Where a parameter
-    is of another dtype, the optimizer updates a *master* copy of its shard, which is rounded into the parameter after each
-    step. With float32 (and ``None``, which means it) a wider parameter keeps its own dtype.
+    ``dtype``: of the optimizer's state and of what it updates: float32, float16 or bfloat16, kept
+    by name. Where a parameter is of another dtype, the optimizer updates a *master* copy of its
+    shard, which is rounded into the parameter after each step. With float32 (and ``None``, which
+    means it) a wider parameter keeps its own dtype.
 
-    ``grad_sync_dtype``: in which gradients are accumulated and reduced; ``None`` is the dtype of the state. ``bucket_cap_mb``:
-    MiB of gradients in a bucket, counted in it.
+    ``grad_sync_dtype``: in which gradients are accumulated and reduced; ``None`` is the dtype of
+    the state. ``bucket_cap_mb``: MiB of gradients in a bucket, counted in it.
 
-    ``overlap_grad_sync``: the reduction of a bucket starts in backward, as soon as all its gradients are there.
-    ``overlap_param_sync``: after a step, parameters are gathered until the next forward first uses them.
-    ``contiguous_grad_buffer``: gradients are views of one buffer for each dtype, which stays (with stage 2 of one for each
-    bucket, which is freed); else they are tensors of their own, copied into a buffer while they are reduced.
-    ``contiguous_param_buffer``: parameters are views of one buffer for each dtype, which saves a copy and memory when they
-    are gathered.
+    ``overlap_grad_sync``: the reduction of a bucket starts in backward, as soon as all its
+    gradients are there.
+    ``overlap_param_sync``: after a step, parameters are gathered until the next forward first uses
+    them.
+    ``contiguous_grad_buffer``: gradients are views of one buffer for each dtype, which stays (with
+    stage 2 of one for each bucket, which is freed); else they are tensors of their own, copied into
+    a buffer while they are reduced.
+    ``contiguous_param_buffer``: parameters are views of one buffer for each dtype, which saves a
+    copy and memory when they are gathered.
 
-    ``store_param_remainders``: of a float32 master of a bfloat16 parameter only the 16 bits are kept that the parameter has
-    not. The optimizer sees float32 tensors while it steps.
+    ``store_param_remainders``: of a float32 master of a bfloat16 parameter only the 16 bits are
+    kept that the parameter has not. The optimizer sees float32 tensors while it steps.
     """
 
     dtype: Any = "float32"
@@ -62,7 +71,10 @@ class DistributedOptimizerConfig:
                 raise ConfigError(title, why=f"it is {brief(getattr(self, field.name))}")
         cap = self.bucket_cap_mb
         if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
-            raise ConfigError("bucket_cap_mb of distributed_optimizer is a size in MiB above 0", why=f"it is {brief(cap)}")
+            raise ConfigError(
+                "bucket_cap_mb of distributed_optimizer is a size in MiB above 0",
+                why=f"it is {brief(cap)}",
+            )
         if self.store_param_remainders and self.dtype not in (None, "float32"):
             raise ConfigError(
                 f"store_param_remainders has no meaning with dtype={self.dtype!r}",
@@ -71,7 +83,9 @@ class DistributedOptimizerConfig:
             )
 
     @classmethod
-    def of(cls, options: DistributedOptimizerConfig | Mapping[str, Any]) -> DistributedOptimizerConfig:
+    def of(
+        cls, options: DistributedOptimizerConfig | Mapping[str, Any]
+    ) -> DistributedOptimizerConfig:
         """The options themselves, or those of a mapping of names to values.
 
         Raises :class:`ConfigError` for an unknown name.
@@ -86,7 +100,10 @@ class DistributedOptimizerConfig:
         known = tuple(field.name for field in fields(cls))
         for name in options:
             if name not in known:
-                raise ConfigError(f"distributed_optimizer has no option {brief(name)}", hint=did_you_mean(name, known))
+                raise ConfigError(
+                    f"distributed_optimizer has no option {brief(name)}",
+                    hint=did_you_mean(name, known),
+                )
         return cls(**options)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Every error a user can see: one exception tree, one formatter.
 
-An error has four parts: *what* went wrong, *where* (the user's file:line and module path), *why* (the numbers) and
-*what to try*. Checks of input raise one of these classes; ``assert`` is kept for internal invariants.
+An error has four parts: *what* went wrong, *where* (the user's file:line and module path), *why*
+(the numbers) and *what to try*. Checks of input raise one of these classes; ``assert`` is kept for
+internal invariants.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from contextlib import contextmanager
 class ShardwrightError(Exception):
     """Base of all errors raised on purpose.
 
-    ``what`` is one sentence. ``where``, ``why`` and ``hint`` are printed below it, each on a line of its own.
+    ``what`` is one sentence. ``where``, ``why`` and ``hint`` are printed below it, each on a line
+    of its own.
     """
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        hint: str | None = None,
+    ) -> None:
         self.what, self.where, self.why, self.hint = what, where, why, hint
         super().__init__(format_error(what, where=where, why=why, hint=hint))
 
@@ -28,7 +37,9 @@ class ConfigError(ShardwrightError, ValueError):
 
 
 class ArgumentError(ShardwrightError, TypeError):
-    """A function was called with an argument of the wrong type, or with other arguments than it has."""
+    """A function was called with an argument of the wrong type, or with other arguments than it
+    has.
+    """
 
 
 class TraceError(ShardwrightError, RuntimeError):
@@ -68,14 +79,18 @@ class DistributedError(ShardwrightError, RuntimeError):
 
 
 class CollectiveError(DistributedError):
-    """A collective, or a message between ranks, that failed or took too long: some rank is gone, stuck or too slow."""
+    """A collective, or a message between ranks, that failed or took too long: some rank is gone,
+    stuck or too slow.
+    """
 
 
 class InternalError(ShardwrightError, AssertionError):
     """A broken internal invariant: a defect of shardwright itself."""
 
 
-def format_error(what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None) -> str:
+def format_error(
+    what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None
+) -> str:
     """The text of an error, one labelled line per part that is present."""
     lines = [what]
     lines += [f"  where: {where}"] if where else []
@@ -85,14 +100,27 @@ def format_error(what: str, *, where: str | None = None, why: str | None = None,
 
 
 @contextmanager
-def malformed(kind: type[ShardwrightError], what: str, *, where: str | None = None, hint: str | None = None) -> Iterator[None]:
-    """Inside the block, data from outside is taken apart: what Python says of it becomes the reason of an error of ``kind``."""
+def malformed(
+    kind: type[ShardwrightError], what: str, *, where: str | None = None, hint: str | None = None
+) -> Iterator[None]:
+    """Inside the block, data from outside is taken apart: what Python says of it becomes the reason
+    of an error of ``kind``.
+    """
     try:
         yield
     except ShardwrightError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise kind(what, where=where, why=f"{type(error).__name__}: {brief_text(error)}", hint=hint) from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise kind(
+            what, where=where, why=f"{type(error).__name__}: {brief_text(error)}", hint=hint
+        ) from error
 
 
 def brief_text(error: BaseException) -> str:
@@ -119,7 +147,8 @@ class _Brief(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         if abs(x) < 10**self.maxlong:
             return repr(x)
-        return f"a whole number of about {int(math.log10(2) * x.bit_length())} digits"  # long ones have no text at all
+        # Long ones have no text at all
+        return f"a whole number of about {int(math.log10(2) * x.bit_length())} digits"
 
 
 def brief(value: object) -> str:
@@ -136,4 +165,6 @@ def did_you_mean(name: object, known: list[str] | tuple[str, ...]) -> str | None
 
     name = name[:200] if isinstance(name, str) else brief(name)
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"one of {', '.join(map(repr, sorted(known)))}"
+    return (
+        f"did you mean {close[0]!r}?" if close else f"one of {', '.join(map(repr, sorted(known)))}"
+    )

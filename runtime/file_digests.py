@@ -1,7 +1,8 @@
-"""Digests of a large file by chunks: who reads a part of it checks that part, and reads no more for it.
+"""Digests of a large file by chunks: who reads a part of it checks that part, and reads no more for
+it.
 
-A file of 28 GB has 4,096 digests of chunks of 8 MiB. A rank that holds a quarter of a weight, cut by rows, hashes a quarter of
-its bytes and at most two chunks more.
+A file of 28 GB has 4,096 digests of chunks of 8 MiB. A rank that holds a quarter of a weight, cut
+by rows, hashes a quarter of its bytes and at most two chunks more.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ChunkDigests:
-    """The hex sha256 of each ``chunk_bytes`` of a file, the last chunk being what is left. A file in one chunk of unknown
-    length has ``chunk_bytes=None``.
+    """The hex sha256 of each ``chunk_bytes`` of a file, the last chunk being what is left. A file
+    in one chunk of unknown length has ``chunk_bytes=None``.
     """
 
     chunk_bytes: int | None
@@ -83,7 +84,9 @@ class ChunkHasher:
 
 
 class CheckedFile:
-    """A file, whose chunks are compared with their digests when somebody is about to read them; each once."""
+    """A file, whose chunks are compared with their digests when somebody is about to read them;
+    each once.
+    """
 
     def __init__(self, path: Path, digests: ChunkDigests) -> None:
         self.path = path
@@ -121,11 +124,14 @@ class CheckedFile:
             left -= len(data)
         if digest.hexdigest() != self._digests.sha256[number]:
             last = min(first + self._chunk_bytes, self._num_bytes)
-            raise self._altered(f"the sha256 of its bytes {first} to {last} is not that of what was written")
+            raise self._altered(
+                f"the sha256 of its bytes {first} to {last} is not that of what was written"
+            )
 
     def _altered(self, why: str) -> LoadError:
         return LoadError(
             f"{self.path} is not the file that was written",
             why=why,
-            hint=f"compile again with reuse='override'; if it is meant, accept it with `shardwright accept {self.path.parent}`",
+            hint="compile again with reuse='override'; if it is meant, accept it with "
+            f"`shardwright accept {self.path.parent}`",
         )

@@ -1,19 +1,22 @@
 """Gathered weights: parameters that a rank stores in pieces, and uses whole for a moment only.
 
-A generated forward asks for a weight right before the operator that needs it, and drops it right after:
+A generated forward asks for a weight right before the operator that needs it, and drops it right
+after:
 
     up_weight = self.gathered(block.up.weight, dp, dim=0)    # dp: S(0) -> G
     up = linear(x, up_weight, block.up.bias)
     del up_weight
 
-Forward all-gathers, backward reduce-scatters the gradient (``backward="slice"``: takes this rank's piece of it). In between
-nothing holds the whole weight: what operators save of it for their backward, itself or a view, is packed as a **handle**, and
-gathered again when that backward runs. Uses that share one gather share the second one too. Gradients are summed in the dtype
-in which the parameter holds its gradient (``grad_dtype``), which may be wider than its own.
+Forward all-gathers, backward reduce-scatters the gradient (``backward="slice"``: takes this rank's
+piece of it). In between nothing holds the whole weight: what operators save of it for their
+backward, itself or a view, is packed as a **handle**, and gathered again when that backward runs.
+Uses that share one gather share the second one too. Gradients are summed in the dtype in which the
+parameter holds its gradient (``grad_dtype``), which may be wider than its own.
 
-**Ahead of time.** While the operators compute with one weight the next one is on its way. In forward the next one is what
-followed in the forward before; in backward it is the one that was gathered before this one. Both are the same on all ranks
-that share a weight, so their collectives come in one order.
+**Ahead of time.** While the operators compute with one weight the next one is on its way. In
+forward the next one is what followed in the forward before; in backward it is the one that was
+gathered before this one. Both are the same on all ranks that share a weight, so their collectives
+come in one order.
 
 In a recompute region nothing is saved at all, and its gathers run again with it.
 """
@@ -43,7 +46,9 @@ from shardwright.runtime.ranks.groups import AxisGroup
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One all-gather: along ``axis``, joining ``dim``, which ``cut`` had cut. ``reduces``: the gradient is summed."""
+    """One all-gather: along ``axis``, joining ``dim``, which ``cut`` had cut. ``reduces``: the
+    gradient is summed.
+    """
 
     axis: AxisGroup
     dim: int
@@ -55,13 +60,17 @@ class _Step:
 
 
 class _Use:
-    """A weight gathered once in a forward. ``piece``: what the rank stores. ``grad_dtype``: in which its gradient is summed.
+    """A weight gathered once in a forward. ``piece``: what the rank stores. ``grad_dtype``: in
+    which its gradient is summed.
     ``steps``: how the whole comes of it.
 
-    ``earlier``: the use before it in the same forward. ``num_saved``: how many tensors are packed that need the weight.
+    ``earlier``: the use before it in the same forward. ``num_saved``: how many tensors are packed
+    that need the weight.
     """
 
-    def __init__(self, piece: Tensor, grad_dtype: torch.dtype, steps: tuple[_Step, ...], earlier: _Use | None) -> None:
+    def __init__(
+        self, piece: Tensor, grad_dtype: torch.dtype, steps: tuple[_Step, ...], earlier: _Use | None
+    ) -> None:
         self.piece = piece.detach()
         self.grad_dtype = grad_dtype
         self.steps = steps
@@ -79,7 +88,9 @@ class _Use:
                 self._started = self.steps[0].start(self.piece, "backward")
 
     def again(self) -> Tensor:
-        """The whole weight, for one of the packed tensors. It is held until the last one of them has had it."""
+        """The whole weight, for one of the packed tensors. It is held until the last one of them
+        has had it.
+        """
         self.start()
         self._start_next()
         if self._whole is None:
@@ -107,8 +118,10 @@ class _Use:
         if self.piece._version != self._version:
             raise UsageError(
                 "a parameter was changed between forward and backward",
-                why=f"the backward gathers it again, a piece of shape {list(self.piece.shape)}, and must find it as it was",
-                hint="run backward before optimizer.step() or anything else that writes to parameters",
+                why=f"the backward gathers it again, a piece of shape {list(self.piece.shape)}, "
+                "and must find it as it was",
+                hint="run backward before optimizer.step() or anything else that writes to "
+                "parameters",
             )
 
 
@@ -122,7 +135,9 @@ class _Handle(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Another saved tensor, and its version then: autograd leaves the check to those who set hooks."""
+    """Another saved tensor, and its version then: autograd leaves the check to those who set
+    hooks.
+    """
 
     x: Tensor
     version: int
@@ -141,8 +156,12 @@ class WeightGathering:
     """Gathers the weights of one module."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, tuple[StorageWeakRef, _Use]] = {}  # by storage, of the weights that are whole now
-        self._orders: dict[Hashable, list[tuple[Tensor, _Step]]] = {}  # what each kind of forward gathered last time
+        self._uses: dict[
+            int, tuple[StorageWeakRef, _Use]
+        ] = {}  # by storage, of the weights that are whole now
+        self._orders: dict[
+            Hashable, list[tuple[Tensor, _Step]]
+        ] = {}  # what each kind of forward gathered last time
         self._expected: list[tuple[Tensor, _Step]] = []
         self._seen: list[tuple[Tensor, _Step]] = []
         self._ahead: _Ahead | None = None
@@ -155,8 +174,15 @@ class WeightGathering:
 
     @contextmanager
     def forward(self, kind: Hashable) -> Iterator[None]:
-        """Around a forward. ``kind`` tells those apart that gather different weights, or in another order."""
-        self._expected, self._seen, self._latest, self._is_forward = self._orders.get(kind, []), [], None, True
+        """Around a forward. ``kind`` tells those apart that gather different weights, or in another
+        order.
+        """
+        self._expected, self._seen, self._latest, self._is_forward = (
+            self._orders.get(kind, []),
+            [],
+            None,
+            True,
+        )
         hooks: AbstractContextManager[Any] = nullcontext()
         if torch.is_grad_enabled():
             hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -184,7 +210,9 @@ class WeightGathering:
         if axis.size == 1:
             return x
         dim %= x.ndim
-        step = _Step(axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter")
+        step = _Step(
+            axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter"
+        )
         before = self._use_of(x)
         move = self._move if before is None else _move_now
         if before is not None:
@@ -192,7 +220,9 @@ class WeightGathering:
         else:
             grad_dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype
         whole = cast(Tensor, _Gather.apply(x, step, grad_dtype, move))  # type: ignore[no-untyped-call]
-        assert whole.is_contiguous() and whole.storage_offset() == 0, "views of it could not be told by their strides"
+        assert whole.is_contiguous() and whole.storage_offset() == 0, (
+            "views of it could not be told by their strides"
+        )
         piece, steps = (x, (step,)) if before is None else (before.piece, (*before.steps, step))
         use = _Use(piece, grad_dtype, steps, self._latest if self._is_forward else None)
         if self._is_forward:
@@ -203,7 +233,9 @@ class WeightGathering:
         return whole
 
     def _move(self, x: Tensor, step: _Step) -> Tensor:
-        """The whole of a stored piece, which may be on its way already; the next one is sent for."""
+        """The whole of a stored piece, which may be on its way already; the next one is sent
+        for.
+        """
         with concerning(partial(_gathering, x, "forward")):
             return self._moved_ahead(x, step) if self._is_forward else _move_now(x, step)
 
@@ -211,7 +243,12 @@ class WeightGathering:
         position = len(self._seen)
         self._seen.append((x, step))
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.piece is x and ahead.step == step and ahead.version == x._version:
+        if (
+            ahead is not None
+            and ahead.piece is x
+            and ahead.step == step
+            and ahead.version == x._version
+        ):
             started = ahead.started
         else:
             if ahead is not None:
@@ -219,7 +256,9 @@ class WeightGathering:
             started = step.start(x, "forward")
         if position + 1 < len(self._expected):
             piece, following = self._expected[position + 1]
-            self._ahead = _Ahead(piece, following, piece._version, following.start(piece, "forward"))
+            self._ahead = _Ahead(
+                piece, following, piece._version, following.start(piece, "forward")
+            )
         return started.wait()
 
     def _forget_ahead(self) -> None:
@@ -247,7 +286,8 @@ class WeightGathering:
             return packed.use.again().as_strided(packed.size, packed.stride, packed.offset)
         if packed.x._version != packed.version:
             raise UsageError(
-                f"a tensor of shape {list(packed.x.shape)} that backward needs was changed in place after the forward",
+                f"a tensor of shape {list(packed.x.shape)} that backward needs was changed "
+                "in place after the forward",
                 hint="change a copy of it, or run backward first",
             )
         return packed.x
@@ -260,7 +300,9 @@ def _is_freed(storage: StorageWeakRef) -> bool:
 def _gathering(piece: Tensor, phase: Phase) -> str:
     """What a gather is for, in messages; in forward it may be for the weight after this one."""
     name = name_of(piece)
-    return f"gathering the weight {name!r} for {phase}" if name else f"gathering a weight for {phase}"
+    return (
+        f"gathering the weight {name!r} for {phase}" if name else f"gathering a weight for {phase}"
+    )
 
 
 def _move_now(x: Tensor, step: _Step) -> Tensor:
@@ -269,7 +311,13 @@ def _move_now(x: Tensor, step: _Step) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, step: _Step, grad_dtype: torch.dtype, move: Callable[[Tensor, _Step], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        step: _Step,
+        grad_dtype: torch.dtype,
+        move: Callable[[Tensor, _Step], Tensor],
+    ) -> Tensor:
         ctx.step, ctx.grad_dtype = step, grad_dtype
         return move(x, step)
 
@@ -279,5 +327,11 @@ class _Gather(torch.autograd.Function):
         step = ctx.step
         if not step.reduces:
             return sliced_piece(grad, step.axis, step.dim, step.cut), None, None, None
-        # Of several steps only the last one's sum stays in this dtype: autograd rounds what it hands from node to node.
-        return reduced_piece(grad.to(ctx.grad_dtype), step.axis, step.dim, step.cut), None, None, None
+        # Of several steps only the last one's sum stays in this dtype: autograd rounds what it
+        # hands from node to node.
+        return (
+            reduced_piece(grad.to(ctx.grad_dtype), step.axis, step.dim, step.cut),
+            None,
+            None,
+            None,
+        )

@@ -7,8 +7,9 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What ``json.loads`` gives. Raises ``json.JSONDecodeError``, also for text that is nested more deeply than Python can
-    follow, for numbers of thousands of digits, and for bytes that are no text.
+    """What ``json.loads`` gives. Raises ``json.JSONDecodeError``, also for text that is nested more
+    deeply than Python can follow, for numbers of thousands of digits, and for bytes that are no
+    text.
     """
     try:
         return json.loads(text)

@@ -1,8 +1,9 @@
 """Meshes and layouts: which piece of a tensor each rank holds.
 
-A **mesh** is named axes with sizes, written major to minor; the last axis varies fastest with the rank.
-A tensor **dim** is a product of **atoms**, outermost first. An atom is one or several **segments** laid end to end, and
-an ordered tuple of mesh axes, major to minor, that cut every one of its segments. So
+A **mesh** is named axes with sizes, written major to minor; the last axis varies fastest with the
+rank. A tensor **dim** is a product of **atoms**, outermost first. An atom is one or several
+**segments** laid end to end, and an ordered tuple of mesh axes, major to minor, that cut every one
+of its segments. So
 
     hidden 768, whole                      ->  [Atom(768)]
     12 heads of 64, heads over tp          ->  [Atom(12, tp), Atom(64)]
@@ -10,10 +11,11 @@ an ordered tuple of mesh axes, major to minor, that cut every one of its segment
     Phi-3's fused QKV, 32 + 8 + 8 heads    ->  [Atom(32 + 8 + 8, tp), Atom(96)]
     batch x sequence flattened, batch over dp -> [Atom(4, dp), Atom(128)]
 
-Invariants: an axis cuts at most one atom of one dim of a tensor; the pieces of all ranks tile the tensor exactly;
-a piece keeps the ascending global order. Sizes that do not divide give the first ranks one element more; a rank may hold
-nothing. Besides cutting, an axis may hold a summand of the value (**P**, partial) or of the gradient (**G**,
-gradient-partial); an axis that does none of the three holds a copy (**R**, replicated).
+Invariants: an axis cuts at most one atom of one dim of a tensor; the pieces of all ranks tile the
+tensor exactly; a piece keeps the ascending global order. Sizes that do not divide give the first
+ranks one element more; a rank may hold nothing. Besides cutting, an axis may hold a summand of the
+value (**P**, partial) or of the gradient (**G**, gradient-partial); an axis that does none of the
+three holds a copy (**R**, replicated).
 
 While compiling, sizes may be symbolic expressions; everything here that needs numbers says so.
 """
@@ -37,7 +39,9 @@ Coords = Mapping[str, int]
 """A rank's index along each mesh axis."""
 
 ZERO = "zero"
-"""The axis that runs over units, outside of any mesh: ZeRO-3 stores parameters in pieces along it."""
+"""The axis that runs over units, outside of any mesh: ZeRO-3 stores parameters in pieces along
+it.
+"""
 
 
 MOST_RANKS = 2**20
@@ -45,28 +49,40 @@ MOST_RANKS = 2**20
 
 
 def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
-    """``(start, size)`` of piece ``index`` when ``count`` things are cut evenly; the first pieces get what is left over."""
+    """``(start, size)`` of piece ``index`` when ``count`` things are cut evenly; the first pieces
+    get what is left over.
+    """
     base, extra = divmod(count, num_pieces)
     return index * base + min(index, extra), base + (index < extra)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp varies fastest."""
+    """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp
+    varies fastest.
+    """
 
     axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         for axis in self.axes if isinstance(self.axes, tuple) else (None,):
-            if not isinstance(axis, tuple) or len(axis) != 2 or type(axis[0]) is not str or not _is_count(axis[1]):
+            if (
+                not isinstance(axis, tuple)
+                or len(axis) != 2
+                or type(axis[0]) is not str
+                or not _is_count(axis[1])
+            ):
                 raise ConfigError(
                     "a mesh is made of axes with names and sizes",
-                    why=f"{'its axes are' if axis is None else 'one axis is'} {brief(self.axes if axis is None else axis)}; "
+                    why=f"{'its axes are' if axis is None else 'one axis is'} "
+                    f"{brief(self.axes if axis is None else axis)}; "
                     f"a size is a whole number from 1 to {MOST_RANKS:,}",
                     hint='write Mesh((("dp", 2), ("tp", 4))), or Mesh.of({"dp": 2, "tp": 4})',
                 )
         if self.size > MOST_RANKS:
-            raise ConfigError(f"a mesh of {brief(self.size)} ranks", why=f"it has at most {MOST_RANKS:,}")
+            raise ConfigError(
+                f"a mesh of {brief(self.size)} ranks", why=f"it has at most {MOST_RANKS:,}"
+            )
 
     @classmethod
     @checked
@@ -89,7 +105,11 @@ class Mesh:
         """The number of ranks along an axis."""
         sizes = dict(self.axes)
         if axis not in sizes:
-            raise ConfigError(f"the mesh has no axis {axis!r}", why=f"mesh {self}", hint=did_you_mean(axis, self.names))
+            raise ConfigError(
+                f"the mesh has no axis {axis!r}",
+                why=f"mesh {self}",
+                hint=did_you_mean(axis, self.names),
+            )
         return sizes[axis]
 
     @checked_late
@@ -120,17 +140,23 @@ class Mesh:
         return (self.coords(rank) for rank in range(self.size))
 
     def over_units(self, num_units: int) -> Mesh:
-        """The mesh of ``num_units`` units together: with the axis ``zero``, outermost, if they are several."""
+        """The mesh of ``num_units`` units together: with the axis ``zero``, outermost, if they are
+        several.
+        """
         return Mesh(((ZERO, num_units), *self.axes)) if num_units > 1 else self
 
     @checked_late
     def groups(self, axes: tuple[str, ...] | str) -> list[tuple[int, ...]]:
-        """The rank groups that differ only along ``axes``, each in ascending order, in one order on all ranks."""
+        """The rank groups that differ only along ``axes``, each in ascending order, in one order on
+        all ranks.
+        """
         axes = (axes,) if isinstance(axes, str) else axes
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             coords = self.coords(rank)
-            groups.setdefault(tuple(c for name, c in coords.items() if name not in axes), []).append(rank)
+            groups.setdefault(
+                tuple(c for name, c in coords.items() if name not in axes), []
+            ).append(rank)
         return [tuple(group) for group in groups.values()]
 
     def __str__(self) -> str:
@@ -180,7 +206,8 @@ Dim = tuple[Atom, ...]
 
 
 def merge_atoms(dim: Dim) -> Dim:
-    """The same dim in its shortest form: no atoms of size 1, neighbouring uncut atoms and segments joined.
+    """The same dim in its shortest form: no atoms of size 1, neighbouring uncut atoms and segments
+    joined.
 
     A size-1 atom that is cut stays: it tells which rank holds the only element.
     """
@@ -199,11 +226,12 @@ def merge_atoms(dim: Dim) -> Dim:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one tensor lies on a mesh. ``dims``: of each dim its atoms, whose product it is, and the axes that cut them.
-    ``partial``, ``grad_partial``: the axes along which ranks hold summands of the value (P) and of its gradient (G).
+    """How one tensor lies on a mesh. ``dims``: of each dim its atoms, whose product it is, and the
+    axes that cut them. ``partial``, ``grad_partial``: the axes along which ranks hold summands of
+    the value (P) and of its gradient (G).
 
-    :meth:`parse` reads what ``str`` writes: ``Layout.parse("[50257/tp, 768] G(dp)")`` has its rows cut over ``tp``, and along
-    ``dp`` whole copies, each with a summand of the gradient.
+    :meth:`parse` reads what ``str`` writes: ``Layout.parse("[50257/tp, 768] G(dp)")`` has its rows
+    cut over ``tp``, and along ``dp`` whole copies, each with a summand of the gradient.
     """
 
     dims: tuple[Dim, ...]
@@ -212,9 +240,19 @@ class Layout:
 
     @classmethod
     @checked_late
-    def whole(cls, shape: tuple[Size, ...], *, partial: tuple[str, ...] = (), grad_partial: tuple[str, ...] = ()) -> Layout:
+    def whole(
+        cls,
+        shape: tuple[Size, ...],
+        *,
+        partial: tuple[str, ...] = (),
+        grad_partial: tuple[str, ...] = (),
+    ) -> Layout:
         """Nothing cut: R, or P / G on the axes named."""
-        return cls(tuple((Atom((size,)),) for size in shape), tuple(sorted(partial)), tuple(sorted(grad_partial)))
+        return cls(
+            tuple((Atom((size,)),) for size in shape),
+            tuple(sorted(partial)),
+            tuple(sorted(grad_partial)),
+        )
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -244,14 +282,21 @@ class Layout:
         return tuple(math.prod(atom.local_size(mesh, coords) for atom in dim) for dim in self.dims)
 
     def runs(self, dim: int, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
-        """The piece at ``coords`` along ``dim`` as ascending global ``(start, stop)`` runs; needs numbers."""
+        """The piece at ``coords`` along ``dim`` as ascending global ``(start, stop)`` runs; needs
+        numbers.
+        """
         runs = [(0, 1)]
         for atom in merge_atoms(self.dims[dim]):
             size, kept = atom.size, [(s, s + n) for s, n in atom.pieces(mesh, coords) if n]
             if kept == [(0, size)]:
                 runs = [(start * size, stop * size) for start, stop in runs]
             else:
-                runs = [(i * size + a, i * size + b) for start, stop in runs for i in range(start, stop) for a, b in kept]
+                runs = [
+                    (i * size + a, i * size + b)
+                    for start, stop in runs
+                    for i in range(start, stop)
+                    for a, b in kept
+                ]
         joined: list[tuple[int, int]] = []
         for start, stop in runs:
             if joined and joined[-1][1] == start:
@@ -270,14 +315,19 @@ class Layout:
         return replace(self, dims=self.dims[:dim] + (atoms,) + self.dims[dim + 1 :])
 
     def owners(self, mesh: Mesh) -> list[dict[str, int]]:
-        """The coordinates that hold distinct pieces: index 0 along every axis that does not cut the tensor."""
+        """The coordinates that hold distinct pieces: index 0 along every axis that does not cut the
+        tensor.
+        """
         cut = set(self.cut_axes)
         return [c for c in mesh.all_coords() if all(c[a] == 0 for a in mesh.names if a not in cut)]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; :meth:`from_json` is the inverse."""
         return {
-            "dims": [[{"segments": list(atom.segments), "axes": list(atom.axes)} for atom in dim] for dim in self.dims],
+            "dims": [
+                [{"segments": list(atom.segments), "axes": list(atom.axes)} for atom in dim]
+                for dim in self.dims
+            ],
             "partial": list(self.partial),
             "grad_partial": list(self.grad_partial),
         }
@@ -286,20 +336,32 @@ class Layout:
     @checked_late
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
         """The reverse of :meth:`to_json`."""
-        with malformed(LoadError, "this is no layout", hint="what Layout.to_json gives has dims, partial and grad_partial"):
-            dims = tuple(tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim) for dim in data["dims"])
+        with malformed(
+            LoadError,
+            "this is no layout",
+            hint="what Layout.to_json gives has dims, partial and grad_partial",
+        ):
+            dims = tuple(
+                tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim)
+                for dim in data["dims"]
+            )
             return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
 
     @classmethod
     @checked
     def parse(cls, text: str) -> Layout:
-        """Read what ``str`` writes, with numbers for sizes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp * 96] G(dp)"``.
+        """Read what ``str`` writes, with numbers for sizes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp
+        * 96] G(dp)"``.
 
         Raises :class:`LoadError` if it does not parse or an axis occurs twice.
         """
         match = re.fullmatch(r"\s*\[(.*)\]\s*(?:P\((.*?)\)\s*)?(?:G\((.*?)\)\s*)?", text)
         marks = [] if match is None else [_parse_axes(group) for group in match.groups()[1:]]
-        dims = [] if match is None or not match[1].strip() else [_parse_dim(dim) for dim in match[1].split(",")]
+        dims = (
+            []
+            if match is None or not match[1].strip()
+            else [_parse_dim(dim) for dim in match[1].split(",")]
+        )
         if match is None or None in marks or None in dims:
             raise LoadError(
                 f"the layout {text!r} does not parse",
@@ -337,7 +399,11 @@ def _parse_dim(text: str) -> Dim | None:
     matches = [_ATOM.fullmatch(word.strip()) for word in text.split("*")]
     if None in matches:
         return None
-    atoms = tuple(Atom(tuple(map(int, m[1].split("+"))), tuple(m[2].split("/")[1:])) for m in matches if m is not None)
+    atoms = tuple(
+        Atom(tuple(map(int, m[1].split("+"))), tuple(m[2].split("/")[1:]))
+        for m in matches
+        if m is not None
+    )
     return atoms if all(axis.isidentifier() for atom in atoms for axis in atom.axes) else None
 
 
@@ -347,10 +413,11 @@ def _product(sizes: Iterator[Size]) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one dim of a *local* tensor is cut along one axis: ``outer`` repeats of ``segments``, each element ``inner`` long.
+    """How one dim of a *local* tensor is cut along one axis: ``outer`` repeats of ``segments``,
+    each element ``inner`` long.
 
-    The uncut length is ``outer * sum(segments) * inner``. Every segment is cut by :func:`piece`. This is what generated
-    code hands to the adapters; all numbers are known when the code runs.
+    The uncut length is ``outer * sum(segments) * inner``. Every segment is cut by :func:`piece`.
+    This is what generated code hands to the adapters; all numbers are known when the code runs.
     """
 
     segments: tuple[int, ...]
@@ -363,4 +430,8 @@ class Cut:
         return self.outer * sum(self.segments) * self.inner
 
     def local_length(self, num_pieces: int, index: int) -> int:
-        return self.outer * self.inner * sum(piece(segment, num_pieces, index)[1] for segment in self.segments)
+        return (
+            self.outer
+            * self.inner
+            * sum(piece(segment, num_pieces, index)[1] for segment in self.segments)
+        )

@@ -1,8 +1,9 @@
 """What stands in a result for an output that a training step leaves out.
 
-A model that returns its loss and other tensors is trained with the loss alone. To make the others whole on every rank would
-send them in every step, so a step does not, unless the config asks for it. In their place the result has a
-:class:`LeftOut`. It can be passed on, compared with ``is`` and printed; whoever uses it as a tensor is told how to get it.
+A model that returns its loss and other tensors is trained with the loss alone. To make the others
+whole on every rank would send them in every step, so a step does not, unless the config asks for
+it. In their place the result has a :class:`LeftOut`. It can be passed on, compared with ``is`` and
+printed; whoever uses it as a tensor is told how to get it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class LeftOut:
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
         raise UsageError(
             f"{self._owner} leaves the output {self._path!r} out of training steps",
-            why="it is trained with its loss, and every step would send the other outputs to all ranks",
+            why="it is trained with its loss, and every step would send the other outputs to all "
+            "ranks",
             hint="model.eval() or torch.no_grad() around the call gives all outputs; "
             'ComputeConfig(outputs="all") gives them in training too, '
             f'outputs={{"{self._path}": "whole"}} this one',
@@ -39,13 +41,21 @@ class LeftOut:
         self._refuse()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        found = next(arg for arg in _flat((*args, *(kwargs or {}).values())) if isinstance(arg, LeftOut))
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = next(
+            arg for arg in _flat((*args, *(kwargs or {}).values())) if isinstance(arg, LeftOut)
+        )
         found._refuse()
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
-    return [leaf for arg in args for leaf in (_flat(tuple(arg)) if isinstance(arg, tuple | list) else [arg])]
+    return [
+        leaf
+        for arg in args
+        for leaf in (_flat(tuple(arg)) if isinstance(arg, tuple | list) else [arg])
+    ]
 
 
 def _refusing() -> Callable[..., NoReturn]:

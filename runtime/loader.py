@@ -26,11 +26,12 @@ _serial = itertools.count()
 def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelModule]:
     """The class generated for a rank, from the files in ``directory``.
 
-    ``rank`` is a rank of the world (default: the current one); units run the same files, so it loads those of plan rank
-    ``rank % plan_ngpus``. Nothing is executed before its digest is checked, and no bytecode cache is involved.
+    ``rank`` is a rank of the world (default: the current one); units run the same files, so it
+    loads those of plan rank ``rank % plan_ngpus``. Nothing is executed before its digest is
+    checked, and no bytecode cache is involved.
 
-    Raises :class:`LoadError` if a file is missing or edited, if the files are of another version, or if the ranks of the
-    current world do not divide into units.
+    Raises :class:`LoadError` if a file is missing or edited, if the files are of another version,
+    or if the ranks of the current world do not divide into units.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)
@@ -38,9 +39,12 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
         world = current_world()
         if world.size % manifest.plan_ngpus:
             raise LoadError(
-                f"{directory} was compiled for {manifest.plan_ngpus} ranks, but {world.size} are running",
-                why=f"its mesh is {manifest.mesh}; the number of ranks must be a multiple of {manifest.plan_ngpus}",
-                hint=f"start it with torchrun --nproc_per_node={manifest.plan_ngpus}, or compile for another plan_ngpus",
+                f"{directory} was compiled for {manifest.plan_ngpus} ranks, but {world.size} "
+                "are running",
+                why=f"its mesh is {manifest.mesh}; the number of ranks must be a multiple of "
+                f"{manifest.plan_ngpus}",
+                hint=f"start it with torchrun --nproc_per_node={manifest.plan_ngpus}, or compile "
+                "for another plan_ngpus",
             )
         rank = world.rank
     name = code_file(rank % manifest.plan_ngpus)
@@ -56,7 +60,9 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
     loaded.compute_config = manifest.config
     loaded.use_order = manifest.use_order
     listed = {file: manifest.digests_of(file) for file in (WEIGHTS_FILE, CONSTANTS_FILE)}
-    loaded.weight_digests = {file: digests for file, digests in listed.items() if digests is not None}
+    loaded.weight_digests = {
+        file: digests for file, digests in listed.items() if digests is not None
+    }
     _let_go_with_class(module, directory / name, lines, loaded, keeps=_reads(code, loaded.__name__))
     return loaded
 
@@ -68,7 +74,8 @@ def _checked_source(directory: Path, name: str, manifest: Manifest) -> bytes:
     if sha256(source) != expected:
         raise LoadError(
             f"{directory / name} is not the file that was generated",
-            why=f"its sha256 is {sha256(source)[:12]}..., the manifest has {expected[:12] if expected else 'none'}...",
+            why=f"its sha256 is {sha256(source)[:12]}..., the manifest has "
+            f"{expected[:12] if expected else 'none'}...",
             hint=f"if the edit is meant, accept it with `shardwright accept {directory}`; "
             "otherwise compile again with reuse='override'",
         )
@@ -76,7 +83,8 @@ def _checked_source(directory: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def _execute(path: Path, source: bytes) -> tuple[ModuleType, Lines, CodeType]:
-    """Run checked bytes as a module of its own, registered under a unique name so that its class and tracebacks find it.
+    """Run checked bytes as a module of its own, registered under a unique name so that its class
+    and tracebacks find it.
 
     See [Note: A module lives as long as its class].
     """
@@ -92,22 +100,26 @@ def _execute(path: Path, source: bytes) -> tuple[ModuleType, Lines, CodeType]:
         _release(module.__name__, path, lines)
         if isinstance(error, Exception):
             raise LoadError(
-                f"{path} fails when it is loaded", why=f"{type(error).__name__}: {error}", hint="see the traceback above"
+                f"{path} fails when it is loaded",
+                why=f"{type(error).__name__}: {error}",
+                hint="see the traceback above",
             ) from error
         raise
     return module, lines, code
 
 
-# [Note: A module lives as long as its class]
-# A generated class finds its module in ``sys.modules``, and tracebacks find its lines in ``linecache``. A
-# program that compiles or loads again and again must not collect them all. So the module does not hold
-# its class, but looks for it when it is asked for it, and when the class is gone, module and lines go
-# with it: when the next file is loaded, as the collector of garbage, which finds that the class is gone,
-# may run while somebody goes through ``sys.modules``. Only a file that was edited so that its own code
-# reads the class by name keeps both for good.
+# [Note: A module lives as long as its class] A generated class finds its module in ``sys.modules``,
+# and tracebacks find its lines in ``linecache``. A program that compiles or loads again and again
+# must not collect them all. So the module does not hold its class, but looks for it when it is
+# asked for it, and when the class is gone, module and lines go with it: when the next file is
+# loaded, as the collector of garbage, which finds that the class is gone, may run while somebody
+# goes through ``sys.modules``. Only a file that was edited so that its own code reads the class by
+# name keeps both for good.
 
 
-def _let_go_with_class(module: ModuleType, path: Path, lines: Lines, loaded: type, *, keeps: bool) -> None:
+def _let_go_with_class(
+    module: ModuleType, path: Path, lines: Lines, loaded: type, *, keeps: bool
+) -> None:
     """Release a module when its class is gone. ``keeps``: the module holds the class."""
     name, reference = loaded.__name__, weakref.ref(loaded)
     if not keeps:
@@ -125,7 +137,9 @@ def _let_go_with_class(module: ModuleType, path: Path, lines: Lines, loaded: typ
 
 
 Lines = tuple[int, None, list[str], str]
-"""An entry of ``linecache``. Without a modification time it is not compared with the file: what was executed is shown."""
+"""An entry of ``linecache``. Without a modification time it is not compared with the file: what was
+executed is shown.
+"""
 
 _lock = threading.Lock()
 _unused: deque[tuple[str, Path, Lines]] = deque()  # modules whose class is gone
@@ -149,7 +163,9 @@ def _release_unused() -> None:
 
 
 def _release(module_name: str, path: Path, lines: Lines) -> None:
-    """Forget a module. Of what was loaded before from the same file tracebacks show the lines again."""
+    """Forget a module. Of what was loaded before from the same file tracebacks show the lines
+    again.
+    """
     sys.modules.pop(module_name, None)
     with _lock:
         living = [entry for entry in _lines.pop(path, ()) if entry is not lines]

@@ -37,14 +37,17 @@ def code_file(rank: int) -> str:
 class Manifest:
     """What ``manifest.json`` says.
 
-    ``key``: the digest of what was asked for (traced graph, config, policy, versions). ``class_name``: of the generated
-    class. ``mesh``: of one unit; there is one code file per rank of it. ``files``: name to hex sha256 of every file made.
+    ``key``: the digest of what was asked for (traced graph, config, policy, versions).
+    ``class_name``: of the generated class. ``mesh``: of one unit; there is one code file per rank
+    of it. ``files``: name to hex sha256 of every file made.
     ``chunks``: of large files, which ranks read in part, also the digests of their chunks.
-    ``tensors``: parameters, buffers and constants by name, in the order of the original ``named_parameters()``.
-    ``use_order``: the parameters in the order in which forward first uses them; backward reaches them in the reverse one.
-    ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON. ``zero_stage``: of ZeRO,
-    where the config leaves it to the plan. ``work``: which part of one device's arithmetic each rank does, as the compiler
-    has found it.
+    ``tensors``: parameters, buffers and constants by name, in the order of the original
+    ``named_parameters()``.
+    ``use_order``: the parameters in the order in which forward first uses them; backward reaches
+    them in the reverse one.
+    ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON.
+    ``zero_stage``: of ZeRO, where the config leaves it to the plan. ``work``: which part of one
+    device's arithmetic each rank does, as the compiler has found it.
     """
 
     key: str
@@ -69,7 +72,9 @@ class Manifest:
 
     @property
     def config(self) -> ComputeConfig | None:
-        """What it was compiled with, the plan's choices included; ``None`` for files that no compile made."""
+        """What it was compiled with, the plan's choices included; ``None`` for files that no
+        compile made.
+        """
         asked = self.request.get("config")
         if asked is None:
             return None
@@ -102,15 +107,21 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """The reverse of :meth:`to_json`; ``KeyError``, ``TypeError`` or ``ValueError`` where it is not one."""
+        """The reverse of :meth:`to_json`; ``KeyError``, ``TypeError`` or ``ValueError`` where it is
+        not one.
+        """
         return cls(
             key=data["key"],
             class_name=data["class_name"],
             mesh=Mesh(tuple((str(name), int(size)) for name, size in data["mesh"])),
             policy=data["policy"],
             files=dict(data["files"]),
-            tensors={name: Declaration.from_json(name, item) for name, item in data["tensors"].items()},
-            chunks={name: ChunkDigests.from_json(item) for name, item in data.get("chunks", {}).items()},
+            tensors={
+                name: Declaration.from_json(name, item) for name, item in data["tensors"].items()
+            },
+            chunks={
+                name: ChunkDigests.from_json(item) for name, item in data.get("chunks", {}).items()
+            },
             request=dict(data["request"]),
             use_order=tuple(data.get("use_order", ())),
             zero_stage=data.get("zero_stage"),
@@ -121,9 +132,14 @@ class Manifest:
         )
 
     def write(self, directory: Path) -> None:
-        """Write it into ``directory`` with a digest of itself, replacing an older one atomically."""
+        """Write it into ``directory`` with a digest of itself, replacing an older one
+        atomically.
+        """
         content = self.to_json()
-        write_file(directory / MANIFEST_FILE, (json.dumps({"sha256": _digest(content), **content}, indent=1) + "\n").encode())
+        write_file(
+            directory / MANIFEST_FILE,
+            (json.dumps({"sha256": _digest(content), **content}, indent=1) + "\n").encode(),
+        )
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -138,7 +154,8 @@ class Manifest:
             raise LoadError(
                 f"{directory} holds no compiled module",
                 why=f"there is no {MANIFEST_FILE}",
-                hint="compile first, with shardwright.parallelize or `shardwright compile`, or copy the directory to this node",
+                hint="compile first, with shardwright.parallelize or `shardwright compile`, or "
+                "copy the directory to this node",
             ) from None
         except (ValueError, OSError) as error:
             raise _damaged(path, str(error)) from error
@@ -153,10 +170,11 @@ class Manifest:
 
 
 def check_versions(path: Path, data: Any) -> None:
-    """Refuse a manifest of another format, another minor version of shardwright, or another major version of torch.
+    """Refuse a manifest of another format, another minor version of shardwright, or another major
+    version of torch.
 
-    Generated code calls the runtime, whose interface may change with a minor version before 1.0; torch keeps the functions
-    that generated code calls within a major version.
+    Generated code calls the runtime, whose interface may change with a minor version before 1.0;
+    torch keeps the functions that generated code calls within a major version.
     """
     if not isinstance(data, dict):
         raise _damaged(path, "it is not a JSON object")
@@ -181,8 +199,8 @@ def check_versions(path: Path, data: Any) -> None:
 
 @checked
 def accept(directory: Path | str) -> list[str]:
-    """Make the code and the values in ``directory``, as they are now, the ones the manifest stands for. Returns the names that
-    changed.
+    """Make the code and the values in ``directory``, as they are now, the ones the manifest stands
+    for. Returns the names that changed.
 
     Raises :class:`LoadError` if a file is missing or is no valid Python.
     """

@@ -13,8 +13,9 @@ T = TypeVar("T")
 
 
 def named_fields(cls: type[T]) -> type[T]:
-    """The dataclass, of which every field is given by name, with a :class:`ConfigError` in the place of Python's TypeError for
-    a field that it does not have, one that is missing, and one without a name.
+    """The dataclass, of which every field is given by name, with a :class:`ConfigError` in the
+    place of Python's TypeError for a field that it does not have, one that is missing, and one
+    without a name.
     """
     known = tuple(field.name for field in fields(cls) if field.init)  # type: ignore[arg-type]
     needed = tuple(
@@ -34,12 +35,16 @@ def named_fields(cls: type[T]) -> type[T]:
             )
         for name in given:
             if name not in known:
-                raise ConfigError(f"{cls.__name__} has no field {name!r}", hint=did_you_mean(name, known))
+                raise ConfigError(
+                    f"{cls.__name__} has no field {name!r}", hint=did_you_mean(name, known)
+                )
         missing = [name for name in needed if name not in given]
         if missing:
             raise ConfigError(
                 f"{cls.__name__} lacks {' and '.join(missing)}",
-                why="there is no default for it" if len(missing) == 1 else "there are no defaults for them",
+                why="there is no default for it"
+                if len(missing) == 1
+                else "there are no defaults for them",
                 hint=f"{cls.__name__}({', '.join(f'{name}=...' for name in missing)})",
             )
         construct(self, **given)

@@ -1,8 +1,9 @@
-"""Cutting one dim of a tensor into the pieces of a group's members, and joining them: pure data movement, no communication.
+"""Cutting one dim of a tensor into the pieces of a group's members, and joining them: pure data
+movement, no communication.
 
-A dim of ``cut.length`` elements is ``cut.outer`` repeats of ``cut.segments``, each element of a segment ``cut.inner`` long.
-Every segment is cut by :func:`~shardwright.runtime.layout.piece`; a member holds its part of every segment of every repeat,
-in ascending order. Pieces may be empty.
+A dim of ``cut.length`` elements is ``cut.outer`` repeats of ``cut.segments``, each element of a
+segment ``cut.inner`` long. Every segment is cut by :func:`~shardwright.runtime.layout.piece`; a
+member holds its part of every segment of every repeat, in ascending order. Pieces may be empty.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ def is_plain(cut: Cut) -> bool:
 
 def take_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:
     """Member ``index``'s piece of the whole ``x``, which may be a view of it."""
-    assert x.shape[dim] == cut.length, f"dim {dim} has length {x.shape[dim]}, but {cut} has {cut.length}"
+    assert x.shape[dim] == cut.length, (
+        f"dim {dim} has length {x.shape[dim]}, but {cut} has {cut.length}"
+    )
     if is_plain(cut):
         start, size = piece(cut.segments[0], num_pieces, index)
         return x.narrow(dim, start * cut.inner, size * cut.inner)
     parts = []
-    for segment, part in zip(cut.segments, _segments(x, dim, cut.outer, cut.segments, cut.inner), strict=True):
+    for segment, part in zip(
+        cut.segments, _segments(x, dim, cut.outer, cut.segments, cut.inner), strict=True
+    ):
         start, size = piece(segment, num_pieces, index)
         parts.append(part.narrow(dim + 1, start, size))
     return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
@@ -57,39 +62,58 @@ def join_pieces(pieces: Sequence[Tensor], dim: int, cut: Cut) -> Tensor:
     for index, x in enumerate(pieces):
         sizes = [piece(segment, len(pieces), index)[1] for segment in cut.segments]
         parts.append(_segments(x, dim, cut.outer, sizes, cut.inner))
-    return torch.cat([part for segment in zip(*parts, strict=True) for part in segment], dim + 1).flatten(dim, dim + 2)
+    return torch.cat(
+        [part for segment in zip(*parts, strict=True) for part in segment], dim + 1
+    ).flatten(dim, dim + 2)
 
 
 def pad_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:
-    """A new tensor as long as the whole, with zeros everywhere but at member ``index``'s piece ``x``."""
+    """A new tensor as long as the whole, with zeros everywhere but at member ``index``'s piece
+    ``x``.
+    """
     if is_plain(cut):
         result = x.new_zeros(*x.shape[:dim], cut.length, *x.shape[dim + 1 :])
         take_piece(result, dim, cut, num_pieces, index).copy_(x)
         return result
-    shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in piece_lengths(cut, num_pieces)]
-    return join_pieces([x if i == index else x.new_zeros(shape) for i, shape in enumerate(shapes)], dim, cut)
+    shapes = [
+        (*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in piece_lengths(cut, num_pieces)
+    ]
+    return join_pieces(
+        [x if i == index else x.new_zeros(shape) for i, shape in enumerate(shapes)], dim, cut
+    )
 
 
 def local_piece(whole: Tensor, layout: Layout, mesh: Mesh, coords: Coords) -> Tensor:
     """What a rank at ``coords`` holds of a whole tensor that lies as ``layout`` says."""
     for dim in range(whole.ndim):
         if layout.dim_axes(dim):
-            parts = [whole.narrow(dim, start, stop - start) for start, stop in layout.runs(dim, mesh, coords)]
+            parts = [
+                whole.narrow(dim, start, stop - start)
+                for start, stop in layout.runs(dim, mesh, coords)
+            ]
             whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
     return whole
 
 
 @lru_cache(maxsize=1024)
-def recut_positions(cut: Cut, to_cut: Cut, num_pieces: int, index: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """How a dim cut by ``cut`` becomes one cut by ``to_cut``: positions in the old piece to send, in the new one to fill.
+def recut_positions(
+    cut: Cut, to_cut: Cut, num_pieces: int, index: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """How a dim cut by ``cut`` becomes one cut by ``to_cut``: positions in the old piece to send,
+    in the new one to fill.
 
-    Two tuples by member: which elements of ``index``'s old piece go to the member, and which of its new piece come from it;
-    both ascending in the whole, so that sender and receiver agree on the order.
+    Two tuples by member: which elements of ``index``'s old piece go to the member, and which of its
+    new piece come from it; both ascending in the whole, so that sender and receiver agree on the
+    order.
     """
     assert cut.length == to_cut.length, f"{cut} and {to_cut} are cuts of different lengths"
     places = torch.arange(cut.length)
     old_owner, new_owner = (
-        join_pieces([torch.full((length,), i) for i, length in enumerate(piece_lengths(c, num_pieces))], 0, c)
+        join_pieces(
+            [torch.full((length,), i) for i, length in enumerate(piece_lengths(c, num_pieces))],
+            0,
+            c,
+        )
         for c in (cut, to_cut)
     )
     going_to = new_owner[take_piece(places, 0, cut, num_pieces, index)]

@@ -1,4 +1,6 @@
-"""Activation recomputation: a part of the program keeps its inputs only, and runs again in the backward."""
+"""Activation recomputation: a part of the program keeps its inputs only, and runs again in the
+backward.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ _calls = _Calls()
 
 
 def num_recomputed() -> int:
-    """How many regions this thread has run that will be recomputed: the difference of two calls tells of what ran between."""
+    """How many regions this thread has run that will be recomputed: the difference of two calls
+    tells of what ran between.
+    """
     return _calls.count
 
 
 def recompute(function: Callable[..., Any], *args: Any, rng: RngState) -> Any:
-    """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes the rest a second time.
+    """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes
+    the rest a second time.
 
-    The second time draws the random numbers of the first: those of its step and microbatch, however many forwards have begun
-    in between.
+    The second time draws the random numbers of the first: those of its step and microbatch, however
+    many forwards have begun in between.
     """
     moment = rng.moment
     _calls.count += 1

@@ -1,4 +1,6 @@
-"""Regions: which elements of a whole tensor a piece holds, and copying what two pieces have in common."""
+"""Regions: which elements of a whole tensor a piece holds, and copying what two pieces have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ Fragment = tuple[int, int, int]
 """``(start in the target, start in the source, length)`` along one dim."""
 
 MANY_FRAGMENTS = 8
-"""A dim in more fragments is copied by index: one call, but a temporary as large as what is copied."""
+"""A dim in more fragments is copied by index: one call, but a temporary as large as what is
+copied.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """The product over the dims of ``runs``. A piece stores these elements in their global order.
 
-    Rank 1's half of a fused query-key-value of 3 x 12 x 64 is ``(((384, 768), (1152, 1536), (1920, 2304)), ((0, 768),))``.
+    Rank 1's half of a fused query-key-value of 3 x 12 x 64 is ``(((384, 768), (1152, 1536), (1920,
+    2304)), ((0, 768),))``.
     """
 
     runs: tuple[Runs, ...]
@@ -52,7 +57,9 @@ class Region:
         return math.prod(self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a region of a tensor of that shape: along each dim its runs ascend, are not empty, and lie inside."""
+        """Whether it is a region of a tensor of that shape: along each dim its runs ascend, are not
+        empty, and lie inside.
+        """
         if len(self.runs) != len(shape):
             return False
         for runs, size in zip(self.runs, shape, strict=True):
@@ -64,9 +71,11 @@ class Region:
         return True
 
     def parts(self, start: int, stop: int) -> tuple[Region, ...]:
-        """The elements ``start`` to ``stop`` of the flattened piece, as regions whose elements follow each other there.
+        """The elements ``start`` to ``stop`` of the flattened piece, as regions whose elements
+        follow each other there.
 
-        Rows 1 to 3 of a piece 4 x 6 are one region; elements 4 to 15 of it are three, as row 0 and row 2 are not whole.
+        Rows 1 to 3 of a piece 4 x 6 are one region; elements 4 to 15 of it are three, as row 0 and
+        row 2 are not whole.
         """
         if start >= stop:
             return ()
@@ -88,15 +97,19 @@ Cells = dict[frozenset[int], int]
 def cells(regions: Sequence[Region]) -> Cells:
     """How many elements lie in each combination of ``regions``.
 
-    Rows 0 to 2 and rows 1 to 3 of a tensor with 4 columns have two rows in common: ``{{0}: 4, {0, 1}: 4, {1}: 4}``. Elements
-    that lie in no region are not counted. The regions are of one tensor.
+    Rows 0 to 2 and rows 1 to 3 of a tensor with 4 columns have two rows in common: ``{{0}: 4, {0,
+    1}: 4, {1}: 4}``. Elements that lie in no region are not counted. The regions are of one tensor.
     """
     numbers = frozenset(number for number, region in enumerate(regions) if region.num_elements)
     return _cells(regions, numbers, 0, {}) if numbers else {}
 
 
-def _cells(regions: Sequence[Region], numbers: frozenset[int], dim: int, known: dict[Any, Any]) -> Cells:
-    """The answer for some of the regions and the dims from ``dim`` on. ``known``: answers, as slices are often cut alike."""
+def _cells(
+    regions: Sequence[Region], numbers: frozenset[int], dim: int, known: dict[Any, Any]
+) -> Cells:
+    """The answer for some of the regions and the dims from ``dim`` on. ``known``: answers, as
+    slices are often cut alike.
+    """
     if dim == len(regions[0].runs):
         return {numbers: 1}
     counts: Cells = known.setdefault((numbers, dim), {})
@@ -112,7 +125,9 @@ def _cells(regions: Sequence[Region], numbers: frozenset[int], dim: int, known: 
     return counts
 
 
-def _stretches(regions: Sequence[Region], numbers: frozenset[int], dim: int) -> Iterator[tuple[frozenset[int], int]]:
+def _stretches(
+    regions: Sequence[Region], numbers: frozenset[int], dim: int
+) -> Iterator[tuple[frozenset[int], int]]:
     """Stretches of positions along a dim, each with the regions that hold it and its length."""
     changes: dict[int, list[tuple[int, int]]] = {}
     for number in numbers:
@@ -132,14 +147,18 @@ def _stretches(regions: Sequence[Region], numbers: frozenset[int], dim: int) -> 
 
 
 def num_covered(needed: Sequence[Region], given: Sequence[Region]) -> int:
-    """How many of the elements that lie in a ``needed`` region lie in a ``given`` one too. Each is counted once."""
+    """How many of the elements that lie in a ``needed`` region lie in a ``given`` one too. Each is
+    counted once.
+    """
     found = cells([*needed, *given])
-    return sum(count for members, count in found.items() if min(members) < len(needed) <= max(members))
+    return sum(
+        count for members, count in found.items() if min(members) < len(needed) <= max(members)
+    )
 
 
 def untiled(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """Why, in words, ``regions`` are not a tiling of a tensor of that shape, which has each element in exactly one of them;
-    ``None`` if they are one.
+    """Why, in words, ``regions`` are not a tiling of a tensor of that shape, which has each element
+    in exactly one of them; ``None`` if they are one.
     """
     whole = Region.whole(shape)
     for region in regions:
@@ -153,8 +172,11 @@ def untiled(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
     return f"{twice} of {whole.num_elements} elements are in several pieces" if twice else None
 
 
-def copy_shared(target: Tensor, target_region: Region, source: Tensor, source_region: Region) -> int:
-    """Copy into the piece ``target`` what the piece ``source`` holds of it, converting the dtype. Returns how many elements.
+def copy_shared(
+    target: Tensor, target_region: Region, source: Tensor, source_region: Region
+) -> int:
+    """Copy into the piece ``target`` what the piece ``source`` holds of it, converting the dtype.
+    Returns how many elements.
 
     Only those elements of ``source`` are read, so it may be a view of a mapped file.
     """
@@ -162,13 +184,18 @@ def copy_shared(target: Tensor, target_region: Region, source: Tensor, source_re
     fragments = _fragments(target_region, source_region)
     most = max(range(len(fragments)), key=lambda dim: len(fragments[dim]), default=0)
     by_index = bool(fragments) and len(fragments[most]) > MANY_FRAGMENTS
-    looped = [[(0, 0, -1)] if by_index and dim == most else parts for dim, parts in enumerate(fragments)]
+    looped = [
+        [(0, 0, -1)] if by_index and dim == most else parts for dim, parts in enumerate(fragments)
+    ]
     with torch.no_grad():
         for block in itertools.product(*looped):
             into, out_of = target, source
             for dim, (target_start, source_start, length) in enumerate(block):
                 if length >= 0:
-                    into, out_of = into.narrow(dim, target_start, length), out_of.narrow(dim, source_start, length)
+                    into, out_of = (
+                        into.narrow(dim, target_start, length),
+                        out_of.narrow(dim, source_start, length),
+                    )
             if by_index:
                 to, of = _positions(fragments[most])
                 values = out_of.index_select(most, of.to(source.device))
@@ -179,7 +206,9 @@ def copy_shared(target: Tensor, target_region: Region, source: Tensor, source_re
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
-    """At least one element, ``start`` to ``stop``, of a flattened tensor: blocks of ``(start, stop)`` per dim, in order."""
+    """At least one element, ``start`` to ``stop``, of a flattened tensor: blocks of ``(start,
+    stop)`` per dim, in order.
+    """
     if not shape:
         return [()]
     inner = math.prod(shape[1:])
@@ -220,7 +249,13 @@ def _common(target: Runs, source: Runs) -> list[Fragment]:
         (target_start, target_stop), (source_start, source_stop) = target[i], source[j]
         start, stop = max(target_start, source_start), min(target_stop, source_stop)
         if start < stop:
-            found.append((target_offset + start - target_start, source_offset + start - source_start, stop - start))
+            found.append(
+                (
+                    target_offset + start - target_start,
+                    source_offset + start - source_start,
+                    stop - start,
+                )
+            )
         if target_stop <= source_stop:
             i, target_offset = i + 1, target_offset + target_stop - target_start
         if source_stop <= target_stop:
@@ -229,7 +264,9 @@ def _common(target: Runs, source: Runs) -> list[Fragment]:
 
 
 def _joined(fragments: Sequence[Fragment]) -> list[Fragment]:
-    """Fragments that lie end to end on both sides as one: runs of two pieces cut alike are copied at once."""
+    """Fragments that lie end to end on both sides as one: runs of two pieces cut alike are copied
+    at once.
+    """
     joined: list[Fragment] = []
     for target, source, length in fragments:
         if joined:

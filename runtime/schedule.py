@@ -1,7 +1,7 @@
 """The actions of a pipeline schedule: what one rank does, one after the other, as data.
 
-A **stage** is a contiguous piece of the model; a **microbatch** is one sample of a step. An action has a text form, which
-is what schedules are written, stored and reported in:
+A **stage** is a contiguous piece of the model; a **microbatch** is one sample of a step. An action
+has a text form, which is what schedules are written, stored and reported in:
 
 =======  ==================================================================================
 ``0F3``  stage 0 runs forward on microbatch 3
@@ -10,9 +10,9 @@ is what schedules are written, stored and reported in:
 ``0W3``  stage 0 computes the gradients of its parameters for microbatch 3, after ``0I3``
 =======  ==================================================================================
 
-A microbatch's backward is either ``B``, or ``I`` and ``W``. The split is that of "Zero Bubble Pipeline Parallelism" (Qi et
-al., 2023), whose ``B`` is the ``I`` here. Messages between ranks follow from the actions at both ends
-(:mod:`shardwright.runtime.pipeline.transfers`).
+A microbatch's backward is either ``B``, or ``I`` and ``W``. The split is that of "Zero Bubble
+Pipeline Parallelism" (Qi et al., 2023), whose ``B`` is the ``I`` here. Messages between ranks
+follow from the actions at both ends (:mod:`shardwright.runtime.pipeline.transfers`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class ActionKind(StrEnum):
 
 
 Payload = Literal["activations", "gradients"]
-"""What a message carries: results of a forward on their way to a later stage, or their gradients on the way back."""
+"""What a message carries: results of a forward on their way to a later stage, or their gradients on
+the way back.
+"""
 
 PAYLOADS: Mapping[ActionKind, Payload] = {
     ActionKind.FORWARD: "activations",
@@ -50,8 +52,9 @@ PAYLOADS: Mapping[ActionKind, Payload] = {
 """What an action receives and sends."""
 
 AHEAD = 2
-"""Receives are posted for the action that runs and for so many later ones that receive something: messages travel while what
-came before them is used."""
+"""Receives are posted for the action that runs and for so many later ones that receive something:
+messages travel while what came before them is used.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,9 @@ _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
 _LONG_ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 
 MOST_CELLS = 2**20
-"""The most stages times microbatches of a schedule: more would fill the memory before anything else notices."""
+"""The most stages times microbatches of a schedule: more would fill the memory before anything else
+notices.
+"""
 
 
 def parse_action(text: str) -> ScheduleAction:

@@ -1,7 +1,8 @@
 """Nested Python structures around tensors: the arguments of ``forward``, and its result.
 
-The tracer takes structures apart with :func:`children`, generated code puts results together with :func:`rebuild` and
-takes arguments apart with :func:`flatten`; all three share one notion of what a container is:
+The tracer takes structures apart with :func:`children`, generated code puts results together with
+:func:`rebuild` and takes arguments apart with :func:`flatten`; all three share one notion of what a
+container is:
 
 ==================================  =====================================  ==========================================
 container                           children                               rebuilt by
@@ -78,7 +79,9 @@ def kind(obj: Any) -> str:
 
 
 def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
-    """``(key, child)`` of a container: indices, dict keys, or attribute names, in their own order."""
+    """``(key, child)`` of a container: indices, dict keys, or attribute names, in their own
+    order.
+    """
     if _is_named_tuple(obj):
         return tuple(zip(obj._fields, obj, strict=True))
     if isinstance(obj, list | tuple):
@@ -104,9 +107,11 @@ def import_type(path: str) -> type:
 
 
 def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
-    """An object of ``cls`` (or of the class at that import path) from the children that :func:`children` gave.
+    """An object of ``cls`` (or of the class at that import path) from the children that
+    :func:`children` gave.
 
-    The constructor runs for named tuples, dataclasses and dicts only; other objects get their attributes back unseen.
+    The constructor runs for named tuples, dataclasses and dicts only; other objects get their
+    attributes back unseen.
     """
     cls = import_type(cls) if isinstance(cls, str) else cls
     if issubclass(cls, tuple):
@@ -131,7 +136,8 @@ def join(path: str, key: Any) -> str:
 
 
 def flatten(obj: Any, path: str = "") -> dict[str, Any]:
-    """Path to leaf, depth first; paths are like ``past_key_values.layers.0.keys``, and ``""`` for a lone leaf.
+    """Path to leaf, depth first; paths are like ``past_key_values.layers.0.keys``, and ``""`` for a
+    lone leaf.
 
     Raises :class:`InputError` for what is nested in itself, or more deeply than Python can follow.
     """
@@ -151,7 +157,9 @@ def _flatten(obj: Any, path: str) -> dict[str, Any]:
 
 
 def map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of the structure with ``function(path, leaf)`` in the place of each leaf; see :func:`flatten` for deep ones."""
+    """A copy of the structure with ``function(path, leaf)`` in the place of each leaf; see
+    :func:`flatten` for deep ones.
+    """
     try:
         return _map_leaves(obj, function, path)
     except RecursionError:
@@ -178,7 +186,9 @@ def _map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str) -> Any
 
 
 def tensors_of(obj: Any) -> Any:
-    """The tensors of a structure, depth first, as a tuple; a lone one as it is: ``(out, None)`` gives ``out``."""
+    """The tensors of a structure, depth first, as a tuple; a lone one as it is: ``(out, None)``
+    gives ``out``.
+    """
     tensors = tuple(leaf for leaf in flatten(obj).values() if isinstance(leaf, torch.Tensor))
     return tensors[0] if len(tensors) == 1 else tensors
 

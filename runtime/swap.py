@@ -31,13 +31,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_target(path: Path, setting: str, example: str = "plan.json") -> None:
-    """Refuse a path that :func:`write_file` could not write, before the work whose result goes there. ``setting``: what names
-    it, such as ``--out``; ``example``: a file that it could name.
+    """Refuse a path that :func:`write_file` could not write, before the work whose result goes
+    there. ``setting``: what names it, such as ``--out``; ``example``: a file that it could name.
 
     Raises :class:`ConfigError` if it is a folder, or its folder is not there or takes no files.
     """
     if path.is_dir():
-        raise ConfigError(f"{setting} {path} is a folder", hint=f"name a file, for example {path / example}")
+        raise ConfigError(
+            f"{setting} {path} is a folder", hint=f"name a file, for example {path / example}"
+        )
     temporary = _beside(path, "new")
     try:
         temporary.touch(exist_ok=False)
@@ -52,7 +54,9 @@ def check_target(path: Path, setting: str, example: str = "plan.json") -> None:
 
 @contextmanager
 def writing(what: str, path: Path, hint: str) -> Iterator[None]:
-    """Say in words why ``path`` cannot be written: the errors of the operating system become :class:`FileError`."""
+    """Say in words why ``path`` cannot be written: the errors of the operating system become
+    :class:`FileError`.
+    """
     try:
         yield
     except FileError:  # in words already
@@ -65,11 +69,13 @@ def writing(what: str, path: Path, hint: str) -> Iterator[None]:
 
 @contextmanager
 def write_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
-    """An empty folder beside ``target`` to write into; it becomes ``target`` when the ``with`` block ends well.
+    """An empty folder beside ``target`` to write into; it becomes ``target`` when the ``with``
+    block ends well.
 
-    If the block raises, the new folder is deleted and ``target`` is what it was. If the process is killed between the two
-    renames at the end, the next call on the same target, or :func:`recover_folder`, puts the old folder back. What a killed
-    process has left unfinished is deleted first. ``alone``: nobody else writes this target now, as the caller holds a lock.
+    If the block raises, the new folder is deleted and ``target`` is what it was. If the process is
+    killed between the two renames at the end, the next call on the same target, or
+    :func:`recover_folder`, puts the old folder back. What a killed process has left unfinished is
+    deleted first. ``alone``: nobody else writes this target now, as the caller holds a lock.
     """
     recover_folder(target)
     remove_unfinished(target, alone=alone)
@@ -85,11 +91,16 @@ def write_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
 
 
 def remove_unfinished(target: Path, *, alone: bool) -> None:
-    """Delete new folders for ``target`` whose process was killed. One that another process still writes is locked by it, and
-    stays; so does one of which nobody can tell, unless the caller is ``alone``.
+    """Delete new folders for ``target`` whose process was killed. One that another process still
+    writes is locked by it, and stays; so does one of which nobody can tell, unless the caller is
+    ``alone``.
     """
     for folder in target.parent.glob(f".{glob.escape(target.name)}.new.*"):
-        if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9a-f]{8}", folder.name.rpartition(".")[2]):
+        if (
+            folder.is_symlink()
+            or not folder.is_dir()
+            or not re.fullmatch(r"[0-9a-f]{8}", folder.name.rpartition(".")[2])
+        ):
             continue
         with contextlib.suppress(OSError):  # somebody else has deleted it
             lock = os.open(folder, os.O_RDONLY)
@@ -101,7 +112,9 @@ def remove_unfinished(target: Path, *, alone: bool) -> None:
 
 
 def _locked_folder(target: Path) -> tuple[Path, int]:
-    """A fresh folder beside ``target``, and a descriptor that keeps it locked until it is closed or the process ends."""
+    """A fresh folder beside ``target``, and a descriptor that keeps it locked until it is closed or
+    the process ends.
+    """
     while True:
         fresh = _beside(target, "new")
         fresh.mkdir(parents=True)
@@ -116,7 +129,9 @@ def _locked_folder(target: Path) -> tuple[Path, int]:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Lock an open folder for this process; false if another one has, or if the file system has no such locks."""
+    """Lock an open folder for this process; false if another one has, or if the file system has no
+    such locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -125,7 +140,9 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def replace_folder(target: Path, fresh: Path) -> None:
-    """Put ``fresh`` in the place of ``target``, which may not exist. Both must lie in one file system."""
+    """Put ``fresh`` in the place of ``target``, which may not exist. Both must lie in one file
+    system.
+    """
     previous = _previous(target)
     if not target.exists():
         os.rename(fresh, target)

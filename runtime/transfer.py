@@ -1,8 +1,9 @@
 """Who sends which part of a value to whom when it crosses from one stage to another.
 
-The value lies on two meshes, in two layouts without partial axes. Every receiver gets every element of its piece exactly
-once; of several senders that hold copies, one is chosen so that the copies share the work, a rank's own copy first. The same
-function run the other way tells how gradients come home: every rank that holds a copy gets the whole gradient of its piece.
+The value lies on two meshes, in two layouts without partial axes. Every receiver gets every element
+of its piece exactly once; of several senders that hold copies, one is chosen so that the copies
+share the work, a rank's own copy first. The same function run the other way tells how gradients
+come home: every rank that holds a copy gets the whole gradient of its piece.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ class Holding:
     def spans(self, index: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per dim, the global runs that the stage's rank number ``index`` holds."""
         coords = self.mesh.coords(index)
-        return tuple(self.layout.runs(dim, self.mesh, coords) for dim in range(len(self.layout.dims)))
+        return tuple(
+            self.layout.runs(dim, self.mesh, coords) for dim in range(len(self.layout.dims))
+        )
 
 
 @dataclass(frozen=True)
 class End:
-    """A value that crosses as one rank sees it. ``shape``: of the local tensor there. ``pieces``: which boxes of it come from,
-    or go to, which rank. ``grad_pieces``: the same for the local gradient, which travels the other way.
+    """A value that crosses as one rank sees it. ``shape``: of the local tensor there. ``pieces``:
+    which boxes of it come from, or go to, which rank. ``grad_pieces``: the same for the local
+    gradient, which travels the other way.
     """
 
     shape: tuple[int, ...]
@@ -42,16 +46,38 @@ class End:
     grad_pieces: tuple[tuple[int, Box], ...]
 
 
-def end_of(sent: Holding, received: Holding, rank: int, *, arriving: bool, differentiable: bool = True) -> End:
+def end_of(
+    sent: Holding, received: Holding, rank: int, *, arriving: bool, differentiable: bool = True
+) -> End:
     """What ``rank`` sees of a value: where it is ``sent`` from, or where it is ``arriving``."""
     forward, backward = pieces(sent, received), pieces(received, sent)
     mine = received if arriving else sent
     if arriving:
-        come = [(sender, there) for (sender, receiver), boxes in forward.items() if receiver == rank for _, there in boxes]
-        back = [(receiver, here) for (sender, receiver), boxes in backward.items() if sender == rank for here, _ in boxes]
+        come = [
+            (sender, there)
+            for (sender, receiver), boxes in forward.items()
+            if receiver == rank
+            for _, there in boxes
+        ]
+        back = [
+            (receiver, here)
+            for (sender, receiver), boxes in backward.items()
+            if sender == rank
+            for here, _ in boxes
+        ]
     else:
-        come = [(receiver, here) for (sender, receiver), boxes in forward.items() if sender == rank for here, _ in boxes]
-        back = [(sender, there) for (sender, receiver), boxes in backward.items() if receiver == rank for _, there in boxes]
+        come = [
+            (receiver, here)
+            for (sender, receiver), boxes in forward.items()
+            if sender == rank
+            for here, _ in boxes
+        ]
+        back = [
+            (sender, there)
+            for (sender, receiver), boxes in backward.items()
+            if receiver == rank
+            for _, there in boxes
+        ]
     shape = mine.layout.local_shape(mine.mesh, mine.mesh.coords(mine.ranks.index(rank)))
     return End(shape, tuple(come), tuple(back) if differentiable else ())
 
@@ -78,7 +104,10 @@ def _overlap(
 ) -> list[tuple[Box, Box]]:
     """The boxes both have, in the local coordinates of each."""
     per_dim = [_overlap_runs(a, b) for a, b in zip(held, wanted, strict=True)]
-    return [(tuple(x for x, _ in choice), tuple(y for _, y in choice)) for choice in itertools.product(*per_dim)]
+    return [
+        (tuple(x for x, _ in choice), tuple(y for _, y in choice))
+        for choice in itertools.product(*per_dim)
+    ]
 
 
 def _overlap_runs(

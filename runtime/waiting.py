@@ -1,6 +1,7 @@
 """Waiting: how long the ranks of a job wait for each other, and what they say meanwhile.
 
-Every wait of this package takes its clock from here. It has a limit, it says whom it waits for, and it ends in words:
+Every wait of this package takes its clock from here. It has a limit, it says whom it waits for, and
+it ends in words:
 
     wait = Wait("rank 1 waits for rank 0: compiling Net")
     while not is_there():
@@ -8,14 +9,17 @@ Every wait of this package takes its clock from here. It has a limit, it says wh
         if not wait.pause():
             raise DistributedError(f"rank 0 has not come within {wait.limit_s:g} s")
 
-What it says goes to the log as a warning of the logger ``shardwright.runtime.waiting``, which Python prints on stderr unless
-the program says otherwise: after :func:`notice_s` seconds, and again each time the wait has become twice as long.
+What it says goes to the log as a warning of the logger ``shardwright.runtime.waiting``, which
+Python prints on stderr unless the program says otherwise: after :func:`notice_s` seconds, and again
+each time the wait has become twice as long.
 
 Two environment variables set the clock, in seconds. They are read when a wait begins:
 
-- ``SHARDWRIGHT_TIMEOUT_S``: the limit. Without it the ``timeout`` that ``init_process_group`` was given, if that is not
-  torch's default, else 600. The process groups that this package makes have the same limit.
-- ``SHARDWRIGHT_NOTICE_S``: after how many seconds a wait is told of for the first time, 5 by default.
+- ``SHARDWRIGHT_TIMEOUT_S``: the limit. Without it the ``timeout`` that ``init_process_group`` was
+  given, if that is not torch's default, else 600. The process groups that this package makes have
+  the same limit.
+- ``SHARDWRIGHT_NOTICE_S``: after how many seconds a wait is told of for the first time, 5 by
+  default.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ _LONGEST_TIMEOUT_S = 365 * 86400.0
 """What torch and the operating system can still count in their own units."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
 _STALL_S = 1.0
-"""A pause that took longer than asked for by this much was one of the whole process, as by Ctrl-Z: it does not count."""
+"""A pause that took longer than asked for by this much was one of the whole process, as by Ctrl-Z:
+it does not count.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +65,9 @@ def timeout() -> timedelta:
 
 
 def notice_s() -> float:
-    """After how long a wait is told of. Raises :class:`ConfigError` where the variable is no number above 0."""
+    """After how long a wait is told of. Raises :class:`ConfigError` where the variable is no number
+    above 0.
+    """
     return _seconds(NOTICE_VARIABLE) or DEFAULT_NOTICE_S
 
 
@@ -92,14 +100,17 @@ def _timeout_of_job() -> float | None:
 
 
 def timeout_of(store: dist.distributed_c10d.Store) -> timedelta:
-    """What ``init_process_group`` gave to the store of the default process group: the group's own limit."""
+    """What ``init_process_group`` gave to the store of the default process group: the group's own
+    limit.
+    """
     given: timedelta = getattr(store, "timeout")  # noqa: B009 - the stubs of torch lack it
     return given
 
 
 class Wait:
-    """One wait. ``what``: who waits for whom and for what. ``limit_s``: how long without a sign of life, by default
-    :func:`timeout_s`. Only the time in which this process runs counts. Without a text nothing is said.
+    """One wait. ``what``: who waits for whom and for what. ``limit_s``: how long without a sign of
+    life, by default :func:`timeout_s`. Only the time in which this process runs counts. Without a
+    text nothing is said.
     """
 
     def __init__(self, what: str, limit_s: float | None = None) -> None:
@@ -112,29 +123,41 @@ class Wait:
         self._last = time.monotonic()
 
     def heard(self, sign: object) -> None:
-        """Note a sign of life; it restarts the clock if it is another one than the last. ``None`` is no sign."""
+        """Note a sign of life; it restarts the clock if it is another one than the last. ``None``
+        is no sign.
+        """
         if sign is not None and sign != self._sign:
             self._sign = sign
             self._silent_s = 0.0
 
     def pause(self, more: str = "") -> bool:
-        """Sleep for a moment that grows with the wait. False once the limit is over. ``more``: to add to what is said."""
+        """Sleep for a moment that grows with the wait. False once the limit is over. ``more``: to
+        add to what is said.
+        """
         time.sleep(self.pause_s)
         return self.passed(self.pause_s, more)
 
     @property
     def pause_s(self) -> float:
-        """How long to sleep between two looks: what comes is noticed late by a tenth of the wait at most."""
+        """How long to sleep between two looks: what comes is noticed late by a tenth of the wait at
+        most.
+        """
         left = max(0.0, min(self.limit_s - self._silent_s, self._notice_s - self.waited_s))
         return max(_SHORTEST_PAUSE_S, min(self.waited_s / 10, _LONGEST_PAUSE_S, left))
 
     @property
     def until_notice_s(self) -> float:
-        """How long until something is said, or the limit is over: for those that are woken when what they wait for has come."""
-        return max(_SHORTEST_PAUSE_S, min(self.limit_s - self._silent_s, self._notice_s - self.waited_s))
+        """How long until something is said, or the limit is over: for those that are woken when
+        what they wait for has come.
+        """
+        return max(
+            _SHORTEST_PAUSE_S, min(self.limit_s - self._silent_s, self._notice_s - self.waited_s)
+        )
 
     def passed(self, meant_s: float, more: str = "") -> bool:
-        """Take note of the time since the last call, of which ``meant_s`` were asked for. See :meth:`pause`."""
+        """Take note of the time since the last call, of which ``meant_s`` were asked for. See
+        :meth:`pause`.
+        """
         now = time.monotonic()
         spent = min(now - self._last, meant_s + _STALL_S)
         self._last = now
@@ -156,7 +179,8 @@ class OutOfTimeError(Exception):
 def in_time(call: Callable[[], Result], wait: Wait) -> Result:
     """The result of a call that may block for ever, and that the interpreter could not interrupt.
 
-    It runs in a thread of its own, which is left behind if the time is over; then :class:`OutOfTimeError` is raised.
+    It runs in a thread of its own, which is left behind if the time is over; then
+    :class:`OutOfTimeError` is raised.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -180,7 +204,8 @@ def in_time(call: Callable[[], Result], wait: Wait) -> Result:
 
 
 class Pulse:
-    """Calls ``beat`` with 0, 1, 2, ... inside a ``with`` block, often enough that nobody's limit is over in between.
+    """Calls ``beat`` with 0, 1, 2, ... inside a ``with`` block, often enough that nobody's limit is
+    over in between.
 
     It is a thread: it stops where the whole process does, and goes on while the process computes.
     """
@@ -193,7 +218,9 @@ class Pulse:
         self._stopped.clear()
         self._beat(0)
         interval_s = min(10.0, timeout_s() / 8)
-        threading.Thread(target=self._run, args=(interval_s,), name="sign of life", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(interval_s,), name="sign of life", daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -206,4 +233,5 @@ class Pulse:
             try:
                 self._beat(number)
             except Exception:
-                return  # whoever waits finds out: its own calls fail like this one, or its limit ends
+                # Whoever waits finds out: its own calls fail like this one, or its limit ends
+                return

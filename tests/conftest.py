@@ -1,5 +1,6 @@
-"""Random numbers that are the same in every run, less work for the garbage collector, the option that renews golden files, the
-fixture that compares with them."""
+"""Random numbers that are the same in every run, less work for the garbage collector, the option
+that renews golden files, the fixture that compares with them.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from shardwright.compiler.trace.fakes import note_caches
+from shardwright.compiler.trace.context.fakes import note_caches
 
-# A loaded machine is no defect of the code under test. `--hypothesis-profile=explore` looks at other examples each time.
+# A loaded machine is no defect of the code under test. `--hypothesis-profile=explore` looks at
+# other examples each time.
 ANY_SPEED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("shardwright", derandomize=True, **ANY_SPEED)
 settings.register_profile("explore", **ANY_SPEED)
@@ -24,16 +26,23 @@ settings.load_profile("shardwright")
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# The collector would walk millions of objects of torch, transformers and pytest again and again, for a tenth of the time.
+# The collector would walk millions of objects of torch, transformers and pytest again and again,
+# for a tenth of the time.
 gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write what the golden files should be instead of comparing")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write what the golden files should be instead of comparing",
+    )
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: from here on the collector looks at what tests make."""
+    """What was imported and collected stays: from here on the collector looks at what tests
+    make.
+    """
     freeze()
     gc.set_threshold(50_000, 10, 10)
     gc.enable()
@@ -48,7 +57,9 @@ def pytest_runtest_teardown() -> None:
 
 
 def freeze() -> None:
-    """Nobody walks again over what is alive now: not the collector, nor traces, which look for cached functions."""
+    """Nobody walks again over what is alive now: not the collector, nor traces, which look for
+    cached functions.
+    """
     note_caches()
     gc.collect()
     gc.freeze()
@@ -63,7 +74,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden(name, text)``: the text is that of ``tests/golden/<name>``, or with ``--update-golden`` becomes it."""
+    """``golden(name, text)``: the text is that of ``tests/golden/<name>``, or with
+    ``--update-golden`` becomes it.
+    """
 
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -72,7 +85,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             return
         expected = path.read_text(encoding="utf-8") if path.exists() else ""
         if text != expected:
-            diff = difflib.unified_diff(expected.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm="")
-            pytest.fail("\n".join(["differs from its golden file; `pytest --update-golden` renews it", *diff]), pytrace=False)
+            diff = difflib.unified_diff(
+                expected.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm=""
+            )
+            pytest.fail(
+                "\n".join(
+                    ["differs from its golden file; `pytest --update-golden` renews it", *diff]
+                ),
+                pytrace=False,
+            )
 
     return compare

@@ -9,11 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-PACKAGES = ("compiler", "policies", "runtime")
+PACKAGES = ("frontend", "compiler", "policies", "runtime")
 
 
 def test_every_path_that_is_named_exists() -> None:
-    files = {str(path.relative_to(ROOT)) for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py")}
+    files = {
+        str(path.relative_to(ROOT))
+        for package in (*PACKAGES, "tests")
+        for path in (ROOT / package).rglob("*.py")
+    }
     for name in re.findall(r"`([\w./]+\.py)`", TEXT):
         assert any(f"/{file}".endswith(f"/{name}") for file in files), name
 
@@ -25,7 +29,11 @@ def test_every_folder_is_in_the_tree() -> None:
         if match := re.match(r"( *)([\w/]+)/ ", line):
             parents[len(match[1]) // 4 + 1 :] = [match[2]]
             named.add("/".join(parents[1:]))
-    folders = {str(path.parent.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
+    folders = {
+        str(path.parent.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    }
     # One folder of tables, which the line of its parent tells of.
     assert folders - named == {"compiler/ops/tables"}
 

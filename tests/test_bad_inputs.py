@@ -1,4 +1,6 @@
-"""What is passed by mistake to anything public is refused in words: never an exception of another kind, never for long."""
+"""What is passed by mistake to anything public is refused in words: never an exception of another
+kind, never for long.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from shardwright.runtime.errors import PlanError
 
 
 def failures(folder: Path, share: float, *groups: str) -> list[str]:
-    """Of a part of all calls, the same each time, those that end in another exception, or take too long."""
+    """Of a part of all calls, the same each time, those that end in another exception, or take too
+    long.
+    """
 
     def on_rank(rank: int) -> bad_inputs.Counts:
         return bad_inputs.try_all(bad_inputs.targets_of(folder, *groups), bad_inputs.VALUES, share)
@@ -32,13 +36,18 @@ def test_some_bad_inputs(tmp_path: Path) -> None:
 
 
 @checked
-def example(directory: Path | str, names: list[str], keep: int | None = 2, *, rate: float = 1.0) -> None:
+def example(
+    directory: Path | str, names: list[str], keep: int | None = 2, *, rate: float = 1.0
+) -> None:
     """What is called with wrong arguments below."""
 
 
 def test_the_text_of_a_wrong_argument() -> None:
     example("folder", ["a"], rate=1)
-    usage = "  try:   example(directory: Path | str, names: list[str], keep: int | None = 2, rate: float = 1.0)"
+    usage = (
+        "  try:   example(directory: Path | str, names: list[str], keep: int | None = 2, rate: "
+        "float = 1.0)"
+    )
     cases = {
         (3, ("a",)): "argument 'directory' is a path\n  why:   it is 3, an int\n",
         ("a", (1,)): "argument 'names' is a list, each element a string\n  why:   it is a list\n",
@@ -62,8 +71,25 @@ def test_a_schedule_of_too_many_microbatches() -> None:
 def test_more_ranks_than_there_are(tmp_path: Path) -> None:
     """Refused before anything is made of them."""
     (tmp_path / "net.py").write_text(
-        "import torch\ndef make():\n    return torch.nn.Linear(2, 2), {'input': torch.zeros(4, 2)}\n"
+        "import torch\ndef make():\n    return torch.nn.Linear(2, 2), {'input': "
+        "torch.zeros(4, 2)}\n"
     )
-    command = [sys.executable, "-m", "shardwright", "compile", "net:make", "--policy", "tp", "--plan-ngpus", "9" * 20]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    command = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "compile",
+        "net:make",
+        "--policy",
+        "tp",
+        "--plan-ngpus",
+        "9" * 20,
+    ]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert run.returncode == 1 and "plan_ngpus is a whole number of at most 1,048,576" in run.stderr

@@ -48,9 +48,16 @@ def test_the_version_is_the_installed_one():
     ],
 )
 def test_what_is_not_needed_is_not_imported(needed, unwanted):
-    code = f"import sys, shardwright; from importlib import import_module; {needed}; print(list(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not [name for name in ast.literal_eval(loaded.stdout) if f"{name}.".startswith(f"{unwanted}.")]
+    code = (
+        f"import sys, shardwright; from importlib import import_module; {needed}; "
+        "print(list(sys.modules))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not [
+        name for name in ast.literal_eval(loaded.stdout) if f"{name}.".startswith(f"{unwanted}.")
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(set(shardwright.__all__) - {"__version__"}))
@@ -60,10 +67,18 @@ def test_help_names_every_field_member_and_option(name):
     if isinstance(value, enum.EnumType):
         wanted = list(value.__members__)
     elif isinstance(value, type):
-        wanted = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        wanted = (
+            [field.name for field in dataclasses.fields(value)]
+            if dataclasses.is_dataclass(value)
+            else []
+        )
         wanted = [field for field in wanted if field not in ("name", "axes")]
     else:
         parameters = inspect.signature(value).parameters.values()
-        wanted = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    missing = [option for option in wanted if not re.search(rf"``{option}\b|\b{option}=|<{option}>", text)]
+        wanted = [
+            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+        ]
+    missing = [
+        option for option in wanted if not re.search(rf"``{option}\b|\b{option}=|<{option}>", text)
+    ]
     assert not missing, f"help({name}) says nothing of {missing}"

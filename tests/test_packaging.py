@@ -9,12 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TOP_FOLDERS = ("compiler", "runtime", "policies", "codegen_templates")
+TOP_FOLDERS = ("frontend", "compiler", "runtime", "policies", "codegen_templates")
 
 
 def test_the_packages_list_names_every_package_folder() -> None:
     folders = {init.parent for top in TOP_FOLDERS for init in (ROOT / top).rglob("__init__.py")}
-    found = {"shardwright"} | {".".join(("shardwright", *folder.relative_to(ROOT).parts)) for folder in folders}
+    found = {"shardwright"} | {
+        ".".join(("shardwright", *folder.relative_to(ROOT).parts)) for folder in folders
+    }
     assert sorted(found) == sorted(PROJECT["tool"]["setuptools"]["packages"])
 
 
@@ -23,18 +25,26 @@ def test_every_folder_with_python_files_is_a_package_with_content() -> None:
         for folder in {path.parent for path in (ROOT / top).rglob("*.py")}:
             assert (folder / "__init__.py").exists(), f"{folder} has modules but no __init__.py"
             files = {path.name for path in folder.iterdir() if path.suffix in (".py", ".jinja")}
-            assert files != {"__init__.py"} or (folder / "__init__.py").stat().st_size, f"{folder} is empty"
+            assert files != {"__init__.py"} or (folder / "__init__.py").stat().st_size, (
+                f"{folder} is empty"
+            )
 
 
 def test_only_two_modules_lie_at_the_root() -> None:
-    """Any other would be installed as a part of the package; a conftest.py would be imported under a second name."""
+    """Any other would be installed as a part of the package; a conftest.py would be imported under
+    a second name.
+    """
     assert {path.name for path in ROOT.glob("*.py")} <= {"__init__.py", "__main__.py"}
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
 def test_templates_are_package_data() -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["shardwright.codegen_templates"]
-    files = [path for path in (ROOT / "codegen_templates").iterdir() if path.is_file() and path.suffix != ".py"]
+    files = [
+        path
+        for path in (ROOT / "codegen_templates").iterdir()
+        if path.is_file() and path.suffix != ".py"
+    ]
     assert all(any(path.match(pattern) for pattern in patterns) for path in files)
 
 

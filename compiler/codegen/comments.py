@@ -10,7 +10,9 @@ from shardwright.runtime.layout import Layout
 
 
 def describe(value: IRValue, layout: Layout, dims: ModelDims | None) -> str:
-    """``[batch, seq, heads/tp * head_dim] P(dp)``: the dims of the model where they are known, else sizes."""
+    """``[batch, seq, heads/tp * head_dim] P(dp)``: the dims of the model where they are known, else
+    sizes.
+    """
     classes = dims.values.get(value.name) if dims else None
     words = []
     for index, atoms in enumerate(layout.dims):
@@ -19,12 +21,22 @@ def describe(value: IRValue, layout: Layout, dims: ModelDims | None) -> str:
             parts = []
             for class_index, atom in zip(names, atoms, strict=True):
                 name = dims.classes[class_index].name
-                parts.append("/".join([name if not name.startswith("dim") else _size_word(atom.size), *atom.axes]))
+                parts.append(
+                    "/".join(
+                        [name if not name.startswith("dim") else _size_word(atom.size), *atom.axes]
+                    )
+                )
             words.append(" * ".join(parts))
         else:
-            words.append(" * ".join("/".join([_size_word(atom.size), *atom.axes]) for atom in atoms))
+            words.append(
+                " * ".join("/".join([_size_word(atom.size), *atom.axes]) for atom in atoms)
+            )
     marks = [f"P({', '.join(layout.partial)})"] if layout.partial else []
-    marks += [f"G({', '.join(layout.grad_partial)})"] if layout.grad_partial and value.requires_grad else []
+    marks += (
+        [f"G({', '.join(layout.grad_partial)})"]
+        if layout.grad_partial and value.requires_grad
+        else []
+    )
     return " ".join([f"[{', '.join(words)}]", *marks])
 
 

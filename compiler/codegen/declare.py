@@ -1,4 +1,6 @@
-"""The declarations of a generated class: one statement per tensor, and one for a tensor of all layers."""
+"""The declarations of a generated class: one statement per tensor, and one for a tensor of all
+layers.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ from shardwright.compiler.codegen.literals import named, range_text, source
 from shardwright.compiler.codegen.text import WIDTH, wrap
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.program import Declaration
+from shardwright.compiler.plan.repeated_blocks import container_of
 
 _METHODS = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Neighbouring declarations of one layer, or of none. Layers that are alike have the same ``statements``."""
+    """Neighbouring declarations of one layer, or of none. Layers that are alike have the same
+    ``statements``.
+    """
 
     container: tuple[str, int] | None
     declarations: tuple[Declaration, ...]
@@ -32,20 +36,34 @@ class _Layer:
         if self.container is None or earlier.container is None:
             return False
         (prefix, index), (earlier_prefix, earlier_index) = self.container, earlier.container
-        return (prefix, index) == (earlier_prefix, earlier_index + 1) and self.statements == earlier.statements
+        return (prefix, index) == (
+            earlier_prefix,
+            earlier_index + 1,
+        ) and self.statements == earlier.statements
 
 
 def declaration_lines(declarations: Iterable[Declaration]) -> list[str]:
-    """The body of ``declare``, in the order of the declarations. Layers that are alike are a loop over their numbers."""
-    layers = [_Layer(key, tuple(group)) for key, group in groupby(declarations, lambda d: container_of(_name(d)))]
+    """The body of ``declare``, in the order of the declarations. Layers that are alike are a loop
+    over their numbers.
+    """
+    layers = [
+        _Layer(key, tuple(group))
+        for key, group in groupby(declarations, lambda d: container_of(_name(d)))
+    ]
     lines = []
     for alike in _stretches(layers):
         first = alike[0]
         if len(alike) == 1 or first.container is None:
-            lines += [line for declaration in first.declarations for line in wrap(_statement(declaration, None), WIDTH - 8)]
+            lines += [
+                line
+                for declaration in first.declarations
+                for line in wrap(_statement(declaration, None), WIDTH - 8)
+            ]
             continue
         lines.append(f"for layer in {range_text(first.container[1], len(alike))}:")
-        lines += [f"    {line}" for statement in first.statements for line in wrap(statement, WIDTH - 12)]
+        lines += [
+            f"    {line}" for statement in first.statements for line in wrap(statement, WIDTH - 12)
+        ]
     return lines
 
 
@@ -66,9 +84,15 @@ def _name(declaration: Declaration) -> str:
 
 
 def _statement(declaration: Declaration, container: tuple[str, int] | None) -> str:
-    """``self.parameter("up.weight", "[32/tp, 8]", torch.float32)``; of a layer with the variable ``layer`` for its number."""
+    """``self.parameter("up.weight", "[32/tp, 8]", torch.float32)``; of a layer with the variable
+    ``layer`` for its number.
+    """
     value = declaration.value
-    words = [source(named(_name(declaration), container)), quoted(str(declaration.layout)), str(value.dtype)]
+    words = [
+        source(named(_name(declaration), container)),
+        quoted(str(declaration.layout)),
+        str(value.dtype),
+    ]
     if value.kind is ValueKind.PARAMETER and not value.requires_grad:
         words.append("requires_grad=False")
     if value.kind is ValueKind.BUFFER and not value.persistent:

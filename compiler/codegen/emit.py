@@ -1,6 +1,7 @@
 """Emit the source files of a program: one per rank, alike but for what says which rank it is.
 
-The body reads like a model a person wrote (``body.py``). Layers that repeat are emitted once as a method.
+The body reads like a model a person wrote (``body.py``). Layers that repeat are emitted once as a
+method.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 import jinja2
 
-from shardwright.compiler.codegen.body import LEAVES_OUT, RESERVED, BodyWriter, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
 from shardwright.compiler.codegen.names import Scope
+from shardwright.compiler.codegen.statements import LEAVES_OUT, RESERVED, BodyWriter, used_symbols
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap, wrap_statement
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import identifier, is_name
@@ -37,19 +38,28 @@ PIPELINE_NAMES = {"PipelineModule", "Segment", "Stage", "Transfer"}
 
 
 def class_name(name: str, imported: Collection[str] = ()) -> str:
-    """What the class made of a user's class is called: the same, unless that is no name, or generated code reads something
-    else by it, such as what it has ``imported``.
+    """What the class made of a user's class is called: the same, unless that is no name, or
+    generated code reads something else by it, such as what it has ``imported``.
     """
     registry.load_tables()
     functions = {op.rpartition(".")[2] for op in registry.OPS if op.startswith(RUNTIME)}
-    taken = RESERVED | PIPELINE_NAMES | functions | {kind for kind, _ in TABLE} | set(dir(builtins)) | set(imported)
+    taken = (
+        RESERVED
+        | PIPELINE_NAMES
+        | functions
+        | {kind for kind, _ in TABLE}
+        | set(dir(builtins))
+        | set(imported)
+    )
     name = name if is_name(name) else identifier(name)
     return name if is_name(name) and name not in taken else f"{name}Module"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file's header says of where it comes from. ``unproved``: operators whose annotations are taken on trust."""
+    """What a file's header says of where it comes from. ``unproved``: operators whose annotations
+    are taken on trust.
+    """
 
     version: str
     model: str
@@ -59,11 +69,19 @@ class Origin:
 
 
 def emit(
-    program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng: str = "fast", end2end: bool = False
+    program: Program,
+    origin: Origin,
+    num_ranks: int,
+    *,
+    seed: int = 0,
+    rng: str = "fast",
+    end2end: bool = False,
 ) -> dict[str, str]:
-    """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical input.
+    """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical
+    input.
 
-    ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans share their draws.
+    ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans
+    share their draws.
     """
     fields = Writer(program).fields(origin)
     fields["attributes"] += end2end_lines(program.graph) if end2end else []
@@ -73,7 +91,9 @@ def emit(
     files = {}
     for rank in range(num_ranks):
         coords = ", ".join(f"{axis}={index}" for axis, index in mesh.coords(rank).items())
-        files[f"gencode{rank}.py"] = template.render(**fields, rank=rank, coords=coords or "the only rank")
+        files[f"gencode{rank}.py"] = template.render(
+            **fields, rank=rank, coords=coords or "the only rank"
+        )
     return files
 
 
@@ -94,7 +114,10 @@ def gathering_lines(zero: int, *, gathers: bool) -> list[str]:
 
 def random_lines(seed: int, rng: str) -> list[str]:
     """Class attributes that say how random numbers are drawn, where that is not the default."""
-    return [*([f"seed = {seed}"] if seed else []), *([f"rng_mode = {quoted(rng)}"] if rng != "fast" else [])]
+    return [
+        *([f"seed = {seed}"] if seed else []),
+        *([f"rng_mode = {quoted(rng)}"] if rng != "fast" else []),
+    ]
 
 
 def end2end_lines(graph: IRGraph) -> list[str]:
@@ -106,7 +129,9 @@ def end2end_lines(graph: IRGraph) -> list[str]:
 def _templates() -> jinja2.Environment:
     folder = resources.files("shardwright.codegen_templates")
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        loader=jinja2.FunctionLoader(
+            lambda name: folder.joinpath(name).read_text(encoding="utf-8")
+        ),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -125,7 +150,9 @@ def template_named(name: str) -> jinja2.Template:
 class Writer(BodyWriter):
     """The file of a plan without pipeline stages: its class, and the bodies of ``forward``."""
 
-    _arguments: dict[str, str] = field(default_factory=dict)  # what each argument is called in the bodies
+    _arguments: dict[str, str] = field(
+        default_factory=dict
+    )  # what each argument is called in the bodies
 
     def fields(self, origin: Origin) -> dict[str, Any]:
         """Everything the template needs that is the same on all ranks."""
@@ -137,7 +164,11 @@ class Writer(BodyWriter):
             "axis": next(iter(program.plan.storage_mesh.names), ""),
             "mesh_lines": assigned("mesh", mesh_text(program.plan.mesh)),
             "attributes": [
-                *(assigned("joined_axes", joined_text(program.joined_axes)) if program.joined_axes else []),
+                *(
+                    assigned("joined_axes", joined_text(program.joined_axes))
+                    if program.joined_axes
+                    else []
+                ),
                 *gathering_lines(program.plan.zero, gathers=self._gathers_weights()),
             ],
             "class_name": graph.name,
@@ -153,21 +184,29 @@ class Writer(BodyWriter):
         }
 
     def _declarations(self) -> list[str]:
-        declarations = {d.value.name: d for program in self._programs() for d in program.declarations}
+        declarations = {
+            d.value.name: d for program in self._programs() for d in program.declarations
+        }
         return declaration_lines(declarations.values())
 
-    # ---------------------------------------------------------------------------------------------------- signature
+    # ----------------------------------------------------------------------------------------------------
+    # signature
 
     def _signature(self) -> str:
-        """The arguments of forward in the order of the original. Tensors must be given; ABSENT stands for what tracing did not
-        see, and for a tensor that comes after an argument with a default. Other arguments default to what was traced.
+        """The arguments of forward in the order of the original. Tensors must be given; ABSENT
+        stands for what tracing did not see, and for a tensor that comes after an argument with a
+        default. Other arguments default to what was traced.
         """
         graph = self.program.graph
         given = dict(graph.signature)
         words, defaults = ["self"], False
         for name in graph.argument_order:
             tree = given.get(name)
-            literal = tree is not None and tree.kind == "leaf" and isinstance(tree.value, bool | int | float | str | None)
+            literal = (
+                tree is not None
+                and tree.kind == "leaf"
+                and isinstance(tree.value, bool | int | float | str | None)
+            )
             if literal and tree is not None:
                 words.append(f"{name}={source(tree.value)}")
             else:
@@ -191,16 +230,24 @@ class Writer(BodyWriter):
             self._need("flatten")
             lines.append(Line(f"{local}_leaves = flatten({local}, {quoted(name)})"))
             pairs.append(f"**{local}_leaves")
-            tensors = [(path, value) for path, value in tree.leaves(name) if isinstance(value, IRValue)]
+            tensors = [
+                (path, value) for path, value in tree.leaves(name) if isinstance(value, IRValue)
+            ]
             leaves += [(value, f"{local}_leaves[{quoted(path)}]") for path, value in tensors]
         given = {name for name, _ in graph.signature}
-        absent = [f"{quoted(name)}: {self._arguments[name]}" for name in graph.argument_order if name not in given]
+        absent = [
+            f"{quoted(name)}: {self._arguments[name]}"
+            for name in graph.argument_order
+            if name not in given
+        ]
         check = f"self.check_inputs({{{', '.join(pairs)}}}"
         lines.append(Line(f"{check}, {{{', '.join(absent)}}})" if absent else f"{check})"))
         lines += [Line(f"{scope.name(value)} = {source}") for value, source in leaves]
         for symbol, (value, dim) in graph.symbols().items():
             scope.reserve(symbol)
-            if symbol in used | {str(s) for condition in graph.conditions for s in condition.free_symbols}:
+            if symbol in used | {
+                str(s) for condition in graph.conditions for s in condition.free_symbols
+            }:
                 lines.append(Line(f"{symbol} = {scope.name(value)}.size({dim})"))
         for condition in graph.conditions:
             text = to_python(condition)
@@ -209,11 +256,12 @@ class Writer(BodyWriter):
                 self.imports.add("import math")
         return lines
 
-    # ------------------------------------------------------------------------------------------------------- bodies
+    # -------------------------------------------------------------------------------------------------------
+    # bodies
 
     def _bodies(self) -> list[list[str]]:
-        """``forward`` and what it may be divided into: a body for evaluation, and one with other names for arguments where
-        those of the user are taken by axes or imports.
+        """``forward`` and what it may be divided into: a body for evaluation, and one with other
+        names for arguments where those of the user are taken by axes or imports.
         """
         program = self.program
         names = program.graph.argument_order
@@ -224,11 +272,19 @@ class Writer(BodyWriter):
         if program.eval_program is not None:
             call = wrap(f"return self.forward_eval({', '.join(names)})", WIDTH - 12)
             head += ["    if not self.training:", *(f"        {line}" for line in call)]
-            others.append([*wrap(f"def forward_eval({local}):", WIDTH - 4), *self._body(program.eval_program)])
+            others.append(
+                [*wrap(f"def forward_eval({local}):", WIDTH - 4), *self._body(program.eval_program)]
+            )
         if any(name != local_name for name, local_name in self._arguments.items()):
             others.append([*wrap(f"def forward_renamed({local}):", WIDTH - 4), *body])
-            body = [f"    {line}" for line in wrap(f"return self.forward_renamed({', '.join(names)})", WIDTH - 8)]
-        return [[f"    {line}" if line else line for line in lines] for lines in ([*head, *body], *others)]
+            body = [
+                f"    {line}"
+                for line in wrap(f"return self.forward_renamed({', '.join(names)})", WIDTH - 8)
+            ]
+        return [
+            [f"    {line}" if line else line for line in lines]
+            for lines in ([*head, *body], *others)
+        ]
 
     def _name_arguments(self) -> None:
         """Choose what each argument is called in the bodies."""
@@ -261,4 +317,8 @@ class Writer(BodyWriter):
 
 def sample_arguments(graph: IRGraph) -> list[str]:
     """The arguments of forward that hold tensors: what a sample of ``train_step`` gives."""
-    return [name for name, tree in graph.signature if any(isinstance(leaf, IRValue) for _, leaf in tree.leaves())]
+    return [
+        name
+        for name, tree in graph.signature
+        if any(isinstance(leaf, IRValue) for _, leaf in tree.leaves())
+    ]

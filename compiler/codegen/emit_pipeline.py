@@ -1,4 +1,6 @@
-"""Emit the files of a pipelined program: one class per rank, with a method for each of its stages and its schedule as data."""
+"""Emit the files of a pipelined program: one class per rank, with a method for each of its stages
+and its schedule as data.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.body import LEAVES_OUT, BodyWriter, output_symbols, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.emit import (
@@ -23,6 +24,12 @@ from shardwright.compiler.codegen.emit import (
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, tuple_text
 from shardwright.compiler.codegen.names import Scope
+from shardwright.compiler.codegen.statements import (
+    LEAVES_OUT,
+    BodyWriter,
+    output_symbols,
+    used_symbols,
+)
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import LeftOut
@@ -53,8 +60,8 @@ def emit_pipeline(
     seed: int = 0,
     rng: str = "fast",
 ) -> dict[str, str]:
-    """``gencode<rank>.py`` for every rank of the unit. Ranks with the same stages share their code; what they send to whom
-    differs.
+    """``gencode<rank>.py`` for every rank of the unit. Ranks with the same stages share their code;
+    what they send to whom differs.
     """
     template = template_named("pipeline.py.jinja")
     positions = pipeline_positions(program)
@@ -63,25 +70,36 @@ def emit_pipeline(
     for rank in range(num_ranks):
         own = program.stages_of(rank)
         if own not in writers:
-            writers[own] = _PipelineWriter(program.programs[own[0]], pipeline=program, own=own).fields(origin)
+            writers[own] = _PipelineWriter(
+                program.programs[own[0]], pipeline=program, own=own
+            ).fields(origin)
             writers[own]["attributes"] += random_lines(seed, rng)
         first = program.plan.stages[own[0]]
         coords = first.mesh.coords(first.ranks.index(rank))
-        where = [f"stage {', '.join(map(str, own))}", *(f"{axis}={index}" for axis, index in coords.items())]
+        where = [
+            f"stage {', '.join(map(str, own))}",
+            *(f"{axis}={index}" for axis, index in coords.items()),
+        ]
         files[f"gencode{rank}.py"] = template.render(
             **writers[own],
             rank=rank,
             coords=", ".join(where),
             actions={
-                name: wrap_actions(schedule.texts[positions[rank]]) for name, schedule in (("train", train), ("infer", infer))
+                name: wrap_actions(schedule.texts[positions[rank]])
+                for name, schedule in (("train", train), ("infer", infer))
             },
-            segments={body: [_segment(p, index, rank) for index in own] for body, p in _named_bodies(program)},
+            segments={
+                body: [_segment(p, index, rank) for index in own]
+                for body, p in _named_bodies(program)
+            },
         )
     return files
 
 
 def pipeline_positions(program: PipelineProgram) -> dict[int, int]:
-    """Unit rank to its position in the pipeline: ranks with the same stages are one position of the schedule."""
+    """Unit rank to its position in the pipeline: ranks with the same stages are one position of the
+    schedule.
+    """
     order: dict[tuple[int, ...], int] = {}
     for stage in program.plan.stages:
         order.setdefault(stage.ranks, len(order))
@@ -89,7 +107,9 @@ def pipeline_positions(program: PipelineProgram) -> dict[int, int]:
 
 
 def wrap_actions(text: str, width: int = 104, longest: int = 108) -> list[str]:
-    """Actions in lines, as the parts of one string literal; in one of ``longest``, which has no brackets around it."""
+    """Actions in lines, as the parts of one string literal; in one of ``longest``, which has no
+    brackets around it.
+    """
     if len(text) <= longest:
         return [text]
     lines: list[str] = []
@@ -114,16 +134,30 @@ class _PipelineWriter(BodyWriter):
         assert self.pipeline is not None
         program, plan = self.pipeline, self.pipeline.plan
         named = _named_bodies(program)
-        bodies = [self._stage_lines(p, index, f"stage{index}{body}") for body, p in named for index in self.own]
-        outputs = {f"output{body}": (_output_sizes(p), self._result_lines(p.graph.output)) for body, p in named}
+        bodies = [
+            self._stage_lines(p, index, f"stage{index}{body}")
+            for body, p in named
+            for index in self.own
+        ]
+        outputs = {
+            f"output{body}": (_output_sizes(p), self._result_lines(p.graph.output))
+            for body, p in named
+        }
         sizes = {f"output_sizes{body}": _output_sizes(p) for body, p in named}
         self.imports |= set(PIPELINE_IMPORTS)
         dims = program.graph.dims
         return {
             "origin": origin,
-            "mesh": f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches",
-            "axis": next((axis for stage in plan.stages for axis in stage.mesh.over_units(plan.zero).names), ""),
-            "stages": [line for index in range(len(plan.stages)) for line in _stage_lines(program, index)],
+            "mesh": (
+                f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches"
+            ),
+            "axis": next(
+                (axis for stage in plan.stages for axis in stage.mesh.over_units(plan.zero).names),
+                "",
+            ),
+            "stages": [
+                line for index in range(len(plan.stages)) for line in _stage_lines(program, index)
+            ],
             "attributes": gathering_lines(plan.zero, gathers=self._gathers_weights()),
             "schedule": assigned("schedule", quoted(plan.schedule)),
             "num_microbatches": plan.num_microbatches,
@@ -135,13 +169,22 @@ class _PipelineWriter(BodyWriter):
             "output_stages": {body: _output_lines(p) for body, p in named},
             "left_out": _left_out(program),
             "by_parameter": {
-                "shared": _entries((fqn, str(stages)) for fqn, stages in sorted(program.shared.items())),
-                "owned": _entries((fqn, _owned_text(layouts)) for fqn, layouts in sorted(program.owned.items())),
+                "shared": _entries(
+                    (fqn, str(stages)) for fqn, stages in sorted(program.shared.items())
+                ),
+                "owned": _entries(
+                    (fqn, _owned_text(layouts)) for fqn, layouts in sorted(program.owned.items())
+                ),
             },
             "declarations": self._declarations(),
             "bodies": bodies,
             "outputs": outputs,
-            "output_sizes": [line for name, found in sizes.items() if found for line in assigned(name, names_text(found))],
+            "output_sizes": [
+                line
+                for name, found in sizes.items()
+                if found
+                for line in assigned(name, names_text(found))
+            ],
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
@@ -175,7 +218,9 @@ class _PipelineWriter(BodyWriter):
         return f"return ({results}{',' if len(leaves) == 1 else ''})"
 
     def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
-        """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these vary."""
+        """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these
+        vary.
+        """
         symbols = _symbols(program)
         if not symbols:
             return []
@@ -187,12 +232,18 @@ class _PipelineWriter(BodyWriter):
         layouts.append("        return {")
         for crossing in program.crossings:
             if {crossing.source, crossing.target} & set(self.own):
-                ends = f"({_layout_source(crossing.sent.layout)}, {_layout_source(crossing.received.layout)})"
+                ends = (
+                    f"({_layout_source(crossing.sent.layout)}, "
+                    f"{_layout_source(crossing.received.layout)})"
+                )
                 key = f"({quoted(crossing.value.name)}, {crossing.source}, {crossing.target})"
                 layouts += [f"            {line}" for line in wrap(f"{key}: {ends},", WIDTH - 12)]
         shapes = [f"    def output_shapes{ending}({arguments}):", "        return {"]
         for path, _, shape, _ in _output_stages(program):
-            shapes += [f"            {line}" for line in _entries([(path, tuple_text(map(to_python, shape)))], 12)]
+            shapes += [
+                f"            {line}"
+                for line in _entries([(path, tuple_text(map(to_python, shape)))], 12)
+            ]
         return [[*layouts, "        }"], [*shapes, "        }"]]
 
     def _result_lines(self, tree: Tree) -> list[str]:
@@ -207,7 +258,9 @@ class _PipelineWriter(BodyWriter):
 
 
 def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]:
-    """What is run in training, and in evaluation if that is something else, with the ending of its names."""
+    """What is run in training, and in evaluation if that is something else, with the ending of its
+    names.
+    """
     return list(zip(("", "_eval"), program.bodies, strict=False))
 
 
@@ -232,7 +285,10 @@ def _layout_source(layout: Layout) -> str:
     """The text of a layout as source, with expressions for sizes that vary."""
 
     def atom_text(atom: Atom) -> str:
-        sizes = (str(size) if isinstance(size, int) else f"{{{to_python(size)}}}" for size in atom.segments)
+        sizes = (
+            str(size) if isinstance(size, int) else f"{{{to_python(size)}}}"
+            for size in atom.segments
+        )
         return "/".join(["+".join(sizes), *atom.axes])
 
     dims = ", ".join(" * ".join(map(atom_text, merge_atoms(dim))) for dim in layout.dims)
@@ -240,7 +296,9 @@ def _layout_source(layout: Layout) -> str:
 
 
 def _output_stages(program: PipelineProgram) -> list[tuple[str, int, tuple[Any, ...], str]]:
-    """The results that all ranks get: path, stage that makes it, shape and dtype. A sharded one stays where it is made."""
+    """The results that all ranks get: path, stage that makes it, shape and dtype. A sharded one
+    stays where it is made.
+    """
     rows = []
     for stage in program.stages:
         for path, value in stage.outputs:
@@ -251,8 +309,14 @@ def _output_stages(program: PipelineProgram) -> list[tuple[str, int, tuple[Any, 
 
 
 def _left_out(program: PipelineProgram) -> list[str]:
-    """The lines that name the results which a training step leaves out; none where it leaves out nothing."""
-    paths = [path for path, _, _, _ in _output_stages(program) if program.plan.outputs.get(path) == "eval"]
+    """The lines that name the results which a training step leaves out; none where it leaves out
+    nothing.
+    """
+    paths = [
+        path
+        for path, _, _, _ in _output_stages(program)
+        if program.plan.outputs.get(path) == "eval"
+    ]
     return assigned("left_out_of_training", names_text(paths)) if paths else []
 
 
@@ -274,12 +338,16 @@ def _by_path(tree: Tree, path: str) -> Tree:
 
 def _owned_text(layouts: Mapping[int, Layout]) -> str:
     """The layouts of a parameter by stage."""
-    return "{" + ", ".join(f'{stage}: "{layout}"' for stage, layout in sorted(layouts.items())) + "}"
+    return (
+        "{" + ", ".join(f'{stage}: "{layout}"' for stage, layout in sorted(layouts.items())) + "}"
+    )
 
 
 def _joined_axes(program: PipelineProgram, stage: int) -> tuple[tuple[str, ...], ...]:
     """The sets of axes that adapters of a stage go over, in all its bodies."""
-    return tuple(dict.fromkeys(axes for body in program.bodies for axes in body.programs[stage].joined_axes))
+    return tuple(
+        dict.fromkeys(axes for body in program.bodies for axes in body.programs[stage].joined_axes)
+    )
 
 
 def _stage_lines(program: PipelineProgram, index: int) -> list[str]:
@@ -296,17 +364,26 @@ def _argument_lines(graph: IRGraph, symbols: tuple[str, ...]) -> list[str]:
 
 
 def _output_lines(program: PipelineProgram) -> list[str]:
-    """The entries of ``output_stages``. Where sizes vary, ``output_shapes`` has those that are not of a scalar."""
+    """The entries of ``output_stages``. Where sizes vary, ``output_shapes`` has those that are not
+    of a scalar.
+    """
     varies = bool(_symbols(program))
     rows = _output_stages(program)
-    shapes = [None if varies and shape else tuple_text(map(to_python, shape)) for _, _, shape, _ in rows]
-    texts = [f"({stage}, {shape}, {dtype})" for (_, stage, _, dtype), shape in zip(rows, shapes, strict=True)]
+    shapes = [
+        None if varies and shape else tuple_text(map(to_python, shape)) for _, _, shape, _ in rows
+    ]
+    texts = [
+        f"({stage}, {shape}, {dtype})"
+        for (_, stage, _, dtype), shape in zip(rows, shapes, strict=True)
+    ]
     return _entries((path, text) for (path, *_), text in zip(rows, texts, strict=True))
 
 
 def _entries(items: Iterable[tuple[str, str]], indent: int = 8) -> list[str]:
     """Entries of a dict: names, and the source of what belongs to them."""
-    return [line for name, text in items for line in wrap(f"{quoted(name)}: {text},", WIDTH - indent)]
+    return [
+        line for name, text in items for line in wrap(f"{quoted(name)}: {text},", WIDTH - indent)
+    ]
 
 
 def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
@@ -321,12 +398,16 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
         "receives": [
             line
             for value, source in stage.receives
-            for line in _transfer(_crossing(program, value, source, index), rank, arriving=True, varies=varies)
+            for line in _transfer(
+                _crossing(program, value, source, index), rank, arriving=True, varies=varies
+            )
         ],
         "sends": [
             line
             for value, target in stage.sends
-            for line in _transfer(_crossing(program, value, index, target), rank, arriving=False, varies=varies)
+            for line in _transfer(
+                _crossing(program, value, index, target), rank, arriving=False, varies=varies
+            )
         ],
         "outputs": [
             *_named_tuple("outputs", (path for path, _ in stage.outputs)),
@@ -346,11 +427,17 @@ def _input_paths(program: PipelineProgram) -> list[tuple[str, IRValue]]:
 
 
 def _crossing(program: PipelineProgram, value: IRValue, source: int, target: int) -> Crossing:
-    return next(c for c in program.crossings if c.value.name == value.name and c.source == source and c.target == target)
+    return next(
+        c
+        for c in program.crossings
+        if c.value.name == value.name and c.source == source and c.target == target
+    )
 
 
 def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) -> list[str]:
-    """The source of a :class:`Transfer` as one rank sees it; where sizes vary, ``layouts`` has the rest."""
+    """The source of a :class:`Transfer` as one rank sees it; where sizes vary, ``layouts`` has the
+    rest.
+    """
     words = [
         quoted(crossing.value.name),
         f"stage={crossing.source if arriving else crossing.target}",
@@ -359,7 +446,9 @@ def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) ->
     ]
     if not varies:
         gradient = crossing.value.takes_gradient
-        end = end_of(crossing.sent, crossing.received, rank, arriving=arriving, differentiable=gradient)
+        end = end_of(
+            crossing.sent, crossing.received, rank, arriving=arriving, differentiable=gradient
+        )
         words[2:2] = [f"shape={end.shape}"]
         words += [f"pieces={_boxes(end.pieces)}", f"grad_pieces={_boxes(end.grad_pieces)}"]
     return wrap(f"Transfer({', '.join(words)}),", WIDTH - 16)

@@ -15,6 +15,8 @@ def sorted_imports(statements: set[str]) -> list[str]:
     for module in sorted(merged):
         text = f"from {module} import {', '.join(sorted(merged[module]))}"
         froms += (
-            [text] if len(text) <= 128 else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
+            [text]
+            if len(text) <= 128
+            else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
         )
     return [*plain, "", *froms]

@@ -8,7 +8,7 @@ from typing import Any
 from shardwright.compiler.ir.quote import quoted, quoted_with_layer
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import Source, argument_source
-from shardwright.compiler.plan.blocks import layered
+from shardwright.compiler.plan.repeated_blocks import layered
 
 
 def source(literal: Any) -> str:

@@ -11,8 +11,8 @@ from torch import nn
 from shardwright.compiler.ir.identifier import axis_variable, is_name
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.plan.blocks import weight_path
 from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.repeated_blocks import weight_path
 
 MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "actions",
@@ -101,13 +101,21 @@ _INDEX = re.compile(r"0|[1-9][0-9]*")
 
 
 def attribute_path(path: str, *, root: str = "self") -> str:
-    """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through ``self.weights("...")``,
-    or ``block["..."]``.
+    """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through
+    ``self.weights("...")``, or ``block["..."]``.
     """
     parts = path.split(".")
-    odd = any(not _INDEX.fullmatch(part) and (not is_name(part) or part in _MODULE_NAMES) for part in parts)
+    odd = any(
+        not _INDEX.fullmatch(part) and (not is_name(part) or part in _MODULE_NAMES)
+        for part in parts
+    )
     first = parts[0]
-    taken = first in MODULE_ATTRIBUTES or _INDEX.fullmatch(first) or first.startswith("_") or STAGE_METHOD.fullmatch(first)
+    taken = (
+        first in MODULE_ATTRIBUTES
+        or _INDEX.fullmatch(first)
+        or first.startswith("_")
+        or STAGE_METHOD.fullmatch(first)
+    )
     if root == "self" and (odd or taken):
         return f"self.weights({quoted(path)})"
     if odd:
@@ -116,8 +124,8 @@ def attribute_path(path: str, *, root: str = "self") -> str:
 
 
 def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[str, ...], str]:
-    """What a body calls the groups of each axis, and of each set of axes that an adapter goes over: none of the names that
-    are ``taken``, whatever the axes are called.
+    """What a body calls the groups of each axis, and of each set of axes that an adapter goes over:
+    none of the names that are ``taken``, whatever the axes are called.
     """
     names: dict[tuple[str, ...], str] = {}
     for axes in (*((axis,) for axis in program.plan.storage_mesh.names), *program.joined_axes):
@@ -129,8 +137,8 @@ def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[
 
 
 class Scope:
-    """The variables of one method. ``strip`` is a prefix that names lose here; ``block`` the container whose weights are read
-    through the ``block`` argument.
+    """The variables of one method. ``strip`` is a prefix that names lose here; ``block`` the
+    container whose weights are read through the ``block`` argument.
     """
 
     def __init__(self, reserved: set[str]) -> None:
@@ -149,7 +157,9 @@ class Scope:
         self._taken.add(name)
 
     def define(self, value: IRValue, wish: str = "") -> None:
-        """Give a new variable a name: its own (or the one wished for), with another number where that is taken."""
+        """Give a new variable a name: its own (or the one wished for), with another number where
+        that is taken.
+        """
         wish = wish or (value.name.removeprefix(self.strip) if self.strip else value.name)
         wish = re.sub(r"\W", "_", wish)
         if not wish.isidentifier() or keyword.iskeyword(wish):

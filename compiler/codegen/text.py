@@ -1,4 +1,6 @@
-"""Lines of generated source: statements with trailing comments, broken the way ``ruff format`` breaks them."""
+"""Lines of generated source: statements with trailing comments, broken the way ``ruff format``
+breaks them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ WIDTH = 128
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One statement. ``guards`` are the ``with``/``if`` headers it stands under, outermost first. ``module`` is the path of the
-    module it belongs to; of what moves values between modules there is none. ``heading`` is a comment that begins a paragraph.
+    """One statement. ``guards`` are the ``with``/``if`` headers it stands under, outermost first.
+    ``module`` is the path of the module it belongs to; of what moves values between modules there
+    is none. ``heading`` is a comment that begins a paragraph.
     """
 
     code: str
@@ -27,31 +30,43 @@ class Line:
 
 
 def layout_lines(lines: list[Line], indent: int) -> list[str]:
-    """The text of a body: guards become nested blocks shared by neighbouring lines; comments trail where they fit."""
+    """The text of a body: guards become nested blocks shared by neighbouring lines; comments trail
+    where they fit.
+    """
     text: list[str] = []
     open_guards: tuple[str, ...] = ()
     for line in lines:
         shared = 0
-        while shared < min(len(open_guards), len(line.guards)) and open_guards[shared] == line.guards[shared]:
+        while (
+            shared < min(len(open_guards), len(line.guards))
+            and open_guards[shared] == line.guards[shared]
+        ):
             shared += 1
         if line.heading:
             text += [*([""] if text else []), f"{' ' * (indent + 4 * shared)}# {line.heading}"]
-        text += [f"{' ' * (indent + 4 * depth)}{line.guards[depth]}:" for depth in range(shared, len(line.guards))]
+        text += [
+            f"{' ' * (indent + 4 * depth)}{line.guards[depth]}:"
+            for depth in range(shared, len(line.guards))
+        ]
         open_guards = line.guards
         text += _place(line, indent + 4 * len(line.guards))
     return text
 
 
 def with_headings(lines: list[Line], own: str) -> list[Line]:
-    """The lines with the path of its module above each stretch of one module, ``own`` where that is the module itself.
+    """The lines with the path of its module above each stretch of one module, ``own`` where that is
+    the module itself.
 
-    The only statement of a module without parts, such as a linear layer, belongs to the module around it: its weight says its
-    name.
+    The only statement of a module without parts, such as a linear layer, belongs to the module
+    around it: its weight says its name.
     """
     counts = Counter(line.module for line in lines if line.module is not None)
     around = {path: path.rpartition(".")[0] for path in counts}
     parents = set(around.values())
-    homes = {path: around[path] if count == 1 and path not in parents else path for path, count in counts.items()}
+    homes = {
+        path: around[path] if count == 1 and path not in parents else path
+        for path, count in counts.items()
+    }
     if not set(homes.values()) - {""}:
         return lines
     headed, current = [], None
@@ -67,12 +82,18 @@ def _place(line: Line, indent: int) -> list[str]:
     if line.comment and len(line.code) + indent + len(line.comment) + 4 <= WIDTH:
         return [f"{pad}{line.code}  # {line.comment}"]
     code = [pad + part for part in wrap_statement(line.code, WIDTH - indent)]
-    above = [f"{pad}# {part}" for part in wrap_comment(line.comment, WIDTH - indent - 2)] if line.comment else []
+    above = (
+        [f"{pad}# {part}" for part in wrap_comment(line.comment, WIDTH - indent - 2)]
+        if line.comment
+        else []
+    )
     return [*above, *code]
 
 
 def wrap_comment(text: str, width: int) -> list[str]:
-    """Break a comment where two spaces separate its parts; a part that is longer than a line stays whole."""
+    """Break a comment where two spaces separate its parts; a part that is longer than a line stays
+    whole.
+    """
     lines = [""]
     for part in text.split("  "):
         joined = f"{lines[-1]}  {part}" if lines[-1] else part
@@ -84,7 +105,9 @@ def wrap_comment(text: str, width: int) -> list[str]:
 
 
 def wrap_statement(code: str, width: int) -> list[str]:
-    """Break a long statement inside the brackets that its value ends in, or else inside new ones around the value."""
+    """Break a long statement inside the brackets that its value ends in, or else inside new ones
+    around the value.
+    """
     if len(code) <= width:
         return [code]
     head, value = _split_statement(code)
@@ -105,40 +128,61 @@ def _split_statement(code: str) -> tuple[str, str]:
     """``("y = ", "f(x)")``, ``("return ", "y")``, and ``("", code)`` for an expression."""
     if code.startswith("return "):
         return "return ", code.removeprefix("return ")
-    sign = next((start for start, _, text, depth in _tokens(code) if text == "=" and depth == 0), None)
+    sign = next(
+        (start for start, _, text, depth in _tokens(code) if text == "=" and depth == 0), None
+    )
     return (code[: sign + 2], code[sign + 2 :]) if sign is not None else ("", code)
 
 
 def _signs(value: str) -> list[int]:
     """Where the operator signs stand that join the value's outermost operands."""
-    outer = [(start, text) for start, _, text, depth in _tokens(value) if depth == 0 and text not in ".,()[]{}"]
-    return [start for start, text in outer if start > 0 and (text in _WORDS or not (text[0].isalnum() or text[0] in "_\"'"))]
+    outer = [
+        (start, text)
+        for start, _, text, depth in _tokens(value)
+        if depth == 0 and text not in ".,()[]{}"
+    ]
+    return [
+        start
+        for start, text in outer
+        if start > 0 and (text in _WORDS or not (text[0].isalnum() or text[0] in "_\"'"))
+    ]
 
 
 _WORDS = frozenset(["and", "or", "if", "else", "in", "is", "not"])
 
 
 def wrap(code: str, width: int) -> list[str]:
-    """Break a long call after its outermost opening bracket, one line for all arguments, or one line each. What stands in a
-    tuple, list or dict has one line each; what has no comma gets one only where it means nothing.
+    """Break a long call after its outermost opening bracket, one line for all arguments, or one
+    line each. What stands in a tuple, list or dict has one line each; what has no comma gets one
+    only where it means nothing.
     """
     end = code[len(code.rstrip(",:")) :]
     opening = _last_bracket(code.removesuffix(end))
     if len(code) <= width or opening is None or opening + 2 + len(end) == len(code):
         return [code]
-    head, inner, tail = code[: opening + 1], code[opening + 1 : -1 - len(end)], code[-1 - len(end) :]
+    head, inner, tail = (
+        code[: opening + 1],
+        code[opening + 1 : -1 - len(end)],
+        code[-1 - len(end) :],
+    )
     parts = split_commas(inner)
     has_comma = inner.endswith(",") or len(parts) > 1
     is_call_or_index = opening > 0 and code[opening - 1] not in _BEFORE_DISPLAY
     if not has_comma and (code[opening] == "[" if is_call_or_index else code[opening] == "("):
-        return [head, *(f"    {line}" for line in wrap(inner, width - 4)), tail]  # x[i,] is another index, (x,) a tuple
+        return [
+            head,
+            *(f"    {line}" for line in wrap(inner, width - 4)),
+            tail,
+        ]  # x[i,] is another index, (x,) a tuple
     if (is_call_or_index or not has_comma) and len(inner) + 4 <= width and not inner.endswith(","):
         return [head, f"    {inner}", tail]
     return [head, *(f"    {line}" for part in parts for line in wrap(f"{part},", width - 4)), tail]
 
 
 _BEFORE_DISPLAY = " ([{*-~"
-"""Before a bracket that makes a tuple, list or dict, or only groups: formatted calls and indices have nothing in between."""
+"""Before a bracket that makes a tuple, list or dict, or only groups: formatted calls and indices
+have nothing in between.
+"""
 
 
 def _last_bracket(code: str) -> int | None:
@@ -160,14 +204,22 @@ def split_commas(text: str) -> list[str]:
 
 
 def names_read(code: str) -> set[str]:
-    """The variables of a statement: names that are neither attributes nor keywords nor inside strings."""
+    """The variables of a statement: names that are neither attributes nor keywords nor inside
+    strings.
+    """
     tokens = [text for _, _, text, _ in _tokens(code)]
     around = zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False)
-    return {text for before, text, after in around if text.isidentifier() and before != "." and after != "="}
+    return {
+        text
+        for before, text, after in around
+        if text.isidentifier() and before != "." and after != "="
+    }
 
 
 def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
-    """``(start, end, text, depth)`` of every token of one line; a bracket has the depth of what stands outside it."""
+    """``(start, end, text, depth)`` of every token of one line; a bracket has the depth of what
+    stands outside it.
+    """
     depth = 0
     for token in _TOKEN.finditer(code):
         text = token[0]
@@ -176,8 +228,8 @@ def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
         depth += text in ("(", "[", "{")
 
 
-# Strings, numbers, names, signs. Of what generated code says this is what `tokenize` finds, in a tenth of its time. Outside of
-# strings all that is not ASCII is part of names.
+# Strings, numbers, names, signs. Of what generated code says this is what `tokenize` finds, in a
+# tenth of its time. Outside of strings all that is not ASCII is part of names.
 _TOKEN = re.compile(
     r"""[A-Za-z]{0,2}(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
     r"""|0[xXoObB]\w+|(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?[jJ]?|[\w\u0080-\U0010ffff]+"""

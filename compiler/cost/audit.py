@@ -1,27 +1,29 @@
 """What a plan costs, from the program that is really emitted.
 
-Without stages the time is a sum: operators, adapters (which block), as often as there are microbatches, the reduction of
-gradients, the exchange of whole tensors where the optimizer needs them, its pass, and the gathering of what it updated
-elsewhere. That is what planners minimise, to the last term. Where the config overlaps them, sums run beside the last backward
-and gatherings beside the first forward (:mod:`~shardwright.compiler.cost.overlap`). A pipeline is its schedule, simulated with
-the times of its stages and messages (:mod:`~shardwright.compiler.cost.pipeline_time`).
+Without stages the time is a sum: operators, adapters (which block), as often as there are
+microbatches, the reduction of gradients, the exchange of whole tensors where the optimizer needs
+them, its pass, and the gathering of what it updated elsewhere. That is what planners minimise, to
+the last term. Where the config overlaps them, sums run beside the last backward and gatherings
+beside the first forward (:mod:`~shardwright.compiler.cost.time.overlap`). A pipeline is its
+schedule, simulated with the times of its stages and messages
+(:mod:`~shardwright.compiler.cost.time.pipeline_time`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.compiler.cost.body_time import BodyTime, body_time
-from shardwright.compiler.cost.extrapolation import extrapolated
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.memory import program_memory
-from shardwright.compiler.cost.operators import OperatorTimes
-from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.overlap import Part, gathered_beside, summed_beside
-from shardwright.compiler.cost.pipeline_memory import pipeline_memory
-from shardwright.compiler.cost.pipeline_time import pipeline_cost
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
+from shardwright.compiler.cost.memory.step_memory import program_memory
+from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
-from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.cost.time.body_time import BodyTime, body_time
+from shardwright.compiler.cost.time.extrapolation import extrapolated
+from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.overlap import Part, gathered_beside, summed_beside
+from shardwright.compiler.cost.time.pipeline_time import pipeline_cost
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.runtime.arguments import checked
@@ -42,15 +44,17 @@ def audit(
     times: OperatorTimes | None = None,
     num_microbatches: int | None = None,
 ) -> PlanCost:
-    """The cost of one step of a lowered program; with ``inference_only`` of one forward of each microbatch.
+    """The cost of one step of a lowered program; with ``inference_only`` of one forward of each
+    microbatch.
 
-    ``optimizer``: what it keeps, and so moves. ``times``: measured times of operators. ``num_microbatches``: the samples of a
-    step whose gradients are added up (default: those of the plan's schedule; without stages those of its batch, 1 without one).
-    The ranks of the job are the first devices of ``hardware``, unit after unit.
+    ``optimizer``: what it keeps, and so moves. ``times``: measured times of operators.
+    ``num_microbatches``: the samples of a step whose gradients are added up (default: those of the
+    plan's schedule; without stages those of its batch, 1 without one). The ranks of the job are the
+    first devices of ``hardware``, unit after unit.
 
     Raises:
-        ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a dtype; or another number of
-            microbatches than that of the schedule.
+        ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a
+            dtype; or another number of microbatches than that of the schedule.
     """
     if hardware.num_devices < config.runtime_ngpus:
         raise ConfigError(
@@ -90,9 +94,16 @@ def _audit(
     if isinstance(program, PipelineProgram):
         memory = pipeline_memory(program, config, optimizer)
         return pipeline_cost(program, config, hardware, optimizer, times, memory)
-    body = body_time(program, hardware, tuple(range(config.plan_ngpus)), times, trains=not config.inference_only)
+    body = body_time(
+        program, hardware, tuple(range(config.plan_ngpus)), times, trains=not config.inference_only
+    )
     reduction = Reduction.of(
-        program.declarations, program.plan.storage_mesh, config, hardware, optimizer, num_microbatches=num_microbatches
+        program.declarations,
+        program.plan.storage_mesh,
+        config,
+        hardware,
+        optimizer,
+        num_microbatches=num_microbatches,
     )
     activities, step_s = _timeline(body, reduction, config, program, num_microbatches)
     comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
@@ -109,14 +120,21 @@ def _audit(
     return PlanCost(
         hardware.name,
         step_s,
-        tuple(RankCost(rank, compute_s, comm_s, 0.0 if blocking else idle_s, comm_bytes) for rank in ranks),
+        tuple(
+            RankCost(rank, compute_s, comm_s, 0.0 if blocking else idle_s, comm_bytes)
+            for rank in ranks
+        ),
         tuple(memory_of.at(rank) for rank in ranks),
         activities,
     )
 
 
 def _timeline(
-    body: BodyTime, reduction: Reduction, config: ComputeConfig, program: Program, num_microbatches: int
+    body: BodyTime,
+    reduction: Reduction,
+    config: ComputeConfig,
+    program: Program,
+    num_microbatches: int,
 ) -> tuple[tuple[Activity, ...], float]:
     """The parts of the step on rank 0, and its end."""
     parts: list[Activity] = []

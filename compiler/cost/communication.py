@@ -1,4 +1,6 @@
-"""What communication costs, in elements each rank sends (ring-optimal), before any hardware is known."""
+"""What communication costs, in elements each rank sends (ring-optimal), before any hardware is
+known.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def estimate(size: Size) -> float:
 
 def local_elements(layout: Layout, mesh: Mesh) -> float:
     """The elements a rank holds, on average."""
-    return math.prod(estimate(size) for size in layout.shape) / math.prod(mesh.axis_size(axis) for axis in layout.cut_axes)
+    return math.prod(estimate(size) for size in layout.shape) / math.prod(
+        mesh.axis_size(axis) for axis in layout.cut_axes
+    )
 
 
 def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
@@ -28,8 +32,12 @@ def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
     return elements_sent(step.kind, step.backward, mesh.num_ranks(step.axes), before, after)
 
 
-def elements_sent(kind: str, backward: str | None, num_ranks: int, before: float, after: float) -> tuple[float, float]:
-    """The same for a step over ``num_ranks`` ranks that hold ``before`` elements each, and then ``after``."""
+def elements_sent(
+    kind: str, backward: str | None, num_ranks: int, before: float, after: float
+) -> tuple[float, float]:
+    """The same for a step over ``num_ranks`` ranks that hold ``before`` elements each, and then
+    ``after``.
+    """
     share = (num_ranks - 1) / num_ranks
     forwards = {
         "all_gather": share * after,
@@ -37,13 +45,21 @@ def elements_sent(kind: str, backward: str | None, num_ranks: int, before: float
         "all_reduce": 2 * share * after,
         "all_to_all": share * before,
     }
-    backwards = {"all_gather": share * before, "reduce_scatter": share * after, "all_reduce": 2 * share * before}
-    backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(kind, backward)
+    backwards = {
+        "all_gather": share * before,
+        "reduce_scatter": share * after,
+        "all_reduce": 2 * share * before,
+    }
+    backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(
+        kind, backward
+    )
     back = share * before if kind == "all_to_all" else backwards.get(backward_kind or "", 0.0)
     return forwards.get(kind, 0.0), back
 
 
-def steps_elements(steps: Iterable[AdapterStep], mesh: Mesh, *, differentiable: bool = True) -> float:
+def steps_elements(
+    steps: Iterable[AdapterStep], mesh: Mesh, *, differentiable: bool = True
+) -> float:
     """Forward and backward elements of a whole conversion."""
     total = 0.0
     for step in steps:

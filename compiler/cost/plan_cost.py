@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwright.compiler.cost.rank_memory import RankMemory
+from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.plan.amounts import amount
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a unit rank does from ``start_s`` to ``end_s``: an action of the schedule (``0F3``), or a part of the step."""
+    """What a unit rank does from ``start_s`` to ``end_s``: an action of the schedule (``0F3``), or
+    a part of the step.
+    """
 
     rank: int
     name: str
@@ -23,9 +25,10 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """The seconds of one unit rank in a step. ``comm_s``: by what communicates, ``"tp all_reduce"``; ``comm_bytes``: what
-    goes through these collectives, as :func:`shardwright.count_communication` counts it. ``idle_s``: waiting for other ranks,
-    or for communication that other work did not hide.
+    """The seconds of one unit rank in a step. ``comm_s``: by what communicates, ``"tp
+    all_reduce"``; ``comm_bytes``: what goes through these collectives, as
+    :func:`shardwright.count_communication` counts it. ``idle_s``: waiting for other ranks, or for
+    communication that other work did not hide.
     """
 
     rank: int
@@ -41,13 +44,14 @@ class RankCost:
 
 @dataclass(frozen=True)
 class PlanCost:
-    """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of one rank of each stage.
-    ``messages``: by ``"stage 0 to 1"``, the seconds that all values or gradients sent so in a step are under way, one after the
-    other; what of it no other work hides is in the ranks' ``idle_s``. ``message_bytes``: the bytes of these messages, of all
-    ranks together.
+    """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of
+    one rank of each stage.
+    ``messages``: by ``"stage 0 to 1"``, the seconds that all values or gradients sent so in a step
+    are under way, one after the other; what of it no other work hides is in the ranks' ``idle_s``.
+    ``message_bytes``: the bytes of these messages, of all ranks together.
 
-    ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait. ``extrapolated``: what lies outside
-    the sizes that the hardware's calibration measured.
+    ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
+    ``extrapolated``: what lies outside the sizes that the hardware's calibration measured.
     """
 
     hardware: str
@@ -108,29 +112,52 @@ class PlanCost:
 
     def __str__(self) -> str:
         """A few lines: the step, and each kind of rank."""
-        lines = [f"step {amount(self.step_s, 's')} on {self.hardware}, peak memory {amount(self.peak_bytes, 'B')}"]
+        lines = [
+            (
+                f"step {amount(self.step_s, 's')} on {self.hardware}, peak memory "
+                f"{amount(self.peak_bytes, 'B')}"
+            )
+        ]
         if self.bubble:
             lines[0] += f", bubble {self.bubble:.1%}"
         seen: dict[tuple[Any, ...], list[int]] = {}
         memory = {item.rank: item for item in self.memory}
         for cost in self.ranks:
-            key = (cost.compute_s, tuple(cost.comm_s.items()), cost.idle_s, str(memory[cost.rank].by_category))
+            key = (
+                cost.compute_s,
+                tuple(cost.comm_s.items()),
+                cost.idle_s,
+                str(memory[cost.rank].by_category),
+            )
             seen.setdefault(key, []).append(cost.rank)
         by_rank = {cost.rank: cost for cost in self.ranks}
         for ranks in seen.values():
             cost, held = by_rank[ranks[0]], memory[ranks[0]]
             words = [f"compute {amount(cost.compute_s, 's')}"]
-            comm = ((name, seconds, cost.comm_bytes.get(name)) for name, seconds in cost.comm_s.items() if seconds)
-            words += [f"{name} {_exchange(seconds, num_bytes)}" for name, seconds, num_bytes in comm]
+            comm = (
+                (name, seconds, cost.comm_bytes.get(name))
+                for name, seconds in cost.comm_s.items()
+                if seconds
+            )
+            words += [
+                f"{name} {_exchange(seconds, num_bytes)}" for name, seconds, num_bytes in comm
+            ]
             words += [f"idle {amount(cost.idle_s, 's')}"] if cost.idle_s else []
             title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
             lines.append(f"  {title}: {', '.join(words)}")
-            parts = ", ".join(f"{key} {amount(value, 'B')}" for key, value in held.by_category.items())
-            lines.append(f"    {amount(held.peak_bytes, 'B')} at {held.moment or 'the start'}: {parts}")
+            parts = ", ".join(
+                f"{key} {amount(value, 'B')}" for key, value in held.by_category.items()
+            )
+            lines.append(
+                f"    {amount(held.peak_bytes, 'B')} at {held.moment or 'the start'}: {parts}"
+            )
         if self.messages:
             longest = max(self.messages, key=lambda name: self.messages[name])
             told = _exchange(self.messages[longest], self.message_bytes.get(longest))
-            lines.append(f"  messages under way: {told} from {longest}, which is most; bytes of all ranks together")
+            lines.append(
+                f"  messages under way: {told} from {longest}, which is most; bytes of all "
+                "ranks together"
+            )
         if self.extrapolated:
             lines.append(f"  {self.beyond}")
         return "\n".join(lines)
@@ -141,7 +168,9 @@ class PlanCost:
         first, more = self.extrapolated[:3], len(self.extrapolated) - 3
         if not first:
             return ""
-        return f"beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}"
+        return (
+            f"beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}"
+        )
 
 
 def _exchange(seconds: float, num_bytes: float | None) -> str:

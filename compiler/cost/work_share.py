@@ -1,9 +1,10 @@
-"""Which part of one device's arithmetic each rank of a plan does, and which operators no plan axis divides.
+"""Which part of one device's arithmetic each rank of a plan does, and which operators no plan axis
+divides.
 
-An even plan for 4 ranks has a share of 0.25. Where an attention of half the work is computed whole on all 4 ranks, and the rest
-is divided, each rank does 0.5 + 0.5 / 4 = 0.625 of what one device does. Counted are products (of matrices, convolutions,
-attention), forward and backward, in every operator once: recomputation does not count. Ranks that divide a dim unevenly count
-with their mean.
+An even plan for 4 ranks has a share of 0.25. Where an attention of half the work is computed whole
+on all 4 ranks, and the rest is divided, each rank does 0.5 + 0.5 / 4 = 0.625 of what one device
+does. Counted are products (of matrices, convolutions, attention), forward and backward, in every
+operator once: recomputation does not count. Ranks that divide a dim unevenly count with their mean.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.compiler.cost.arithmetic import arithmetic_s
-from shardwright.compiler.cost.device import Device
-from shardwright.compiler.cost.local import local_call
+from shardwright.compiler.cost.local_calls import local_call
+from shardwright.compiler.cost.machine.device import Device
+from shardwright.compiler.cost.time.arithmetic import arithmetic_s
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.pipeline import PipelineProgram
@@ -34,9 +35,10 @@ _COUNTING = Device("counter", 1, dict.fromkeys(_DTYPES, 1.0), 1.0, 0.0)
 
 @dataclass(frozen=True)
 class WorkShare:
-    """``share``: of one device's arithmetic, what each of ``num_ranks`` ranks does on average. ``whole``: what causes more than
-    an even share, by module path (layers that are alike together) and operator: the part of one device's arithmetic that it
-    is. ``experts``: experts of a mixture are among them.
+    """``share``: of one device's arithmetic, what each of ``num_ranks`` ranks does on average.
+    ``whole``: what causes more than an even share, by module path (layers that are alike together)
+    and operator: the part of one device's arithmetic that it is. ``experts``: experts of a mixture
+    are among them.
     """
 
     num_ranks: int
@@ -49,7 +51,9 @@ class WorkShare:
         return self.share > UNEVEN / self.num_ranks
 
     def __str__(self) -> str:
-        """For people, in a few words: ``0.62 of the arithmetic of one device on each of 4 ranks, 0.25 would be even``."""
+        """For people, in a few words: ``0.62 of the arithmetic of one device on each of 4 ranks,
+        0.25 would be even``.
+        """
         return (
             f"{self.share:.2g} of the arithmetic of one device on each of {self.num_ranks} ranks, "
             f"{1 / self.num_ranks:.2g} would be even"
@@ -58,7 +62,10 @@ class WorkShare:
     @property
     def reasons(self) -> list[str]:
         """What is not divided, a line each."""
-        lines = [f"{where}: {share:.0%} of one device's, on every rank" for where, share in self.whole[:MOST_LISTED]]
+        lines = [
+            f"{where}: {share:.0%} of one device's, on every rank"
+            for where, share in self.whole[:MOST_LISTED]
+        ]
         return lines + (["every rank computes all experts for all tokens"] if self.experts else [])
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +108,9 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
 
 
 def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:
-    return ((step.original, step.assignment) for step in program.body if not isinstance(step, Adapt))
+    return (
+        (step.original, step.assignment) for step in program.body if not isinstance(step, Adapt)
+    )
 
 
 def _operations(op: IROp, assignment: Assignment, mesh: Mesh) -> float:

@@ -1,7 +1,7 @@
 """The dims of the whole model: which factors of which operators are one and the same thing.
 
-A **dim class** is a set of factors that unification over the graph found to be the same dim: batch, sequence, heads,
-hidden, ffn, vocabulary. It is a view for naming and choosing, not a constraint.
+A **dim class** is a set of factors that unification over the graph found to be the same dim: batch,
+sequence, heads, hidden, ffn, vocabulary. It is a view for naming and choosing, not a constraint.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from shardwright.compiler.ir.size import Size
 
 @dataclass(frozen=True, slots=True)
 class DimClass:
-    """One dim of the model. Several ``segments``: a concatenation, such as fused query, key and value heads.
+    """One dim of the model. Several ``segments``: a concatenation, such as fused query, key and
+    value heads.
 
-    ``name`` is a word for people (``heads``, ``ffn``); classes of different layers may share it. ``parameters`` are the
-    parameter dims that have it, as ``fqn:dim``.
+    ``name`` is a word for people (``heads``, ``ffn``); classes of different layers may share it.
+    ``parameters`` are the parameter dims that have it, as ``fqn:dim``.
     """
 
     index: int
@@ -33,8 +34,9 @@ class DimClass:
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The classes of a graph. ``factors``: (operator, factor) to class index. ``values``: value name to the class indices
-    of each of its dims, outermost first (dims of size 1 have none). ``conflicts``: where unification had to give up.
+    """The classes of a graph. ``factors``: (operator, factor) to class index. ``values``: value
+    name to the class indices of each of its dims, outermost first (dims of size 1 have none).
+    ``conflicts``: where unification had to give up.
     """
 
     classes: tuple[DimClass, ...]
@@ -54,4 +56,8 @@ class ModelDims:
     def describe(self, value: str) -> str:
         """``[batch, seq, heads * head_dim]``."""
         dims = self.values.get(value, ())
-        return "[" + ", ".join(" * ".join(self.classes[i].name for i in dim) or "1" for dim in dims) + "]"
+        return (
+            "["
+            + ", ".join(" * ".join(self.classes[i].name for i in dim) or "1" for dim in dims)
+            + "]"
+        )

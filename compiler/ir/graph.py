@@ -21,9 +21,10 @@ from shardwright.runtime.structure import join
 class Tree:
     """A nested Python structure with leaves replaced: the arguments of ``forward``, or its result.
 
-    ``kind`` is ``leaf`` (``value`` is an :class:`IRValue`, or a literal), ``tuple``, ``list``, ``dict`` or ``object``.
-    ``children`` are ``(key, Tree)``: indices, dict keys, or attribute names. ``type_path`` is the import path of the class
-    of an object (named tuples, dataclasses, transformers' ModelOutput and caches), which is rebuilt at run time.
+    ``kind`` is ``leaf`` (``value`` is an :class:`IRValue`, or a literal), ``tuple``, ``list``,
+    ``dict`` or ``object``. ``children`` are ``(key, Tree)``: indices, dict keys, or attribute
+    names. ``type_path`` is the import path of the class of an object (named tuples, dataclasses,
+    transformers' ModelOutput and caches), which is rebuilt at run time.
     """
 
     kind: str
@@ -32,8 +33,8 @@ class Tree:
     type_path: str | None = None
 
     def leaves(self, path: str = "") -> list[tuple[str, Arg]]:
-        """``(path, value)`` of every leaf, as :func:`~shardwright.runtime.structure.flatten` gives them at run time; the path
-        is like ``past_key_values.0.key``.
+        """``(path, value)`` of every leaf, as :func:`~shardwright.runtime.structure.flatten` gives
+        them at run time; the path is like ``past_key_values.0.key``.
         """
         if self.kind == "leaf":
             return [(path, self.value)]
@@ -43,7 +44,9 @@ class Tree:
         """The structure with ``function`` applied to the value of every leaf."""
         if self.kind == "leaf":
             return replace(self, value=function(self.value))
-        return replace(self, children=tuple((key, child.map(function)) for key, child in self.children))
+        return replace(
+            self, children=tuple((key, child.map(function)) for key, child in self.children)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,25 @@ class DynamicDim:
 
 @dataclass(frozen=True)
 class IRGraph:
-    """The operators of one module's ``forward``, topologically ordered. ``print`` shows them with shapes, dims and rules;
-    ``builder`` begins a plan, where a policy gets the graph.
+    """The operators of one module's ``forward``, topologically ordered. ``print`` shows them with
+    shapes, dims and rules; ``builder`` begins a plan, where a policy gets the graph.
 
     ``ops``: the operators. ``parameters``, ``buffers``: the tensors of the module that they read.
-    ``inputs``: the tensor leaves of the arguments, in order. ``signature``: argument name to its :class:`Tree` (leaves:
-    input values, or literals that were fixed by tracing). ``defaults``: arguments that were absent and took their
-    default; ``argument_order``: the names of all, as in ``forward``. ``dynamic_dims``: the input dims whose size may vary.
-    ``dims``: the dims of the model (batch, heads, ...), once they are known. ``module_types``: module path to class name.
-    ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
-    ``constants``: the tensors that constant values stand for. ``constant_inputs``: by name, the values of inputs that the
-    trace has read; a call with others must be refused. ``conditions``: relations between dynamic sizes that the
-    traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for
-    ``training=False`` where it differs in structure; parameters and buffers are shared by name. ``autocast``: the dtype of the
-    autocast block that the module was traced in, if any; operators stand in it by their own
-    ``autocast``. ``training_only``: there is no body for evaluation, in which ``forward`` changes parameters.
+    ``inputs``: the tensor leaves of the arguments, in order. ``signature``: argument name to its
+    :class:`Tree` (leaves: input values, or literals that were fixed by tracing). ``defaults``:
+    arguments that were absent and took their default; ``argument_order``: the names of all, as in
+    ``forward``. ``dynamic_dims``: the input dims whose size may vary.
+    ``dims``: the dims of the model (batch, heads, ...), once they are known. ``module_types``:
+    module path to class name.
+    ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has
+    after the call.
+    ``constants``: the tensors that constant values stand for. ``constant_inputs``: by name, the
+    values of inputs that the trace has read; a call with others must be refused. ``conditions``:
+    relations between dynamic sizes that the traced control flow took for granted; a call that
+    breaks one must be refused. ``eval_graph``: the body for ``training=False`` where it differs in
+    structure; parameters and buffers are shared by name. ``autocast``: the dtype of the autocast
+    block that the module was traced in, if any; operators stand in it by their own ``autocast``.
+    ``training_only``: there is no body for evaluation, in which ``forward`` changes parameters.
     """
 
     name: str
@@ -90,9 +97,13 @@ class IRGraph:
     conditions: tuple[sympy.Basic, ...] = ()
     eval_graph: IRGraph | None = None
     autocast: torch.dtype | None = None
-    module_types: Mapping[str, str] = field(default_factory=dict)  # module path -> class name, for naming
+    module_types: Mapping[str, str] = field(
+        default_factory=dict
+    )  # module path -> class name, for naming
     dims: ModelDims | None = None  # filled by the dims pass
-    training_only: bool = False  # in eval mode forward changes parameters, which only optimizers may
+    training_only: bool = (
+        False  # in eval mode forward changes parameters, which only optimizers may
+    )
 
     @property
     def bodies(self) -> tuple[IRGraph, ...]:
@@ -107,12 +118,21 @@ class IRGraph:
     @property
     def sources(self) -> tuple[IRValue, ...]:
         """Every value that no operator makes."""
-        return (*self.inputs, *self.parameters, *self.buffers, *(value for value, _ in self.constants))
+        return (
+            *self.inputs,
+            *self.parameters,
+            *self.buffers,
+            *(value for value, _ in self.constants),
+        )
 
     @property
     def used_parameters(self) -> tuple[IRValue, ...]:
-        """The parameters in the order in which forward first uses them, which decides the buckets of their gradients."""
-        read = (value for op in self.ops for value in op.operands if value.kind is ValueKind.PARAMETER)
+        """The parameters in the order in which forward first uses them, which decides the buckets
+        of their gradients.
+        """
+        read = (
+            value for op in self.ops for value in op.operands if value.kind is ValueKind.PARAMETER
+        )
         return tuple({value.name: value for value in read}.values())
 
     @checked_late
@@ -121,11 +141,16 @@ class IRGraph:
         for op in self.ops:
             if op.name == name:
                 return op
-        raise PlanError(f"the graph has no operator {brief(name)}", hint=did_you_mean(name, [op.name for op in self.ops][:50]))
+        raise PlanError(
+            f"the graph has no operator {brief(name)}",
+            hint=did_you_mean(name, [op.name for op in self.ops][:50]),
+        )
 
     def producers(self) -> dict[str, tuple[IROp, int]]:
         """Value name to the operator that makes it, and which of its results it is."""
-        return {value.name: (op, index) for op in self.ops for index, value in enumerate(op.results)}
+        return {
+            value.name: (op, index) for op in self.ops for index, value in enumerate(op.results)
+        }
 
     def uses(self) -> dict[str, list[tuple[IROp, int]]]:
         """Value name to the operators that read it, with the operand position."""
@@ -141,7 +166,9 @@ class IRGraph:
 
     def live(self) -> IRGraph:
         """Without operators whose results nobody reads, and constants that nobody reads."""
-        needed = {value.name for value in self.outputs} | {after.name for _, after in self.buffer_updates}
+        needed = {value.name for value in self.outputs} | {
+            after.name for _, after in self.buffer_updates
+        }
         kept: list[IROp] = []
         for op in reversed(self.ops):
             if any(result.name in needed for result in op.results):
@@ -150,7 +177,9 @@ class IRGraph:
         return replace(
             self,
             ops=tuple(reversed(kept)),
-            constants=tuple((value, tensor) for value, tensor in self.constants if value.name in needed),
+            constants=tuple(
+                (value, tensor) for value, tensor in self.constants if value.name in needed
+            ),
         )
 
     def symbols(self) -> dict[str, tuple[IRValue, int]]:

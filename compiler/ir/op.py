@@ -1,7 +1,8 @@
-"""Operators: one class for all of them, with arguments bound to the names of the operator's signature.
+"""Operators: one class for all of them, with arguments bound to the names of the operator's
+signature.
 
-An argument is an :class:`IRValue`, a literal (number, string, bool, ``None``, dtype, ``slice``, ``Ellipsis``, a size
-expression), one of the run-time literals below, or a tuple of arguments.
+An argument is an :class:`IRValue`, a literal (number, string, bool, ``None``, dtype, ``slice``,
+``Ellipsis``, a size expression), one of the run-time literals below, or a tuple of arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class WhenTraining:
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """The device of the rank that runs the program: stands for the device arguments met while tracing."""
+    """The device of the rank that runs the program: stands for the device arguments met while
+    tracing.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,9 @@ class AxisRef:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Stands in the result of a training step for an output, or outputs below a path, that the step leaves out."""
+    """Stands in the result of a training step for an output, or outputs below a path, that the step
+    leaves out.
+    """
 
     path: str
 
@@ -59,12 +64,12 @@ class RankRng:
 class IROp:
     """One operator call.
 
-    ``target`` is the canonical name of the operator: a name in the operator registry, or the import path
-    (``package.module.function``) of a function that has no entry there. ``args`` binds parameter names of its
-    signature, in signature order, without those left at their defaults. An unregistered function keeps positional
-    arguments under the names ``"0"``, ``"1"``, ...
-    ``region`` names the recompute region the call stands in. ``autocast`` is the autocast dtype in force, if any.
-    ``only_in`` is ``"train"`` for a buffer update that happens in training only.
+    ``target`` is the canonical name of the operator: a name in the operator registry, or the import
+    path (``package.module.function``) of a function that has no entry there. ``args`` binds
+    parameter names of its signature, in signature order, without those left at their defaults. An
+    unregistered function keeps positional arguments under the names ``"0"``, ``"1"``, ...
+    ``region`` names the recompute region the call stands in. ``autocast`` is the autocast dtype in
+    force, if any. ``only_in`` is ``"train"`` for a buffer update that happens in training only.
     """
 
     name: str
@@ -90,8 +95,12 @@ class IROp:
 
     @cached_property
     def operands(self) -> tuple[IRValue, ...]:
-        """The tensor arguments in signature order, those inside tuples included; a value used twice appears twice."""
-        return tuple(leaf for _, value in self.args for leaf in leaves(value) if isinstance(leaf, IRValue))
+        """The tensor arguments in signature order, those inside tuples included; a value used twice
+        appears twice.
+        """
+        return tuple(
+            leaf for _, value in self.args for leaf in leaves(value) if isinstance(leaf, IRValue)
+        )
 
     @cached_property
     def known(self) -> dict[Callable[[IROp], Any], Any]:
@@ -100,32 +109,46 @@ class IROp:
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """The parameter name of each operand; ``tensors[0]``, ``tensors[1]`` for those inside a tuple."""
+        """The parameter name of each operand; ``tensors[0]``, ``tensors[1]`` for those inside a
+        tuple.
+        """
         names: list[str] = []
         for key, value in self.args:
             if isinstance(value, tuple):
-                names += [f"{key}[{i}]" for i, leaf in enumerate(leaves(value)) if isinstance(leaf, IRValue)]
+                names += [
+                    f"{key}[{i}]"
+                    for i, leaf in enumerate(leaves(value))
+                    if isinstance(leaf, IRValue)
+                ]
             elif isinstance(value, IRValue | WhenTraining):
                 names += [key for leaf in leaves(value) if isinstance(leaf, IRValue)]
         return tuple(names)
 
     def map_args(self, function: Callable[[Arg], Arg]) -> IROp:
         """The same call with ``function`` applied to every leaf of its arguments."""
-        return replace(self, args=tuple((key, map_leaves(value, function)) for key, value in self.args))
+        return replace(
+            self, args=tuple((key, map_leaves(value, function)) for key, value in self.args)
+        )
 
     def retarget(self, target: str) -> IROp:
         """The same call of another function."""
         return replace(self, target=target)
 
     def with_args(self, **updates: Arg) -> IROp:
-        """The same call with some arguments replaced (they keep their place; new ones are appended)."""
+        """The same call with some arguments replaced (they keep their place; new ones are
+        appended).
+        """
         known = {key for key, _ in self.args}
         args = tuple((key, updates.get(key, value)) for key, value in self.args)
-        return replace(self, args=args + tuple((k, v) for k, v in updates.items() if k not in known))
+        return replace(
+            self, args=args + tuple((k, v) for k, v in updates.items() if k not in known)
+        )
 
 
 def once(function: Callable[[IROp], Result]) -> Callable[[IROp], Result]:
-    """Ask a function of an operator alone once: operators are immutable, and all of a large model are asked again and again."""
+    """Ask a function of an operator alone once: operators are immutable, and all of a large model
+    are asked again and again.
+    """
 
     @wraps(function)
     def asked(op: IROp) -> Result:

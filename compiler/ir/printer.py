@@ -1,6 +1,7 @@
 """Graphs as text, one line per operator.
 
-%h: f32[4, 128, 768] = linear(%x, %weight, bias=%bias)  # transformer.h.0.mlp.c_fc  modeling_gpt2.py:123
+%h: f32[4, 128, 768] = linear(%x, %weight, bias=%bias)  # transformer.h.0.mlp.c_fc
+modeling_gpt2.py:123
 """
 
 from __future__ import annotations
@@ -36,9 +37,20 @@ _SHORT_DTYPES = {
 
 def print_graph(graph: IRGraph) -> str:
     """The whole graph; parameters and buffers that no operator reads are left out."""
-    used = set(graph.uses()) | {v.name for v in graph.outputs} | {v.name for pair in graph.buffer_updates for v in pair}
-    lines = [f"graph {comment(graph.name)}" + (f"  autocast({print_dtype(graph.autocast)})" if graph.autocast else "")]
-    for word, values in (("input", graph.inputs), ("parameter", graph.parameters), ("buffer", graph.buffers)):
+    used = (
+        set(graph.uses())
+        | {v.name for v in graph.outputs}
+        | {v.name for pair in graph.buffer_updates for v in pair}
+    )
+    lines = [
+        f"graph {comment(graph.name)}"
+        + (f"  autocast({print_dtype(graph.autocast)})" if graph.autocast else "")
+    ]
+    for word, values in (
+        ("input", graph.inputs),
+        ("parameter", graph.parameters),
+        ("buffer", graph.buffers),
+    ):
         shown = (value for value in values if word == "input" or value.name in used)
         lines += [f"  {word} {print_value(value)}{_source_notes(value)}" for value in shown]
     lines += [f"  constant {print_value(value)}" for value, _ in graph.constants]
@@ -56,9 +68,13 @@ def print_graph(graph: IRGraph) -> str:
 
 
 def print_op(op: IROp, dims: ModelDims | None = None) -> str:
-    """One operator; behind it the dims of its results by name and its rule's annotation, where they are known."""
+    """One operator; behind it the dims of its results by name and its rule's annotation, where they
+    are known.
+    """
     results = ", ".join(print_value(value) for value in op.results)
-    args = ", ".join(_named_arg(name, value, position) for position, (name, value) in enumerate(op.args))
+    args = ", ".join(
+        _named_arg(name, value, position) for position, (name, value) in enumerate(op.args)
+    )
     notes = [dims.describe(value.name) for value in op.results] if dims is not None else []
     notes += [op.module_path, print_location(op)]
     notes += [f"[{op.region}]"] if op.region else []
@@ -66,13 +82,18 @@ def print_op(op: IROp, dims: ModelDims | None = None) -> str:
     notes += [] if op.grad_enabled else ["no_grad"]
     notes += [f"only in {op.only_in}"] if op.only_in else []
     notes += [f"{{{op.rule.annotation}}}"] if op.rule else []
-    return f"{results} = {op.target}({args})  # {comment('  '.join(note for note in notes if note))}".rstrip(" #")
+    return f"{results} = {op.target}({args})  # {comment('  '.join(note for note in notes if note))}".rstrip(
+        " #"
+    )
 
 
 def print_value(value: IRValue) -> str:
     """``%x: f32[4, 128]``; a trailing ``'`` marks values that gradients flow to."""
     grad = "'" if value.requires_grad else ""
-    return f"%{value.name}: {print_dtype(value.dtype)}[{', '.join(print_size(size) for size in value.shape)}]{grad}"
+    return (
+        f"%{value.name}: "
+        f"{print_dtype(value.dtype)}[{', '.join(print_size(size) for size in value.shape)}]{grad}"
+    )
 
 
 def print_size(size: Size | sympy.Basic) -> str:
@@ -115,7 +136,9 @@ def print_tree(tree: Tree) -> str:
         items = ", ".join(print_tree(child) for _, child in tree.children)
         return f"({items})" if tree.kind == "tuple" else f"[{items}]"
     if tree.kind == "dict":
-        return "{" + ", ".join(f"{key!r}: {print_tree(child)}" for key, child in tree.children) + "}"
+        return (
+            "{" + ", ".join(f"{key!r}: {print_tree(child)}" for key, child in tree.children) + "}"
+        )
     name = comment((tree.type_path or "").partition(":")[2])
     return f"{name}({', '.join(f'{comment(str(key))}={print_tree(child)}' for key, child in tree.children)})"
 
@@ -126,7 +149,11 @@ def print_location(op: IROp) -> str:
 
 
 def _named_arg(name: str, value: Any, position: int) -> str:
-    return print_arg(value) if name.isdigit() or position == 0 or isinstance(value, IRValue) else f"{name}={print_arg(value)}"
+    return (
+        print_arg(value)
+        if name.isdigit() or position == 0 or isinstance(value, IRValue)
+        else f"{name}={print_arg(value)}"
+    )
 
 
 def _source_notes(value: IRValue) -> str:

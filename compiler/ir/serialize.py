@@ -20,9 +20,11 @@ from shardwright.compiler.ir.value import IRValue
 
 
 def digest(graph: IRGraph) -> str:
-    """The sha256 of :func:`to_json`, in hex: equal for graphs that compute the same in the same way.
+    """The sha256 of :func:`to_json`, in hex: equal for graphs that compute the same in the same
+    way.
 
-    The values of parameters and buffers do not enter, those of constants do. Neither do source lines and file names.
+    The values of parameters and buffers do not enter, those of constants do. Neither do source
+    lines and file names.
     """
     text = json.dumps(to_json(graph), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -35,7 +37,9 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "inputs": [_value(value) for value in graph.inputs],
         "parameters": [_value(value) for value in graph.parameters],
         "buffers": [_value(value) for value in graph.buffers],
-        "constants": [{**_value(value), "sha256": tensor_digest(tensor)} for value, tensor in graph.constants],
+        "constants": [
+            {**_value(value), "sha256": tensor_digest(tensor)} for value, tensor in graph.constants
+        ],
         "ops": [_op(op) for op in graph.ops],
         "output": _tree(graph.output),
         "signature": [[name, _tree(tree)] for name, tree in graph.signature],
@@ -45,7 +49,9 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "dynamic_dims": [[dim.input, dim.dim, dim.symbol] for dim in graph.dynamic_dims],
         "examples": dict(sorted(_examples(graph).items())),
         "training_only": graph.training_only,
-        "constant_inputs": [[name, tensor_digest(tensor)] for name, tensor in graph.constant_inputs],
+        "constant_inputs": [
+            [name, tensor_digest(tensor)] for name, tensor in graph.constant_inputs
+        ],
         "conditions": [print_size(condition) for condition in graph.conditions],
         "autocast": str(graph.autocast) if graph.autocast else None,
         "module_types": dict(sorted(graph.module_types.items())),
@@ -62,7 +68,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def literal(value: Any) -> Any:
-    """An argument as plain data, each kind in a form of its own so that ``1``, ``1.0``, ``True`` and ``"1"`` differ."""
+    """An argument as plain data, each kind in a form of its own so that ``1``, ``1.0``, ``True``
+    and ``"1"`` differ.
+    """
     for types, convert in _FORMS:
         if isinstance(value, types):
             return convert(value)
@@ -85,7 +93,12 @@ def _value(value: IRValue) -> dict[str, Any]:
 
 def _examples(graph: IRGraph) -> dict[str, int]:
     """What dynamic sizes are in the dummy arguments: planners price a model at these."""
-    sizes = (size for value in graph.inputs for shape_size in value.shape for size in dynamic_sizes(shape_size))
+    sizes = (
+        size
+        for value in graph.inputs
+        for shape_size in value.shape
+        for size in dynamic_sizes(shape_size)
+    )
     return {size.name: size.example for size in sizes}
 
 
@@ -126,13 +139,24 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (WhenTraining, lambda value: {"train": literal(value.train), "eval": literal(value.eval)}),
     (RankDevice, lambda value: {"device": "rank"}),
     (tuple | list, lambda value: [literal(item) for item in value]),
-    (slice, lambda value: {"slice": [literal(value.start), literal(value.stop), literal(value.step)]}),
+    (
+        slice,
+        lambda value: {"slice": [literal(value.start), literal(value.stop), literal(value.step)]},
+    ),
     (range, lambda value: {"range": [value.start, value.stop, value.step]}),
-    (set | frozenset, lambda value: {"set": sorted((literal(item) for item in value), key=json.dumps)}),
+    (
+        set | frozenset,
+        lambda value: {"set": sorted((literal(item) for item in value), key=json.dumps)},
+    ),
     (dict, lambda value: {"dict": [[literal(key), literal(item)] for key, item in value.items()]}),
     (torch.dtype | torch.layout | torch.memory_format, lambda value: {"torch": str(value)}),
     (torch.Tensor, lambda value: {"tensor": tensor_digest(value)}),
-    (functools.partial, lambda value: {"partial": [literal(value.func), literal(value.args), literal(value.keywords)]}),
+    (
+        functools.partial,
+        lambda value: {
+            "partial": [literal(value.func), literal(value.args), literal(value.keywords)]
+        },
+    ),
     (type(Ellipsis), lambda value: {"ellipsis": True}),
 )
 
@@ -142,6 +166,8 @@ def _word(value: Any) -> str:
 
 
 def _import_name(value: Any) -> str:
-    """A name that holds no address: the import path of a class or function, the class of anything else."""
+    """A name that holds no address: the import path of a class or function, the class of anything
+    else.
+    """
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

@@ -1,4 +1,6 @@
-"""Sizes known while compiling: an ``int``, or a sympy expression over the names of dynamic input dims."""
+"""Sizes known while compiling: an ``int``, or a sympy expression over the names of dynamic input
+dims.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Size: TypeAlias = int | sympy.Expr
 
 
 class DynamicSize(sympy.Symbol):  # type: ignore[misc]
-    """The size of a dynamic input dim: a positive integer. ``example``: what it is in the dummy arguments."""
+    """The size of a dynamic input dim: a positive integer. ``example``: what it is in the dummy
+    arguments.
+    """
 
     __slots__ = ("example",)
 
@@ -54,7 +58,9 @@ def is_static(size: Size) -> bool:
 
 
 def divides(divisor: Size, size: Size) -> bool:
-    """Whether ``size`` is a multiple of ``divisor`` for every value of its symbols, as far as can be told."""
+    """Whether ``size`` is a multiple of ``divisor`` for every value of its symbols, as far as can
+    be told.
+    """
     if isinstance(divisor, int) and isinstance(size, int):
         return divisor != 0 and size % divisor == 0
     if divisor == 1 or divisor == size:
@@ -71,14 +77,18 @@ def quotient(size: Size, divisor: Size) -> Size:
 
 
 class LocalSize(sympy.Function):  # type: ignore[misc]
-    """``LocalSize(n, axis)``: how many of ``n`` things this rank holds when the axis cuts them (uneven, or ``n`` dynamic)."""
+    """``LocalSize(n, axis)``: how many of ``n`` things this rank holds when the axis cuts them
+    (uneven, or ``n`` dynamic).
+    """
 
     is_integer = True
     is_nonnegative = True
 
 
 class Offset(sympy.Function):  # type: ignore[misc]
-    """``Offset(n, axis)``: the index of the first of ``n`` things this rank holds when the axis cuts them."""
+    """``Offset(n, axis)``: the index of the first of ``n`` things this rank holds when the axis
+    cuts them.
+    """
 
     is_integer = True
     is_nonnegative = True
@@ -91,10 +101,14 @@ class AxisVariable(sympy.Symbol):  # type: ignore[misc]
 
 
 def with_axis_variables(size: Size, variables: Mapping[str, str]) -> Size:
-    """The size with axes replaced by variables, for source in which their usual ones mean something else."""
+    """The size with axes replaced by variables, for source in which their usual ones mean something
+    else.
+    """
     if isinstance(size, int):
         return size
-    return size.xreplace({sympy.Symbol(axis): AxisVariable(variable) for axis, variable in variables.items()})
+    return size.xreplace(
+        {sympy.Symbol(axis): AxisVariable(variable) for axis, variable in variables.items()}
+    )
 
 
 def _axis_text(axis: sympy.Symbol) -> str:
@@ -114,7 +128,9 @@ def offset(size: Size, axis: str) -> Size:
 
 
 def to_python(size: Size) -> str:
-    """The size as Python source over the names of symbols and axis groups (``tp.local_size(batch)``)."""
+    """The size as Python source over the names of symbols and axis groups
+    (``tp.local_size(batch)``).
+    """
     if isinstance(size, int):
         return str(size)
     if isinstance(size, LocalSize | Offset):
@@ -127,12 +143,18 @@ def to_python(size: Size) -> str:
         return repr(float(size))
     parts = [to_python(simplify(part)) for part in size.args]
     if size.is_Add:
-        return " + ".join(sorted(parts, key=lambda text: (text.lstrip("-").isdigit(), text))).replace("+ -", "- ")
+        return " + ".join(
+            sorted(parts, key=lambda text: (text.lstrip("-").isdigit(), text))
+        ).replace("+ -", "- ")
     if size.is_Relational:
         return f"{parts[0]} {size.rel_op} {parts[1]}"
-    parts = [text if _is_atom(part) else f"({text})" for text, part in zip(parts, size.args, strict=True)]
+    parts = [
+        text if _is_atom(part) else f"({text})" for text, part in zip(parts, size.args, strict=True)
+    ]
     if size.is_Mul:
-        return " * ".join(sorted(parts, key=lambda text: (not text.isdigit(), text))).replace("-1 * ", "-")
+        return " * ".join(sorted(parts, key=lambda text: (not text.isdigit(), text))).replace(
+            "-1 * ", "-"
+        )
     if size.is_Pow and size.args[1].is_Integer and size.args[1] > 0:
         return " * ".join([parts[0]] * int(size.args[1]))
     if kind in _INFIX:
@@ -143,7 +165,8 @@ def to_python(size: Size) -> str:
     raise TraceError(
         f"a dynamic size is computed in a way that cannot be written: {size}",
         why=f"no source form of {kind} is known",
-        hint="compute it with +, -, *, /, //, %, **, min, max and functions of math, or leave the dim out of dynamic_dims",
+        hint="compute it with +, -, *, /, //, %, **, min, max and functions of math, or leave the "
+        "dim out of dynamic_dims",
     )
 
 
@@ -183,4 +206,6 @@ def _function_of(size: sympy.Basic) -> str | None:
 def _is_atom(size: sympy.Basic) -> bool:
     """Whether the source of ``size`` binds tightly: a name, a number or a call."""
     number = size.is_Number and not size.is_negative
-    return bool(number or size.is_Symbol or isinstance(size, LocalSize | Offset) or _function_of(size))
+    return bool(
+        number or size.is_Symbol or isinstance(size, LocalSize | Offset) or _function_of(size)
+    )

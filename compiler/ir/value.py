@@ -35,7 +35,8 @@ class SourceLocation:
 
     @property
     def portable(self) -> str:
-        """The same wherever packages are installed: ``transformers/models/gpt2/modeling_gpt2.py:273``.
+        """The same wherever packages are installed:
+        ``transformers/models/gpt2/modeling_gpt2.py:273``.
 
         The path from the outermost package the file lies in, or its name if it lies in none.
         """
@@ -50,12 +51,14 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IRValue:
-    """One tensor of the graph. ``name`` is unique in its graph, stable between runs, and a Python identifier.
+    """One tensor of the graph. ``name`` is unique in its graph, stable between runs, and a Python
+    identifier.
 
-    ``shape`` is the global shape. ``requires_grad`` says whether a gradient may flow to it in training; inputs of floating
-    dtype count as differentiable, as the caller may pass one that is. ``takes_gradient``: whether one does where the caller
-    passes none, which is what time and memory are counted for: it is a trained parameter, or is made of one. ``fqn`` is the
-    original dotted name of a parameter or buffer; ``aliases`` are its other names where it is tied.
+    ``shape`` is the global shape. ``requires_grad`` says whether a gradient may flow to it in
+    training; inputs of floating dtype count as differentiable, as the caller may pass one that is.
+    ``takes_gradient``: whether one does where the caller passes none, which is what time and memory
+    are counted for: it is a trained parameter, or is made of one. ``fqn`` is the original dotted
+    name of a parameter or buffer; ``aliases`` are its other names where it is tied.
     """
 
     name: str
@@ -69,7 +72,9 @@ class IRValue:
     takes_gradient: bool = False
 
     def __post_init__(self) -> None:
-        assert self.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or self.fqn, f"{self.name} has no FQN"
+        assert self.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or self.fqn, (
+            f"{self.name} has no FQN"
+        )
 
     @property
     def ndim(self) -> int:

@@ -1,7 +1,8 @@
 """The callables that mean an operator, and how their arguments become those of the canonical one.
 
-One operator has many names: ``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``Tensor.__radd__``, ``torch.special.expit``.
-In-place names mean the functional operator; whoever reads a trace redirects the result.
+One operator has many names: ``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``Tensor.__radd__``,
+``torch.special.expit``. In-place names mean the functional operator; whoever reads a trace
+redirects the result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _NAMESPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special)
 
 
 def callables(*names: str, namespaces: tuple[Any, ...] = _NAMESPACES) -> list[Any]:
-    """Every function and method of torch with one of these names, with and without a trailing underscore.
+    """Every function and method of torch with one of these names, with and without a trailing
+    underscore.
 
     Special names (``__add__``) are looked up in ``Tensor`` alone.
     """
@@ -56,7 +58,9 @@ def through(normalise: Normalise, aliases: list[Any]) -> list[tuple[Any, Normali
 
 
 def rewriting(function: Callable[..., Kwargs]) -> Normalise:
-    """A normaliser from a function that has the alias's parameters and returns the canonical arguments by name."""
+    """A normaliser from a function that has the alias's parameters and returns the canonical
+    arguments by name.
+    """
 
     def normalise(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return (), function(*args, **kwargs)

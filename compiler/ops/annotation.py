@@ -1,4 +1,6 @@
-"""Annotations (see :mod:`shardwright.compiler.ops.grammar`) meet the shapes of a call: the rule of an operator."""
+"""Annotations (see :mod:`shardwright.compiler.ops.grammar`) meet the shapes of a call: the rule of
+an operator.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,12 @@ def parse_rule(
 ) -> OpRule:
     """Fit an annotation to an operator call.
 
-    ``sizes`` gives factor sizes (a tuple: segments) that are not written in the text, symbolic ones for instance.
-    ``parameters`` are the names of the operator's signature, in order: needed where terms stand for parameters, which
-    ``by_parameter`` asks for (a parameter holding a tuple of tensors gives all of them its term).
-    Further keyword arguments are fields of :class:`OpRule` (``linear_sets``, ``localise``, ...).
-    Raises :class:`AnnotationError` naming the token, the annotation and the shapes.
+    ``sizes`` gives factor sizes (a tuple: segments) that are not written in the text, symbolic ones
+    for instance. ``parameters`` are the names of the operator's signature, in order: needed where
+    terms stand for parameters, which ``by_parameter`` asks for (a parameter holding a tuple of
+    tensors gives all of them its term). Further keyword arguments are fields of :class:`OpRule`
+    (``linear_sets``, ``localise``, ...). Raises :class:`AnnotationError` naming the token, the
+    annotation and the shapes.
     """
     return _Fit(parse(text), op, dict(sizes or {}), tuple(parameters), by_parameter).rule(**fields)
 
@@ -38,7 +41,11 @@ def parse_rule(
 def instantiate(opdef: OpDef, op: IROp) -> OpRule:
     """The rule of ``op``, made by the maker (or the annotation) of its definition."""
     rule = opdef.rule(op)
-    return parse_rule(rule, op, parameters=[p.name for p in opdef.parameters]) if isinstance(rule, str) else rule
+    return (
+        parse_rule(rule, op, parameters=[p.name for p in opdef.parameters])
+        if isinstance(rule, str)
+        else rule
+    )
 
 
 @dataclass(slots=True)
@@ -55,20 +62,29 @@ class _Fit:
         operand_terms = self.match_operands()
         if len(self.annotation.results) != len(self.op.results):
             span = self.annotation.results[-1].span
-            self.fail(f"{len(self.annotation.results)} result terms for {len(self.op.results)} results", span)
+            self.fail(
+                f"{len(self.annotation.results)} result terms for {len(self.op.results)} results",
+                span,
+            )
         star = self.star_size([*operand_terms, *self.annotation.results])
         operands = [
             self.expand(term, value, star, name)
-            for term, value, name in zip(operand_terms, self.op.operands, self.op.operand_names, strict=True)
+            for term, value, name in zip(
+                operand_terms, self.op.operands, self.op.operand_names, strict=True
+            )
         ]
         results = [
             self.expand(term, value, star, f"result {i}")
-            for i, (term, value) in enumerate(zip(self.annotation.results, self.op.results, strict=True))
+            for i, (term, value) in enumerate(
+                zip(self.annotation.results, self.op.results, strict=True)
+            )
         ]
         kinds = self.kinds([*operands, *results], results)
         segments = self.infer_sizes([*operands, *results])
         kept = {name for name, sizes in segments.items() if sizes != (1,)}
-        factors = tuple(Factor(name, segments[name], kinds[name]) for name in segments if name in kept)
+        factors = tuple(
+            Factor(name, segments[name], kinds[name]) for name in segments if name in kept
+        )
         rule = OpRule(
             self.annotation.text,
             factors,
@@ -85,15 +101,24 @@ class _Fit:
         if len(terms) == len(operands) and not self.by_parameter:
             return list(terms)
         if len(terms) < len(operands) and not self.by_parameter:
-            self.fail(f"{len(terms)} operand terms for {len(operands)} tensors", (0, self.annotation.text.find("->")))
+            self.fail(
+                f"{len(terms)} operand terms for {len(operands)} tensors",
+                (0, self.annotation.text.find("->")),
+            )
         if len(terms) > len(self.parameters):
-            self.fail(f"{len(terms)} operand terms for {len(self.parameters) or len(operands)} arguments", terms[-1].span)
+            self.fail(
+                f"{len(terms)} operand terms for {len(self.parameters) or len(operands)} arguments",
+                terms[-1].span,
+            )
         by_name = dict(zip(self.parameters, terms, strict=False))
         matched = []
         for key, value in self.op.args:
             tensors = sum(isinstance(leaf, IRValue) for leaf in leaves(value))
             if tensors and key not in by_name:
-                self.fail(f"argument {key!r} is a tensor without a term", (0, self.annotation.text.find("->")))
+                self.fail(
+                    f"argument {key!r} is a tensor without a term",
+                    (0, self.annotation.text.find("->")),
+                )
             matched += [by_name[key]] * tensors if tensors else []
         return matched
 
@@ -108,16 +133,22 @@ class _Fit:
             here = value.ndim - (len(term.dims) - 1)
             if here < 0 or (count is not None and here != count):
                 self.fail(
-                    f"'*' stands for {here} dims of {value.name}" + (f", but for {count} elsewhere" if here >= 0 else ""),
+                    f"'*' stands for {here} dims of {value.name}"
+                    + (f", but for {count} elsewhere" if here >= 0 else ""),
                     star.span,
                 )
             count = here
         return count
 
     def expand(self, term: Term, value: IRValue, star: int | None, what: str) -> _Expanded:
-        """The names in each dim of one tensor, stars replaced by ``*0 *1 ...`` and ``?`` by frozen names of its own."""
+        """The names in each dim of one tensor, stars replaced by ``*0 *1 ...`` and ``?`` by frozen
+        names of its own.
+        """
         if term.dims is None:
-            own = tuple((Name(f"?{value.name}{i}", term.span, FactorKind.FROZEN),) for i in range(value.ndim))
+            own = tuple(
+                (Name(f"?{value.name}{i}", term.span, FactorKind.FROZEN),)
+                for i in range(value.ndim)
+            )
             return own, value, what
         dims: list[tuple[Name, ...]] = []
         for dim in term.dims:
@@ -142,16 +173,24 @@ class _Fit:
             for name in _names([tensor]):
                 if name.name in seen and kinds[name.name] is not FactorKind.FROZEN:
                     self.fail(
-                        f"{name.name} stands twice in {tensor[2]}", name.span, f"mark it {name.name}^, or name one of them anew"
+                        f"{name.name} stands twice in {tensor[2]}",
+                        name.span,
+                        f"mark it {name.name}^, or name one of them anew",
                     )
                 seen.add(name.name)
         in_results = [{name.name for name in _names([result])} for result in results]
         for name in _names(tensors):
             everywhere = all(name.name in names for names in in_results)
             if kinds[name.name] is FactorKind.SUMMED and everywhere and in_results:
-                self.fail(f"{name.name} is marked + but every result has it", name.span, "leave the mark out")
+                self.fail(
+                    f"{name.name} is marked + but every result has it",
+                    name.span,
+                    "leave the mark out",
+                )
             if kinds[name.name] is FactorKind.FREE and not everywhere:
-                hint = f"write {name.name}+ if the result is the plain sum over it, else {name.name}^"
+                hint = (
+                    f"write {name.name}+ if the result is the plain sum over it, else {name.name}^"
+                )
                 self.fail(f"a result lacks {name.name}, which has no mark", name.span, hint)
         return kinds
 
@@ -163,21 +202,39 @@ class _Fit:
             if given is not None:
                 found = given if isinstance(given, tuple) else (given,)
                 if sizes.setdefault(name.name, found) != found:
-                    self.fail(f"{name.name} is given the sizes {sizes[name.name]} and {found}", name.span)
-        dims = [(dim, value.shape[i], i, what) for names, value, what in tensors for i, dim in enumerate(names)]
+                    self.fail(
+                        f"{name.name} is given the sizes {sizes[name.name]} and {found}", name.span
+                    )
+        dims = [
+            (dim, value.shape[i], i, what)
+            for names, value, what in tensors
+            for i, dim in enumerate(names)
+        ]
         while dims:
             waiting = [dim for dim in dims if not self.infer_dim(*dim, sizes)]
             if len(waiting) == len(dims):
                 unknown = [name for name in waiting[0][0] if name.name not in sizes]
                 hint = f"give sizes, as in ({unknown[0].name}=12 {unknown[-1].name})"
                 self.fail(
-                    f"the sizes of {' and '.join(n.name for n in unknown)} do not follow from the shapes", unknown[0].span, hint
+                    f"the sizes of {' and '.join(n.name for n in unknown)} do not follow "
+                    "from the shapes",
+                    unknown[0].span,
+                    hint,
                 )
             dims = waiting
         return {name.name: sizes[name.name] for name in _names(tensors)}
 
-    def infer_dim(self, dim: tuple[Name, ...], size: Size, index: int, what: str, sizes: dict[str, tuple[Size, ...]]) -> bool:
-        """Check one dim, or take the size of its only unknown factor from it; ``False`` if it has several."""
+    def infer_dim(
+        self,
+        dim: tuple[Name, ...],
+        size: Size,
+        index: int,
+        what: str,
+        sizes: dict[str, tuple[Size, ...]],
+    ) -> bool:
+        """Check one dim, or take the size of its only unknown factor from it; ``False`` if it has
+        several.
+        """
         unknown = [name for name in dim if name.name not in sizes]
         if len(unknown) > 1 or any(name.segment is not None for name in unknown):
             return False
@@ -204,13 +261,16 @@ class _Fit:
 
     def term_span(self, what: str) -> tuple[int, int]:
         """Where the term of an operand or a result stands."""
-        spans = dict(zip(self.op.operand_names, (term.span for term in self.match_operands()), strict=True))
+        spans = dict(
+            zip(self.op.operand_names, (term.span for term in self.match_operands()), strict=True)
+        )
         spans |= {f"result {i}": term.span for i, term in enumerate(self.annotation.results)}
         return spans[what]
 
     def fail(self, what: str, span: tuple[int, int], hint: str | None = None) -> NoReturn:
         shapes = ", ".join(
-            f"{name} {_shape(value)}" for name, value in zip(self.op.operand_names, self.op.operands, strict=True)
+            f"{name} {_shape(value)}"
+            for name, value in zip(self.op.operand_names, self.op.operands, strict=True)
         )
         results = ", ".join(_shape(value) for value in self.op.results)
         places = [str(self.op.source)] if self.op.source else []

@@ -1,8 +1,9 @@
 """Digests of functions, and of what the operators of a user's own bring to a program.
 
-Two digests answer two questions. :func:`operator_digests` covers everything that ``register_op`` was told and that decides
-a plan or a generated file; it is part of what a compile is recognised by. :func:`function_digest` covers what a function
-computes: its code, and that of the functions it calls, as far as they are no library's.
+Two digests answer two questions. :func:`operator_digests` covers everything that ``register_op``
+was told and that decides a plan or a generated file; it is part of what a compile is recognised by.
+:func:`function_digest` covers what a function computes: its code, and that of the functions it
+calls, as far as they are no library's.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.rule import OpRule
 
 _LIBRARIES = {"torch", "numpy", "shardwright", *sys.stdlib_module_names}
-"""Packages whose functions are known by name: other versions of them change other parts of the digests."""
+"""Packages whose functions are known by name: other versions of them change other parts of the
+digests.
+"""
 
 _WRAPPERS = (functools.partial, CustomOpDef, MethodType, staticmethod, classmethod, property)
 
 _MOST_OBJECTS = 2000
-"""How many functions and values a digest looks at: a bound for functions that reach into large packages."""
+"""How many functions and values a digest looks at: a bound for functions that reach into large
+packages.
+"""
 
 
 def operator_digests(graph: IRGraph) -> dict[str, str]:
-    """For each operator of ``register_op`` in a graph, a digest of what it brings to a program: the rules of its calls,
-    functions that fit arguments to a rank, and how calls are written.
+    """For each operator of ``register_op`` in a graph, a digest of what it brings to a program: the
+    rules of its calls, functions that fit arguments to a rank, and how calls are written.
 
     Raises :class:`AnnotationError` for an annotation that does not fit a call.
     """
@@ -68,7 +73,12 @@ def rule_text(rule: OpRule) -> str:
     return repr(
         (
             *(rule.annotation, rule.factors, rule.operands, rule.results, rule.additive),
-            *([sorted(positions) for positions in rule.linear_sets], rule.grad_linear, rule.random, rule.updates),
+            *(
+                [sorted(positions) for positions in rule.linear_sets],
+                rule.grad_linear,
+                rule.random,
+                rule.updates,
+            ),
             *(rule.nonempty, rule.localise and function_digest(rule.localise), parallel),
         )
     )
@@ -83,9 +93,11 @@ def digest_of(words: Iterable[str]) -> str:
 
 
 def function_digest(function: Any) -> str:
-    """The digest of what a function computes: code, defaults, what it holds, and the functions and constants it names.
+    """The digest of what a function computes: code, defaults, what it holds, and the functions and
+    constants it names.
 
-    Libraries' functions count by name, objects by their class. Equal in every process for equal sources.
+    Libraries' functions count by name, objects by their class. Equal in every process for equal
+    sources.
     """
     return digest_of(_Reader().read(function))
 
@@ -108,7 +120,10 @@ class _Reader:
         if isinstance(value, set | frozenset):
             return ["set", *sorted("".join(self.read(item)) for item in value)]
         if isinstance(value, Mapping):
-            return ["mapping", *(word for pair in value.items() for item in pair for word in self.read(item))]
+            return [
+                "mapping",
+                *(word for pair in value.items() for item in pair for word in self.read(item)),
+            ]
         if isinstance(value, torch.Tensor):
             return [tensor_digest(value)]
         if isinstance(value, CodeType):
@@ -119,7 +134,11 @@ class _Reader:
 
     def _callable(self, value: Any) -> list[str]:
         if isinstance(value, functools.partial):
-            return [word for part in (value.func, value.args, value.keywords) for word in self.read(part)]
+            return [
+                word
+                for part in (value.func, value.args, value.keywords)
+                for word in self.read(part)
+            ]
         if isinstance(value, MethodType):
             return self.read(value.__func__)
         if isinstance(value, staticmethod | classmethod):
@@ -129,17 +148,37 @@ class _Reader:
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, type):
-            own = [part for base in value.__mro__ if not _is_of_library(base) for part in vars(base).items()]
-            return [word for name, part in own if not _is_bookkeeping(name) for word in (name, *self.read(part))]
+            own = [
+                part
+                for base in value.__mro__
+                if not _is_of_library(base)
+                for part in vars(base).items()
+            ]
+            return [
+                word
+                for name, part in own
+                if not _is_bookkeeping(name)
+                for word in (name, *self.read(part))
+            ]
         if isinstance(value, CustomOpDef):
-            parts = (value._init_fn, value._backward_fn, value._setup_context_fn, *value._backend_fns.values())
+            parts = (
+                value._init_fn,
+                value._backward_fn,
+                value._setup_context_fn,
+                *value._backend_fns.values(),
+            )
             return [word for part in parts for word in self.read(part)]
         script = getattr(value, "_torchdynamo_inline", None)  # a scripted or compiled function
         return self.read(script) if script is not None else []
 
     def _function(self, function: FunctionType) -> list[str]:
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        parts: list[Any] = [function.__code__, function.__defaults__, function.__kwdefaults__, cells]
+        parts: list[Any] = [
+            function.__code__,
+            function.__defaults__,
+            function.__kwdefaults__,
+            cells,
+        ]
         names = sorted(set(_names(function.__code__)))
         for name in names:
             if name not in function.__globals__:
@@ -158,7 +197,12 @@ class _Reader:
 
 def _names(code: CodeType) -> list[str]:
     """The names that code reads from outside, those of functions within it included."""
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    inner = [
+        name
+        for constant in code.co_consts
+        if isinstance(constant, CodeType)
+        for name in _names(constant)
+    ]
     return [*code.co_names, *inner]
 
 
@@ -170,7 +214,9 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether a function, a class, or the class of an object, is a library's. What wraps a function is looked into."""
+    """Whether a function, a class, or the class of an object, is a library's. What wraps a function
+    is looked into.
+    """
     if isinstance(value, _WRAPPERS) or hasattr(value, "_torchdynamo_inline"):
         return False
     module = getattr(value, "__module__", None) or type(value).__module__

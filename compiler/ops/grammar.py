@@ -3,9 +3,9 @@
     b s k+, n k+, n -> b s n                   a linear layer
     b (g r) q d^, b g k^ d^, b g k^ e -> b (g r) q e      grouped-query attention
 
-Terms, separated by commas, stand for the tensor operands in signature order, those after the arrow for the results. (More
-terms than tensors: they stand for the parameters, and the terms of those that hold no tensor are passed over.)
-A term is a list of dims:
+Terms, separated by commas, stand for the tensor operands in signature order, those after the arrow
+for the results. (More terms than tensors: they stand for the parameters, and the terms of those
+that hold no tensor are passed over.) A term is a list of dims:
 
     ``b``            a factor: the same name is the same size wherever it stands
     ``k+``  ``k^``   marked once anywhere: *summed* (results that lack it are the sum over its pieces), *frozen* (never split)
@@ -15,7 +15,8 @@ A term is a list of dims:
     ``*``            any number of dims, the same ones wherever it stands; ``*+`` and ``*^`` mark them all
     ``?``            a whole term: any tensor, never split, or no tensor at all
 
-Factors of size 1 are dropped: there is nothing to split. Sizes broadcast only where a ``1`` is written.
+Factors of size 1 are dropped: there is nothing to split. Sizes broadcast only where a ``1`` is
+written.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from functools import lru_cache
 from shardwright.compiler.ops.rule import FactorKind
 from shardwright.runtime.errors import AnnotationError
 
-_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>\d+)|(?P<symbol>->|[,()*?+^=#|\[\]]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>\d+)|(?P<symbol>->|[,()*?+^=#|\[\]]))"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A factor as written: with its mark, the sizes given with it, and where it stands in the text."""
+    """A factor as written: with its mark, the sizes given with it, and where it stands in the
+    text.
+    """
 
     name: str
     span: tuple[int, int]
@@ -116,15 +121,22 @@ class _Parser:
     def expect(self, kind: str, meaning: str) -> _Token:
         if self.token.kind != kind:
             raise _SyntaxError(
-                f"expected {meaning}" + (f", found {self.token.text!r}" if self.token.text else ""), self.token.span
+                f"expected {meaning}" + (f", found {self.token.text!r}" if self.token.text else ""),
+                self.token.span,
             )
         return self.next()
 
     def annotation(self) -> Annotation:
         operands = self.terms("->")
         if not self.accept("->"):
-            what = f"expected ',' or '->', found {self.token.text!r}" if self.token.text else "there is no '->'"
-            raise _SyntaxError(what, self.token.span, "write operands -> results, as in 'b k+, n k+ -> b n'")
+            what = (
+                f"expected ',' or '->', found {self.token.text!r}"
+                if self.token.text
+                else "there is no '->'"
+            )
+            raise _SyntaxError(
+                what, self.token.span, "write operands -> results, as in 'b k+, n k+ -> b n'"
+            )
         results = self.terms("")
         if self.token.kind != "end":
             raise _SyntaxError(f"unexpected {self.token.text!r}", self.token.span)
@@ -147,7 +159,8 @@ class _Parser:
             dims.append(self.dim())
         if sum(isinstance(dim, Star) for dim in dims) > 1:
             raise _SyntaxError(
-                "'*' stands twice in one term", dims[-1].span if isinstance(dims[-1], Star) else (start, start + 1)
+                "'*' stands twice in one term",
+                dims[-1].span if isinstance(dims[-1], Star) else (start, start + 1),
             )
         return Term(tuple(dims), (start, max(start + 1, self.tokens[self.index - 1].span[1])))
 
@@ -201,7 +214,9 @@ def parse(text: str) -> Annotation:
     """Read an annotation. Raises :class:`AnnotationError` with the offending token marked."""
     parsed = _parse(text)
     if isinstance(parsed, _SyntaxError):
-        raise AnnotationError(f"annotation: {parsed.message}", why=underline(text, parsed.span), hint=parsed.hint)
+        raise AnnotationError(
+            f"annotation: {parsed.message}", why=underline(text, parsed.span), hint=parsed.hint
+        )
     return parsed
 
 

@@ -1,17 +1,19 @@
 """Rules of functions of well-known libraries that loop over time steps in Python.
 
-Such a function is one operator of the graph. Traced through, it would be as many operators as the sequence has steps,
-times a dozen: a Mamba of two layers and 2,048 tokens has 50,000. The loop itself stays where it is, in the library, which
-may run a fused kernel in its place where one is installed.
+Such a function is one operator of the graph. Traced through, it would be as many operators as the
+sequence has steps, times a dozen: a Mamba of two layers and 2,048 tokens has 50,000. The loop
+itself stays where it is, in the library, which may run a fused kernel in its place where one is
+installed.
 
-A function is known by its name and by its parameters; nothing is imported for this. One of another version, with other
-parameters, is traced through. So is a call with packed rows.
+A function is known by its name and by its parameters; nothing is imported for this. One of another
+version, with other parameters, is traced through. So is a call with packed rows.
 
 Example: ``mamba_selective_scan`` of 4 sequences of 2,048 tokens, 64 channels and a state of 16 is
 
     b d l^, b d l^, d n^, b n^ l^, b n^ l^, d, b d l^, d -> b d l^
 
-so the batch and the channels may be split, and the sequence stays whole, as one step needs the one before it.
+so the batch and the channels may be split, and the sequence stays whole, as one step needs the one
+before it.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from shardwright.runtime.structure import tensors_of
 class KnownLoop:
     """A function of a library, and its rule.
 
-    ``parameters``: those that the rule speaks of, with their defaults; the function may have ``**kwargs`` beside them.
-    ``annotation``: from the arguments, ``None`` for tensors that are not given, the annotation of ``register_op``.
+    ``parameters``: those that the rule speaks of, with their defaults; the function may have
+    ``**kwargs`` beside them.
+    ``annotation``: from the arguments, ``None`` for tensors that are not given, the annotation of
+    ``register_op``.
     ``results``: from the arguments, empty tensors in the structure that the function returns.
     """
 
@@ -50,35 +54,62 @@ class KnownLoop:
         return inspect.signature(made["function"])
 
 
-def _selective_scan(x: Any, dt: Any, a: Any, b: Any, c: Any, skip: Any, gate: Any, bias: Any, *options: Any) -> str:
-    terms = ["b d l^", "b d l^", "d n^", "b n^ l^", "b n^ l^", _if(skip, "d"), _if(gate, "b d l^"), _if(bias, "d")]
+def _selective_scan(
+    x: Any, dt: Any, a: Any, b: Any, c: Any, skip: Any, gate: Any, bias: Any, *options: Any
+) -> str:
+    terms = [
+        "b d l^",
+        "b d l^",
+        "d n^",
+        "b n^ l^",
+        "b n^ l^",
+        _if(skip, "d"),
+        _if(gate, "b d l^"),
+        _if(bias, "d"),
+    ]
     return_last_state = options[1]
     return f"{', '.join(terms)} -> b d l^{', b d n^' if return_last_state else ''}"
 
 
-def _selective_scan_results(hidden_states: Any, A: Any, return_last_state: bool = False, **others: Any) -> Any:
+def _selective_scan_results(
+    hidden_states: Any, A: Any, return_last_state: bool = False, **others: Any
+) -> Any:
     out = torch.empty_like(hidden_states)
-    return (out, hidden_states.new_empty((*hidden_states.shape[:2], A.shape[1]))) if return_last_state else out
+    return (
+        (out, hidden_states.new_empty((*hidden_states.shape[:2], A.shape[1])))
+        if return_last_state
+        else out
+    )
 
 
-def _delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, *others: Any, decays_by_key: bool = False) -> str:
-    """Queries and keys of ``g`` heads, each of which serves ``r`` heads of values; a state of ``k x v`` per head of values."""
+def _delta_rule(
+    query: Any, key: Any, value: Any, g: Any, beta: Any, *others: Any, decays_by_key: bool = False
+) -> str:
+    """Queries and keys of ``g`` heads, each of which serves ``r`` heads of values; a state of ``k x
+    v`` per head of values.
+    """
     initial_state, output_final_state = others[-3], others[-2]
     grouped = query.shape[2] != value.shape[2]
     heads = f"(g={query.shape[2]} r)" if grouped else "g"
     decay = f"b l^ {heads} k^" if decays_by_key else f"b l^ {heads}"
     terms = ["b l^ g k^", "b l^ g k^", f"b l^ {heads} v", decay, f"b l^ {heads}"]
     terms += ["?"] * (len(others) - 3) + [_if(initial_state, f"b {heads} k^ v")]
-    return f"{', '.join(terms)} -> b l^ {heads} v{f', b {heads} k^ v' if output_final_state else ''}"
+    return (
+        f"{', '.join(terms)} -> b l^ {heads} v{f', b {heads} k^ v' if output_final_state else ''}"
+    )
 
 
-def _delta_rule_results(query: Any, key: Any, value: Any, output_final_state: bool = False, **others: Any) -> Any:
+def _delta_rule_results(
+    query: Any, key: Any, value: Any, output_final_state: bool = False, **others: Any
+) -> Any:
     state = (value.shape[0], value.shape[2], key.shape[3], value.shape[3])
     last = torch.empty(state, dtype=torch.float32) if output_final_state else None
     return torch.empty_like(value, dtype=query.dtype), last
 
 
-def _linear_attention(time_decay: Any, time_first: Any, key: Any, value: Any, state: Any, return_state: bool) -> str:
+def _linear_attention(
+    time_decay: Any, time_first: Any, key: Any, value: Any, state: Any, return_state: bool
+) -> str:
     states = ", b h, b h, b h" if return_state else ""
     return f"h, h, b l^ h, b l^ h -> b l^ h{states}"
 
@@ -95,7 +126,9 @@ def _rnn_scan(module: Any, x: Any, gate: Any, reset: Any, states: Any) -> str:
 
 
 def _rnn_scan_results(hidden_states: Any, **others: Any) -> Any:
-    return torch.empty_like(hidden_states), torch.empty_like(hidden_states[:, 0], dtype=torch.float32)
+    return torch.empty_like(hidden_states), torch.empty_like(
+        hidden_states[:, 0], dtype=torch.float32
+    )
 
 
 def _if(tensor: Any, term: str) -> str:
@@ -108,40 +141,59 @@ _DECAYS_BY_KEY = functools.partial(_delta_rule, decays_by_key=True)
 
 KNOWN_LOOPS: Mapping[str, KnownLoop] = {
     "mamba_selective_scan": KnownLoop(
-        "hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False, "
+        "hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, "
+        "return_last_state=False, "
         "use_mambapy=False, use_associative_scan=False",
         _selective_scan,
         _selective_scan_results,
     ),
-    "torch_chunk_gated_delta_rule": KnownLoop(f"{_DELTA}, chunk_size=64, {_STEPS}", _delta_rule, _delta_rule_results),
-    "torch_recurrent_gated_delta_rule": KnownLoop(f"{_DELTA}, {_STEPS}", _delta_rule, _delta_rule_results),
-    "chunk_kimi_delta_attention": KnownLoop(f"{_DELTA}, chunk_size=64, {_STEPS}", _DECAYS_BY_KEY, _delta_rule_results),
+    "torch_chunk_gated_delta_rule": KnownLoop(
+        f"{_DELTA}, chunk_size=64, {_STEPS}", _delta_rule, _delta_rule_results
+    ),
+    "torch_recurrent_gated_delta_rule": KnownLoop(
+        f"{_DELTA}, {_STEPS}", _delta_rule, _delta_rule_results
+    ),
+    "chunk_kimi_delta_attention": KnownLoop(
+        f"{_DELTA}, chunk_size=64, {_STEPS}", _DECAYS_BY_KEY, _delta_rule_results
+    ),
     "rwkv_linear_attention": KnownLoop(
-        "time_decay, time_first, key, value, state=None, return_state=False", _linear_attention, _linear_attention_results
+        "time_decay, time_first, key, value, state=None, return_state=False",
+        _linear_attention,
+        _linear_attention_results,
     ),
     "RecurrentGemmaRglru._rnn_scan": KnownLoop(
         "self, hidden_states, recurrent_gate, reset, recurrent_states", _rnn_scan, _rnn_scan_results
     ),
 }
-"""The known loops by the qualified name of the function in its file, which is one of ``transformers.models``."""
+"""The known loops by the qualified name of the function in its file, which is one of
+``transformers.models``.
+"""
 
 LIBRARY = "transformers.models."
 _PACKED = ("cu_seqlens", "seq_idx")
-"""Arguments that say where the documents of a packed row begin. Such a call is traced through. Others that the rules do not
-speak of are the library's own (``position_ids``, ``use_cache``), handed on to every function and read by none of these.
+"""Arguments that say where the documents of a packed row begin. Such a call is traced through.
+Others that the rules do not speak of are the library's own (``position_ids``, ``use_cache``),
+handed on to every function and read by none of these.
 """
 
 
 def known_loop(function: Any) -> KnownLoop | None:
-    """The entry of a function, if its file is one of the library's and it has the parameters that the rule is for."""
+    """The entry of a function, if its file is one of the library's and it has the parameters that
+    the rule is for.
+    """
     loop = KNOWN_LOOPS.get(getattr(function, "__qualname__", ""))
     if loop is None or not function.__module__.startswith(LIBRARY):
         return None
     parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD and not _is_dtype(p.default)]
+    named = [
+        p
+        for p in parameters
+        if p.kind is not inspect.Parameter.VAR_KEYWORD and not _is_dtype(p.default)
+    ]
     expected = list(loop.signature.parameters.values())
     alike = [p.name for p in named] == [p.name for p in expected] and all(
-        ours.default in (theirs.default, inspect.Parameter.empty) or theirs.default is inspect.Parameter.empty
+        ours.default in (theirs.default, inspect.Parameter.empty)
+        or theirs.default is inspect.Parameter.empty
         for ours, theirs in zip(expected, named, strict=True)
     )
     return loop if alike else None
@@ -153,7 +205,8 @@ def _is_dtype(default: Any) -> bool:
 
 @functools.cache
 def as_operator(function: Callable[..., Any], loop: KnownLoop) -> Callable[..., Any]:
-    """The function as something that a trace records as one operator; it takes what the function takes.
+    """The function as something that a trace records as one operator; it takes what the function
+    takes.
 
     A function that a user has registered keeps the user's rule.
     """
@@ -174,7 +227,10 @@ def as_operator(function: Callable[..., Any], loop: KnownLoop) -> Callable[..., 
 
     path = f"{function.__module__}.{function.__qualname__}"
     flat.__signature__ = signature  # type: ignore[attr-defined]
-    imports = (f"import {function.__module__}", "from shardwright.runtime.structure import tensors_of")
+    imports = (
+        f"import {function.__module__}",
+        "from shardwright.runtime.structure import tensors_of",
+    )
     operator = register_op(loop.annotation, path, emit=write, imports=imports, fake=empty)(flat)
     proved_by_tests(path)
 

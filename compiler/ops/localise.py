@@ -1,7 +1,8 @@
-"""The call one rank makes: view sizes, split sizes and counts of its own pieces, and the parallel form where one is needed.
+"""The call one rank makes: view sizes, split sizes and counts of its own pieces, and the parallel
+form where one is needed.
 
-The result is the same text on every rank: sizes that differ between ranks stay expressions over the rank's axis groups
-(``tp.local_size(50257)``), so one program serves all ranks of a stage.
+The result is the same text on every rank: sizes that differ between ranks stay expressions over the
+rank's axis groups (``tp.local_size(50257)``), so one program serves all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ from shardwright.runtime.layout import Mesh
 
 def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp:
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
-    axes = {factor: cut for factor, cut in factor_axes(assignment, mesh).items() if any(mesh.axis_size(a) > 1 for a in cut)}
+    axes = {
+        factor: cut
+        for factor, cut in factor_axes(assignment, mesh).items()
+        if any(mesh.axis_size(a) > 1 for a in cut)
+    }
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
-    if rule.parallel is not None and (rule.random or any(factor in axes for factor in rule.parallel.factors)):
+    if rule.parallel is not None and (
+        rule.random or any(factor in axes for factor in rule.parallel.factors)
+    ):
         form = rule.parallel
         keywords: dict[str, tuple[AxisRef, ...]] = {}
         for factor, keyword in form.keywords.items():
             if factor in axes:
-                keywords[keyword] = keywords.get(keyword, ()) + tuple(AxisRef(axis) for axis in axes[factor])
+                keywords[keyword] = keywords.get(keyword, ()) + tuple(
+                    AxisRef(axis) for axis in axes[factor]
+                )
         extra = form.local_args(op, local_sizes(rule, axes, mesh)) if form.local_args else {}
         op = op.with_args(**{**extra, **keywords}).retarget(form.target)
     return op
@@ -39,4 +48,6 @@ def local_sizes(rule: OpRule, axes: dict[str, tuple[str, ...]], mesh: Mesh) -> L
             start += offset(sizes[0], axis)
             sizes = [local_size(size, axis, mesh.axis_size(axis)) for size in sizes]
         segments[factor.name], offsets[factor.name] = tuple(sizes), start
-    return LocalSizes(segments, offsets, axes, {factor.name: factor.size for factor in rule.factors})
+    return LocalSizes(
+        segments, offsets, axes, {factor.name: factor.size for factor in rule.factors}
+    )

@@ -1,4 +1,6 @@
-"""What one operator is called, how its arguments bind, how a call of it is written, and where its rule comes from."""
+"""What one operator is called, how its arguments bind, how a call of it is written, and where its
+rule comes from.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of an operator. ``star``: takes the remaining positional arguments, or one tuple of them."""
+    """One parameter of an operator. ``star``: takes the remaining positional arguments, or one
+    tuple of them.
+    """
 
     name: str
     default: Any = REQUIRED
@@ -43,12 +47,16 @@ class Parameter:
 def parse_signature(text: str) -> tuple[Parameter, ...]:
     """Read ``"input, *shape"`` or ``"input, other, *, alpha=1"``; defaults are Python literals."""
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # type: ignore[attr-defined]
-    defaults = [REQUIRED] * (len(arguments.args) - len(arguments.defaults)) + [ast.literal_eval(d) for d in arguments.defaults]
+    defaults = [REQUIRED] * (len(arguments.args) - len(arguments.defaults)) + [
+        ast.literal_eval(d) for d in arguments.defaults
+    ]
     parameters = [Parameter(a.arg, d) for a, d in zip(arguments.args, defaults, strict=True)]
     if arguments.vararg:
         parameters.append(Parameter(arguments.vararg.arg, REQUIRED, star=True))
     for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters.append(Parameter(a.arg, REQUIRED if d is None else ast.literal_eval(d), keyword_only=True))
+        parameters.append(
+            Parameter(a.arg, REQUIRED if d is None else ast.literal_eval(d), keyword_only=True)
+        )
     return tuple(parameters)
 
 
@@ -56,11 +64,12 @@ def parse_signature(text: str) -> tuple[Parameter, ...]:
 class OpDef:
     """One operator of the registry.
 
-    ``name``: its canonical name. ``signature``: see :func:`parse_signature`. ``code``: how a call is written:
-    ``"F.linear"`` a function, ``".view"`` a method of the first argument, ``"+"`` infix between two arguments (prefix if
-    there is one; with keyword-only options the function ``torch.<name>`` is called instead), ``"[]"`` indexing;
-    ``"shardwright.runtime.ops.x.f"`` is imported and called by its last name. ``rule`` makes the rule. ``renames``: other
-    names of its parameters. ``imports``: the import statements a call needs, where ``code`` does not tell them.
+    ``name``: its canonical name. ``signature``: see :func:`parse_signature`. ``code``: how a call
+    is written: ``"F.linear"`` a function, ``".view"`` a method of the first argument, ``"+"`` infix
+    between two arguments (prefix if there is one; with keyword-only options the function
+    ``torch.<name>`` is called instead), ``"[]"`` indexing; ``"shardwright.runtime.ops.x.f"`` is
+    imported and called by its last name. ``rule`` makes the rule. ``renames``: other names of its
+    parameters. ``imports``: the import statements a call needs, where ``code`` does not tell them.
     """
 
     name: str
@@ -92,12 +101,19 @@ class OpDef:
         if positional or not named.keys() <= known.keys():
             extra = [*positional, *(key for key in named if key not in known)]
             raise AnnotationError(f"arguments {extra} do not fit {self.name}({self.signature})")
-        return tuple((key, named[key]) for key in known if key in named and not _is_default(named[key], known[key]))
+        return tuple(
+            (key, named[key])
+            for key in known
+            if key in named and not _is_default(named[key], known[key])
+        )
 
     @property
     def is_sign(self) -> bool:
         """Whether calls are written with an operator sign, like ``+``."""
-        return self.code != "[]" and not self.code.strip(".").replace(".", "").replace("_", "").isalnum()
+        return (
+            self.code != "[]"
+            and not self.code.strip(".").replace(".", "").replace("_", "").isalnum()
+        )
 
     @property
     def function_code(self) -> str:
@@ -105,11 +121,18 @@ class OpDef:
         return f"torch.{self.name}"
 
     def fits_sign(self, names: Collection[str]) -> bool:
-        """Whether a call with these arguments can be written with the sign: it has no options beside its operands."""
-        return not any(parameter.name in names for parameter in self.parameters if parameter.keyword_only)
+        """Whether a call with these arguments can be written with the sign: it has no options
+        beside its operands.
+        """
+        return not any(
+            parameter.name in names for parameter in self.parameters if parameter.keyword_only
+        )
 
-    def write(self, args: Mapping[str, str | tuple[str, ...]], by_keyword: Collection[str] = ()) -> str:
-        """The call as Python source, from the source of each argument (a tuple of sources for a star parameter).
+    def write(
+        self, args: Mapping[str, str | tuple[str, ...]], by_keyword: Collection[str] = ()
+    ) -> str:
+        """The call as Python source, from the source of each argument (a tuple of sources for a
+        star parameter).
 
         ``by_keyword``: the parameters to name even where they could stand by position.
         """
@@ -149,8 +172,8 @@ def _is_default(value: Arg, default: Any) -> bool:
 
 
 def is_simple(text: str) -> bool:
-    """Whether formatters put a power sign or the colon of a slice next to this source without spaces: a number, a name,
-    attributes of a name.
+    """Whether formatters put a power sign or the colon of a slice next to this source without
+    spaces: a number, a name, attributes of a name.
     """
     node = ast.parse(text, mode="eval").body
     while isinstance(node, ast.Attribute | ast.UnaryOp):

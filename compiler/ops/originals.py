@@ -1,8 +1,9 @@
 """Functions of torch that a program has replaced before the first compile.
 
-The operator tables name torch's functions as ``torch.Tensor.float`` or ``F.linear``. A program may have put something else
-there by then: its own function, or another one of torch's (``torch.Tensor.float = torch.Tensor.double``). The tables must
-mean what torch calls so, since that is what tracing sees however it was called.
+The operator tables name torch's functions as ``torch.Tensor.float`` or ``F.linear``. A program may
+have put something else there by then: its own function, or another one of torch's
+(``torch.Tensor.float = torch.Tensor.double``). The tables must mean what torch calls so, since that
+is what tracing sees however it was called.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 
 
 class _Place(NamedTuple):
-    """Where the tables look for functions. ``origins``: where torch keeps those that are written in C++. ``file``: the module
-    that defines those in Python.
+    """Where the tables look for functions. ``origins``: where torch keeps those that are written in
+    C++. ``file``: the module that defines those in Python.
     """
 
     title: str
@@ -31,7 +32,12 @@ class _Place(NamedTuple):
 _PLACES = (
     _Place("torch.Tensor", torch.Tensor, (torch._C.TensorBase,), "torch._tensor"),
     _Place("torch", torch, (torch._C._VariableFunctions,), "torch.functional"),
-    _Place("torch.nn.functional", torch.nn.functional, (torch._C._nn, torch._C._VariableFunctions), "torch.nn.functional"),
+    _Place(
+        "torch.nn.functional",
+        torch.nn.functional,
+        (torch._C._nn, torch._C._VariableFunctions),
+        "torch.nn.functional",
+    ),
     _Place("torch.linalg", torch.linalg),
     _Place("torch.fft", torch.fft),
     _Place("torch.special", torch.special),
@@ -40,9 +46,11 @@ _PLACES = (
 
 @contextmanager
 def unpatched() -> Iterator[Mapping[Any, str]]:
-    """Inside the ``with`` block torch's functions are in their places again, as far as they can be found.
+    """Inside the ``with`` block torch's functions are in their places again, as far as they can be
+    found.
 
-    For those that cannot be, a stand-in that nobody calls is there: the block gets these, with the names they stand for.
+    For those that cannot be, a stand-in that nobody calls is there: the block gets these, with the
+    names they stand for.
     """
     replaced = _replaced()
     values = [vars(place.owner)[name] for place, name in replaced]
@@ -65,19 +73,24 @@ def _replaced() -> list[tuple[_Place, str]]:
         (place, name)
         for place in _PLACES
         for name, value in sorted(vars(place.owner).items())
-        if not name.startswith("_") and inspect.isroutine(value) and not _belongs(place.owner, name, value)
+        if not name.startswith("_")
+        and inspect.isroutine(value)
+        and not _belongs(place.owner, name, value)
     ]
 
 
 def _belongs(place: Any, name: str, value: Any) -> bool:
     """Whether a function is what torch itself has put there."""
-    owner = getattr(value, "__objclass__", value)  # methods written in C++ have no module of their own
+    owner = getattr(
+        value, "__objclass__", value
+    )  # methods written in C++ have no module of their own
     if not str(getattr(owner, "__module__", "")).startswith("torch"):
         return False
     own_name = str(getattr(value, "__name__", name))
     if own_name.lstrip("_") == name:
         return True
-    # Under the name of another one, which is still there: torch has few such aliases, and has both in C++.
+    # Under the name of another one, which is still there: torch has few such aliases, and has both
+    # in C++.
     return getattr(place, own_name, None) is not value
 
 

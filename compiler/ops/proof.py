@@ -1,7 +1,8 @@
 """Proofs of the rules of a user's own operators, made when a model that calls them is compiled.
 
-A rule is what ``register_op`` was told. Everything else that the compiler knows is proved by its own tests; this is proved
-here, on small random calls (:mod:`~shardwright.compiler.ops.samples`) by the same prover. What was proved is known by a
+A rule is what ``register_op`` was told. Everything else that the compiler knows is proved by its
+own tests; this is proved here, on small random calls
+(:mod:`~shardwright.compiler.ops.sample_calls`) by the same prover. What was proved is known by a
 digest of rule, function, shapes and versions, so that it is proved once.
 """
 
@@ -24,7 +25,7 @@ from shardwright.compiler.ops.prover import Trial
 from shardwright.compiler.ops.register import UserOpDef
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.ops.rule import FactorKind, OpRule
-from shardwright.compiler.ops.samples import Sample, sample_calls
+from shardwright.compiler.ops.sample_calls import Sample, sample_calls
 from shardwright.compiler.ops.strategy import split_factor, strategies
 from shardwright.runtime.errors import AnnotationError, on_lines
 
@@ -42,14 +43,19 @@ logger = logging.getLogger(__name__)
 
 
 def unproved(graph: IRGraph) -> tuple[str, ...]:
-    """The operators of a graph whose rules are taken on trust, as ``register_op(prove=False)`` asks."""
+    """The operators of a graph whose rules are taken on trust, as ``register_op(prove=False)``
+    asks.
+    """
     targets = dict.fromkeys(op.target for body in graph.bodies for op in body.ops)
     opdefs = [registry.get(target) for target in targets]
-    return tuple(opdef.name for opdef in opdefs if isinstance(opdef, UserOpDef) and opdef.proof == "nobody")
+    return tuple(
+        opdef.name for opdef in opdefs if isinstance(opdef, UserOpDef) and opdef.proof == "nobody"
+    )
 
 
 def prove_operators(graph: IRGraph, known: Collection[str], versions: str) -> list[str]:
-    """Prove the rules of all calls of a user's own operators. Returns the digests of those that are not ``known`` yet.
+    """Prove the rules of all calls of a user's own operators. Returns the digests of those that are
+    not ``known`` yet.
 
     ``versions``: what else a proof depends on.
 
@@ -61,7 +67,9 @@ def prove_operators(graph: IRGraph, known: Collection[str], versions: str) -> li
         if not isinstance(opdef, UserOpDef) or opdef.proof != "compile":
             continue
         rule = instantiate(opdef, op)
-        if strategies(rule) == ("R",):  # every rank computes all of it: there is nothing to be wrong
+        if strategies(rule) == (
+            "R",
+        ):  # every rank computes all of it: there is nothing to be wrong
             continue
         digest = _digest(op, opdef, rule, versions)
         if digest in known or digest in new:
@@ -75,12 +83,21 @@ def prove_operators(graph: IRGraph, known: Collection[str], versions: str) -> li
 
 def _digest(op: IROp, opdef: UserOpDef, rule: OpRule, versions: str) -> str:
     """The digest of all that a proof depends on."""
-    operands = [f"{value.shape} {value.dtype} {value.requires_grad and op.grad_enabled}" for value in op.operands]
+    operands = [
+        f"{value.shape} {value.dtype} {value.requires_grad and op.grad_enabled}"
+        for value in op.operands
+    ]
     functions = [opdef.function, opdef.input_gen]
     functions += [resolve_name(rule.parallel.target)] if rule.parallel is not None else []
     return digest_of(
         [
-            *(versions, str(torch.__version__), str(torch.cuda.is_available()), opdef.name, rule_text(rule)),
+            *(
+                versions,
+                str(torch.__version__),
+                str(torch.cuda.is_available()),
+                opdef.name,
+                rule_text(rule),
+            ),
             *(call_source(op, lambda value: value.name, to_python), *operands),
             *map(function_digest, functions),
         ]
@@ -111,14 +128,19 @@ def _prove(op: IROp, opdef: UserOpDef) -> None:
     raise AnnotationError(
         f"the annotation of {op.target} cannot be proved",
         where=_where(op),
-        why=on_lines(["no call of it with small tensors could be tried:", *list(dict.fromkeys(reasons))[-3:]]),
-        hint="register_op(input_gen=...) makes the tensors of a call, see docs/register-op.md; register_op(prove=False) takes "
+        why=on_lines(
+            ["no call of it with small tensors could be tried:", *list(dict.fromkeys(reasons))[-3:]]
+        ),
+        hint="register_op(input_gen=...) makes the tensors of a call, see docs/register-op.md; "
+        "register_op(prove=False) takes "
         "the annotation on trust, which generated files say",
     )
 
 
 def _tried(sample: Sample, clock: _Clock) -> tuple[list[Trial], int]:
-    """The trials that failed, and the number of all. What fails along one axis is not tried along two."""
+    """The trials that failed, and the number of all. What fails along one axis is not tried along
+    two.
+    """
     failures, count = [], 0
     for meshes in _meshes(sample.call.rule):
         for trial in sample.call.trials(meshes):
@@ -131,7 +153,9 @@ def _tried(sample: Sample, clock: _Clock) -> tuple[list[Trial], int]:
 
 
 def _meshes(rule: OpRule) -> list[list[int | dict[str, int]]]:
-    """Two ranks, and three for pieces of different sizes; then two by two, where that is not too much."""
+    """Two ranks, and three for pieces of different sizes; then two by two, where that is not too
+    much.
+    """
     return [[2, 3], [{"a": 2, "b": 2}]] if len(strategies(rule)) <= 8 else [[2, 3]]
 
 
@@ -149,7 +173,8 @@ class _Clock:
                 f"the annotation of {self._op.target} could not be proved within {LIMIT_S:.0f} s",
                 where=_where(self._op),
                 why=done,
-                hint="annotate sizes that may be small, or take the annotation on trust: register_op(prove=False)",
+                hint="annotate sizes that may be small, or take the annotation on trust: "
+                "register_op(prove=False)",
             )
         if seconds > _NOTICE_S and not self._said:
             self._said = True
@@ -162,7 +187,8 @@ def _wrong(op: IROp, sample: Sample, failures: list[Trial], count: int) -> Annot
     shown = [f"{trial.name}: {trial.failure}" for trial in failures[:4]]
     more = [f"... and {len(failures) - len(shown)} more"] if len(failures) > len(shown) else []
     return AnnotationError(
-        f"the annotation of {op.target} is wrong: {len(failures)} of {count} ways to split a call differ from one device",
+        f"the annotation of {op.target} is wrong: {len(failures)} of {count} ways to split a "
+        "call differ from one device",
         where=_where(op),
         why=on_lines([rule.annotation, f"tried on {sample.shapes}", *shown, *more]),
         hint=on_lines(dict.fromkeys(_advice(failures[0], rule))),
@@ -176,11 +202,16 @@ def _advice(trial: Trial, rule: OpRule) -> Iterator[str]:
         if name is not None:
             yield _advice_on(name, rule)
         elif strategy == "G":
-            yield "leave grad_linear=True out: the backward is not linear in the gradients that it is given"
+            yield (
+                "leave grad_linear=True out: the backward is not linear in the gradients that it "
+                "is given"
+            )
         elif strategy.startswith("linear:"):
             yield "leave linear= out, or name the parameters for which f(a + b) = f(a) + f(b)"
         else:
-            yield "make the function compute from its arguments alone, the same whenever it is called"
+            yield (
+                "make the function compute from its arguments alone, the same whenever it is called"
+            )
 
 
 def _advice_on(name: str, rule: OpRule) -> str:
@@ -193,7 +224,8 @@ def _advice_on(name: str, rule: OpRule) -> str:
             "like a bias, go into additive=[...]"
         )
     return (
-        f"write {written}^, so that {written} stays whole, if the function needs all of it (a norm, "
+        f"write {written}^, so that {written} stays whole, if the function needs all of it "
+        "(a norm, "
         "a softmax, an order of dims); if an argument is a size, localise= shrinks it"
     )
 

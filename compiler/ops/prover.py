@@ -1,15 +1,16 @@
 """The prover: does an operator's rule hold?
 
-For every strategy its rule allows, the operator runs on random shards as the ranks would run it, the results are put
-together and compared with the unsplit call; then gradients are sent back, in the encoding that each result's placement
-asks for, and what arrives at the operands is compared with the unsplit gradients. A strategy is right only if both agree.
+For every strategy its rule allows, the operator runs on random shards as the ranks would run it,
+the results are put together and compared with the unsplit call; then gradients are sent back, in
+the encoding that each result's placement asks for, and what arrives at the operands is compared
+with the unsplit gradients. A strategy is right only if both agree.
 
     >>> report = prove(F.linear, (torch.randn(4, 6), torch.randn(5, 6)))
     >>> report.ok
     True
 
-The calls are those that lowering makes (:func:`~shardwright.compiler.ops.localise.localise`) in the source text that is
-generated; those that communicate run on one thread per rank.
+The calls are those that lowering makes (:func:`~shardwright.compiler.ops.localise.localise`) in the
+source text that is generated; those that communicate run on one thread per rank.
 """
 
 from __future__ import annotations
@@ -30,11 +31,19 @@ from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.annotation import instantiate
+from shardwright.compiler.ops.local_shards import (
+    DisagreementError,
+    accepted,
+    dual,
+    is_continuous,
+    joined,
+    largest_difference,
+    shards,
+)
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, is_continuous, joined, largest_difference, shards
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import AnnotationError, malformed
@@ -49,7 +58,8 @@ Operator = Callable[..., Any] | OpDef
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One strategy per axis of one mesh, tried. ``failure`` says in words what was wrong; ``error`` is the largest difference.
+    """One strategy per axis of one mesh, tried. ``failure`` says in words what was wrong; ``error``
+    is the largest difference.
 
     ``skipped``: it was not run, as some rank would hold nothing, which the rule forbids.
     """
@@ -64,7 +74,10 @@ class Trial:
     @property
     def name(self) -> str:
         """``split:k over 2`` or ``split:b over 2, split:k over 3``."""
-        return ", ".join(f"{strategy} over {self.mesh.axis_size(axis)}" for axis, strategy in self.assignment.items())
+        return ", ".join(
+            f"{strategy} over {self.mesh.axis_size(axis)}"
+            for axis, strategy in self.assignment.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +99,23 @@ class ProofReport:
         return not self.failures
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{factor.name}{factor.kind.value}={factor.size}" for factor in self.rule.factors)
+        sizes = " ".join(
+            f"{factor.name}{factor.kind.value}={factor.size}" for factor in self.rule.factors
+        )
         proved = [trial for trial in self.trials if trial.failure is None and not trial.skipped]
         skipped = [trial.name for trial in self.trials if trial.skipped]
         worst = max((trial.error for trial in proved), default=0.0)
         lines = [
             f"{self.operator}: {self.rule.annotation}",
             f"  factors: {sizes or 'none'}",
-            f"  {len(proved)} of {len(self.trials)} strategies proved, largest difference {worst:.1e}",
+            (
+                f"  {len(proved)} of {len(self.trials)} strategies proved, largest difference "
+                f"{worst:.1e}"
+            ),
         ]
-        lines += [f"  not allowed, a rank would hold nothing: {'; '.join(skipped)}"] if skipped else []
+        lines += (
+            [f"  not allowed, a rank would hold nothing: {'; '.join(skipped)}"] if skipped else []
+        )
         for trial in self.failures:
             lines += [f"  WRONG {trial.name}: {trial.failure}", f"        {trial.source}"]
         return "\n".join(lines)
@@ -113,13 +133,16 @@ def prove(
 ) -> ProofReport:
     """Try every strategy of an operator's rule on one call of it.
 
-    ``operator``: a registered function (``register_op``, or one of torch's), or an entry of the registry. ``args`` and
-    ``kwargs``: example arguments, floating tensors in float64 (lower precisions are compared less strictly). Gradients are
-    compared for the tensors that require one; if none does, for all floating ones. ``num_ranks``:
-    the sizes of the mesh axis to split over, or meshes of several axes (``{"a": 2, "b": 2}``), on which every combination of
-    strategies is tried. ``training``: what ``self.training`` means where the call depends on it.
+    ``operator``: a registered function (``register_op``, or one of torch's), or an entry of the
+    registry. ``args`` and
+    ``kwargs``: example arguments, floating tensors in float64 (lower precisions are compared less
+    strictly). Gradients are compared for the tensors that require one; if none does, for all
+    floating ones. ``num_ranks``: the sizes of the mesh axis to split over, or meshes of several
+    axes (``{"a": 2, "b": 2}``), on which every combination of strategies is tried. ``training``:
+    what ``self.training`` means where the call depends on it.
 
-    Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the shapes.
+    Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the
+    shapes.
     """
     call = OperatorCall.of(operator, tuple(args), dict(kwargs or {}), training, seed)
     return ProofReport(call.op.target, call.rule, tuple(call.trials(num_ranks)))
@@ -127,7 +150,9 @@ def prove(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call gave: results, gradients of the operands (``None`` for those without), operands as they are afterwards."""
+    """What a call gave: results, gradients of the operands (``None`` for those without), operands
+    as they are afterwards.
+    """
 
     results: list[Tensor]
     grads: list[Tensor | None]
@@ -158,48 +183,76 @@ class OperatorCall:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @classmethod
-    def of(cls, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int) -> OperatorCall:
+    def of(
+        cls,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        training: bool,
+        seed: int,
+    ) -> OperatorCall:
         opdef, bound_args, bound_kwargs = _resolve(operator, args, kwargs)
         bound = dict(opdef.bind(bound_args, bound_kwargs))
-        operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
+        operands = [
+            leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)
+        ]
         explicit = any(x.requires_grad for x in operands)
         values = (
-            IRValue(f"x{i}", tuple(x.shape), x.dtype, x.requires_grad if explicit else is_continuous(x))
+            IRValue(
+                f"x{i}", tuple(x.shape), x.dtype, x.requires_grad if explicit else is_continuous(x)
+            )
             for i, x in enumerate(operands)
         )
-        named = map_leaves(tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf)
+        named = map_leaves(
+            tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf
+        )
         op = IROp("call", opdef.name, tuple(zip(bound, named, strict=True)), ())
         call = cls(op, OpRule("", (), (), ()), [x.detach() for x in operands], training, seed)
         results = call._example_results(operator, args, kwargs)
-        op = replace(op, results=tuple(IRValue(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results)))
+        op = replace(
+            op,
+            results=tuple(IRValue(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results)),
+        )
         rule = instantiate(opdef, op)
         return replace(call, op=replace(op, rule=rule), rule=rule)
 
     def trials(self, num_ranks: Sequence[int | Mapping[str, int]]) -> Iterator[Trial]:
         """Every strategy on one mesh after the other."""
         whole = self.run_whole()
-        for mesh in (Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks):
+        for mesh in (
+            Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks
+        ):
             for chosen in itertools.product(strategies(self.rule), repeat=len(mesh.axes)):
                 yield self.trial(dict(zip(mesh.names, chosen, strict=True)), mesh, whole)
 
     def run_plain(self) -> list[Tensor]:
         """The results of the unsplit call; the operands are left alone."""
-        return self._run(self.op, self.operands, {"self": self._module(Mesh((("a", 1),)), {"a": 0})}, None).results
+        return self._run(
+            self.op, self.operands, {"self": self._module(Mesh((("a", 1),)), {"a": 0})}, None
+        ).results
 
-    def _example_results(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _example_results(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """The results of the plain call, for their shapes."""
 
         def copy(arg: Any) -> Any:
-            return map_leaves(arg, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+            return map_leaves(
+                arg, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            )
 
         with torch.random.fork_rng(devices=[]):
             if isinstance(operator, OpDef):
                 return self._run(self.op, self.operands, {}, None).results
             function = getattr(operator, "apply", operator)  # of an autograd Function
             with malformed(
-                AnnotationError, "the operator fails with these arguments", hint="pass arguments it can be called with"
+                AnnotationError,
+                "the operator fails with these arguments",
+                hint="pass arguments it can be called with",
             ):
-                return _tensors(function(*copy(args), **{key: copy(value) for key, value in kwargs.items()}))
+                return _tensors(
+                    function(*copy(args), **{key: copy(value) for key, value in kwargs.items()})
+                )
 
     def trial(self, assignment: Assignment, mesh: Mesh, whole: _Whole) -> Trial:
         """Run the call split as ``assignment`` says and compare."""
@@ -212,13 +265,17 @@ class OperatorCall:
         outcomes = self._run_split(local, assignment, mesh, whole)
         if isinstance(outcomes, Exception):
             known = isinstance(outcomes, DisagreementError)
-            return replace(trial, failure=str(outcomes) if known else f"{type(outcomes).__name__}: {outcomes}")
+            return replace(
+                trial, failure=str(outcomes) if known else f"{type(outcomes).__name__}: {outcomes}"
+            )
         lost = self._lost_gradient(whole, outcomes)
         if lost is not None:
             return replace(trial, failure=lost)
         tolerance = max(accepted(x) for x in (*self.operands, *whole.outcome.results))
         worst = 0.0
-        for what, reference, pieces, layout in self._comparisons(whole, outcomes, operand_layouts, result_layouts):
+        for what, reference, pieces, layout in self._comparisons(
+            whole, outcomes, operand_layouts, result_layouts
+        ):
             try:
                 error = largest_difference(joined(pieces, layout, mesh, tolerance), reference)
             except DisagreementError as disagreement:
@@ -229,8 +286,8 @@ class OperatorCall:
         return replace(trial, error=worst)
 
     def _lost_gradient(self, whole: _Whole, outcomes: list[_Outcome]) -> str | None:
-        """Which operand gets no gradient on one of the ranks: what communicates above it in a backward is left out there, while
-        the other ranks wait for it.
+        """Which operand gets no gradient on one of the ranks: what communicates above it in a
+        backward is left out there, while the other ranks wait for it.
         """
         for i, name in enumerate(self.op.operand_names):
             for rank, outcome in enumerate(outcomes):
@@ -245,22 +302,36 @@ class OperatorCall:
         env = {"self": self._module(alone, {"a": 0})}
         generator = torch.Generator().manual_seed(self.seed)
         results = self._run(op, self.operands, env, None).results
-        grads = [torch.randn(y.shape, dtype=y.dtype, generator=generator) if is_continuous(y) else y for y in results]
+        grads = [
+            torch.randn(y.shape, dtype=y.dtype, generator=generator) if is_continuous(y) else y
+            for y in results
+        ]
         return _Whole(self._run(op, self.operands, env, grads), grads)
 
-    def _run_split(self, local: IROp, assignment: Assignment, mesh: Mesh, whole: _Whole) -> list[_Outcome] | Exception:
-        """The local calls of all ranks, on threads if they communicate; an exception one of them raised."""
+    def _run_split(
+        self, local: IROp, assignment: Assignment, mesh: Mesh, whole: _Whole
+    ) -> list[_Outcome] | Exception:
+        """The local calls of all ranks, on threads if they communicate; an exception one of them
+        raised.
+        """
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
         generator = torch.Generator().manual_seed(self.seed + 1)
-        pieces = [shards(x, layout, mesh, generator) for x, layout in zip(self.operands, operand_layouts, strict=True)]
+        pieces = [
+            shards(x, layout, mesh, generator)
+            for x, layout in zip(self.operands, operand_layouts, strict=True)
+        ]
         grads = [
-            shards(g, dual(layout), mesh, generator) if is_continuous(g) else [g] * mesh.size  # the latter are not used
+            shards(g, dual(layout), mesh, generator)
+            if is_continuous(g)
+            else [g] * mesh.size  # the latter are not used
             for g, layout in zip(whole.sent, result_layouts, strict=True)
         ]
 
         def run(rank: int, axes: Mapping[str, Any]) -> _Outcome:
             env = {**axes, "self": self._module(mesh, mesh.coords(rank))}
-            return self._run(local, [piece[rank] for piece in pieces], env, [grad[rank] for grad in grads])
+            return self._run(
+                local, [piece[rank] for piece in pieces], env, [grad[rank] for grad in grads]
+            )
 
         def run_thread(rank: int) -> _Outcome:
             groups = RankMesh(mesh)
@@ -270,7 +341,13 @@ class OperatorCall:
             if any(isinstance(leaf, AxisRef) for _, arg in local.args for leaf in leaves(arg)):
                 return run_ranks(mesh.size, run_thread)
             return [
-                run(rank, {axis_variable(name): _Place(mesh.axis_size(name), coords[name]) for name in mesh.names})
+                run(
+                    rank,
+                    {
+                        axis_variable(name): _Place(mesh.axis_size(name), coords[name])
+                        for name in mesh.names
+                    },
+                )
                 for rank, coords in enumerate(mesh.all_coords())
             ]
         except Exception as error:  # whatever a wrong rule makes of the call
@@ -304,7 +381,13 @@ class OperatorCall:
                 operand_layouts[i],
             )
 
-    def _run(self, op: IROp, operands: Sequence[Tensor], env: Mapping[str, Any], grads: Sequence[Tensor] | None) -> _Outcome:
+    def _run(
+        self,
+        op: IROp,
+        operands: Sequence[Tensor],
+        env: Mapping[str, Any],
+        grads: Sequence[Tensor] | None,
+    ) -> _Outcome:
         """Evaluate a call's source on one rank; with ``grads`` also send these back."""
         inputs = [
             x.to(self.device, copy=True).requires_grad_(value.requires_grad)
@@ -314,9 +397,17 @@ class OperatorCall:
         for statement in sorted(imports_of(op)):
             exec(statement, scope)
         with self.within():
-            return self._evaluate(call_source(op, lambda value: value.name, to_python), scope, inputs, grads)
+            return self._evaluate(
+                call_source(op, lambda value: value.name, to_python), scope, inputs, grads
+            )
 
-    def _evaluate(self, source: str, scope: dict[str, Any], inputs: list[Tensor], grads: Sequence[Tensor] | None) -> _Outcome:
+    def _evaluate(
+        self,
+        source: str,
+        scope: dict[str, Any],
+        inputs: list[Tensor],
+        grads: Sequence[Tensor] | None,
+    ) -> _Outcome:
         results = _tensors(eval(source, scope))
         wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
         received: list[Tensor | None] = [None] * len(inputs)
@@ -324,7 +415,10 @@ class OperatorCall:
             sent = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
             for i, (y, g) in enumerate(zip(results, grads, strict=True)):
                 if is_continuous(y) and y.shape != g.shape:
-                    raise DisagreementError(f"result {i} of a rank is {list(y.shape)} where its piece is {list(g.shape)}")
+                    raise DisagreementError(
+                        f"result {i} of a rank is {list(y.shape)} where its piece is "
+                        f"{list(g.shape)}"
+                    )
             if sent:
                 found = torch.autograd.grad(
                     [y for y, _ in sent],
@@ -335,7 +429,9 @@ class OperatorCall:
                 for i, grad in zip(wanted, found, strict=True):
                     dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
                     received[i] = dense if dense is None else dense.cpu()
-        return _Outcome([y.detach().cpu() for y in results], received, [x.detach().cpu() for x in inputs])
+        return _Outcome(
+            [y.detach().cpu() for y in results], received, [x.detach().cpu() for x in inputs]
+        )
 
     def _module(self, mesh: Mesh, coords: Mapping[str, int]) -> SimpleNamespace:
         """What ``self`` is in the source of a call."""

@@ -1,12 +1,14 @@
 """``register_op``: the rule of a function of your own.
 
-A registered function is one operator: tracing does not look inside, and the annotation says how it may be split.
+A registered function is one operator: tracing does not look inside, and the annotation says how it
+may be split.
 
     @shardwright.register_op("b s h^, h^ -> b s h^")
     def scaled(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
-Check an annotation before you rely on it: :func:`shardwright.compiler.ops.prover.prove` runs every split it allows.
+Check an annotation before you rely on it: :func:`shardwright.compiler.ops.prover.prove` runs every
+split it allows.
 
     print(prove(scaled, (torch.randn(4, 6, 8).double(), torch.randn(8).double())))
 """
@@ -26,15 +28,20 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import get_testing_overrides, handle_torch_function, has_torch_function, resolve_name
+from torch.overrides import (
+    get_testing_overrides,
+    handle_torch_function,
+    has_torch_function,
+    resolve_name,
+)
 
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import linear_sets
 from shardwright.compiler.ops.grammar import parse
 from shardwright.compiler.ops.opdef import OpDef, parse_signature
 from shardwright.compiler.ops.rule import FactorKind, Localise, OpRule, ParallelForm, TensorRefs
+from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import indices
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import AnnotationError, ConfigError, did_you_mean
@@ -48,14 +55,17 @@ InputGen = Callable[[IROp], Sequence[Tensor]]
 """Makes the tensors of a call: for profiling it, and for the proof of its rule."""
 
 Proof = Literal["compile", "nobody", "tests"]
-"""Who proves the rules of an operator: every compile; nobody, as the user asks; the tests of this package."""
+"""Who proves the rules of an operator: every compile; nobody, as the user asks; the tests of this
+package.
+"""
 
 
 @dataclass(frozen=True)
 class UserOpDef(OpDef):
     """An operator that came through :func:`register_op`.
 
-    ``positional``: it takes no arguments by keyword. ``emit`` writes its calls, ``input_gen`` makes inputs to try them with.
+    ``positional``: it takes no arguments by keyword. ``emit`` writes its calls, ``input_gen`` makes
+    inputs to try them with.
     ``proof``: who proves the rules of its calls. ``function``: what was registered.
     """
 
@@ -68,7 +78,12 @@ class UserOpDef(OpDef):
     def write(self, args: Mapping[str, str | tuple[str, ...]], by_keyword: Any = ()) -> str:
         """A call as Python source, by the user's own ``emit`` where there is one."""
         if self.emit is not None:
-            return self.emit({name: text if isinstance(text, str) else ", ".join(text) for name, text in args.items()})
+            return self.emit(
+                {
+                    name: text if isinstance(text, str) else ", ".join(text)
+                    for name, text in args.items()
+                }
+            )
         return super().write(args, () if self.positional else by_keyword)
 
 
@@ -92,42 +107,50 @@ def register_op(
 ) -> Callable[[Function], Function]:
     """Make a function one operator, with a rule.
 
-    Works on Python functions, ``torch.autograd.Function`` classes (their ``apply``), compiled and scripted functions, custom
-    operators, and functions of torch that have no rule. Use what it returns in the model: for a function of somebody else's
-    module, ``theirs.f = register_op(...)(theirs.f)``.
+    Works on Python functions, ``torch.autograd.Function`` classes (their ``apply``), compiled and
+    scripted functions, custom operators, and functions of torch that have no rule. Use what it
+    returns in the model: for a function of somebody else's module, ``theirs.f =
+    register_op(...)(theirs.f)``.
 
-    ``annotation``: the dims of arguments and results, see :mod:`~shardwright.compiler.ops.annotation`. Terms stand for the
-    parameters in order, ``?`` for those that are no tensors (at the end they may be left out). Or a function that gets the
-    arguments of a call, with an ``IRValue`` (``.shape``, ``.dtype``) in the place of every tensor, and returns the annotation.
+    ``annotation``: the dims of arguments and results, see
+    :mod:`~shardwright.compiler.ops.annotation`. Terms stand for the parameters in order, ``?`` for
+    those that are no tensors (at the end they may be left out). Or a function that gets the
+    arguments of a call, with an ``IRValue`` (``.shape``, ``.dtype``) in the place of every tensor,
+    and returns the annotation.
 
-    ``name``: the operator's name in graphs and plans; by default its import path. ``code_impl_pattern``: ``"import"``, the
-    only way a generated file gets at a function. ``emit`` writes the call instead, from the source of its arguments;
-    ``imports`` are the import statements that source needs.
+    ``name``: the operator's name in graphs and plans; by default its import path.
+    ``code_impl_pattern``: ``"import"``, the only way a generated file gets at a function. ``emit``
+    writes the call instead, from the source of its arguments; ``imports`` are the import statements
+    that source needs.
 
-    ``linear``: the parameters in which the function is linear when all others are fixed, each by itself or, in a tuple, several
-    together; ``True``: all tensors together. Partial sums may then pass through. ``additive``: parameters that are simply added
-    to the result, like a bias. Both matter only for communication, and both must be true.
+    ``linear``: the parameters in which the function is linear when all others are fixed, each by
+    itself or, in a tuple, several together; ``True``: all tensors together. Partial sums may then
+    pass through. ``additive``: parameters that are simply added to the result, like a bias. Both
+    matter only for communication, and both must be true.
 
-    ``grad_linear``: the backward is linear in the incoming gradient and made of derivatives. True for functions made of torch's
-    operators; an autograd Function or a custom operator must declare it, without it its replicated gradients stay whole.
+    ``grad_linear``: the backward is linear in the incoming gradient and made of derivatives. True
+    for functions made of torch's operators; an autograd Function or a custom operator must declare
+    it, without it its replicated gradients stay whole.
 
-    ``localise(op, rule, local)``: arguments that differ on a rank, such as sizes. ``parallel``: a function that computes the
-    operator when further factors are split, with communication of its own. ``nonempty``: the function refuses empty tensors,
-    so that no dim may be split among more ranks than its size. ``fake``: called instead while tracing, where tensors have
-    shapes but no values; returns empty tensors like the results.
+    ``localise(op, rule, local)``: arguments that differ on a rank, such as sizes. ``parallel``: a
+    function that computes the operator when further factors are split, with communication of its
+    own. ``nonempty``: the function refuses empty tensors, so that no dim may be split among more
+    ranks than its size. ``fake``: called instead while tracing, where tensors have shapes but no
+    values; returns empty tensors like the results.
 
-    A compile proves the annotation: it runs every split that the annotation allows on small random tensors, and compares
-    results and gradients with the unsplit call. ``input_gen(op)``: the tensors for that, and for profiling, where random
-    ones do not do; ``op.operands`` have the shapes to make. ``prove=False``: take the annotation on trust, which generated
-    files say.
+    A compile proves the annotation: it runs every split that the annotation allows on small random
+    tensors, and compares results and gradients with the unsplit call. ``input_gen(op)``: the
+    tensors for that, and for profiling, where random ones do not do; ``op.operands`` have the
+    shapes to make. ``prove=False``: take the annotation on trust, which generated files say.
 
-    Raises :class:`AnnotationError` for a bad annotation, or a function generated code cannot import;
-    :class:`ConfigError` for a ``code_impl_pattern`` other than ``"import"``.
+    Raises :class:`AnnotationError` for a bad annotation, or a function generated code cannot
+    import; :class:`ConfigError` for a ``code_impl_pattern`` other than ``"import"``.
     """
     if code_impl_pattern not in (None, "import"):
         raise ConfigError(
             f"register_op: code_impl_pattern={code_impl_pattern!r}",
-            why="generated files import registered functions, so that there is one definition of each",
+            why="generated files import registered functions, so that there is one definition of "
+            "each",
             hint="leave it out and keep the function at the top level of a module, or pass emit=",
         )
     if isinstance(annotation, str):
@@ -139,12 +162,18 @@ def register_op(
         registered = _dispatched(function, fake)
         signature, normalise = _signature(function)
         is_torch_function = _is_function_class(function)
-        derivative = not (is_torch_function or _is_custom_op(function)) if grad_linear is None else grad_linear
+        derivative = (
+            not (is_torch_function or _is_custom_op(function))
+            if grad_linear is None
+            else grad_linear
+        )
         opdef = UserOpDef(
             name or path,
             signature,
             f"{path}.apply" if is_torch_function else path,
-            _rule_maker(annotation, linear, tuple(additive), derivative, localise, parallel, nonempty),
+            _rule_maker(
+                annotation, linear, tuple(additive), derivative, localise, parallel, nonempty
+            ),
             {parameter.name: parameter.name for parameter in parse_signature(signature)},
             (f"import {_module(path)}",) if emit is None else tuple(imports),
             is_torch_function,
@@ -169,22 +198,35 @@ def proved_by_tests(name: str) -> None:
 
 
 def _check_free(function: Any, name: str) -> None:
-    """Neither the function nor the name may belong to an operator of ours; registering one's own again replaces it."""
+    """Neither the function nor the name may belong to an operator of ours; registering one's own
+    again replaces it.
+    """
     found, named = registry.find(function), registry.get(name)
     if found is not None and not isinstance(found[0], UserOpDef):
-        raise AnnotationError(f"register_op: {name} has a rule already, as the operator {found[0].name!r}")
+        raise AnnotationError(
+            f"register_op: {name} has a rule already, as the operator {found[0].name!r}"
+        )
     if named is not None and not isinstance(named, UserOpDef):
-        raise AnnotationError(f"register_op: there is an operator named {name!r} already", hint="pass another name=")
+        raise AnnotationError(
+            f"register_op: there is an operator named {name!r} already", hint="pass another name="
+        )
 
 
 def _dispatched(function: Function, fake: Callable[..., Any] | None) -> Function:
-    """The function as something torch's dispatch knows of, so that a trace sees the call and not what is in it."""
+    """The function as something torch's dispatch knows of, so that a trace sees the call and not
+    what is in it.
+    """
     if _is_native(function) or _is_function_class(function) or _is_custom_op(function):
         return function
 
     @functools.wraps(function)
     def dispatched(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(leaf for arg in (*args, *kwargs.values()) for leaf in leaves(arg) if isinstance(leaf, Tensor))
+        tensors = tuple(
+            leaf
+            for arg in (*args, *kwargs.values())
+            for leaf in leaves(arg)
+            if isinstance(leaf, Tensor)
+        )
         if has_torch_function(tensors):
             return handle_torch_function(dispatched, tensors, *args, **kwargs)
         if fake is not None and any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -253,37 +295,51 @@ def _import_path(function: Any) -> str:
 def _module(path: str) -> str:
     """The module part of an import path; the loaded modules tell how long it is."""
     parts = path.split(".")
-    return next(".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in sys.modules)
+    return next(
+        ".".join(parts[:n])
+        for n in range(len(parts) - 1, 0, -1)
+        if ".".join(parts[:n]) in sys.modules
+    )
 
 
 def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
     """The parameters as :func:`~shardwright.compiler.ops.opdef.parse_signature` reads them.
 
-    Where a default has no literal, or arguments must be positional, no defaults are written; the second result fills them in.
+    Where a default has no literal, or arguments must be positional, no defaults are written; the
+    second result fills them in.
     """
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        schema = (function if isinstance(function, torch._ops.OpOverload) else function.default)._schema
+        schema = (
+            function if isinstance(function, torch._ops.OpOverload) else function.default
+        )._schema
         return ", ".join(argument.name for argument in schema.arguments), None
     signature = _inspected(function)
     parameters = list(signature.parameters.values())
-    if _is_function_class(function) and function.setup_context is torch.autograd.Function.setup_context:
+    if (
+        _is_function_class(function)
+        and function.setup_context is torch.autograd.Function.setup_context
+    ):
         parameters = parameters[1:]  # ctx
         signature = signature.replace(parameters=parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         raise AnnotationError(
-            f"register_op: {getattr(function, '__qualname__', function)} takes **{parameters[-1].name}",
+            f"register_op: {getattr(function, '__qualname__', function)} takes "
+            f"**{parameters[-1].name}",
             why="the arguments of an operator are known by name",
             hint="spell out the parameters",
         )
     complete = _is_function_class(function) or any(
-        parameter.kind is inspect.Parameter.POSITIONAL_ONLY or not _is_literal(parameter.default) for parameter in parameters
+        parameter.kind is inspect.Parameter.POSITIONAL_ONLY or not _is_literal(parameter.default)
+        for parameter in parameters
     )
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     if not complete:
         return str(inspect.Signature(plain))[1:-1], None
     bare = [p.replace(default=inspect.Parameter.empty, kind=_named(p.kind)) for p in plain]
 
-    def filled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def filled(
+        args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return (), dict(bound.arguments)
@@ -294,7 +350,9 @@ def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
 def _inspected(function: Any) -> inspect.Signature:
     python = function.forward if _is_function_class(function) else _python(function)
     try:
-        return inspect.signature(get_testing_overrides().get(python, python) if _is_native(function) else python)
+        return inspect.signature(
+            get_testing_overrides().get(python, python) if _is_native(function) else python
+        )
     except ValueError:
         raise AnnotationError(
             f"register_op: the parameters of {_import_path(function)} are not known",
@@ -303,7 +361,11 @@ def _inspected(function: Any) -> inspect.Signature:
 
 
 def _named(kind: Any) -> Any:
-    return inspect.Parameter.POSITIONAL_OR_KEYWORD if kind is inspect.Parameter.POSITIONAL_ONLY else kind
+    return (
+        inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if kind is inspect.Parameter.POSITIONAL_ONLY
+        else kind
+    )
 
 
 def _is_literal(default: Any) -> bool:
@@ -330,16 +392,32 @@ def _rule_maker(
         if isinstance(text, OpRule):
             return text
         parameters = [parameter.name for parameter in opdef.parameters]
-        rule = parse_rule(text, op, parameters=parameters, by_parameter=True, localise=localise, parallel=parallel)
+        rule = parse_rule(
+            text, op, parameters=parameters, by_parameter=True, localise=localise, parallel=parallel
+        )
         _check_sources(rule, op)
-        joint = [] if linear is False else [tuple(parameters)] if linear is True else [_tuple(names) for names in linear]
+        joint = (
+            []
+            if linear is False
+            else [tuple(parameters)]
+            if linear is True
+            else [_tuple(names) for names in linear]
+        )
         unknown = [name for names in (*joint, additive) for name in names if name not in parameters]
         if unknown:
             hint = did_you_mean(unknown[0], parameters)
-            raise AnnotationError(f"register_op: {op.target} has no parameter {unknown[0]!r}", hint=hint)
+            raise AnnotationError(
+                f"register_op: {op.target} has no parameter {unknown[0]!r}", hint=hint
+            )
         everything = (frozenset(range(len(op.operands))),) if op.operands else ()
         sets: tuple[frozenset[int], ...] = everything if linear is True else linear_sets(op, *joint)
-        return replace(rule, linear_sets=sets, additive=indices(op, *additive), grad_linear=grad_linear, nonempty=nonempty)
+        return replace(
+            rule,
+            linear_sets=sets,
+            additive=indices(op, *additive),
+            grad_linear=grad_linear,
+            nonempty=nonempty,
+        )
 
     return make
 
@@ -358,7 +436,9 @@ def _positional(opdef: OpDef, op: IROp) -> list[Any]:
 
 
 def _check_sources(rule: OpRule, op: IROp) -> None:
-    """A factor that no operand has comes from an argument, which must then be told to shrink with it."""
+    """A factor that no operand has comes from an argument, which must then be told to shrink with
+    it.
+    """
     if rule.localise is not None:
         return
 
@@ -366,11 +446,14 @@ def _check_sources(rule: OpRule, op: IROp) -> None:
         return {ref.factor for tensor in tensors for dim in tensor for ref in dim}
 
     for factor in rule.factors:
-        free = factor.kind is not FactorKind.FROZEN and (rule.parallel is None or factor.name not in rule.parallel.factors)
+        free = factor.kind is not FactorKind.FROZEN and (
+            rule.parallel is None or factor.name not in rule.parallel.factors
+        )
         if free and factor.name in found(rule.results) - found(rule.operands):
             raise AnnotationError(
                 f"annotation of {op.target}: no argument has the dim {factor.name}",
                 where=str(op.source) if op.source else None,
                 why=rule.annotation,
-                hint=f"mark it {factor.name}^, or pass localise= to shrink the argument its size comes from",
+                hint=f"mark it {factor.name}^, or pass localise= to shrink the argument its size "
+                "comes from",
             )

@@ -1,8 +1,8 @@
 """Python source of operator calls: what the code generator writes, one expression per call.
 
-The text is what a person would write (``a + b``, ``x[:, None]``, ``torch.cat((a, b), dim=-1)``) and evaluates to exactly
-the call it stands for. Tensors that a signature allows by position stay positional; other optional arguments are
-written with their names.
+The text is what a person would write (``a + b``, ``x[:, None]``, ``torch.cat((a, b), dim=-1)``) and
+evaluates to exactly the call it stands for. Tensors that a signature allows by position stay
+positional; other optional arguments are written with their names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import sympy
 import torch
 
 from shardwright.compiler.ir.identifier import axis_variable, is_name
-from shardwright.compiler.ir.op import Arg, AxisRef, IROp, LeftOut, RankDevice, RankRng, WhenTraining, leaves
+from shardwright.compiler.ir.op import (
+    Arg,
+    AxisRef,
+    IROp,
+    LeftOut,
+    RankDevice,
+    RankRng,
+    WhenTraining,
+    leaves,
+)
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
@@ -36,7 +45,11 @@ SizeText = Callable[[sympy.Expr], str]
 _TORCH_LITERALS = torch.dtype | torch.memory_format | torch.layout
 _MAX_DECIMAL = 10**4000
 """Python neither writes nor reads decimal numbers of more digits than about this."""
-_SHORT_MODULES = {"torch": "import torch", "F": "import torch.nn.functional as F", "math": "import math"}
+_SHORT_MODULES = {
+    "torch": "import torch",
+    "F": "import torch.nn.functional as F",
+    "math": "import math",
+}
 
 
 class Source(str):
@@ -57,8 +70,12 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
     opdef = registry.get(op.target)
     if opdef is None:
         function = op.target
-        words = [text(arg) if name.isdigit() else _keyword(name, text(arg)) for name, arg in op.args]
-        if _is_runtime_function(function):  # the parallel form of a registered operator: arguments have its names
+        words = [
+            text(arg) if name.isdigit() else _keyword(name, text(arg)) for name, arg in op.args
+        ]
+        if _is_runtime_function(
+            function
+        ):  # the parallel form of a registered operator: arguments have its names
             function = function.rpartition(".")[2]
             words[0] = text(op.args[0][1])
         return f"{function}({', '.join(words)})"
@@ -69,7 +86,9 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
             texts[name] = index_source(arg, name_of, size_text)
         else:
             texts[name] = tuple(map(text, arg)) if name in star else text(arg)
-    optional = {parameter.name for parameter in opdef.parameters if parameter.default is not REQUIRED}
+    optional = {
+        parameter.name for parameter in opdef.parameters if parameter.default is not REQUIRED
+    }
     named = {name for name, arg in op.args if name in optional and not isinstance(arg, IRValue)}
     if _is_runtime_function(opdef.code):
         opdef = replace(opdef, code=opdef.code.rpartition(".")[2])
@@ -77,7 +96,9 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
 
 
 def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
-    """The source of one argument. Raises :class:`InternalError` for an argument that has no source form."""
+    """The source of one argument. Raises :class:`InternalError` for an argument that has no source
+    form.
+    """
 
     def text(arg: Arg) -> str:
         return argument_source(arg, name_of, size_text)
@@ -113,7 +134,8 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
 
 
 def literal_source(arg: Any) -> str:
-    """The source of a constant: one that evaluates to the same type and value, to the sign of a zero and to NaN.
+    """The source of a constant: one that evaluates to the same type and value, to the sign of a
+    zero and to NaN.
 
     Raises :class:`InternalError` for what has no source form.
     """
@@ -140,11 +162,16 @@ def literal_source(arg: Any) -> str:
         return "..."
     if isinstance(arg, _TORCH_LITERALS):
         return str(arg)
-    raise InternalError(f"an argument of type {type(arg).__name__} has no source form", why=f"the argument is {arg!r}")
+    raise InternalError(
+        f"an argument of type {type(arg).__name__} has no source form",
+        why=f"the argument is {arg!r}",
+    )
 
 
 def _float_source(number: float) -> str:
-    return repr(number).replace("e+", "e") if math.isfinite(number) else f'float("{number}")'  # as formatters write it
+    return (
+        repr(number).replace("e+", "e") if math.isfinite(number) else f'float("{number}")'
+    )  # as formatters write it
 
 
 def _complex_source(number: complex) -> str:
@@ -156,13 +183,16 @@ def _complex_source(number: complex) -> str:
 
 
 def _member_source(member: Enum) -> str:
-    """A member by its name, or by its value where it has no name that can be written: a combination of flags."""
+    """A member by its name, or by its value where it has no name that can be written: a combination
+    of flags.
+    """
     cls = type(member)
     path = f"{cls.__module__}.{cls.__qualname__}"
     if not all(map(is_name, path.split("."))):
         raise TraceError(
             f"generated code cannot import {path}, the class of {member}",
-            why="it is local to a function, or its module has a name that no import statement can say",
+            why="it is local to a function, or its module has a name that no import statement "
+            "can say",
             hint="define it at the top level of a module",
         )
     if member.name is not None and is_name(member.name):
@@ -176,14 +206,17 @@ def _keyword(name: str, text: str) -> str:
 
 
 def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
-    """What stands between the brackets of ``x[...]``; ``index`` is a tuple with one item per dim, or one item.
+    """What stands between the brackets of ``x[...]``; ``index`` is a tuple with one item per dim,
+    or one item.
 
     A tuple within the tuple is a list of positions.
     """
 
     def text(item: Arg) -> str:
         if isinstance(item, slice):
-            start, stop, step = ("" if bound is None else text(bound) for bound in (item.start, item.stop, item.step))
+            start, stop, step = (
+                "" if bound is None else text(bound) for bound in (item.start, item.stop, item.step)
+            )
             gap = "" if all(is_simple(bound) for bound in (start, stop, step) if bound) else " "
             return f"{gap}:{gap}".join([start, stop, *([step] if step else [])]).strip()
         if isinstance(item, tuple | list):
@@ -223,7 +256,9 @@ def imports_of_literal(arg: Any) -> set[str]:
 
 
 def names_bound(statements: Iterable[str]) -> set[str]:
-    """The names that generated code reads what it imports by; of ``import a.b.c`` also the last one."""
+    """The names that generated code reads what it imports by; of ``import a.b.c`` also the last
+    one.
+    """
     words = (re.split(r"[ .]", statement) for statement in statements)
     return {name for found in words for name in (found[1], found[-1])}
 
@@ -234,7 +269,11 @@ def _literals(op: IROp) -> Iterator[Any]:
 
 def _code(opdef: OpDef, op: IROp) -> str:
     """How this call is written: an operator sign has a function for calls with options."""
-    return opdef.code if not opdef.is_sign or opdef.fits_sign([name for name, _ in op.args]) else opdef.function_code
+    return (
+        opdef.code
+        if not opdef.is_sign or opdef.fits_sign([name for name, _ in op.args])
+        else opdef.function_code
+    )
 
 
 def _is_runtime_function(code: str) -> bool:

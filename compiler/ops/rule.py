@@ -1,14 +1,17 @@
 """What the planner must know of an operator: its factors, where they occur, and what may be split.
 
-A rule speaks of one operator call with known shapes. Its **factors** are the named dims of an einsum-like annotation:
+A rule speaks of one operator call with known shapes. Its **factors** are the named dims of an
+einsum-like annotation:
 
     linear     ``b s k+, n k+, n -> b s n``
     attention  ``b h q d^, b h k^ d^, b h k^ e -> b h q e``
 
-From the factors follow all strategies of the operator along one mesh axis (:func:`strategies` in ``strategy.py``):
+From the factors follow all strategies of the operator along one mesh axis (:func:`strategies` in
+``strategy.py``):
 
-1. split a factor: operands that have it are ``S`` there, the others ``G``; results that have it are ``S``, those without
-   it are ``P``. When a summed factor is split, an operand listed as additive (the bias) is ``P``, not ``G``.
+1. split a factor: operands that have it are ``S`` there, the others ``G``; results that have it are
+   ``S``, those without it are ``P``. When a summed factor is split, an operand listed as additive
+   (the bias) is ``P``, not ``G``.
 2. all ``R``, or all ``G``.
 3. one linear set all ``P``, the other operands ``G``, the results ``P``.
 """
@@ -35,7 +38,9 @@ class FactorKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A named dim of an operator. Several ``segments`` mean that it is their concatenation, cut segment by segment."""
+    """A named dim of an operator. Several ``segments`` mean that it is their concatenation, cut
+    segment by segment.
+    """
 
     name: str
     segments: tuple[Size, ...]
@@ -49,7 +54,9 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class FactorRef:
-    """One occurrence of a factor in a dim. ``segment`` names a single segment of it (a slice that takes just that one)."""
+    """One occurrence of a factor in a dim. ``segment`` names a single segment of it (a slice that
+    takes just that one).
+    """
 
     factor: str
     segment: int | None = None
@@ -69,10 +76,11 @@ TensorRefs = tuple[DimRefs, ...]
 class ParallelFactor:
     """How the parallel form of an operator treats one factor split over an axis.
 
-    ``operands`` and ``results`` override the placement (``'S'``, ``'R'``, ``'G'``, ``'P'``) that the general law would give;
-    ``S`` is where the factor occurs. ``None`` in ``results`` or ``operands`` as a whole: the general law holds.
-    ``anywhere``: it does not matter where in the factor the pieces lie (the form of a mean only counts), so that all pieces
-    of a refined factor keep the form, not just the outermost.
+    ``operands`` and ``results`` override the placement (``'S'``, ``'R'``, ``'G'``, ``'P'``) that
+    the general law would give; ``S`` is where the factor occurs. ``None`` in ``results`` or
+    ``operands`` as a whole: the general law holds.
+    ``anywhere``: it does not matter where in the factor the pieces lie (the form of a mean only
+    counts), so that all pieces of a refined factor keep the form, not just the outermost.
     """
 
     operands: tuple[str, ...] | None = None
@@ -84,11 +92,12 @@ class ParallelFactor:
 class ParallelForm:
     """A runtime function that computes the operator when some of ``factors`` are split.
 
-    ``target`` is a function of ``shardwright.runtime.ops``; it takes the operator's arguments and, for each factor in
-    ``keywords``, a keyword ``<keyword>=`` with the tuple of axis groups (major to minor) that split it (left out if unsplit;
-    factors that share a keyword add up).
-    ``local_args`` gives further keyword arguments (global sizes, offsets). A factor of kind FROZEN may be split if it is
-    named here; a factor without communication needs (a mean's) may be named only to change the target.
+    ``target`` is a function of ``shardwright.runtime.ops``; it takes the operator's arguments and,
+    for each factor in ``keywords``, a keyword ``<keyword>=`` with the tuple of axis groups (major
+    to minor) that split it (left out if unsplit; factors that share a keyword add up).
+    ``local_args`` gives further keyword arguments (global sizes, offsets). A factor of kind FROZEN
+    may be split if it is named here; a factor without communication needs (a mean's) may be named
+    only to change the target.
     """
 
     target: str
@@ -101,8 +110,9 @@ class ParallelForm:
 class LocalSizes:
     """What one rank sees of a rule's factors: handed to the functions that localise arguments.
 
-    ``segments`` maps each factor to the local sizes of its segments, ``offsets`` to the global start of the local piece of
-    its first segment, ``axes`` to the axes that split it, ``full`` to its whole size.
+    ``segments`` maps each factor to the local sizes of its segments, ``offsets`` to the global
+    start of the local piece of its first segment, ``axes`` to the axes that split it, ``full`` to
+    its whole size.
     """
 
     segments: Mapping[str, tuple[Size, ...]]
@@ -113,7 +123,13 @@ class LocalSizes:
     def ref_size(self, ref: FactorRef) -> Size:
         """The local size of a factor, or of one segment of it."""
         sizes = self.segments[ref.factor]
-        return sizes[ref.segment] if ref.segment is not None else sum(sizes) if len(sizes) > 1 else sizes[0]
+        return (
+            sizes[ref.segment]
+            if ref.segment is not None
+            else sum(sizes)
+            if len(sizes) > 1
+            else sizes[0]
+        )
 
     def dim_size(self, refs: DimRefs) -> Size:
         """The local size of a dim."""
@@ -136,14 +152,17 @@ Localise = Callable[[IROp, "OpRule", LocalSizes], Mapping[str, Arg]]
 class OpRule:
     """The rule of one operator call.
 
-    ``operands`` / ``results``: one :data:`TensorRefs` each, in the order of ``op.operands`` / ``op.results``.
+    ``operands`` / ``results``: one :data:`TensorRefs` each, in the order of ``op.operands`` /
+    ``op.results``.
     ``additive``: operand positions that enter additively when a summed factor they lack is split.
-    ``linear_sets``: sets of operand positions in which the operator is jointly linear, all others fixed.
-    ``grad_linear``: the backward is a derivative, so all-``G`` is allowed (not for an undeclared autograd Function).
-    ``localise``: arguments that differ on a rank. ``parallel``: a runtime function for factors that need communication
-    (or a global size) inside the operator. ``random``: draws random numbers.
-    ``updates``: operand positions changed in place (running statistics). ``nonempty``: the function refuses empty tensors,
-    so no rank may be left without a piece.
+    ``linear_sets``: sets of operand positions in which the operator is jointly linear, all others
+    fixed.
+    ``grad_linear``: the backward is a derivative, so all-``G`` is allowed (not for an undeclared
+    autograd Function).
+    ``localise``: arguments that differ on a rank. ``parallel``: a runtime function for factors that
+    need communication (or a global size) inside the operator. ``random``: draws random numbers.
+    ``updates``: operand positions changed in place (running statistics). ``nonempty``: the function
+    refuses empty tensors, so no rank may be left without a piece.
     """
 
     annotation: str
@@ -170,7 +189,9 @@ class OpRule:
 
     @cached_property
     def form(self) -> RuleForm:
-        """One object for all rules from which the same strategies follow, so that it can be a key."""
+        """One object for all rules from which the same strategies follow, so that it can be a
+        key.
+        """
         form = self.parallel
         parallel = form and (form.target, tuple(form.factors.items()), tuple(form.keywords.items()))
         key = (
@@ -182,9 +203,13 @@ class OpRule:
     def splittable(self, name: str, num_pieces: int = 1) -> bool:
         """Whether the factor may be split over mesh axes, ``num_pieces`` in all."""
         factor = self.factor(name)
-        if self.nonempty and any(isinstance(size, int) and size < num_pieces for size in factor.segments):
+        if self.nonempty and any(
+            isinstance(size, int) and size < num_pieces for size in factor.segments
+        ):
             return False
-        return factor.kind is not FactorKind.FROZEN or (self.parallel is not None and name in self.parallel.factors)
+        return factor.kind is not FactorKind.FROZEN or (
+            self.parallel is not None and name in self.parallel.factors
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,6 @@
-"""What becomes of the dims of a tensor when it is viewed in another shape, and slices that take a piece of one dim."""
+"""What becomes of the dims of a tensor when it is viewed in another shape, and slices that take a
+piece of one dim.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,18 @@ import sympy
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, divides, is_static, product, quotient
-from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, linear_sets
-from shardwright.compiler.ops.index import read_index, slice_bounds
+from shardwright.compiler.ops.index_expressions import read_index, slice_bounds
 from shardwright.compiler.ops.rule import DimRefs, FactorRef, LocalSizes, OpRule, TensorRefs
+from shardwright.compiler.ops.rule_builder import FROZEN, RuleBuilder, linear_sets
 
 
-def factorise(build: RuleBuilder, old: Sequence[Size], new: Sequence[Size]) -> tuple[TensorRefs, TensorRefs]:
+def factorise(
+    build: RuleBuilder, old: Sequence[Size], new: Sequence[Size]
+) -> tuple[TensorRefs, TensorRefs]:
     """Two shapes of the same elements as products of common factors, outermost first.
 
-    ``[4, 128, 768]`` and ``[512, 12, 64]`` give ``a b (c d)`` and ``(a b) c d``. Where the shapes have nothing in common,
-    as 3 x 4 and 4 x 3, the dims of that stretch are frozen.
+    ``[4, 128, 768]`` and ``[512, 12, 64]`` give ``a b (c d)`` and ``(a b) c d``. Where the shapes
+    have nothing in common, as 3 x 4 and 4 x 3, the dims of that stretch are frozen.
     """
     old_refs: list[list[FactorRef]] = [[] for _ in old]
     new_refs: list[list[FactorRef]] = [[] for _ in new]
@@ -82,17 +86,23 @@ def _freeze_one(build: RuleBuilder, side: _Side) -> Size:
 
 
 def _is_behind(taken: Size, other: Size) -> bool:
-    return taken < other if isinstance(taken, int) and isinstance(other, int) else divides(taken, other)
+    return (
+        taken < other
+        if isinstance(taken, int) and isinstance(other, int)
+        else divides(taken, other)
+    )
 
 
-# ------------------------------------------------------------------------------------------------ slices
+# ------------------------------------------------------------------------------------------------
+# slices
 
 
 def slice_of(op: IROp) -> tuple[int, int, int] | None:
-    """``(dim, start, stop)`` if the call takes a plain slice of exactly one dim and leaves all others whole.
+    """``(dim, start, stop)`` if the call takes a plain slice of exactly one dim and leaves all
+    others whole.
 
-    Bounds are numbers counted from the front; slices with symbolic bounds are not reported. New dims (``None``) in the
-    index are allowed.
+    Bounds are numbers counted from the front; slices with symbolic bounds are not reported. New
+    dims (``None``) in the index are allowed.
     """
     if op.target == "narrow":
         shape = op.operands[0].shape
@@ -114,9 +124,11 @@ def slice_of(op: IROp) -> tuple[int, int, int] | None:
 
 
 def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRule:
-    """The rule of a slice (see :func:`slice_of`) whose dim is the concatenation of ``segments``: it takes segment ``index``.
+    """The rule of a slice (see :func:`slice_of`) whose dim is the concatenation of ``segments``: it
+    takes segment ``index``.
 
-    The dim can then be split, each segment by itself, and the bounds follow from the local sizes of the segments.
+    The dim can then be split, each segment by itself, and the bounds follow from the local sizes of
+    the segments.
     """
     found = slice_of(op)
     assert found is not None, f"{op.name} is not a slice of one dim"
@@ -132,7 +144,9 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
     else:
         items = read_index(op.arg("index"), op.operands[0].shape)
         assert items is not None
-        result = tuple(() if i.kind == "new" else taken if i.kind == "slice" else source[i.dim] for i in items)
+        result = tuple(
+            () if i.kind == "new" else taken if i.kind == "slice" else source[i.dim] for i in items
+        )
 
     def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
         first, *inner = rule.operands[0][dim]
@@ -145,6 +159,13 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
         assert items is not None
         last = index == len(sizes) - 1
         bounds = slice(None if index == 0 else start, None if last else start + sizes[index])
-        return {"index": tuple(bounds if i.kind == "slice" else slice(None) if i.kind == "full" else i.arg for i in items)}
+        return {
+            "index": tuple(
+                bounds if i.kind == "slice" else slice(None) if i.kind == "full" else i.arg
+                for i in items
+            )
+        }
 
-    return build.rule([tuple(source)], [result], linear=linear_sets(op, ("input",)), localise=localise)
+    return build.rule(
+        [tuple(source)], [result], linear=linear_sets(op, ("input",)), localise=localise
+    )

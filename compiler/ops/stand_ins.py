@@ -1,6 +1,8 @@
-"""Functions that the tracer records in the place of what a user wrote, for operators that torch has no function for.
+"""Functions that the tracer records in the place of what a user wrote, for operators that torch has
+no function for.
 
-The runtime has the operators themselves, under the same names; a trace only needs something to call.
+The runtime has the operators themselves, under the same names; a trace only needs something to
+call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The strategies of an operator along one mesh axis, and the layouts they ask of its operands and give to its results.
+"""The strategies of an operator along one mesh axis, and the layouts they ask of its operands and
+give to its results.
 
 A strategy is a short string, as it stands in a plan:
 
@@ -6,7 +7,8 @@ A strategy is a short string, as it stands in a plan:
     ``split:<factor>``      one factor is cut
     ``linear:<i>``          the operands of linear set ``i`` and the results are partial, the other operands ``G``
 
-An operator has one strategy per mesh axis. Several axes may cut one factor, major to minor in mesh order.
+An operator has one strategy per mesh axis. Several axes may cut one factor, major to minor in mesh
+order.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Assignment = Mapping[str, Strategy]
 """Mesh axis to the operator's strategy along it; an axis left out means ``R``."""
 
 KNOWN = 2**14
-"""Of how many answers the latest are kept: the operators of a model have few rules that differ, and all are asked for often."""
+"""Of how many answers the latest are kept: the operators of a model have few rules that differ, and
+all are asked for often.
+"""
 
 
 def strategies(rule: OpRule) -> tuple[Strategy, ...]:
@@ -42,8 +46,13 @@ def _strategies(form: RuleForm) -> tuple[Strategy, ...]:
 def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
     """Whether the operator may follow all strategies of an assignment together."""
     known = strategies(rule)
-    sizes = {factor: math.prod(mesh.axis_size(axis) for axis in axes) for factor, axes in factor_axes(assignment, mesh).items()}
-    return all(s in known for s in assignment.values()) and all(rule.splittable(f, n) for f, n in sizes.items())
+    sizes = {
+        factor: math.prod(mesh.axis_size(axis) for axis in axes)
+        for factor, axes in factor_axes(assignment, mesh).items()
+    }
+    return all(s in known for s in assignment.values()) and all(
+        rule.splittable(f, n) for f, n in sizes.items()
+    )
 
 
 def split_factor(strategy: Strategy) -> str | None:
@@ -52,7 +61,9 @@ def split_factor(strategy: Strategy) -> str | None:
 
 
 def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``(operand placements, result placements)`` along one axis; each is ``S``, ``R``, ``G`` or ``P``."""
+    """``(operand placements, result placements)`` along one axis; each is ``S``, ``R``, ``G`` or
+    ``P``.
+    """
     return _placements(rule.form, strategy)
 
 
@@ -64,7 +75,9 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
         return (strategy,) * num_operands, (strategy,) * num_results
     if strategy.startswith("linear:"):
         linear_set = rule.linear_sets[int(strategy.removeprefix("linear:"))]
-        return tuple("P" if i in linear_set else "G" for i in range(num_operands)), ("P",) * num_results
+        return tuple("P" if i in linear_set else "G" for i in range(num_operands)), (
+            "P",
+        ) * num_results
     factor = strategy.removeprefix("split:")
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
     summed = "P" in results
@@ -91,13 +104,17 @@ def factor_axes(assignment: Assignment, mesh: Mesh) -> dict[str, tuple[str, ...]
     return axes
 
 
-def layouts(rule: OpRule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def layouts(
+    rule: OpRule, assignment: Assignment, mesh: Mesh
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """The layout of every operand and every result under one strategy per axis."""
     return _layouts(rule.form, tuple((axis, assignment.get(axis, "R")) for axis in mesh.names))
 
 
 @lru_cache(maxsize=KNOWN)
-def _layouts(form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+def _layouts(
+    form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """``strategies``: of every axis, in mesh order."""
     rule, assignment = form.rule, dict(strategies)
     per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
@@ -112,8 +129,12 @@ def _layouts(form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]) -> tu
     return operands, results
 
 
-def tensor_layout(rule: OpRule, tensor: TensorRefs, assignment: Assignment, placement: Mapping[str, str]) -> Layout:
-    """The layout of one operand or result, from its placement letter along every axis, in mesh order."""
+def tensor_layout(
+    rule: OpRule, tensor: TensorRefs, assignment: Assignment, placement: Mapping[str, str]
+) -> Layout:
+    """The layout of one operand or result, from its placement letter along every axis, in mesh
+    order.
+    """
     cuts: dict[str, tuple[str, ...]] = {}
     for axis, letter in placement.items():
         if letter == "S":
@@ -124,7 +145,12 @@ def tensor_layout(rule: OpRule, tensor: TensorRefs, assignment: Assignment, plac
         atoms = []
         for ref in refs:
             segments = rule.factor(ref.factor).segments
-            atoms.append(Atom(segments if ref.segment is None else (segments[ref.segment],), cuts.get(ref.factor, ())))
+            atoms.append(
+                Atom(
+                    segments if ref.segment is None else (segments[ref.segment],),
+                    cuts.get(ref.factor, ()),
+                )
+            )
         dims.append(tuple(atoms) or (Atom((1,)),))
     return Layout(
         tuple(dims),

@@ -9,14 +9,23 @@ from typing import Any, NoReturn
 from shardwright.compiler.ir.op import Arg, IROp, RankRng, WhenTraining
 from shardwright.compiler.ir.size import Size, is_static, product
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, ParallelFactor, ParallelForm, TensorRefs
+from shardwright.compiler.ops.rule import (
+    DimRefs,
+    FactorKind,
+    LocalSizes,
+    OpRule,
+    ParallelFactor,
+    ParallelForm,
+    TensorRefs,
+)
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import Atom, Layout
 
 RUNTIME = "shardwright.runtime.ops"
 
 
-# ------------------------------------------------------------------------------------------------ terms
+# ------------------------------------------------------------------------------------------------
+# terms
 
 
 def names(count: int, prefix: str, mark: str = "") -> list[str]:
@@ -29,7 +38,9 @@ def annotation(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str
     return f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
 
 
-def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b") -> tuple[list[list[str]], list[str]]:
+def broadcast(
+    shapes: Sequence[Sequence[Size]], prefix: str = "b"
+) -> tuple[list[list[str]], list[str]]:
     """The terms of shapes that are broadcast against each other, and that of their result."""
     ndim = max((len(shape) for shape in shapes), default=0)
     whole: list[Size] = [1] * ndim
@@ -37,16 +48,27 @@ def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b") -> tuple[list
         for dim, size in enumerate(shape, start=ndim - len(shape)):
             whole[dim] = size if whole[dim] == 1 else whole[dim]
     result = [f"{prefix}{dim}" if size != 1 else "1" for dim, size in enumerate(whole)]
-    terms = [["1" if size == 1 else result[dim] for dim, size in enumerate(shape, start=ndim - len(shape))] for shape in shapes]
+    terms = [
+        [
+            "1" if size == 1 else result[dim]
+            for dim, size in enumerate(shape, start=ndim - len(shape))
+        ]
+        for shape in shapes
+    ]
     return terms, result
 
 
-# ------------------------------------------------------------------------------------------------ arguments
+# ------------------------------------------------------------------------------------------------
+# arguments
 
 
 def indices(op: IROp, *parameters: str) -> tuple[int, ...]:
-    """The positions of the operands bound to these parameters, those that are there; of a parameter of several, all."""
-    return tuple(index for index, name in enumerate(op.operand_names) if name.partition("[")[0] in parameters)
+    """The positions of the operands bound to these parameters, those that are there; of a parameter
+    of several, all.
+    """
+    return tuple(
+        index for index, name in enumerate(op.operand_names) if name.partition("[")[0] in parameters
+    )
 
 
 def may_be(arg: Arg, test: Callable[[Any], bool]) -> bool:
@@ -54,11 +76,14 @@ def may_be(arg: Arg, test: Callable[[Any], bool]) -> bool:
     return test(arg.train) or test(arg.eval) if isinstance(arg, WhenTraining) else test(arg)
 
 
-# ------------------------------------------------------------------------------------------------ parallel forms
+# ------------------------------------------------------------------------------------------------
+# parallel forms
 
 
 def define_form(name: str, signature: str) -> str:
-    """Register a function of ``shardwright.runtime.ops`` that lowering puts in an operator's place; returns its target."""
+    """Register a function of ``shardwright.runtime.ops`` that lowering puts in an operator's place;
+    returns its target.
+    """
 
     def no_rule(op: IROp) -> NoReturn:
         raise InternalError(f"{op.target} is made by lowering and has no rule")
@@ -69,7 +94,10 @@ def define_form(name: str, signature: str) -> str:
 def over_count(target: str, factors: Iterable[str], count: Size) -> ParallelForm:
     """The form of a mean: the local sum over the global ``count``, without communication."""
     return ParallelForm(
-        target, {factor: ParallelFactor(anywhere=True) for factor in factors}, {}, lambda op, local: {"count": count}
+        target,
+        {factor: ParallelFactor(anywhere=True) for factor in factors},
+        {},
+        lambda op, local: {"count": count},
     )
 
 
@@ -85,7 +113,9 @@ def drawn(rule: OpRule, target: str, term_of: Callable[[OpRule], TensorRefs]) ->
         return {"rng": RankRng(), "draw": op.name, **drawn_layout(op.rule, term_of(op.rule), local)}
 
     factors = [factor.name for factor in rule.factors if factor.kind is not FactorKind.FROZEN]
-    form = ParallelForm(target, {name: ParallelFactor(anywhere=True) for name in factors}, {}, local_args)
+    form = ParallelForm(
+        target, {name: ParallelFactor(anywhere=True) for name in factors}, {}, local_args
+    )
     return replace(rule, random=True, parallel=form)
 
 
@@ -93,11 +123,20 @@ def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str,
     """``layout=``, and ``sizes=`` if sizes in it are not numbers."""
 
     def dim(refs: DimRefs) -> tuple[Atom, ...]:
-        atoms = tuple(Atom(rule.factor(ref.factor).segments, local.axes.get(ref.factor, ())) for ref in refs)
+        atoms = tuple(
+            Atom(rule.factor(ref.factor).segments, local.axes.get(ref.factor, ())) for ref in refs
+        )
         return atoms or (Atom((1,)),)
 
     layout = Layout(tuple(map(dim, term)))
-    symbols = {s for d in layout.dims for a in d for n in a.segments if not is_static(n) for s in n.free_symbols}
+    symbols = {
+        s
+        for d in layout.dims
+        for a in d
+        for n in a.segments
+        if not is_static(n)
+        for s in n.free_symbols
+    }
     sizes = {"sizes": tuple((str(s), s) for s in sorted(symbols, key=str))} if symbols else {}
     return {"layout": str(layout), **sizes}
 
@@ -108,7 +147,9 @@ def local_size(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
 
 
 def start_of(refs: DimRefs, local: LocalSizes) -> Size:
-    """The global index of the first local element of a dim of which at most the outermost factor is split."""
+    """The global index of the first local element of a dim of which at most the outermost factor is
+    split.
+    """
     if not refs:
         return 0
     return product([local.offsets[refs[0].factor], *(local.full[ref.factor] for ref in refs[1:])])

@@ -1,6 +1,8 @@
-"""Words for dim classes, from what operators do with them and from the names of parameters and inputs.
+"""Words for dim classes, from what operators do with them and from the names of parameters and
+inputs.
 
-Names are for people and for policies that ask for a role; a wrong or missing one costs readability, never correctness.
+Names are for people and for policies that ask for a role; a wrong or missing one costs readability,
+never correctness.
 """
 
 from __future__ import annotations
@@ -38,7 +40,20 @@ _FFN_WORDS = (
     "linear1",
 )
 _MOVING = frozenset(
-    ("view", "reshape", "to", "contiguous", "getitem", "unsqueeze", "squeeze", "cat", "pad", "roll", "clone", "clamp")
+    (
+        "view",
+        "reshape",
+        "to",
+        "contiguous",
+        "getitem",
+        "unsqueeze",
+        "squeeze",
+        "cat",
+        "pad",
+        "roll",
+        "clone",
+        "clamp",
+    )
     + ("masked_fill", "where", "index_put", "slice_scatter", "select_scatter")
 )
 """Operators whose results hold elements of their operands, in other places or among others."""
@@ -65,11 +80,15 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
     _name_fused_heads(graph, dims, names)
     _name_hidden(dims, names)
     for dim_class in dims.classes:
-        names.setdefault(dim_class.index, _name_by_parameters(dim_class.parameters) or f"dim{dim_class.index}")
+        names.setdefault(
+            dim_class.index, _name_by_parameters(dim_class.parameters) or f"dim{dim_class.index}"
+        )
     return replace(dims, classes=tuple(replace(c, name=names[c.index]) for c in dims.classes))
 
 
-def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]) -> None:
+def _name_by_operators(
+    graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]
+) -> None:
     for op in graph.ops:
         if op.target == "scaled_dot_product_attention":
             queries, keys = (dims.values[op.arg(name).name][-2] for name in ("query", "key"))
@@ -80,7 +99,9 @@ def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[in
             if value.ndim < 4:
                 continue
             for indices, word in zip(dims.values[value.name][-3:], words, strict=True):
-                if word == "heads" and len(indices) == 2:  # several query heads share each head of key and value
+                if (
+                    word == "heads" and len(indices) == 2
+                ):  # several query heads share each head of key and value
                     give(indices[:1], "kv_heads")
                     give(indices[1:], "heads_per_kv")
                 else:
@@ -92,23 +113,35 @@ def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[in
             weight = op.arg("weight")
             if weight.kind is ValueKind.PARAMETER and not is_data(op.arg("input"), graph):
                 give(dims.values[weight.name][0], "positions")
-            elif weight.kind is ValueKind.PARAMETER and weight.shape[0] >= weight.shape[1]:  # not a handful of token types
+            elif (
+                weight.kind is ValueKind.PARAMETER and weight.shape[0] >= weight.shape[1]
+            ):  # not a handful of token types
                 give(dims.values[weight.name][0], "vocab")
 
 
 def _name_logits(
-    graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None], names: Mapping[int, str]
+    graph: IRGraph,
+    dims: ModelDims,
+    give: Callable[[tuple[int, ...], str], None],
+    names: Mapping[int, str],
 ) -> None:
-    """What a loss chooses from: the vocabulary if it has the size of one that is looked up, or else classes."""
+    """What a loss chooses from: the vocabulary if it has the size of one that is looked up, or else
+    classes.
+    """
     vocabularies = [dims.classes[index].size for index, name in names.items() if name == "vocab"]
     for op in graph.ops:
         if op.target == "cross_entropy" and op.arg("input").ndim > 1:
             logits = op.arg("input")
-            give(dims.values[logits.name][1], "vocab" if logits.shape[1] in vocabularies else "classes")
+            give(
+                dims.values[logits.name][1],
+                "vocab" if logits.shape[1] in vocabularies else "classes",
+            )
 
 
 def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) -> None:
-    """Query, key and value in one product: ``qkv x heads x head_dim``, or ``qkv_heads x head_dim`` of unequal parts."""
+    """Query, key and value in one product: ``qkv x heads x head_dim``, or ``qkv_heads x head_dim``
+    of unequal parts.
+    """
     for value in graph.parameters:
         for indices in dims.values[value.name]:
             for outer, inner in pairwise(indices):
@@ -122,7 +155,9 @@ def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) ->
 
 
 def is_data(value: IRValue, graph: IRGraph) -> bool:
-    """Whether an integer value holds elements of an input, moved or shifted (not positions counted from its shape)."""
+    """Whether an integer value holds elements of an input, moved or shifted (not positions counted
+    from its shape).
+    """
     producers = graph.producers()
     reached, seen = [value], set[str]()
     while reached:
@@ -132,13 +167,17 @@ def is_data(value: IRValue, graph: IRGraph) -> bool:
         if value.name not in seen and value.name in producers:
             seen.add(value.name)
             op = producers[value.name][0]
-            reached += [v for v in op.operands if op.target in _MOVING and v.dtype is not torch.bool]
+            reached += [
+                v for v in op.operands if op.target in _MOVING and v.dtype is not torch.bool
+            ]
     return False
 
 
 def _name_hidden(dims: ModelDims, names: dict[int, str]) -> None:
     """The class that most parameters have is the width of the residual stream."""
-    counts = Counter({c.index: len(c.parameters) for c in dims.classes if c.index not in names and c.parameters})
+    counts = Counter(
+        {c.index: len(c.parameters) for c in dims.classes if c.index not in names and c.parameters}
+    )
     if counts:
         index, count = counts.most_common(1)[0]
         if count > 2:
@@ -149,7 +188,10 @@ def _name_by_parameters(parameters: tuple[str, ...]) -> str | None:
     if not parameters:
         return None
     fqn = parameters[0].rpartition(":")[0]
-    if any(word in fqn.split(".") or any(part.startswith(word) for part in fqn.split(".")) for word in _FFN_WORDS):
+    if any(
+        word in fqn.split(".") or any(part.startswith(word) for part in fqn.split("."))
+        for word in _FFN_WORDS
+    ):
         return "ffn"
     parts = [part for part in fqn.split(".")[:-1] if not part.isdigit()]
     return f"{parts[-1]}_dim" if parts else f"{fqn}_dim".replace(".", "_")

@@ -1,7 +1,8 @@
 """Give the operators of the evaluation body to the stages of the training body.
 
-The two bodies have most of their operators in common, module by module. An operator of evaluation goes where training runs
-the operators of its module, so that it finds its weights there; but never before what it reads has been made.
+The two bodies have most of their operators in common, module by module. An operator of evaluation
+goes where training runs the operators of its module, so that it finds its weights there; but never
+before what it reads has been made.
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ def stage_of_eval_ops(graph: IRGraph, stages: Mapping[str, int], body: IRGraph) 
     made_in: dict[str, int] = {}
     result = {}
     for op in body.ops:
-        weights = [holder[v.name] for v in op.operands if v.kind is ValueKind.PARAMETER and v.name in holder]
+        weights = [
+            holder[v.name]
+            for v in op.operands
+            if v.kind is ValueKind.PARAMETER and v.name in holder
+        ]
         like = of_module.get(op.module_path, [])
-        wished = weights or [stages[twin.name] for twin in like if _is_twin(op, twin)] or [stages[twin.name] for twin in like]
+        wished = (
+            weights
+            or [stages[twin.name] for twin in like if _is_twin(op, twin)]
+            or [stages[twin.name] for twin in like]
+        )
         earliest = max((made_in[v.name] for v in op.operands if v.name in made_in), default=0)
         result[op.name] = max([earliest, *wished[:1]])
         made_in |= {value.name: result[op.name] for value in op.results}

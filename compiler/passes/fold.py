@@ -1,7 +1,9 @@
-"""Compute what depends on no input and no weight while compiling: position indices, causal masks, constant tables.
+"""Compute what depends on no input and no weight while compiling: position indices, causal masks,
+constant tables.
 
-An operator is computed here if all tensors it reads are constants or were computed here. Results that something else reads
-become constants of the graph, kept in the file of constants, if they are small; large ones stay computed by every rank.
+An operator is computed here if all tensors it reads are constants or were computed here. Results
+that something else reads become constants of the graph, kept in the file of constants, if they are
+small; large ones stay computed by every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def fold_constants(graph: IRGraph) -> IRGraph:
     taken |= {result.name for body in graph.bodies for op in body.ops for result in op.results}
     taken |= {(value.fqn or "").partition(".")[0] for value in graph.sources}
     folded = _folded(graph, taken)
-    return replace(folded, eval_graph=_folded(graph.eval_graph, taken)) if graph.eval_graph else folded
+    return (
+        replace(folded, eval_graph=_folded(graph.eval_graph, taken)) if graph.eval_graph else folded
+    )
 
 
 def _folded(graph: IRGraph, taken: set[str]) -> IRGraph:
@@ -49,7 +53,9 @@ def _folded(graph: IRGraph, taken: set[str]) -> IRGraph:
             computed.add(op.name)
     kept: list[IROp] = []
     constants: dict[str, IRValue] = {}
-    needed = {value.name for value in graph.outputs} | {after.name for _, after in graph.buffer_updates}
+    needed = {value.name for value in graph.outputs} | {
+        after.name for _, after in graph.buffer_updates
+    }
     for op in reversed(graph.ops):
         read = [value for value in op.results if value.name in needed]
         if op.name in computed and all(_num_bytes(value) <= MAX_CONSTANT_BYTES for value in read):
@@ -64,33 +70,57 @@ def _folded(graph: IRGraph, taken: set[str]) -> IRGraph:
     return replace(
         graph,
         ops=tuple(op.map_args(new) for op in reversed(kept)),
-        constants=(*graph.constants, *((value, known[name]) for name, value in reversed(constants.items()))),
+        constants=(
+            *graph.constants,
+            *((value, known[name]) for name, value in reversed(constants.items())),
+        ),
         output=graph.output.map(new),
-        buffer_updates=tuple((before, constants.get(after.name, after)) for before, after in graph.buffer_updates),
+        buffer_updates=tuple(
+            (before, constants.get(after.name, after)) for before, after in graph.buffer_updates
+        ),
     ).live()
 
 
 def _is_foldable(op: IROp) -> bool:
-    """Whether a call gives the same values whenever and wherever it is made, and of reasonable size."""
+    """Whether a call gives the same values whenever and wherever it is made, and of reasonable
+    size.
+    """
     opdef = registry.get(op.target)
-    if type(opdef) is not OpDef or op.target.startswith(("empty", "new_empty")):  # a user's function may do anything
+    if type(opdef) is not OpDef or op.target.startswith(
+        ("empty", "new_empty")
+    ):  # a user's function may do anything
         return False
-    if op.only_in is not None or op.autocast is not None or any(value.requires_grad for value in op.results):
+    if (
+        op.only_in is not None
+        or op.autocast is not None
+        or any(value.requires_grad for value in op.results)
+    ):
         return False
     sizes = [size for value in op.results for size in value.shape]
     settled = [*sizes, *(leaf for _, arg in op.args for leaf in leaves(arg))]
-    if any(hasattr(leaf, "free_symbols") for leaf in settled) or any(isinstance(arg, WhenTraining) for _, arg in op.args):
+    if any(hasattr(leaf, "free_symbols") for leaf in settled) or any(
+        isinstance(arg, WhenTraining) for _, arg in op.args
+    ):
         return False
     rule = instantiate(opdef, op)
-    return not (rule.random or rule.updates) and all(_num_bytes(value) <= MAX_COMPUTED_BYTES for value in op.results)
+    return not (rule.random or rule.updates) and all(
+        _num_bytes(value) <= MAX_COMPUTED_BYTES for value in op.results
+    )
 
 
 def _results(op: IROp, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The call made for real, as generated code would make it."""
     operands = {f"operand_{index}": known[value.name] for index, value in enumerate(op.operands)}
     names = iter(operands)
-    call = op.map_args(lambda leaf: replace(leaf, name=next(names)) if isinstance(leaf, IRValue) else leaf)
-    scope: dict[str, Any] = {"torch": torch, "F": F, "math": math, "self": SimpleNamespace(device=torch.device("cpu"))}
+    call = op.map_args(
+        lambda leaf: replace(leaf, name=next(names)) if isinstance(leaf, IRValue) else leaf
+    )
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "F": F,
+        "math": math,
+        "self": SimpleNamespace(device=torch.device("cpu")),
+    }
     for statement in imports_of(op):
         exec(statement, scope)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 Every value has the layout its producer gives it. Each use asks for the layout its operator's strategy needs. Uses that ask
 for the same layout share one adapter, so that their gradients are summed before the one backward collective; a layout that
-is cheaper to reach from another copy (S -> G -> R) is reached from there (:mod:`shardwright.compiler.passes.sharing`). A
+is cheaper to reach from another copy (S -> G -> R) is reached from there (:mod:`shardwright.compiler.passes.copy_trees`). A
 weight that is stored in pieces is the exception: each module that uses it gathers it for itself, as nothing holds it whole in
 between.
 """
@@ -20,9 +20,9 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import KNOWN, layouts
-from shardwright.compiler.passes.outputs import drop_outputs, in_training
-from shardwright.compiler.passes.sharing import Route, routes
+from shardwright.compiler.passes.copy_trees import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
+from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
@@ -32,9 +32,12 @@ from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.structure import join
 
 
-def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset(), *, delivers: bool = False) -> Program:
-    """The program of ``graph`` under ``plan``. ``whole_in_units``: parameters that ZeRO-3 does not cut. ``delivers``: whether
-    outputs go to other ranks than those that run the program, so that whole ones have a price too.
+def lower(
+    graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset(), *, delivers: bool = False
+) -> Program:
+    """The program of ``graph`` under ``plan``. ``whole_in_units``: parameters that ZeRO-3 does not
+    cut. ``delivers``: whether outputs go to other ranks than those that run the program, so that
+    whole ones have a price too.
 
     Raises :class:`PlanError` for strategies that its operators do not have.
     """
@@ -66,7 +69,9 @@ class _Lowering:
     routes: dict[str, Mapping[Layout, Route]] = field(default_factory=dict)
     versions: dict[str, dict[tuple[Layout, Place | None], IRValue]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-    _over_units: set[str] = field(default_factory=set)  # the parameters stored in pieces over the units
+    _over_units: set[str] = field(
+        default_factory=set
+    )  # the parameters stored in pieces over the units
 
     @property
     def mesh(self) -> Mesh:
@@ -84,14 +89,20 @@ class _Lowering:
         late = [op for op in self.graph.ops if op.name not in needed]
         graph = self.graph = self.graph.with_ops((*early, *late))
         plan = self.plan
-        self.names = {value.name for value in graph.sources} | {r.name for op in graph.ops for r in op.results}
+        self.names = {value.name for value in graph.sources} | {
+            r.name for op in graph.ops for r in op.results
+        }
         for op in graph.ops:
-            self.operand_layouts[op.name], results = layouts(_rule(op), plan.assignment(op.name), self.mesh)
+            self.operand_layouts[op.name], results = layouts(
+                _rule(op), plan.assignment(op.name), self.mesh
+            )
             for value, layout in zip(op.results, results, strict=True):
                 self.produced[value.name] = layout
         self.wanted = self._wanted_by(early)
         declarations = self._place_sources({**self._wanted_by(late), **self.wanted})
-        leaves = [(path, value) for path, value in graph.output.leaves() if isinstance(value, IRValue)]
+        leaves = [
+            (path, value) for path, value in graph.output.leaves() if isinstance(value, IRValue)
+        ]
         for path, value in leaves:
             if plan.outputs.get(path) != "eval":
                 self.wanted.setdefault(value.name, []).append(self._output_layout(path, value))
@@ -102,11 +113,13 @@ class _Lowering:
         left_out = {
             path
             for path, value in leaves
-            if plan.outputs.get(path) == "eval" and (self.delivers or value.name in made or not self._is_there(value, path))
+            if plan.outputs.get(path) == "eval"
+            and (self.delivers or value.name in made or not self._is_there(value, path))
         }
         output = self._output(graph.output, "", left_out)
         updates = tuple(
-            (before, self._adapted(after, self.produced[before.name], None)) for before, after in graph.buffer_updates
+            (before, self._adapted(after, self.produced[before.name], None))
+            for before, after in graph.buffer_updates
         )
         inputs = {value.name: self.produced[value.name] for value in graph.inputs}
         program = Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
@@ -138,7 +151,8 @@ class _Lowering:
             results = tuple(self.produced[value.name] for value in op.results)
             self.body.append(Compute(local, op, assignment, results))
 
-    # ------------------------------------------------------------------------------------------------------- sources
+    # -------------------------------------------------------------------------------------------------------
+    # sources
 
     def _place_sources(self, wanted: Mapping[str, list[Layout]]) -> tuple[Declaration, ...]:
         """Decide how inputs, parameters, buffers and constants are held."""
@@ -150,7 +164,11 @@ class _Lowering:
         declarations = []
         for value in self.graph.inputs:
             self.produced[value.name] = self.plan.inputs.get(value.name, Layout.whole(value.shape))
-        for value in (*self.graph.parameters, *self.graph.buffers, *(value for value, _ in self.graph.constants)):
+        for value in (
+            *self.graph.parameters,
+            *self.graph.buffers,
+            *(value for value, _ in self.graph.constants),
+        ):
             stored = self.plan.stored.get(value.fqn or "")
             if stored is None and value.kind is ValueKind.PARAMETER:
                 stored = self.best_storage(value, wanted.get(value.name, []))
@@ -165,36 +183,58 @@ class _Lowering:
 
     def _is_stored_in_pieces(self, value: IRValue) -> bool:
         """Whether ZeRO-3 cuts it."""
-        if not self.plan.zero or value.kind is not ValueKind.PARAMETER or value.fqn in self.whole_in_units:
+        if (
+            not self.plan.zero
+            or value.kind is not ValueKind.PARAMETER
+            or value.fqn in self.whole_in_units
+        ):
             return False
         return is_large(value)
 
     def _in_pieces(self, value: IRValue, layout: Layout, uses: list[Layout]) -> Layout:
-        """The layout of a parameter under ZeRO-3: cut along the axes on which it is whole and its gradient a summand.
+        """The layout of a parameter under ZeRO-3: cut along the axes on which it is whole and its
+        gradient a summand.
 
         A frozen one has no gradient: there all its uses must have it so.
         """
         summed = layout.grad_partial if value.requires_grad else self.mesh.names
-        axes = [axis for axis in summed if all(use.placement(axis) == "G" for use in uses)] if uses else []
-        axes = [axis for axis in axes if self.mesh.axis_size(axis) > 1 and layout.placement(axis) in ("R", "G")]
+        axes = (
+            [axis for axis in summed if all(use.placement(axis) == "G" for use in uses)]
+            if uses
+            else []
+        )
+        axes = [
+            axis
+            for axis in axes
+            if self.mesh.axis_size(axis) > 1 and layout.placement(axis) in ("R", "G")
+        ]
         if self.plan.zero > 1:
             self._over_units.add(value.name)
         return in_pieces(layout, axes, self.mesh, self.plan.zero)
 
     def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
-        """The layout of a parameter that costs its uses the least; gradient reductions count, ties go to the smaller one."""
+        """The layout of a parameter that costs its uses the least; gradient reductions count, ties
+        go to the smaller one.
+        """
         whole = Layout.whole(value.shape)
-        return _best_storage(whole, tuple(uses), self.mesh, value.requires_grad, value.takes_gradient)
+        return _best_storage(
+            whole, tuple(uses), self.mesh, value.requires_grad, value.takes_gradient
+        )
 
-    # ------------------------------------------------------------------------------------------------------ adapters
+    # ------------------------------------------------------------------------------------------------------
+    # adapters
 
     def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
         """The value in the layout a use needs, made now if it is not there yet."""
         goal = self._canonical(value, self._needed(value, target))
         if value.name not in self.versions:
-            self.versions[value.name] = {(self._canonical(value, self.produced[value.name]), None): value}
+            self.versions[value.name] = {
+                (self._canonical(value, self.produced[value.name]), None): value
+            }
             self.routes[value.name] = self._routes(value)
-        if goal not in self.routes[value.name]:  # wanted after what training needs, which keeps its routes
+        if (
+            goal not in self.routes[value.name]
+        ):  # wanted after what training needs, which keeps its routes
             self.routes[value.name] = {**self._routes(value), **self.routes[value.name]}
         return self._version(value, goal, op)
 
@@ -224,8 +264,12 @@ class _Lowering:
         start = self._version(value, route.start, op)
         is_everywhere = (route.start, None) in versions
         for step in route.steps:
-            result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
-            adapter = Adapt(start, result, value, step, op.region if op else None, op.module_path if op else "")
+            result = replace(
+                value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None
+            )
+            adapter = Adapt(
+                start, result, value, step, op.region if op else None, op.module_path if op else ""
+            )
             self.body.append(adapter)
             is_everywhere = is_everywhere and not adapter.gathers_weight
             start = result
@@ -252,7 +296,8 @@ class _Lowering:
         self.names.add(name)
         return name
 
-    # ------------------------------------------------------------------------------------------------------- outputs
+    # -------------------------------------------------------------------------------------------------------
+    # outputs
 
     def _output_layout(self, path: str, value: IRValue) -> Layout:
         """How an output leaves the program."""
@@ -262,22 +307,30 @@ class _Lowering:
         return wish if isinstance(wish, Layout) else Layout.whole(value.shape)
 
     def _output(self, tree: Tree, path: str, left_out: Set[str]) -> Tree:
-        """The result over the program's values. A part of which all tensors are left out is left out as one."""
+        """The result over the program's values. A part of which all tensors are left out is left
+        out as one.
+        """
         if tree.kind == "leaf":
             if not isinstance(tree.value, IRValue):
                 return tree
             if path in left_out:
                 return replace(tree, value=LeftOut(path))
-            return replace(tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None))
+            return replace(
+                tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None)
+            )
         tensors = {leaf for leaf, value in tree.leaves(path) if isinstance(value, IRValue)}
         if path and tensors and left_out >= tensors:
             return Tree("leaf", LeftOut(path))
-        children = ((key, self._output(child, join(path, key), left_out)) for key, child in tree.children)
+        children = (
+            (key, self._output(child, join(path, key), left_out)) for key, child in tree.children
+        )
         return replace(tree, children=tuple(children))
 
 
 @lru_cache(maxsize=KNOWN)
-def _best_storage(whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_grad: bool, takes_gradient: bool) -> Layout:
+def _best_storage(
+    whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_grad: bool, takes_gradient: bool
+) -> Layout:
     candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
     targets = {str(use): use for use in uses}.values()
 
@@ -285,8 +338,16 @@ def _best_storage(whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_
         paths = (convert(layout, t, mesh, differentiable=requires_grad) for t in targets)
         moved = sum(steps_elements(path, mesh, differentiable=takes_gradient) for path in paths)
         elements = local_elements(layout, mesh)
-        reduced = sum(2 * elements * (1 - 1 / mesh.axis_size(a)) for a in layout.grad_partial) if takes_gradient else 0.0
-        return moved + 0.99 * reduced, elements, str(layout)  # the reducer buckets what adapters would do one by one
+        reduced = (
+            sum(2 * elements * (1 - 1 / mesh.axis_size(a)) for a in layout.grad_partial)
+            if takes_gradient
+            else 0.0
+        )
+        return (
+            moved + 0.99 * reduced,
+            elements,
+            str(layout),
+        )  # the reducer buckets what adapters would do one by one
 
     return min(candidates.values(), key=cost)
 

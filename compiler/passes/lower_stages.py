@@ -1,7 +1,7 @@
 """Lower a plan with stages: each stage on its own mesh, and what crosses between them.
 
-A value crosses as slices or copies, never partial: then its gradient is whole on every rank that holds a copy, and each rank
-can send home exactly what its counterpart needs.
+A value crosses as slices or copies, never partial: then its gradient is whole on every rank that
+holds a copy, and each rank can send home exactly what its counterpart needs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.outputs import drop_outputs
-from shardwright.compiler.passes.stages import names_of_updated, place_unused, split_stages, stage_of_ops, weights_used
+from shardwright.compiler.passes.stages import (
+    names_of_updated,
+    place_unused,
+    split_stages,
+    stage_of_ops,
+    weights_used,
+)
+from shardwright.compiler.passes.unused_outputs import drop_outputs
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram, StageGraph
@@ -29,7 +35,9 @@ from shardwright.runtime.transfer import Holding, pieces
 
 
 def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
-    """The programs of all stages. Raises :class:`PlanError` for a plan whose stages do not fit the graph."""
+    """The programs of all stages. Raises :class:`PlanError` for a plan whose stages do not fit the
+    graph.
+    """
     check_stages(graph, plan)
     num_stages = len(plan.stages)
     graph = drop_outputs(graph, plan.outputs)
@@ -37,20 +45,34 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     cut = split_stages(graph, stages, num_stages)
     body = None if graph.eval_graph is None else drop_outputs(graph.eval_graph, plan.outputs)
     eval_cut = (
-        () if body is None else split_stages(body, stage_of_eval_ops(graph, stages, body), num_stages, names_of_updated(graph))
+        ()
+        if body is None
+        else split_stages(
+            body, stage_of_eval_ops(graph, stages, body), num_stages, names_of_updated(graph)
+        )
     )
     cut = place_unused(graph, cut, weights_used((*cut, *eval_cut)))
     _check_updated_buffers((*cut, *eval_cut))
     holders = _holders((*cut, *eval_cut))
     stored = _stored_by_mesh(plan, holders)
-    several = {fqn: {plan.stages[index].mesh for index in found} for fqn, found in holders.items() if len(found) > 1}
+    several = {
+        fqn: {plan.stages[index].mesh for index in found}
+        for fqn, found in holders.items()
+        if len(found) > 1
+    }
     shared = {fqn: holders[fqn] for fqn, meshes in several.items() if len(meshes) == 1}
     copied = several.keys() - shared.keys()
     program = _lower_body(graph, plan, cut, stored, copied)
     if body is not None:
         given = {path: "whole" if wish == "eval" else wish for path, wish in plan.outputs.items()}
-        program = replace(program, eval_program=_lower_body(body, replace(plan, outputs=given), eval_cut, stored, copied))
-    owned = {fqn: {index: stored[plan.stages[index].mesh][fqn] for index in holders[fqn]} for fqn in copied}
+        program = replace(
+            program,
+            eval_program=_lower_body(body, replace(plan, outputs=given), eval_cut, stored, copied),
+        )
+    owned = {
+        fqn: {index: stored[plan.stages[index].mesh][fqn] for index in holders[fqn]}
+        for fqn in copied
+    }
     return replace(program, shared=shared, owned=owned)
 
 
@@ -69,7 +91,9 @@ Stored = dict[Mesh, dict[str, Layout]]
 
 
 def _stored_by_mesh(plan: Plan, holders: Mapping[str, tuple[int, ...]]) -> Stored:
-    """What the plan says of it: a layout is one on the mesh of the first stage that holds the tensor."""
+    """What the plan says of it: a layout is one on the mesh of the first stage that holds the
+    tensor.
+    """
     meshes = dict.fromkeys(stage.mesh for stage in plan.stages)
     return {
         mesh: {
@@ -84,10 +108,11 @@ def _stored_by_mesh(plan: Plan, holders: Mapping[str, tuple[int, ...]]) -> Store
 def _lower_body(
     graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...], stored: Stored, copied: Set[str]
 ) -> PipelineProgram:
-    """The programs of the stages of training, or of evaluation. What they hold is added to ``stored``.
+    """The programs of the stages of training, or of evaluation. What they hold is added to
+    ``stored``.
 
-    ``copied``: the parameters of which stages with unequal meshes hold copies. They are sent between the ranks of a unit, so
-    ZeRO-3 leaves them whole in each unit.
+    ``copied``: the parameters of which stages with unequal meshes hold copies. They are sent
+    between the ranks of a unit, so ZeRO-3 leaves them whole in each unit.
     """
     made: dict[str, Layout] = {}
     for stage in stages:
@@ -95,7 +120,12 @@ def _lower_body(
         for op in stage.graph.ops:
             assert op.rule is not None
             found = layouts(op.rule, plan.assignment(op.name), plan.stages[stage.index].mesh)[1]
-            made.update({value.name: _whole_gradients(layout) for value, layout in zip(op.results, found, strict=True)})
+            made.update(
+                {
+                    value.name: _whole_gradients(layout)
+                    for value, layout in zip(op.results, found, strict=True)
+                }
+            )
     leading = _leading_to_outputs(graph)
     crossings = [
         _crossing(value, value.takes_gradient and value.name in leading, source, stage, made, plan)
@@ -117,7 +147,8 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
     """Stages that cannot be."""
     if len(plan.stages) > len(graph.ops):
         raise PlanError(
-            f"the plan has {len(plan.stages)} stages, but the graph has only {len(graph.ops)} operators",
+            f"the plan has {len(plan.stages)} stages, but the graph has only "
+            f"{len(graph.ops)} operators",
             hint="ask for fewer stages",
         )
     meshes: dict[tuple[int, ...], int] = {}
@@ -130,19 +161,30 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
             raise PlanError(f"stages {first} and {number} share their ranks but not their mesh")
         for rank in stage.ranks:
             if taken.setdefault(rank, stage.ranks) != stage.ranks:
-                raise PlanError(f"rank {rank} is in stages with different ranks", why=f"{taken[rank]} and {stage.ranks}")
+                raise PlanError(
+                    f"rank {rank} is in stages with different ranks",
+                    why=f"{taken[rank]} and {stage.ranks}",
+                )
 
 
 def verify_pipeline(program: PipelineProgram) -> None:
-    """Every stage holds the invariant, and every crossing delivers each element of each piece exactly once, both ways."""
+    """Every stage holds the invariant, and every crossing delivers each element of each piece
+    exactly once, both ways.
+    """
     if program.eval_program is not None:
         verify_pipeline(program.eval_program)
     for stage in program.programs:
         verify_program(stage)
     symbols = sorted({dim.symbol for dim in program.graph.dynamic_dims})
-    examples = [dict(zip(symbols, itertools.count(first), strict=False)) for first in ((2, 5, 12) if symbols else (0,))]
+    examples = [
+        dict(zip(symbols, itertools.count(first), strict=False))
+        for first in ((2, 5, 12) if symbols else (0,))
+    ]
     for crossing, sizes in itertools.product(program.crossings, examples):
-        sent, received = (replace(end, layout=_at(end.layout, sizes)) for end in (crossing.sent, crossing.received))
+        sent, received = (
+            replace(end, layout=_at(end.layout, sizes))
+            for end in (crossing.sent, crossing.received)
+        )
         for source, target in ((sent, received), (received, sent)):
             if source.layout.partial or source.layout.grad_partial:
                 raise InternalError(f"{crossing.value.name} crosses stages as {source.layout}")
@@ -159,11 +201,18 @@ def _at(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """The layout with numbers for its dynamic sizes."""
 
     def number(size: Size) -> int:
-        return size if isinstance(size, int) else int(size.subs({symbol: sizes[symbol.name] for symbol in dynamic_sizes(size)}))
+        return (
+            size
+            if isinstance(size, int)
+            else int(size.subs({symbol: sizes[symbol.name] for symbol in dynamic_sizes(size)}))
+        )
 
     return replace(
         layout,
-        dims=tuple(tuple(replace(atom, segments=tuple(map(number, atom.segments))) for atom in dim) for dim in layout.dims),
+        dims=tuple(
+            tuple(replace(atom, segments=tuple(map(number, atom.segments))) for atom in dim)
+            for dim in layout.dims
+        ),
     )
 
 
@@ -174,19 +223,31 @@ def _volume(box: tuple[tuple[int, int], ...]) -> int:
     return volume
 
 
-def _lower_stage(stage: StageGraph, plan: Plan, crossings: list[Crossing], copied: Set[str]) -> Program:
+def _lower_stage(
+    stage: StageGraph, plan: Plan, crossings: list[Crossing], copied: Set[str]
+) -> Program:
     received = {c.value.name: c.received.layout for c in crossings if c.target == stage.index}
     sent = {c.value.name: c.sent.layout for c in crossings if c.source == stage.index}
-    outputs: dict[str, Layout | str | None] = {str(i): sent[value.name] for i, (value, _) in enumerate(stage.sends)}
+    outputs: dict[str, Layout | str | None] = {
+        str(i): sent[value.name] for i, (value, _) in enumerate(stage.sends)
+    }
     for i, (path, _) in enumerate(stage.outputs, start=len(stage.sends)):
         outputs[str(i)] = plan.outputs.get(path, "whole")
-    own = replace(plan, mesh=plan.stages[stage.index].mesh, inputs=received, outputs=outputs, stages=())
+    own = replace(
+        plan, mesh=plan.stages[stage.index].mesh, inputs=received, outputs=outputs, stages=()
+    )
     return lower(stage.graph, own, copied, delivers=True)
 
 
 def _leading_to_outputs(graph: IRGraph) -> set[str]:
-    """Names of the values that a gradient of what the model returns may come back to: to no code that was rounded to, say."""
-    leading = {value.name for _, value in graph.output.leaves() if isinstance(value, IRValue) and value.requires_grad}
+    """Names of the values that a gradient of what the model returns may come back to: to no code
+    that was rounded to, say.
+    """
+    leading = {
+        value.name
+        for _, value in graph.output.leaves()
+        if isinstance(value, IRValue) and value.requires_grad
+    }
     for op in reversed(graph.ops):
         if any(value.name in leading for value in op.results):
             leading |= {value.name for value in op.operands if value.requires_grad}
@@ -194,20 +255,33 @@ def _leading_to_outputs(graph: IRGraph) -> set[str]:
 
 
 def _crossing(
-    value: IRValue, takes_gradient: bool, source: int, stage: StageGraph, made: dict[str, Layout], plan: Plan
+    value: IRValue,
+    takes_gradient: bool,
+    source: int,
+    stage: StageGraph,
+    made: dict[str, Layout],
+    plan: Plan,
 ) -> Crossing:
-    """A value keeps its layout where both stages have the same mesh; else it arrives as its first reader needs it."""
+    """A value keeps its layout where both stages have the same mesh; else it arrives as its first
+    reader needs it.
+    """
     here, there = plan.stages[source], plan.stages[stage.index]
     sent = made[value.name]
     received = sent
     if here.mesh != there.mesh:
         reader = next(op for op in stage.graph.ops if value in op.operands)
         assert reader.rule is not None
-        needed = layouts(reader.rule, plan.assignment(reader.name), there.mesh)[0][reader.operands.index(value)]
+        needed = layouts(reader.rule, plan.assignment(reader.name), there.mesh)[0][
+            reader.operands.index(value)
+        ]
         received = _whole_gradients(needed)
     value = replace(value, takes_gradient=takes_gradient)
     return Crossing(
-        value, source, stage.index, Holding(sent, here.mesh, here.ranks), Holding(received, there.mesh, there.ranks)
+        value,
+        source,
+        stage.index,
+        Holding(sent, here.mesh, here.ranks),
+        Holding(received, there.mesh, there.ranks),
     )
 
 
@@ -229,6 +303,7 @@ def _check_updated_buffers(stages: Sequence[StageGraph]) -> None:
                 raise PlanError(
                     f"buffer {value.fqn} is updated in stage {updated[value.name]} "
                     f"and used in stages {', '.join(map(str, sorted(holders[value.name])))}",
-                    why="stages run several microbatches at a time, so that no stage would see the values in their order",
+                    why="stages run several microbatches at a time, so that no stage would see "
+                    "the values in their order",
                     hint="begin the stages where all uses of the module are in one",
                 )

@@ -12,14 +12,19 @@ from shardwright.compiler.plan.program import Adapt, Program
 def print_program(program: Program) -> str:
     """One line per declaration and instruction, with layouts."""
     lines = [f"program {program.graph.name} on {program.plan.storage_mesh}"]
-    lines += [f"  {declaration.value.name}: {declaration.layout}" for declaration in program.declarations]
+    lines += [
+        f"  {declaration.value.name}: {declaration.layout}" for declaration in program.declarations
+    ]
     returned = _returned(program.output)
     for position, instruction in enumerate(program.instructions):
         if position == len(program.body):
             lines.append(f"  in training: return {returned}")
         if isinstance(instruction, Adapt):
             step = instruction.step
-            call = f"{instruction.result.name} = {step.kind}({instruction.value.name}, {', '.join(step.axes)})"
+            call = (
+                f"{instruction.result.name} = {step.kind}({instruction.value.name}, "
+                f"{', '.join(step.axes)})"
+            )
             lines.append(f"  {call}  # {step.transition}: {step.after}")
         else:
             names = ", ".join(value.name for value in instruction.op.results)
@@ -37,4 +42,6 @@ def print_program(program: Program) -> str:
 
 def _returned(output: Tree) -> str:
     leaves = [(path, value) for path, value in output.leaves() if hasattr(value, "name")]
-    return ", ".join(f"{comment(path)}={value.name}" if path else value.name for path, value in leaves)
+    return ", ".join(
+        f"{comment(path)}={value.name}" if path else value.name for path, value in leaves
+    )

@@ -17,7 +17,9 @@ from shardwright.compiler.ops.shapes import segmented_slice_rule, slice_of
 
 
 def attach_rules(graph: IRGraph) -> IRGraph:
-    """The same graph with ``rule`` set on every operator. Operators without one are replicated, with a warning."""
+    """The same graph with ``rule`` set on every operator. Operators without one are replicated,
+    with a warning.
+    """
     unknown: dict[str, IROp] = {}
     ops = []
     for op in graph.ops:
@@ -33,7 +35,9 @@ def attach_rules(graph: IRGraph) -> IRGraph:
 
 
 def opaque_rule(op: IROp) -> OpRule:
-    """Nothing may be split. An unknown function may not differentiate itself, so its gradients must be whole: R only."""
+    """Nothing may be split. An unknown function may not differentiate itself, so its gradients must
+    be whole: R only.
+    """
     factors: list[Factor] = []
 
     def refs(value_shape: tuple[Size, ...]) -> tuple[tuple[FactorRef, ...], ...]:
@@ -55,15 +59,23 @@ def warn_of_unknown(op: IROp) -> None:
 
 
 def unknown_op_message(op: IROp) -> str:
-    """The warning for an operator without a rule: where it is, what happens, and the stub to paste."""
-    letters = (letter + number for number in ("", *map(str, range(1, 100))) for letter in "abcdefghijklmnopqrstuvwxyz")
+    """The warning for an operator without a rule: where it is, what happens, and the stub to
+    paste.
+    """
+    letters = (
+        letter + number
+        for number in ("", *map(str, range(1, 100)))
+        for letter in "abcdefghijklmnopqrstuvwxyz"
+    )
 
     def term(value: IRValue) -> str:
         return " ".join(f"{next(letters)}^" for _ in value.shape)
 
     # "?": a scalar, or an argument that is no tensor.
     terms = [
-        ", ".join(term(leaf) or "?" if isinstance(leaf, IRValue) else "?" for leaf in leaves(arg)) or "?" for _, arg in op.args
+        ", ".join(term(leaf) or "?" if isinstance(leaf, IRValue) else "?" for leaf in leaves(arg))
+        or "?"
+        for _, arg in op.args
     ]
     while terms and terms[-1] == "?":
         terms.pop()
@@ -75,14 +87,16 @@ def unknown_op_message(op: IROp) -> str:
         f"  where: {op.source} ({op.module_path or 'top-level forward'})\n"
         f"  why:   operand shapes {[tuple(v.shape) for v in op.operands]}, "
         f"result shapes {[tuple(v.shape) for v in op.results]}\n"
-        f"  try:   say which dims may be split: drop the ^ there, and write one letter for equal dims\n"
+        "  try:   say which dims may be split: drop the ^ there, and write one letter for "
+        "equal dims\n"
         f"         import {package}, shardwright\n"
         f'         shardwright.register_op("{", ".join(terms)} -> {results}")({function})'
     )
 
 
 def segment_slices(graph: IRGraph) -> IRGraph:
-    """Where the slices taken of a value tile one of its dims, that dim becomes a concatenation that can be split.
+    """Where the slices taken of a value tile one of its dims, that dim becomes a concatenation that
+    can be split.
 
     Rotary embeddings halve the head dim so; Phi-3 cuts its fused query, key and value heads so.
     """
@@ -96,7 +110,11 @@ def segment_slices(graph: IRGraph) -> IRGraph:
     for (_, dim), taken in slices.items():
         size = taken[0][0].operands[0].shape[dim]
         bounds = sorted({(start, stop) for _, start, stop in taken})
-        tiles = bounds[0][0] == 0 and bounds[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(bounds))
+        tiles = (
+            bounds[0][0] == 0
+            and bounds[-1][1] == size
+            and all(a[1] == b[0] for a, b in pairwise(bounds))
+        )
         if tiles and len(bounds) > 1:
             segments = tuple(stop - start for start, stop in bounds)
             for op, start, stop in taken:

@@ -1,8 +1,9 @@
 """Cut a planned graph into pipeline stages.
 
-Every operator belongs to the stage its place in the graph gives it, but for those that only make values out of nothing
-(positions, masks, rotary tables): each stage that needs such a value makes its own. Graph inputs are read where they are
-needed. Any other value that a later stage needs is sent there by the stage that makes it, directly, once.
+Every operator belongs to the stage its place in the graph gives it, but for those that only make
+values out of nothing (positions, masks, rotary tables): each stage that needs such a value makes
+its own. Graph inputs are read where they are needed. Any other value that a later stage needs is
+sent there by the stage that makes it, directly, once.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from shardwright.runtime.errors import PlanError
 
 
 def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
-    """Operator name to stage, by place. Raises :class:`PlanError` for boundaries out of order or inside a recompute region."""
+    """Operator name to stage, by place. Raises :class:`PlanError` for boundaries out of order or
+    inside a recompute region.
+    """
     positions = {op.name: index for index, op in enumerate(graph.ops)}
     starts = [0]
     for number, stage in enumerate(plan.stages[1:], start=1):
         if stage.first_op not in positions:
-            raise PlanError(f"stage {number} begins at operator {stage.first_op!r}, which the graph does not have")
+            raise PlanError(
+                f"stage {number} begins at operator {stage.first_op!r}, which the graph does "
+                "not have"
+            )
         start = positions[stage.first_op]
         if start <= starts[-1]:
             before = graph.ops[starts[-1]].name
             raise PlanError(
-                f"stage {number} begins at operator {stage.first_op!r}, not after stage {number - 1} begins",
+                f"stage {number} begins at operator {stage.first_op!r}, not after stage "
+                f"{number - 1} begins",
                 why=f"stage {number - 1} begins at {before!r}; values would have to flow backwards",
                 hint="list the stages in the order of the graph",
             )
@@ -51,35 +58,50 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
 
 
 def from_nothing(graph: IRGraph, updated: Set[str] = frozenset()) -> set[str]:
-    """The operators that every stage may compute for itself: their values come from sizes, constants and buffers that nobody
-    updates, need no gradient and no random numbers. ``updated``: buffers that another body of the model updates.
+    """The operators that every stage may compute for itself: their values come from sizes,
+    constants and buffers that nobody updates, need no gradient and no random numbers. ``updated``:
+    buffers that another body of the model updates.
     """
     updated = updated | names_of_updated(graph)
-    free = {value.name for value in graph.buffers if value.name not in updated} | {value.name for value, _ in graph.constants}
+    free = {value.name for value in graph.buffers if value.name not in updated} | {
+        value.name for value, _ in graph.constants
+    }
     found: set[str] = set()
     for op in graph.ops:
         random = op.rule is not None and (op.rule.random or op.rule.updates)
-        if not random and all(v.name in free for v in op.operands) and not any(v.requires_grad for v in op.results):
+        if (
+            not random
+            and all(v.name in free for v in op.operands)
+            and not any(v.requires_grad for v in op.results)
+        ):
             found.add(op.name)
             free |= {value.name for value in op.results}
     return found
 
 
 def names_of_updated(graph: IRGraph) -> set[str]:
-    """The names of the buffers that get new values, in training or evaluation, be it that an operator changes them in place."""
-    in_place = (op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates)
+    """The names of the buffers that get new values, in training or evaluation, be it that an
+    operator changes them in place.
+    """
+    in_place = (
+        op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates
+    )
     found = {*(before.name for before, _ in graph.buffer_updates), *in_place}
     return found if graph.eval_graph is None else found | names_of_updated(graph.eval_graph)
 
 
 def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[str, set[int]]:
-    """Where each ``updated`` buffer is read as it was before the call, and where its new value is made, by its name.
+    """Where each ``updated`` buffer is read as it was before the call, and where its new value is
+    made, by its name.
 
-    ``at`` says where each operator is: its stage, or its place in the graph. A stage sends the new value to any
-    other that reads it, but nobody sends the old one: all these uses belong in one stage.
+    ``at`` says where each operator is: its stage, or its place in the graph. A stage sends the new
+    value to any other that reads it, but nobody sends the old one: all these uses belong in one
+    stage.
     """
     free = from_nothing(graph, updated)
-    made = {value.name: at[op.name] for op in graph.ops if op.name not in free for value in op.results}
+    made = {
+        value.name: at[op.name] for op in graph.ops if op.name not in free for value in op.results
+    }
     found: dict[str, set[int]] = {name: set() for name in updated}
     for op in graph.ops:
         for value in op.operands:
@@ -96,13 +118,19 @@ def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[st
 def split_stages(
     graph: IRGraph, stages: Mapping[str, int], num_stages: int, updated: Set[str] = frozenset()
 ) -> tuple[StageGraph, ...]:
-    """The graph cut as ``stages`` tells of every operator. Unneeded outputs have been dropped before.
+    """The graph cut as ``stages`` tells of every operator. Unneeded outputs have been dropped
+    before.
 
     ``updated``: buffers that another body of the model updates.
     """
     updated = updated | names_of_updated(graph)
     free = from_nothing(graph, updated)
-    made_in = {value.name: stages[op.name] for op in graph.ops if op.name not in free for value in op.results}
+    made_in = {
+        value.name: stages[op.name]
+        for op in graph.ops
+        if op.name not in free
+        for value in op.results
+    }
     outputs = _outputs(graph, made_in, num_stages)
     updates = _buffer_updates(graph, uses_of(updated, graph, stages), made_in)
     needed_in: dict[tuple[str, int], IRValue] = {}  # (value, stage) where it is read but not made
@@ -117,15 +145,27 @@ def split_stages(
         wanted = {v.name for op in own for v in op.operands} | {v.name for _, v in outputs[index]}
         wanted |= {after.name for _, after in updates.get(index, ())}
         found = _with_free(graph, own, free, wanted)
-        ops = tuple(op if stages[op.name] == index else replace(op, region=None) for op in found)  # regions are of one stage
-        receives = tuple((value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index)
-        sends = tuple((value, stage) for (name, stage), value in needed_in.items() if made_in[name] == index)
-        result.append(_stage_graph(graph, index, ops, receives, sends, outputs[index], updates.get(index, ())))
+        ops = tuple(
+            op if stages[op.name] == index else replace(op, region=None) for op in found
+        )  # regions are of one stage
+        receives = tuple(
+            (value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index
+        )
+        sends = tuple(
+            (value, stage) for (name, stage), value in needed_in.items() if made_in[name] == index
+        )
+        result.append(
+            _stage_graph(graph, index, ops, receives, sends, outputs[index], updates.get(index, ()))
+        )
     return tuple(result)
 
 
-def _outputs(graph: IRGraph, made_in: dict[str, int], num_stages: int) -> dict[int, list[tuple[str, IRValue]]]:
-    """Result leaves by the stage that makes them; what no operator makes comes from the last stage."""
+def _outputs(
+    graph: IRGraph, made_in: dict[str, int], num_stages: int
+) -> dict[int, list[tuple[str, IRValue]]]:
+    """Result leaves by the stage that makes them; what no operator makes comes from the last
+    stage.
+    """
     outputs: dict[int, list[tuple[str, IRValue]]] = {index: [] for index in range(num_stages)}
     for path, value in graph.output.leaves():
         if isinstance(value, IRValue):
@@ -136,7 +176,9 @@ def _outputs(graph: IRGraph, made_in: dict[str, int], num_stages: int) -> dict[i
 def _buffer_updates(
     graph: IRGraph, uses: Mapping[str, Set[int]], made_in: Mapping[str, int]
 ) -> dict[int, tuple[tuple[IRValue, IRValue], ...]]:
-    """The buffers that each stage updates: where the new value is made, or else where the old one is read."""
+    """The buffers that each stage updates: where the new value is made, or else where the old one
+    is read.
+    """
     updates: dict[int, tuple[tuple[IRValue, IRValue], ...]] = {}
     for before, after in graph.buffer_updates:
         index = made_in.get(after.name, min(uses[before.name]))
@@ -144,8 +186,12 @@ def _buffer_updates(
     return updates
 
 
-def _with_free(graph: IRGraph, own: list[IROp], free: set[str], wanted: set[str]) -> tuple[IROp, ...]:
-    """The stage's operators and those made from nothing that they need, in the order of the graph."""
+def _with_free(
+    graph: IRGraph, own: list[IROp], free: set[str], wanted: set[str]
+) -> tuple[IROp, ...]:
+    """The stage's operators and those made from nothing that they need, in the order of the
+    graph.
+    """
     kept = {op.name for op in own}
     wanted = set(wanted)
     for op in reversed(graph.ops):
@@ -164,7 +210,9 @@ def _stage_graph(
     outputs: list[tuple[str, IRValue]],
     updates: tuple[tuple[IRValue, IRValue], ...],
 ) -> StageGraph:
-    used = {value.name for op in ops for value in op.operands} | {value.name for _, value in outputs}
+    used = {value.name for op in ops for value in op.operands} | {
+        value.name for _, value in outputs
+    }
     used |= {value.name for pair in updates for value in pair}
     reads = tuple(value for value in graph.inputs if value.name in used)
     arrived = tuple(replace(value, kind=ValueKind.INPUT) for value, _ in receives)
@@ -176,7 +224,9 @@ def _stage_graph(
         buffers=tuple(value for value in graph.buffers if value.name in used),
         constants=tuple((value, tensor) for value, tensor in graph.constants if value.name in used),
         ops=ops,
-        output=Tree("tuple", children=tuple((i, Tree("leaf", value)) for i, value in enumerate(leaves))),
+        output=Tree(
+            "tuple", children=tuple((i, Tree("leaf", value)) for i, value in enumerate(leaves))
+        ),
         buffer_updates=updates,
         eval_graph=None,
     )
@@ -185,12 +235,21 @@ def _stage_graph(
 
 def weights_used(stages: Iterable[StageGraph]) -> set[str]:
     """The names of the parameters and buffers that these stages hold."""
-    return {value.name for stage in stages for value in (*stage.graph.parameters, *stage.graph.buffers)}
+    return {
+        value.name for stage in stages for value in (*stage.graph.parameters, *stage.graph.buffers)
+    }
 
 
-def place_unused(graph: IRGraph, stages: tuple[StageGraph, ...], used: Set[str]) -> tuple[StageGraph, ...]:
-    """Weights that are not ``used`` live in the first stage, so that every checkpoint is complete."""
+def place_unused(
+    graph: IRGraph, stages: tuple[StageGraph, ...], used: Set[str]
+) -> tuple[StageGraph, ...]:
+    """Weights that are not ``used`` live in the first stage, so that every checkpoint is
+    complete.
+    """
     first = stages[0].graph
     parameters = tuple(v for v in graph.parameters if v.name not in used or v in first.parameters)
     buffers = tuple(v for v in graph.buffers if v.name not in used or v in first.buffers)
-    return (replace(stages[0], graph=replace(first, parameters=parameters, buffers=buffers)), *stages[1:])
+    return (
+        replace(stages[0], graph=replace(first, parameters=parameters, buffers=buffers)),
+        *stages[1:],
+    )

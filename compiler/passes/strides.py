@@ -1,8 +1,9 @@
 """Let no ``view`` depend on strides that a plan does not keep.
 
-``x.transpose(1, 2).sigmoid().transpose(1, 2).view(...)`` works on one device, as the second transpose gives back the order in
-which the elements lie. An adapter makes a tensor in the order of its dims: put one between the two transposes, and ``view``
-would raise. ``reshape`` is the same view where a view can be had, and copies otherwise.
+``x.transpose(1, 2).sigmoid().transpose(1, 2).view(...)`` works on one device, as the second
+transpose gives back the order in which the elements lie. An adapter makes a tensor in the order of
+its dims: put one between the two transposes, and ``view`` would raise. ``reshape`` is the same view
+where a view can be had, and copies otherwise.
 """
 
 from __future__ import annotations
@@ -19,12 +20,21 @@ KEEPS_STRIDES = frozenset(("grad_all_reduce", "grad_keep_one"))
 """Adapters that hand on the tensor they get."""
 
 MAKES_STRIDES = frozenset(("linear", "bmm", "addmm", "embedding", "layer_norm", "contiguous"))
-"""Operators whose results lie in the order of their dims, whatever the strides of their operands."""
+"""Operators whose results lie in the order of their dims, whatever the strides of their
+operands.
+"""
 
 
 def without_strided_views(program: Program) -> Program:
-    """``program`` with ``reshape`` in the place of each ``view`` of what an adapter, a parallel form or another stage made."""
-    given = {leaf.name for _, tree in program.graph.signature for _, leaf in tree.leaves() if isinstance(leaf, IRValue)}
+    """``program`` with ``reshape`` in the place of each ``view`` of what an adapter, a parallel
+    form or another stage made.
+    """
+    given = {
+        leaf.name
+        for _, tree in program.graph.signature
+        for _, leaf in tree.leaves()
+        if isinstance(leaf, IRValue)
+    }
     moved = {value.name for value in program.graph.inputs} - given  # from another stage
     body = []
     for instruction in program.instructions:
@@ -39,7 +49,9 @@ def without_strided_views(program: Program) -> Program:
 
 
 def _computed(instruction: Compute, moved: set[str]) -> Compute:
-    """The operator as it must be; its results join ``moved`` where their strides may differ from those on one device."""
+    """The operator as it must be; its results join ``moved`` where their strides may differ from
+    those on one device.
+    """
     op = instruction.op
     reads_moved = any(value.name in moved for value in op.operands)
     if op.target != instruction.original.target or (reads_moved and op.target not in MAKES_STRIDES):

@@ -1,9 +1,10 @@
 """Prove a program right before any code is written.
 
-The invariant that prevents wrong gradients: every operator's operand and result placements match one of its strategies on
-every axis, and every edge between them is a chain of adapters from the table. Then the placement of every parameter's
-gradient is known, and each axis on which it is G gets exactly one reduction. This pass walks the program with layouts in
-place of tensors and re-derives all of it independently of the pass that made it.
+The invariant that prevents wrong gradients: every operator's operand and result placements match
+one of its strategies on every axis, and every edge between them is a chain of adapters from the
+table. Then the placement of every parameter's gradient is known, and each axis on which it is G
+gets exactly one reduction. This pass walks the program with layouts in place of tensors and
+re-derives all of it independently of the pass that made it.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ def verify_program(program: Program) -> None:
 
 
 class _Walk:
-    """The program executed with layouts in place of tensors. ``held``: the layout of each value made so far; ``origin``: the
-    traced value that it is a version of.
+    """The program executed with layouts in place of tensors. ``held``: the layout of each value
+    made so far; ``origin``: the traced value that it is a version of.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.mesh, self.storage_mesh = program.plan.mesh, program.plan.storage_mesh
-        # Units run the program on batches of their own: whatever they store together is whole where it is used, and its
-        # gradient a summand.
+        # Units run the program on batches of their own: whatever they store together is whole where
+        # it is used, and its gradient a summand.
         self.over_units = {d.value.name for d in program.declarations if ZERO in d.layout.cut_axes}
         self.held: dict[str, Layout] = {}
         self.origin: dict[str, str] = {}
@@ -62,9 +63,17 @@ class _Walk:
         program = self.program
         for declaration in program.declarations:
             if declaration.layout.partial:
-                raise InternalError(f"{declaration.value.name} is stored partial: {declaration.layout}")
-            if ZERO in declaration.layout.cut_axes and declaration.value.kind is not ValueKind.PARAMETER:
-                raise InternalError(f"{declaration.value.name} is no parameter and stored over units: {declaration.layout}")
+                raise InternalError(
+                    f"{declaration.value.name} is stored partial: {declaration.layout}"
+                )
+            if (
+                ZERO in declaration.layout.cut_axes
+                and declaration.value.kind is not ValueKind.PARAMETER
+            ):
+                raise InternalError(
+                    f"{declaration.value.name} is no parameter and stored over units: "
+                    f"{declaration.layout}"
+                )
             self.define(declaration.value, declaration.layout)
         for value in program.graph.inputs:
             self.define(value, program.input_layouts[value.name])
@@ -75,7 +84,9 @@ class _Walk:
         self.check_outputs(program.whole_output or program.output, in_training=False)
         computed = [i.original.name for i in program.instructions if isinstance(i, Compute)]
         if computed != [op.name for op in program.graph.ops]:
-            raise InternalError("the program does not compute every operator of the graph once, in its order")
+            raise InternalError(
+                "the program does not compute every operator of the graph once, in its order"
+            )
 
     def walk(self, instructions: tuple[Instruction, ...]) -> None:
         """Check instructions one after the other."""
@@ -99,43 +110,70 @@ class _Walk:
     def canonical(self, layout: Layout, value: IRValue) -> Layout:
         return canonical(layout, self.storage_mesh, differentiable=value.requires_grad)
 
-    def require(self, value: IRValue, original: IRValue, needed: Layout, reader: str, where: str | None = None) -> None:
+    def require(
+        self,
+        value: IRValue,
+        original: IRValue,
+        needed: Layout,
+        reader: str,
+        where: str | None = None,
+    ) -> None:
         """``reader`` gets a version of the right value, in the layout it needs."""
         held = self.now(value)
         if original.name in self.over_units:
             needed = replace(needed, grad_partial=(*needed.grad_partial, ZERO))
         if self.origin[value.name] != original.name:
-            raise InternalError(f"{reader} needs {original.name} and gets {self.origin[value.name]}", where=where)
+            raise InternalError(
+                f"{reader} needs {original.name} and gets {self.origin[value.name]}", where=where
+            )
         if held != self.canonical(needed, original):
-            raise InternalError(f"{reader} needs {original.name} as {needed} and gets {held}", where=where)
+            raise InternalError(
+                f"{reader} needs {original.name} as {needed} and gets {held}", where=where
+            )
 
     def check_compute(self, instruction: Compute) -> None:
         op, where = instruction.original, str(instruction.original.source)
         assert op.rule is not None
         if not allowed(op.rule, instruction.assignment, self.mesh):
-            raise InternalError(f"{op.name} cannot follow {dict(instruction.assignment)}", where=where)
+            raise InternalError(
+                f"{op.name} cannot follow {dict(instruction.assignment)}", where=where
+            )
         operands, results = layouts(op.rule, instruction.assignment, self.mesh)
-        for value, original, needed in zip(instruction.op.operands, op.operands, operands, strict=True):
+        for value, original, needed in zip(
+            instruction.op.operands, op.operands, operands, strict=True
+        ):
             self.require(value, original, needed, op.name, where)
         if results != instruction.layouts:
-            raise InternalError(f"{op.name} gives {_listed(results)}, not {_listed(instruction.layouts)}", where=where)
+            raise InternalError(
+                f"{op.name} gives {_listed(results)}, not {_listed(instruction.layouts)}",
+                where=where,
+            )
         for value, layout in zip(instruction.op.results, instruction.layouts, strict=True):
             self.define(value, layout)
 
     def check_adapter(self, instruction: Adapt) -> None:
-        step, value, name = instruction.step, instruction.value, f"adapter {instruction.step.kind} of {instruction.of.name}"
+        step, value, name = (
+            instruction.step,
+            instruction.value,
+            f"adapter {instruction.step.kind} of {instruction.of.name}",
+        )
         if self.now(value) != self.canonical(step.before, value):
             raise InternalError(f"{name} expects {step.before} and gets {self.now(value)}")
         if self.origin[value.name] != instruction.of.name:
             raise InternalError(f"{name} gets {self.origin[value.name]}")
         known = TABLE.get((step.kind, step.backward), ("", ""))
-        blur = str.maketrans("G", "R") if not value.requires_grad else {}  # without a gradient R and G are one
+        blur = (
+            str.maketrans("G", "R") if not value.requires_grad else {}
+        )  # without a gradient R and G are one
         if len(set(step.axes)) != max(1, len(step.axes)) or ("S" in known and len(step.axes) > 1):
             raise InternalError(f"{name} cannot go over {_axes_text(step.axes)}")
         for axis in step.axes:
             letters = step.before.placement(axis)[0], step.after.placement(axis)[0]
             if [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
-                raise InternalError(f"{name} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {axis}")
+                raise InternalError(
+                    f"{name} (backward {step.backward}) goes from {letters[0]} to "
+                    f"{letters[1]} on {axis}"
+                )
         for axis in self.storage_mesh.names:
             if axis not in step.axes and step.before.placement(axis) != step.after.placement(axis):
                 raise InternalError(f"{name} on {_axes_text(step.axes)} changes {axis}")
@@ -146,7 +184,9 @@ class _Walk:
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
         """What an adapter is told of the dims it joins and cuts is what their layouts say."""
-        joined = [(step.before, step.dim, step.cut)] if step.kind in (*GATHERS, "all_to_all") else []
+        joined = (
+            [(step.before, step.dim, step.cut)] if step.kind in (*GATHERS, "all_to_all") else []
+        )
         cut = [(step.after, step.to_dim, step.to_cut)] if step.kind == "all_to_all" else []
         if step.kind in SLICES:
             cut = [(step.after, step.dim, step.cut)]
@@ -159,12 +199,20 @@ class _Walk:
                 raise InternalError(f"{name} cuts dim {dim} as {sizes}, its layout is {layout}")
 
     def check_outputs(self, output: Tree, *, in_training: bool = True) -> None:
-        """Results are as the plan wishes them. Only those may be left out, and of training only, that it gives up there."""
+        """Results are as the plan wishes them. Only those may be left out, and of training only,
+        that it gives up there.
+        """
         originals = dict(self.program.graph.output.leaves())
         for path, value in output.leaves():
             if isinstance(value, LeftOut):
-                below = [known for known in originals if known == path or known.startswith(f"{path}.")]
-                wishes = {self.program.plan.outputs.get(known) for known in below if isinstance(originals[known], IRValue)}
+                below = [
+                    known for known in originals if known == path or known.startswith(f"{path}.")
+                ]
+                wishes = {
+                    self.program.plan.outputs.get(known)
+                    for known in below
+                    if isinstance(originals[known], IRValue)
+                }
                 if not in_training or wishes != {"eval"}:
                     raise InternalError(f"output {path!r} is left out")
             if not isinstance(value, IRValue):
@@ -172,14 +220,23 @@ class _Walk:
             original, wish = originals[path], self.program.plan.outputs.get(path, "whole")
             assert isinstance(original, IRValue)
             whole = wish if isinstance(wish, Layout) else Layout.whole(original.shape)
-            self.require(value, original, self.held[value.name] if wish == "sharded" else whole, f"output {path!r}")
+            self.require(
+                value,
+                original,
+                self.held[value.name] if wish == "sharded" else whole,
+                f"output {path!r}",
+            )
 
     def check_updates(self) -> None:
         """Buffers get values laid out as they are."""
-        stored = {declaration.value.name: declaration.layout for declaration in self.program.declarations}
+        stored = {
+            declaration.value.name: declaration.layout for declaration in self.program.declarations
+        }
         graph_updates = {before.name: after for before, after in self.program.graph.buffer_updates}
         for before, after in self.program.buffer_updates:
-            self.require(after, graph_updates[before.name], stored[before.name], f"buffer {before.fqn}")
+            self.require(
+                after, graph_updates[before.name], stored[before.name], f"buffer {before.fqn}"
+            )
 
 
 def _axes_text(axes: tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """Make a plan by hand: the verbs of custom policies.
 
-A policy receives a :class:`PlannableGraph`, takes a builder of it, and returns what ``build()`` gives::
+A policy receives a :class:`PlannableGraph`, takes a builder of it, and returns what ``build()``
+gives::
 
     def my_policy(graph, config):
         b = graph.builder(mesh={"tp": config.plan_ngpus})
@@ -20,7 +21,13 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ops.strategy import allowed, factor_axes
-from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths, suggestion
+from shardwright.compiler.plan.check import (
+    check_assignment,
+    check_layout,
+    ops_of,
+    output_paths,
+    suggestion,
+)
 from shardwright.compiler.plan.plan import Note, Plan
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, did_you_mean
@@ -43,19 +50,23 @@ class PlannableGraph(IRGraph):
 
     @checked
     def builder(self, mesh: Mapping[str, int] | Mesh, order: str | None = None) -> PlanBuilder:
-        """A builder of a plan on ``mesh``. ``order``: the axes major to minor, as in ``"dp-tp"``; default as written."""
+        """A builder of a plan on ``mesh``. ``order``: the axes major to minor, as in ``"dp-tp"``;
+        default as written.
+        """
         mesh = Mesh.of(mesh)
         if order is not None:
             names = order.split("-")
             if sorted(names) != sorted(mesh.names):
-                raise PlanError(f"order {order!r} does not name the axes of the mesh", why=f"axes {mesh.names}")
+                raise PlanError(
+                    f"order {order!r} does not name the axes of the mesh", why=f"axes {mesh.names}"
+                )
             mesh = Mesh(tuple((name, mesh.axis_size(name)) for name in names))
         return PlanBuilder(self, mesh)
 
 
 def classes_in(body: IRGraph, graph: IRGraph, indices: set[int]) -> set[int]:
-    """The dim classes of ``body`` that are the classes ``indices`` of ``graph``: those that inputs and weights have in the
-    same places.
+    """The dim classes of ``body`` that are the classes ``indices`` of ``graph``: those that inputs
+    and weights have in the same places.
     """
     if body is graph:
         return indices
@@ -63,14 +74,22 @@ def classes_in(body: IRGraph, graph: IRGraph, indices: set[int]) -> set[int]:
     here, there = graph.dims, body.dims
     found = set()
     for value in (*graph.inputs, *graph.parameters, *graph.buffers):
-        for mine, theirs in zip(here.values[value.name], there.values.get(value.name, ()), strict=False):
+        for mine, theirs in zip(
+            here.values[value.name], there.values.get(value.name, ()), strict=False
+        ):
             pairs = zip(mine, theirs, strict=False)
-            found |= {b for a, b in pairs if a in indices and here.classes[a].segments == there.classes[b].segments}
+            found |= {
+                b
+                for a, b in pairs
+                if a in indices and here.classes[a].segments == there.classes[b].segments
+            }
     return found
 
 
 class PlanBuilder:
-    """Collects decisions and checks each one at once; every verb returns the builder. Nothing changes the graph."""
+    """Collects decisions and checks each one at once; every verb returns the builder. Nothing
+    changes the graph.
+    """
 
     def __init__(self, graph: PlannableGraph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
@@ -82,7 +101,9 @@ class PlanBuilder:
 
     @checked
     def strategy(self, op: str | IROp, axis: str, strategy: str) -> PlanBuilder:
-        """Give an operator a strategy (``R``, ``G``, ``split:<factor>``, ``linear:<i>``) along an axis."""
+        """Give an operator a strategy (``R``, ``G``, ``split:<factor>``, ``linear:<i>``) along an
+        axis.
+        """
         found = self._op(op)
         self._check_axis(axis)
         assignment = {**self._strategies.get(found.name, {}), axis: strategy}
@@ -92,7 +113,9 @@ class PlanBuilder:
 
     @checked
     def partition(self, op: str | IROp, factor: str, axis: str) -> PlanBuilder:
-        """Split a factor of an operator over an axis. ``factor`` is its name in the rule, or the name of its dim class."""
+        """Split a factor of an operator over an axis. ``factor`` is its name in the rule, or the
+        name of its dim class.
+        """
         found = self._op(op)
         assert found.rule is not None
         dims = {f.name: self._dim_name(found, f.name) for f in found.rule.factors}
@@ -103,7 +126,8 @@ class PlanBuilder:
                     f"operator {found.name} ({found.target}) has no dim {factor!r}",
                     where=f"{found.source} ({found.module_path or 'top-level forward'})",
                     why=f"its rule is {found.rule.annotation!r}",
-                    hint=f"one of {', '.join(f'{name!r} ({dim})' if dim else repr(name) for name, dim in dims.items())}",
+                    hint="one of "
+                    f"{', '.join(f'{name!r} ({dim})' if dim else repr(name) for name, dim in dims.items())}",
                 )
             factor = named[0]
         return self.strategy(found, axis, f"split:{factor}")
@@ -117,27 +141,45 @@ class PlanBuilder:
         return None
 
     @checked
-    def replicate(self, op: str | IROp, axis: str, *, partial_gradient: bool = False) -> PlanBuilder:
-        """Compute an operator on every rank of an axis; with ``partial_gradient`` its gradients stay summands (``G``)."""
+    def replicate(
+        self, op: str | IROp, axis: str, *, partial_gradient: bool = False
+    ) -> PlanBuilder:
+        """Compute an operator on every rank of an axis; with ``partial_gradient`` its gradients
+        stay summands (``G``).
+        """
         return self.strategy(op, axis, "G" if partial_gradient else "R")
 
     @checked
-    def split(self, dim: str | DimClass, axis: str, where: Callable[[IROp], bool] | None = None) -> PlanBuilder:
-        """Split a dim of the model, by name or class, in every operator that has it and may split it."""
+    def split(
+        self, dim: str | DimClass, axis: str, where: Callable[[IROp], bool] | None = None
+    ) -> PlanBuilder:
+        """Split a dim of the model, by name or class, in every operator that has it and may split
+        it.
+        """
         self._check_axis(axis)
         found = False
         for body in self.graph.bodies:
             dims = body.dims
             assert dims is not None
-            indices = {c.index for c in dims.named(dim)} if isinstance(dim, str) else classes_in(body, self.graph, {dim.index})
+            indices = (
+                {c.index for c in dims.named(dim)}
+                if isinstance(dim, str)
+                else classes_in(body, self.graph, {dim.index})
+            )
             found = found or bool(indices)
             for op in body.ops:
                 if where is None or where(op):
-                    factors = [factor for (name, factor), index in dims.factors.items() if name == op.name and index in indices]
+                    factors = [
+                        factor
+                        for (name, factor), index in dims.factors.items()
+                        if name == op.name and index in indices
+                    ]
                     self._split_op(op, factors, axis)
         if not found:
             names = {c.name for body in self.graph.bodies if body.dims for c in body.dims.classes}
-            raise PlanError(f"the model has no dim {str(dim)!r}", hint=suggestion(str(dim), sorted(names)))
+            raise PlanError(
+                f"the model has no dim {str(dim)!r}", hint=suggestion(str(dim), sorted(names))
+            )
         return self
 
     def _split_op(self, op: IROp, factors: list[str], axis: str) -> None:
@@ -155,22 +197,26 @@ class PlanBuilder:
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         values = {v.fqn: v for v in (*self.graph.parameters, *self.graph.buffers) if v.fqn}
         if fqn not in values:
-            raise PlanError(f"the model has no parameter or buffer {fqn!r}", hint=suggestion(fqn, values))
+            raise PlanError(
+                f"the model has no parameter or buffer {fqn!r}", hint=suggestion(fqn, values)
+            )
         check_layout(fqn, layout, values[fqn], self.mesh)
         self._stored[fqn] = layout
         return self
 
     @checked
     def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
-        """``"whole"``, ``"eval"`` (whole but for training steps), ``"sharded"``, a layout, or ``None``: not needed. Outputs of
-        which nothing is said are as ``ComputeConfig.outputs`` has them.
+        """``"whole"``, ``"eval"`` (whole but for training steps), ``"sharded"``, a layout, or
+        ``None``: not needed. Outputs of which nothing is said are as ``ComputeConfig.outputs`` has
+        them.
         """
         paths = output_paths(self.graph)
         if path not in paths:
             raise PlanError(f"the model has no output {path!r}", hint=suggestion(path, paths))
         if not (wish is None or wish in ("whole", "eval", "sharded") or isinstance(wish, Layout)):
             raise PlanError(
-                f"output {path!r} cannot be {wish!r}", hint="'whole', 'eval', 'sharded', a Layout, or None to drop it"
+                f"output {path!r} cannot be {wish!r}",
+                hint="'whole', 'eval', 'sharded', a Layout, or None to drop it",
             )
         self._outputs[path] = wish
         return self
@@ -184,12 +230,16 @@ class PlanBuilder:
     @checked
     def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
         """Leave a word for ``inspect``."""
-        self._notes.append(Note(op.name, op.module_path, op.source.portable if op.source else "", axis, reason))
+        self._notes.append(
+            Note(op.name, op.module_path, op.source.portable if op.source else "", axis, reason)
+        )
         return self
 
     @checked
     def plan(self, policy: str = "custom") -> Plan:
-        return Plan(self.mesh, self._strategies, self._stored, {}, self._outputs, policy, tuple(self._notes))
+        return Plan(
+            self.mesh, self._strategies, self._stored, {}, self._outputs, policy, tuple(self._notes)
+        )
 
     @checked
     def build(self, policy: str = "custom") -> PlannableGraph:
@@ -204,4 +254,8 @@ class PlanBuilder:
 
     def _check_axis(self, axis: str) -> None:
         if axis not in self.mesh.names:
-            raise PlanError(f"the mesh has no axis {axis!r}", why=f"mesh {self.mesh}", hint=did_you_mean(axis, self.mesh.names))
+            raise PlanError(
+                f"the mesh has no axis {axis!r}",
+                why=f"mesh {self.mesh}",
+                hint=did_you_mean(axis, self.mesh.names),
+            )

@@ -1,4 +1,6 @@
-"""Refuse a plan that does not fit its graph, in words: one that was edited by hand, or made for another model."""
+"""Refuse a plan that does not fit its graph, in words: one that was edited by hand, or made for
+another model.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FEW = 20
 
 
 def check_names(graph: IRGraph, plan: Plan) -> None:
-    """Raise :class:`PlanError` if the plan speaks of operators, tensors, inputs or outputs that the graph does not have."""
+    """Raise :class:`PlanError` if the plan speaks of operators, tensors, inputs or outputs that the
+    graph does not have.
+    """
     tensors = {value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn}
     inputs = {value.name: value for value in graph.inputs}
     _check_known("operator", plan.strategies, ops_of(graph))
@@ -39,8 +43,8 @@ def check_names(graph: IRGraph, plan: Plan) -> None:
 
 
 def check_batch(graph: IRGraph, plan: Plan) -> None:
-    """Raise :class:`PlanError` if the plan is for microbatches of another size than the graph was traced for. Sizes that may
-    vary between calls fit.
+    """Raise :class:`PlanError` if the plan is for microbatches of another size than the graph was
+    traced for. Sizes that may vary between calls fit.
     """
     if plan.batch is None:
         return
@@ -50,20 +54,26 @@ def check_batch(graph: IRGraph, plan: Plan) -> None:
         size = values[path].shape[dim] if dim < values[path].ndim else None
         if size != plan.batch.samples and (size is None or isinstance(size, int)):
             raise PlanError(
-                f"the plan is for microbatches of {plan.batch.samples} samples, and the model was traced for others",
-                why=f"input {path!r} has shape {list(values[path].shape)}, and its dim {dim} counts samples",
-                hint="compile with dummy arguments of that size (shardwright.search_plan returns them), or search again",
+                f"the plan is for microbatches of {plan.batch.samples} samples, and the "
+                "model was traced for others",
+                why=f"input {path!r} has shape {list(values[path].shape)}, and its dim {dim} "
+                "counts samples",
+                hint="compile with dummy arguments of that size (shardwright.search_plan returns "
+                "them), or search again",
             )
 
 
 def check_strategies(graph: IRGraph, plan: Plan) -> None:
-    """Raise :class:`PlanError` for the first operator of the graph that is given a strategy it does not have."""
+    """Raise :class:`PlanError` for the first operator of the graph that is given a strategy it does
+    not have.
+    """
     for op in ops_of(graph).values():
         assignment = plan.assignment(op.name)
         unknown = [axis for axis in assignment if axis not in plan.mesh.names]
         if unknown:
             raise PlanError(
-                f"operator {op.name} is given a strategy on axis {unknown[0]!r}, which the mesh does not have",
+                f"operator {op.name} is given a strategy on axis {unknown[0]!r}, which the "
+                "mesh does not have",
                 why=f"mesh {plan.mesh}",
                 hint=did_you_mean(unknown[0], plan.mesh.names),
             )
@@ -71,26 +81,33 @@ def check_strategies(graph: IRGraph, plan: Plan) -> None:
 
 
 def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDims | None) -> None:
-    """Raise :class:`PlanError` if an operator cannot follow its strategies, each or all together; with ``dims``, those of the
-    model, what it says of sizes has their names.
+    """Raise :class:`PlanError` if an operator cannot follow its strategies, each or all together;
+    with ``dims``, those of the model, what it says of sizes has their names.
     """
     assert op.rule is not None
     if allowed(op.rule, assignment, mesh):
         return
-    told = ", ".join(f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items())
+    told = ", ".join(
+        f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items()
+    )
     too_small = _too_small(op, op.rule, assignment, mesh, dims)
     raise PlanError(
         f"operator {op.name} ({op.target}) cannot follow {told}",
         where=f"{op.source} ({op.module_path or 'top-level forward'})",
-        why=too_small or (f"its rule is {op.rule.annotation!r}" if op.rule.annotation else "it has no rule"),
+        why=too_small
+        or (f"its rule is {op.rule.annotation!r}" if op.rule.annotation else "it has no rule"),
         hint="fewer ranks along these axes, or larger inputs"
         if too_small
         else f"strategies along one axis: {', '.join(strategies(op.rule))}",
     )
 
 
-def _too_small(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh, dims: ModelDims | None) -> str | None:
-    """The factors that have too few elements for the ranks that are to share them, in words, if that is what is wrong."""
+def _too_small(
+    op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh, dims: ModelDims | None
+) -> str | None:
+    """The factors that have too few elements for the ranks that are to share them, in words, if
+    that is what is wrong.
+    """
     if not all(strategy in strategies(rule) for strategy in assignment.values()):
         return None
     told = []
@@ -99,14 +116,22 @@ def _too_small(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh, dims:
         if not rule.splittable(factor, num_ranks):
             dim = dims.of_factor(op.name, factor) if dims else None
             size = " + ".join(map(str, rule.factor(factor).segments))
-            told.append(f"{factor!r}{f' ({dim.name})' if dim else ''} has {size} elements for {num_ranks} ranks")
-    return f"{', '.join(told)}, and it cannot run on a rank without any; its rule is {rule.annotation!r}"
+            told.append(
+                f"{factor!r}{f' ({dim.name})' if dim else ''} has {size} elements for "
+                f"{num_ranks} ranks"
+            )
+    return (
+        f"{', '.join(told)}, and it cannot run on a rank without any; its rule is "
+        f"{rule.annotation!r}"
+    )
 
 
 def check_layout(name: str, layout: Layout, value: IRValue, mesh: Mesh) -> None:
     """Raise :class:`PlanError` if a tensor cannot be held so."""
     if layout.shape != value.shape:
-        raise PlanError(f"layout {layout} does not fit {name}", why=f"its shape is {list(value.shape)}")
+        raise PlanError(
+            f"layout {layout} does not fit {name}", why=f"its shape is {list(value.shape)}"
+        )
     axes = (*layout.cut_axes, *layout.partial, *layout.grad_partial)
     unknown = [axis for axis in axes if axis not in mesh.names]
     if unknown:
@@ -135,11 +160,13 @@ def input_paths(graph: IRGraph) -> dict[str, IRValue]:
 
 
 def output_paths(graph: IRGraph) -> tuple[str, ...]:
-    """The paths of the tensors that the module returns, and of every ``None``, which may be a tensor that is not needed; a lone
-    tensor has the path ``""``.
+    """The paths of the tensors that the module returns, and of every ``None``, which may be a
+    tensor that is not needed; a lone tensor has the path ``""``.
     """
     leaves = (leaf for body in graph.bodies for leaf in body.output.leaves())
-    return tuple({path: None for path, value in leaves if value is None or isinstance(value, IRValue)})
+    return tuple(
+        {path: None for path, value in leaves if value is None or isinstance(value, IRValue)}
+    )
 
 
 def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -150,8 +177,8 @@ def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str | None:
-    """A hint for a name that is not among ``known``: the closest one, some that it is part of, all where they are few, or those
-    that are least unlike it.
+    """A hint for a name that is not among ``known``: the closest one, some that it is part of, all
+    where they are few, or those that are least unlike it.
     """
     known = tuple(known)
     close = difflib.get_close_matches(name, known, n=1)
@@ -162,4 +189,8 @@ def suggestion(name: str, known: Iterable[str]) -> str | None:
     if close or 0 < len(known) <= FEW:
         return did_you_mean(name, known)
     nearest = difflib.get_close_matches(name, known, n=NAMES_SHOWN, cutoff=0.0)
-    return f"of {len(known)} names the nearest are {', '.join(map(repr, nearest))}" if nearest else None
+    return (
+        f"of {len(known)} names the nearest are {', '.join(map(repr, nearest))}"
+        if nearest
+        else None
+    )

@@ -1,8 +1,9 @@
-"""From one layout to another: the adapters that a value needs between producer and consumer. Each step converts one mesh axis,
-or several by one sum.
+"""From one layout to another: the adapters that a value needs between producer and consumer. Each
+step converts one mesh axis, or several by one sum.
 
-Both layouts are brought to a canonical form first (:mod:`shardwright.compiler.plan.places`); which axis is converted when says
-:mod:`shardwright.compiler.plan.moves`. Here the moves get their sizes.
+Both layouts are brought to a canonical form first (:mod:`shardwright.compiler.plan.layout_cuts`);
+which axis is converted when says :mod:`shardwright.compiler.plan.layout_moves`. Here the moves get
+their sizes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import functools
 from dataclasses import dataclass
 
 from shardwright.compiler.ir.size import Size, local_size, product, quotient
-from shardwright.compiler.plan.moves import Move, State, moves
-from shardwright.compiler.plan.places import PlaceKey, cut_places
+from shardwright.compiler.plan.layout_cuts import PlaceKey, cut_places
+from shardwright.compiler.plan.layout_moves import Move, State, moves
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import Atom, Dim, Layout, Mesh
 
@@ -21,7 +22,9 @@ GATHERS, SLICES = ("all_gather", "pad"), ("narrow", "reduce_scatter")
 
 @dataclass(frozen=True, slots=True)
 class CutSizes:
-    """The uncut form of a dim as a rank sees it, in size expressions: ``outer x segments x inner`` (see ``layout.Cut``)."""
+    """The uncut form of a dim as a rank sees it, in size expressions: ``outer x segments x inner``
+    (see ``layout.Cut``).
+    """
 
     segments: tuple[Size, ...]
     outer: Size = 1
@@ -30,8 +33,8 @@ class CutSizes:
 
 @dataclass(frozen=True, slots=True)
 class AdapterStep:
-    """One call of ``shardwright.runtime.adapters``. ``before`` and ``after`` are the whole layouts around it. ``axes``: those
-    over which it goes, several only where it cuts and joins nothing.
+    """One call of ``shardwright.runtime.adapters``. ``before`` and ``after`` are the whole layouts
+    around it. ``axes``: those over which it goes, several only where it cuts and joins nothing.
     """
 
     kind: str
@@ -59,16 +62,22 @@ class AdapterStep:
 
 @functools.lru_cache(maxsize=65536)
 def canonical(layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> Layout:
-    """One way to write each layout: axes of size 1 gone, even cuts reduced to their pieces, no G where no gradient flows."""
+    """One way to write each layout: axes of size 1 gone, even cuts reduced to their pieces, no G
+    where no gradient flows.
+    """
     return _build(layout.shape, State.of(layout, mesh, differentiable=differentiable))
 
 
 @functools.lru_cache(maxsize=65536)
-def convert(source: Layout, target: Layout, mesh: Mesh, *, differentiable: bool = True) -> tuple[AdapterStep, ...]:
+def convert(
+    source: Layout, target: Layout, mesh: Mesh, *, differentiable: bool = True
+) -> tuple[AdapterStep, ...]:
     """The steps from ``source`` to ``target``; none when they are the same layout."""
     shape = source.shape
     if target.shape != shape:
-        raise InternalError(f"no conversion from {source} to {target} on mesh {mesh}", why="their shapes differ")
+        raise InternalError(
+            f"no conversion from {source} to {target} on mesh {mesh}", why="their shapes differ"
+        )
     state = State.of(source, mesh, differentiable=differentiable)
     before = _build(shape, state)
     steps: list[AdapterStep] = []
@@ -81,16 +90,24 @@ def convert(source: Layout, target: Layout, mesh: Mesh, *, differentiable: bool 
 def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
     dim = cut = to_dim = to_cut = None
     if move.source is not None:
-        dim, cut = move.source.dim, _cut(before, move.source.key, len(move.source.axes) - 1, mesh, exclude=move.axes[0])
+        dim, cut = (
+            move.source.dim,
+            _cut(before, move.source.key, len(move.source.axes) - 1, mesh, exclude=move.axes[0]),
+        )
     if move.to is not None:
-        to_dim, to_cut = move.to.dim, _cut(after, move.to.key, move.count, mesh, exclude=move.axes[0])
+        to_dim, to_cut = (
+            move.to.dim,
+            _cut(after, move.to.key, move.count, mesh, exclude=move.axes[0]),
+        )
     if move.kind in SLICES:
         dim, cut, to_dim, to_cut = to_dim, to_cut, None, None
     return AdapterStep(move.kind, move.axes, before, after, move.backward, dim, cut, to_dim, to_cut)
 
 
 def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str) -> CutSizes:
-    """The local form of a dim around one cut atom, uncut along ``exclude`` but cut along everything else."""
+    """The local form of a dim around one cut atom, uncut along ``exclude`` but cut along everything
+    else.
+    """
     dim = key[0]
     outer: Size = 1
     sizes: list[Size] = []
@@ -101,15 +118,21 @@ def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str)
             found = _local_segments(atom, mesh, atom.axes[:count])
             outer, sizes = product(sizes), []
         else:
-            sizes.append(_plain_sum(_local_segments(atom, mesh, tuple(a for a in atom.axes if a != exclude))))
+            sizes.append(
+                _plain_sum(_local_segments(atom, mesh, tuple(a for a in atom.axes if a != exclude)))
+            )
         seen_outer = product((seen_outer, atom.size))
     assert found is not None, f"{key} is not an atom of {layout}"
     return CutSizes(found, outer, product(sizes))
 
 
 def cut_sizes(layout: Layout, dim: int, axis: str, mesh: Mesh) -> CutSizes:
-    """The local form of a dim of ``layout`` (in canonical form) as it is without its innermost cut, that along ``axis``."""
-    place = next(place for place in cut_places(layout, mesh) if place.dim == dim and place.axes[-1] == axis)
+    """The local form of a dim of ``layout`` (in canonical form) as it is without its innermost cut,
+    that along ``axis``.
+    """
+    place = next(
+        place for place in cut_places(layout, mesh) if place.dim == dim and place.axes[-1] == axis
+    )
     return _cut(layout, place.key, len(place.axes) - 1, mesh, exclude=axis)
 
 

@@ -11,18 +11,23 @@ from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout
 
 Wishes = dict[str, Layout | str | None]
-"""What is wanted of each output, by its path: a layout, ``"whole"``, ``"sharded"``, ``"eval"`` (left out of training steps),
-``None`` (not needed).
+"""What is wanted of each output, by its path: a layout, ``"whole"``, ``"sharded"``, ``"eval"``
+(left out of training steps), ``None`` (not needed).
 """
 
 
 def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
-    """``config.outputs`` as wishes. They are the same for a graph from which what is not needed has been left out.
+    """``config.outputs`` as wishes. They are the same for a graph from which what is not needed has
+    been left out.
 
     Raises:
         PlanError: it names an output that the model does not return.
     """
-    leaves = [(path, value) for path, value in graph.output.leaves() if value is None or isinstance(value, IRValue)]
+    leaves = [
+        (path, value)
+        for path, value in graph.output.leaves()
+        if value is None or isinstance(value, IRValue)
+    ]
     paths = [path for path, value in leaves if value is not None]
     if config.outputs == "auto":
         loss = None if config.plan_ngpus == 1 or config.inference_only else _trained_loss(graph)
@@ -33,7 +38,9 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
         return {path: None for path, _ in leaves if path != _loss_of(paths)}
     assert not isinstance(config.outputs, str)
     wishes: Wishes = {p: None if wish == "drop" else wish for p, wish in config.outputs.items()}
-    unknown = sorted(path for path, wish in wishes.items() if path not in paths and (path, wish) not in leaves)
+    unknown = sorted(
+        path for path, wish in wishes.items() if path not in paths and (path, wish) not in leaves
+    )
     if unknown:
         what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
         raise PlanError(what, hint=did_you_mean(unknown[0], paths))
@@ -41,24 +48,42 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
 
 
 def training_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
-    """The wishes for a training step, which is what plans are priced for: what it leaves out is not needed."""
-    return {path: None if wish == "eval" else wish for path, wish in output_wishes(graph, config).items()}
+    """The wishes for a training step, which is what plans are priced for: what it leaves out is not
+    needed.
+    """
+    return {
+        path: None if wish == "eval" else wish
+        for path, wish in output_wishes(graph, config).items()
+    }
 
 
-def settled_wishes(graph: IRGraph, config: ComputeConfig, planned: Mapping[str, Layout | str | None]) -> Wishes:
-    """The wishes of a config, and those of a plan, which come first. A plan is made for training steps, so that it does not
-    need what these leave out; and what another config has left out counts for no config that asks for all.
+def settled_wishes(
+    graph: IRGraph, config: ComputeConfig, planned: Mapping[str, Layout | str | None]
+) -> Wishes:
+    """The wishes of a config, and those of a plan, which come first. A plan is made for training
+    steps, so that it does not need what these leave out; and what another config has left out
+    counts for no config that asks for all.
     """
     asked = output_wishes(graph, config)
     if config.outputs in ("all", "loss"):
         planned = {path: wish for path, wish in planned.items() if wish != "eval"}
-    kept = {path: wish for path, wish in planned.items() if wish is not None or asked.get(path) != "eval"}
+    kept = {
+        path: wish
+        for path, wish in planned.items()
+        if wish is not None or asked.get(path) != "eval"
+    }
     return {**asked, **kept}
 
 
 def _trained_loss(graph: IRGraph) -> str | None:
-    """The path of the loss, a scalar with a gradient, of a model that returns other tensors too; they may be gone already."""
-    leaves = [(path, value) for path, value in graph.output.leaves() if value is None or isinstance(value, IRValue)]
+    """The path of the loss, a scalar with a gradient, of a model that returns other tensors too;
+    they may be gone already.
+    """
+    leaves = [
+        (path, value)
+        for path, value in graph.output.leaves()
+        if value is None or isinstance(value, IRValue)
+    ]
     values = {path: value for path, value in leaves if value is not None}
     if not values or len(leaves) < 2:
         return None
@@ -67,7 +92,9 @@ def _trained_loss(graph: IRGraph) -> str | None:
 
 
 def returns_more_than_loss(graph: IRGraph, config: ComputeConfig) -> bool:
-    """Whether all outputs are asked for, of a model that returns a loss, which is a number to be trained, and other tensors."""
+    """Whether all outputs are asked for, of a model that returns a loss, which is a number to be
+    trained, and other tensors.
+    """
     number = sum(isinstance(value, IRValue) for _, value in graph.output.leaves())
     return config.outputs == "all" and number > 1 and _trained_loss(graph) is not None
 

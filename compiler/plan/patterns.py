@@ -1,10 +1,13 @@
-"""Conversions up to names and sizes: what :func:`shardwright.compiler.plan.conversion.convert` does, once per pattern.
+"""Conversions up to names and sizes: what :func:`shardwright.compiler.plan.conversion.convert`
+does, once per pattern.
 
-A conversion depends on where the cut atoms of both layouts stand to each other, not on how long the dims are or which of them
-they are: gathering the batch is like gathering the heads. A planner compares many thousand pairs of layouts that follow a few
-thousand patterns. Sizes come back in when the steps of a pattern are applied to a pair.
+A conversion depends on where the cut atoms of both layouts stand to each other, not on how long the
+dims are or which of them they are: gathering the batch is like gathering the heads. A planner
+compares many thousand pairs of layouts that follow a few thousand patterns. Sizes come back in when
+the steps of a pattern are applied to a pair.
 
-Everything that is compared often has a number, so that finding the steps of a pair takes four look-ups of small keys.
+Everything that is compared often has a number, so that finding the steps of a pair takes four
+look-ups of small keys.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shardwright.compiler.plan.moves import Move, State, moves
-from shardwright.compiler.plan.places import Place, PlaceKey, fits
+from shardwright.compiler.plan.layout_cuts import Place, PlaceKey, fits
+from shardwright.compiler.plan.layout_moves import Move, State, moves
 from shardwright.runtime.layout import Layout, Mesh
 
 T = TypeVar("T", bound=Hashable)
@@ -25,8 +28,8 @@ Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Form:
-    """A layout that patterns can be found for. ``keys``: the number of its places' keys; ``is_static``: whether all their sizes
-    are numbers: only then two forms can be compared.
+    """A layout that patterns can be found for. ``keys``: the number of its places' keys;
+    ``is_static``: whether all their sizes are numbers: only then two forms can be compared.
     """
 
     number: int
@@ -37,8 +40,8 @@ class Form:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Places:
-    """The places of two layouts together: ``keys`` in order, the ``order`` of each, and the number of how they stand to each
-    other.
+    """The places of two layouts together: ``keys`` in order, the ``order`` of each, and the number
+    of how they stand to each other.
     """
 
     number: int
@@ -49,7 +52,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class PatternStep:
-    """One adapter step. ``place``: the number of the place it cuts or gathers, and ``count`` axes cut it before."""
+    """One adapter step. ``place``: the number of the place it cuts or gathers, and ``count`` axes
+    cut it before.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -93,12 +98,16 @@ class Patterns:
         """The form of a layout of a value."""
         state = State.of(layout, self.mesh, differentiable=differentiable)
         keys = tuple(place.key for place in state.places)
-        is_static = all(isinstance(size, int) for _, outer, segments in keys for size in (outer, *segments))
+        is_static = all(
+            isinstance(size, int) for _, outer, segments in keys for size in (outer, *segments)
+        )
         self._num_forms += 1
         return Form(self._num_forms, state, self._keys.number(keys), is_static)
 
     def steps(self, source: Form, target: Form) -> tuple[Places, tuple[PatternStep, ...]]:
-        """The places of both forms, and the steps over their numbers. Equal places and equal steps are the same objects."""
+        """The places of both forms, and the steps over their numbers. Equal places and equal steps
+        are the same objects.
+        """
         both = (source.keys, target.keys)
         places = self._together.get(both)
         if places is None:
@@ -124,7 +133,9 @@ class Patterns:
         found = self._parts.get(key)
         if found is None:
             state = form.state
-            found = self._parts[key] = self._part_numbers.number((_cuts(state, places), state.partial, state.grad_partial))
+            found = self._parts[key] = self._part_numbers.number(
+                (_cuts(state, places), state.partial, state.grad_partial)
+            )
         return found
 
     def _abstract(self, places: Places, source: Form, target: Form) -> tuple[PatternStep, ...]:
@@ -137,9 +148,13 @@ class Patterns:
 
 
 def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
-    """Which places share a dim and whether they can be cut together there; which are single elements."""
+    """Which places share a dim and whether they can be cut together there; which are single
+    elements.
+    """
     together = tuple(
-        None if a[0] != b[0] else fits(Place(*a, ()), [Place(*b, ())]) for i, a in enumerate(keys) for b in keys[i + 1 :]
+        None if a[0] != b[0] else fits(Place(*a, ()), [Place(*b, ())])
+        for i, a in enumerate(keys)
+        for b in keys[i + 1 :]
     )
     return len(keys), together, tuple(key[2] == (1,) for key in keys)
 
@@ -150,7 +165,10 @@ def _cuts(state: State, places: Places) -> Cuts:
 
 def _step(move: Move, before: Cuts, after: Cuts) -> PatternStep:
     place, count = None, 0
-    for cuts in (before, after):  # the side on which the axis cuts something; both sides of an all-to-all: its dim is not asked
+    for cuts in (
+        before,
+        after,
+    ):  # the side on which the axis cuts something; both sides of an all-to-all: its dim is not asked
         for index, axes in cuts:
             if move.axes[0] in axes:
                 place, count = index, axes.index(move.axes[0])

@@ -16,11 +16,12 @@ from shardwright.runtime.transfer import Holding
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One stage as a graph of its own. Its inputs are ``reads`` (inputs of the whole graph), then ``receives``; its output is
-    the tuple of ``sends``, then the values of ``outputs``.
+    """One stage as a graph of its own. Its inputs are ``reads`` (inputs of the whole graph), then
+    ``receives``; its output is the tuple of ``sends``, then the values of ``outputs``.
 
-    ``receives``: (value, stage that makes it). ``sends``: (value, stage that needs it); a value that several stages need
-    occurs several times. ``outputs``: (path in the result of the whole graph, value).
+    ``receives``: (value, stage that makes it). ``sends``: (value, stage that needs it); a value
+    that several stages need occurs several times. ``outputs``: (path in the result of the whole
+    graph, value).
     """
 
     index: int
@@ -33,7 +34,9 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that goes from the stage that makes it to a stage that needs it, and its gradient that comes back."""
+    """A value that goes from the stage that makes it to a stage that needs it, and its gradient
+    that comes back.
+    """
 
     value: IRValue
     source: int
@@ -44,11 +47,12 @@ class Crossing:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a parameter, if several do on
-    meshes of one shape. ``owned``: where the shapes differ, FQN to the layout in each stage; the first of them owns it.
+    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a
+    parameter, if several do on meshes of one shape. ``owned``: where the shapes differ, FQN to the
+    layout in each stage; the first of them owns it.
 
-    ``eval_program``: the same for evaluation, where the model runs other operators then. Its stages are on the ranks of the
-    training ones; ``shared`` and ``owned`` speak of both.
+    ``eval_program``: the same for evaluation, where the model runs other operators then. Its stages
+    are on the ranks of the training ones; ``shared`` and ``owned`` speak of both.
     """
 
     graph: IRGraph
@@ -71,7 +75,9 @@ class PipelineProgram:
         return self.declarations_of(range(len(self.stages)))
 
     def declarations_of(self, stages: Iterable[int]) -> tuple[Declaration, ...]:
-        """The tensors of some stages, each once, in the order of the graph; those only evaluation has come last."""
+        """The tensors of some stages, each once, in the order of the graph; those only evaluation
+        has come last.
+        """
         found: dict[str, Declaration] = {}
         for body, stage in itertools.product(self.bodies, stages):
             for declaration in body.programs[stage].declarations:

@@ -1,8 +1,9 @@
 """The plan: who computes what, as data.
 
-A plan names a mesh, one strategy per operator and mesh axis, and the stored layout of every parameter and buffer. Everything
-else (layouts of values, adapters, gradient reductions) follows from it. It is complete and consistent with one graph; stable
-names make it readable, diffable and editable by hand.
+A plan names a mesh, one strategy per operator and mesh axis, and the stored layout of every
+parameter and buffer. Everything else (layouts of values, adapters, gradient reductions) follows
+from it. It is complete and consistent with one graph; stable names make it readable, diffable and
+editable by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ PLAN_FORMAT = 1
 
 @dataclass(frozen=True)
 class Note:
-    """Something a person may want to know of the plan: an operator that stayed replicated, and why."""
+    """Something a person may want to know of the plan: an operator that stayed replicated, and
+    why.
+    """
 
     op: str
     module_path: str
@@ -34,8 +37,9 @@ class Note:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A pipeline stage: the operators from ``first_op`` (in the order of the graph) up to the next stage's, on the unit ranks
-    ``ranks``, in the order of ``mesh``. Stages with the same ranks have the same mesh; the others' ranks are disjoint.
+    """A pipeline stage: the operators from ``first_op`` (in the order of the graph) up to the next
+    stage's, on the unit ranks ``ranks``, in the order of ``mesh``. Stages with the same ranks have
+    the same mesh; the others' ranks are disjoint.
     """
 
     first_op: str
@@ -52,8 +56,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Batch:
-    """How the samples of a step reach a unit: ``num_microbatches`` microbatches of ``samples`` each. ``dims``: by path of an
-    input, the dim that counts samples.
+    """How the samples of a step reach a unit: ``num_microbatches`` microbatches of ``samples``
+    each. ``dims``: by path of an input, the dim that counts samples.
     """
 
     samples: int
@@ -61,7 +65,10 @@ class Batch:
     dims: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''} of {self.samples}"
+        return (
+            f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''} of "
+            f"{self.samples}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "dims": dict(self.dims)}
@@ -69,8 +76,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no plan of the ``space`` that
-    was searched takes less than ``bound_s``. ``proof``: where that comes from and what it leaves out, a sentence each.
+    """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no
+    plan of the ``space`` that was searched takes less than ``bound_s``. ``proof``: where that comes
+    from and what it leaves out, a sentence each.
     ``found``: what was tried besides, such as other meshes.
     ``digest``: of the plan that it is of (see :mod:`shardwright.compiler.plan.certified`).
     """
@@ -85,14 +93,19 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """How far above the bound the cost is, relative to the cost; 0: proved optimal in its space."""
+        """How far above the bound the cost is, relative to the cost; 0: proved optimal in its
+        space.
+        """
         return max(0.0, (self.cost_s - self.bound_s) / self.cost_s) if self.cost_s > 0 else 0.0
 
     @property
     def claim(self) -> str:
         """The cost, the bound and what it is of, on one line."""
         cost, bound = (amount(seconds, "s", digits=6) for seconds in (self.cost_s, self.bound_s))
-        return f"{cost} per step on {self.hardware}, at least {bound} in its space (gap {self.gap:.2%}): {self.space}"
+        return (
+            f"{cost} per step on {self.hardware}, at least {bound} in its space (gap "
+            f"{self.gap:.2%}): {self.space}"
+        )
 
     def __str__(self) -> str:
         """The claim, and under it what is to be known of its bound."""
@@ -110,22 +123,27 @@ class Certificate:
 class Plan:
     """A plan for one graph.
 
-    ``strategies``: operator name to its assignment; operators and axes left out are ``R``. ``stored``: layout of parameters
-    and buffers by FQN; what is left out is chosen while lowering, so that its uses need the least communication.
-    ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped;
-    or ``"eval"``: left out of training steps.
-    ``policy`` and ``notes`` say where the plan comes from. ``dims``: operator name and axis to the name of the dim split
-    there, for people; nothing is decided by it. ``certificate``: of a plan that was searched for.
+    ``strategies``: operator name to its assignment; operators and axes left out are ``R``.
+    ``stored``: layout of parameters and buffers by FQN; what is left out is chosen while lowering,
+    so that its uses need the least communication. ``inputs`` / ``outputs``: layouts by path where
+    they are not whole; an output may be ``None``: not needed, dropped; or ``"eval"``: left out of
+    training steps. ``policy`` and ``notes`` say where the plan comes from. ``dims``: operator name
+    and axis to the name of the dim split there, for people; nothing is decided by it.
+    ``certificate``: of a plan that was searched for.
 
-    With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of the axes of the stages'
-    meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples; ``actions`` writes it out by
-    position, where it is the user's own. ``recompute``: the module paths whose activations are computed again in backward.
+    With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of
+    the axes of the stages' meshes. ``schedule`` names the order of forwards and backwards of
+    ``num_microbatches`` samples; ``actions`` writes it out by position, where it is the user's own.
+    ``recompute``: the module paths whose activations are computed again in backward.
 
-    ``zero``: over how many units ZeRO-3 stores parameters in pieces (see :mod:`shardwright.compiler.plan.zero`); 0 without
-    it. It follows from the config, with the stage that the plan has chosen.
+    ``zero``: over how many units ZeRO-3 stores parameters in pieces (see
+    :mod:`shardwright.compiler.plan.zero`); 0 without it. It follows from the config, with the stage
+    that the plan has chosen.
 
-    ``zero_stage``: the stage of ZeRO that the plan was chosen for (``ComputeConfig(use_zero="auto")``); ``None``: any.
-    ``batch``: the microbatches that it was chosen for, where their size was; inputs are of that size then.
+    ``zero_stage``: the stage of ZeRO that the plan was chosen for
+    (``ComputeConfig(use_zero="auto")``); ``None``: any.
+    ``batch``: the microbatches that it was chosen for, where their size was; inputs are of that
+    size then.
     """
 
     mesh: Mesh
@@ -148,7 +166,9 @@ class Plan:
 
     @property
     def storage_mesh(self) -> Mesh:
-        """The mesh on which tensors are stored: the plan's own, with ZeRO-3 that of several units."""
+        """The mesh on which tensors are stored: the plan's own, with ZeRO-3 that of several
+        units.
+        """
         return self.mesh.over_units(self.zero)
 
     def assignment(self, op: str) -> Assignment:
@@ -165,7 +185,9 @@ class Plan:
             "format": PLAN_FORMAT,
             "policy": self.policy,
             "mesh": dict(self.mesh.axes),
-            "strategies": {op: dict(assignment) for op, assignment in self.strategies.items() if assignment},
+            "strategies": {
+                op: dict(assignment) for op, assignment in self.strategies.items() if assignment
+            },
             "dims": {op: dict(named) for op, named in self.dims.items()},
             "stored": {fqn: str(item) for fqn, item in self.stored.items()},
             "inputs": {name: str(item) for name, item in self.inputs.items()},
@@ -196,7 +218,9 @@ class Plan:
         def layout(item: str | None) -> Layout | str | None:
             return Layout.parse(item) if isinstance(item, str) and item.startswith("[") else item
 
-        with malformed(PlanError, "this is no plan", hint="compare it with the plan.json of a compile"):
+        with malformed(
+            PlanError, "this is no plan", hint="compare it with the plan.json of a compile"
+        ):
             return cls(
                 Mesh(tuple(data["mesh"].items())),
                 data["strategies"],

@@ -23,8 +23,8 @@ class Key:
 
 
 def check_plan_file(data: Any) -> None:
-    """Raise :class:`PlanError` if the content of a plan file is no plan: an unknown or a missing key, a value of another type,
-    a layout that does not parse, another format.
+    """Raise :class:`PlanError` if the content of a plan file is no plan: an unknown or a missing
+    key, a value of another type, a layout that does not parse, another format.
     """
     problem = _object(KEYS)(data, "")
     if problem is not None:
@@ -53,7 +53,14 @@ def _each(item: Check) -> Check:
     def check(value: Any, where: str) -> str | None:
         if not isinstance(value, Mapping):
             return f"{where} is {value!r}, not an object"
-        return next((p for key, inner in value.items() if (p := item(inner, f"{where}[{key!r}]")) is not None), None)
+        return next(
+            (
+                p
+                for key, inner in value.items()
+                if (p := item(inner, f"{where}[{key!r}]")) is not None
+            ),
+            None,
+        )
 
     return check
 
@@ -62,7 +69,10 @@ def _list(item: Check) -> Check:
     def check(value: Any, where: str) -> str | None:
         if not isinstance(value, list):
             return f"{where} is {value!r}, not a list"
-        return next((p for i, inner in enumerate(value) if (p := item(inner, f"{where}[{i}]")) is not None), None)
+        return next(
+            (p for i, inner in enumerate(value) if (p := item(inner, f"{where}[{i}]")) is not None),
+            None,
+        )
 
     return check
 
@@ -101,11 +111,19 @@ def _layout(value: Any, where: str) -> str | None:
 
 def _output(value: Any, where: str) -> str | None:
     """A layout, a wish in a word, or null: not needed."""
-    return None if value is None or (isinstance(value, str) and not value.startswith("[")) else _layout(value, where)
+    return (
+        None
+        if value is None or (isinstance(value, str) and not value.startswith("["))
+        else _layout(value, where)
+    )
 
 
 def _format(value: Any, where: str) -> str | None:
-    return None if value == PLAN_FORMAT else f"{where} is {value!r}, and this version reads {PLAN_FORMAT}"
+    return (
+        None
+        if value == PLAN_FORMAT
+        else f"{where} is {value!r}, and this version reads {PLAN_FORMAT}"
+    )
 
 
 _TEXT = _is(str, "a text")
@@ -113,8 +131,16 @@ _NUMBER = _is((int, float), "a number")
 _SIZES = _each(_count(1))
 _BY_AXIS = _each(_each(_TEXT))
 
-_STAGE = {"first_op": Key(_TEXT, True), "mesh": Key(_SIZES, True), "ranks": Key(_list(_count(0)), True)}
-_BATCH = {"samples": Key(_count(1), True), "num_microbatches": Key(_count(1), True), "dims": Key(_each(_count(0)))}
+_STAGE = {
+    "first_op": Key(_TEXT, True),
+    "mesh": Key(_SIZES, True),
+    "ranks": Key(_list(_count(0)), True),
+}
+_BATCH = {
+    "samples": Key(_count(1), True),
+    "num_microbatches": Key(_count(1), True),
+    "dims": Key(_each(_count(0))),
+}
 _NOTE = {name: Key(_TEXT, True) for name in ("op", "module_path", "source", "axis", "reason")}
 _CERTIFICATE = {
     **{name: Key(_NUMBER, True) for name in ("cost_s", "bound_s")},

@@ -1,6 +1,7 @@
 """The program of one stage: the operators and adapters its ranks execute, in order.
 
-One program serves all ranks of the stage: what differs between them are expressions over their axis groups.
+One program serves all ranks of the stage: what differs between them are expressions over their axis
+groups.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from shardwright.runtime.layout import Layout
 
 @dataclass(frozen=True)
 class Compute:
-    """An operator on local tensors. ``op`` is the local call (its operands are the adapted values); ``original`` the op as
-    traced; ``layouts`` are those of its results.
+    """An operator on local tensors. ``op`` is the local call (its operands are the adapted values);
+    ``original`` the op as traced; ``layouts`` are those of its results.
     """
 
     op: IROp
@@ -31,7 +32,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Adapt:
-    """One adapter step: ``result`` is ``value`` (a piece of the same original value ``of``) in another layout."""
+    """One adapter step: ``result`` is ``value`` (a piece of the same original value ``of``) in
+    another layout.
+    """
 
     value: IRValue
     result: IRValue
@@ -42,8 +45,8 @@ class Adapt:
 
     @property
     def gathers_weight(self) -> bool:
-        """Whether a parameter stored in pieces is made whole: held for its uses only, and made again for the backward of
-        what keeps it.
+        """Whether a parameter stored in pieces is made whole: held for its uses only, and made
+        again for the backward of what keeps it.
         """
         return self.step.kind == "all_gather" and self.of.kind is ValueKind.PARAMETER
 
@@ -61,10 +64,12 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Program:
-    """``body`` in order; ``output`` is the result structure over the program's values; ``input_layouts`` by value name.
+    """``body`` in order; ``output`` is the result structure over the program's values;
+    ``input_layouts`` by value name.
 
-    Outputs may be left out of training steps. Then ``output`` has :class:`LeftOut` in their places, ``tail`` is what makes
-    them after the body, and ``whole_output`` the result with all of them. A step of training runs the body alone.
+    Outputs may be left out of training steps. Then ``output`` has :class:`LeftOut` in their places,
+    ``tail`` is what makes them after the body, and ``whole_output`` the result with all of them. A
+    step of training runs the body alone.
     """
 
     graph: IRGraph
@@ -94,7 +99,9 @@ class Program:
 
     @functools.cached_property
     def joined_axes(self) -> tuple[tuple[str, ...], ...]:
-        """The sets of several axes that one adapter goes over, in the order of the program, that of evaluation included."""
+        """The sets of several axes that one adapter goes over, in the order of the program, that of
+        evaluation included.
+        """
         found = [adapter.step.axes for adapter in self.adapters() if len(adapter.step.axes) > 1]
         found += self.eval_program.joined_axes if self.eval_program is not None else ()
         return tuple(dict.fromkeys(found))

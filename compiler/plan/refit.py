@@ -1,7 +1,8 @@
-"""Use a plan again: on another number of ranks, with inputs of another size, or for an edited model, where it still fits.
+"""Use a plan again: on another number of ranks, with inputs of another size, or for an edited
+model, where it still fits.
 
-Strategies name factors, not sizes, so most of a plan carries over as it is. What does not is collected and refused together,
-so that a person sees at once how far the plan is from fitting.
+Strategies name factors, not sizes, so most of a plan carries over as it is. What does not is
+collected and refused together, so that a person sees at once how far the plan is from fitting.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from shardwright.runtime.errors import PlanError, did_you_mean, on_lines
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
 DATA_AXES = ("dp",)
-"""The axes that take up a change in the number of ranks where nothing else is said: copies of the rest of the plan."""
+"""The axes that take up a change in the number of ranks where nothing else is said: copies of the
+rest of the plan.
+"""
 
 SHOWN = 8
 """How many of the things that do not fit an error lists."""
 
 
-def refit(plan: Plan, graph: IRGraph, num_ranks: int, axis_sizes: Mapping[str, int] | None = None) -> Plan:
-    """``plan`` for this graph and ``num_ranks`` ranks; ``axis_sizes`` says which axes of its mesh get another size.
+def refit(
+    plan: Plan, graph: IRGraph, num_ranks: int, axis_sizes: Mapping[str, int] | None = None
+) -> Plan:
+    """``plan`` for this graph and ``num_ranks`` ranks; ``axis_sizes`` says which axes of its mesh
+    get another size.
 
-    Raises :class:`PlanError` listing what does not fit: operators and tensors that the model does not have, tensors of another
-    shape, strategies that the operators do not have (any more, or on so many ranks), stages that cannot be dealt out anew.
+    Raises :class:`PlanError` listing what does not fit: operators and tensors that the model does
+    not have, tensors of another shape, strategies that the operators do not have (any more, or on
+    so many ranks), stages that cannot be dealt out anew.
     """
     mesh = _resized(plan.mesh, num_ranks, axis_sizes or {})
     moved = replace(plan, mesh=mesh, stages=_stages(plan, mesh))
@@ -38,7 +45,9 @@ def refit(plan: Plan, graph: IRGraph, num_ranks: int, axis_sizes: Mapping[str, i
     moved = replace(moved, inputs=_inputs(moved, graph, problems))
     problems += _unfitting(moved, graph)
     if problems:
-        listed = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
+        listed = problems[:SHOWN] + (
+            [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        )
         raise PlanError(
             f"the plan does not fit this model on {num_ranks} ranks",
             why=on_lines(listed),
@@ -48,17 +57,24 @@ def refit(plan: Plan, graph: IRGraph, num_ranks: int, axis_sizes: Mapping[str, i
 
 
 def _resized(mesh: Mesh, num_ranks: int, axis_sizes: Mapping[str, int]) -> Mesh:
-    """The mesh with the sizes asked for; what is then missing to ``num_ranks`` is taken by the axis that copies the rest."""
+    """The mesh with the sizes asked for; what is then missing to ``num_ranks`` is taken by the axis
+    that copies the rest.
+    """
     for axis in axis_sizes:
         if axis not in mesh.names:
             raise PlanError(
-                f"the plan has no mesh axis {axis!r}", why=f"its mesh is {mesh}", hint=did_you_mean(axis, mesh.names)
+                f"the plan has no mesh axis {axis!r}",
+                why=f"its mesh is {mesh}",
+                hint=did_you_mean(axis, mesh.names),
             )
     sized = Mesh(tuple((name, axis_sizes.get(name, size)) for name, size in mesh.axes))
     if sized.size == num_ranks:
         return sized
     free = [name for name in mesh.names if name not in axis_sizes]
-    taker = next((name for name in DATA_AXES if name in free), free[0] if len(free) == 1 and len(mesh.names) == 1 else None)
+    taker = next(
+        (name for name in DATA_AXES if name in free),
+        free[0] if len(free) == 1 and len(mesh.names) == 1 else None,
+    )
     others = sized.size // sized.axis_size(taker) if taker else 0
     if taker is None or num_ranks % others:
         raise PlanError(
@@ -66,20 +82,31 @@ def _resized(mesh: Mesh, num_ranks: int, axis_sizes: Mapping[str, int]) -> Mesh:
             why=f"the axes but {taker!r} have {others} ranks"
             if taker
             else "it is not clear which axis takes up the difference",
-            hint="say the sizes of the axes, for example mesh={" + ", ".join(f"{n!r}: {s}" for n, s in mesh.axes) + "}",
+            hint="say the sizes of the axes, for example mesh={"
+            + ", ".join(f"{n!r}: {s}" for n, s in mesh.axes)
+            + "}",
         )
-    return Mesh(tuple((name, num_ranks // others if name == taker else size) for name, size in sized.axes))
+    return Mesh(
+        tuple((name, num_ranks // others if name == taker else size) for name, size in sized.axes)
+    )
 
 
 def _stages(plan: Plan, mesh: Mesh) -> tuple[StagePlan, ...]:
-    """The stages on their part of the new mesh: possible where the old ones are the positions along its ``pp`` axis."""
+    """The stages on their part of the new mesh: possible where the old ones are the positions along
+    its ``pp`` axis.
+    """
     if not plan.stages or mesh == plan.mesh:
         return plan.stages
-    positions = [] if "pp" not in plan.mesh.names else [_position(plan.mesh, stage) for stage in plan.stages]
+    positions = (
+        []
+        if "pp" not in plan.mesh.names
+        else [_position(plan.mesh, stage) for stage in plan.stages]
+    )
     if not positions or None in positions or mesh.axis_size("pp") != plan.mesh.axis_size("pp"):
         raise PlanError(
             f"the stages of the plan cannot be dealt out on mesh {mesh}",
-            why="a stage keeps its operators only if it keeps its place along 'pp', and all stages have equal meshes",
+            why="a stage keeps its operators only if it keeps its place along 'pp', and all "
+            "stages have equal meshes",
             hint=f"keep the sizes of mesh {plan.mesh}, or plan anew",
         )
     inner = Mesh(tuple(axis for axis in mesh.axes if axis[0] != "pp"))
@@ -112,7 +139,9 @@ def _inputs(plan: Plan, graph: IRGraph, problems: list[str]) -> dict[str, Layout
             continue
         sized = _sized(layout, value.shape)
         if sized is None:
-            problems.append(f"input {name} has shape {list(value.shape)} now, and the plan holds it as {layout}")
+            problems.append(
+                f"input {name} has shape {list(value.shape)} now, and the plan holds it as {layout}"
+            )
         else:
             result[name] = sized
     return result
@@ -133,7 +162,9 @@ def _sized(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
 def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
     """What of the plan the graph does not have or cannot do, a line each."""
     ops = ops_of(graph)
-    tensors: dict[str, IRValue] = {value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn}
+    tensors: dict[str, IRValue] = {
+        value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn
+    }
     inputs = {value.name: value for value in graph.inputs}
     known = (
         ("operator", plan.strategies, ops),
@@ -141,18 +172,29 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
         ("input", plan.inputs, inputs),
         ("output", plan.outputs, output_paths(graph)),
     )
-    problems = [_unknown(what, name, there) for what, names, there in known for name in names if name not in there]
+    problems = [
+        _unknown(what, name, there)
+        for what, names, there in known
+        for name in names
+        if name not in there
+    ]
     for name, assignment in plan.strategies.items():
         if name in ops:
-            problems += _refused(check_assignment, ops[name], assignment, _mesh_of(plan, assignment), graph.dims)
-    if not plan.stages:  # with stages, layouts are of the meshes of the stages, and lowering checks them there
+            problems += _refused(
+                check_assignment, ops[name], assignment, _mesh_of(plan, assignment), graph.dims
+            )
+    if (
+        not plan.stages
+    ):  # with stages, layouts are of the meshes of the stages, and lowering checks them there
         for values, layouts in ((tensors, plan.stored), (inputs, plan.inputs)):
             for name, layout in layouts.items():
                 if name in values:
                     problems += _refused(check_layout, name, layout, values[name], plan.mesh)
     for index, stage in enumerate(plan.stages):
         if index and stage.first_op not in ops:
-            problems.append(f"stage {index} begins there: {_unknown('operator', stage.first_op, ops)}")
+            problems.append(
+                f"stage {index} begins there: {_unknown('operator', stage.first_op, ops)}"
+            )
     return problems
 
 
@@ -164,7 +206,9 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 def _mesh_of(plan: Plan, assignment: Assignment) -> Mesh:
     """A mesh with the axes of an assignment: that of the stages that have them."""
-    return next((stage.mesh for stage in plan.stages if set(assignment) <= set(stage.mesh.names)), plan.mesh)
+    return next(
+        (stage.mesh for stage in plan.stages if set(assignment) <= set(stage.mesh.names)), plan.mesh
+    )
 
 
 def _refused(check: Callable[..., None], *arguments: object) -> list[str]:

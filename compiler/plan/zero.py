@@ -1,9 +1,11 @@
-"""ZeRO-3: parameters stored in pieces over the units, on top of what the plan stores in pieces anyway.
+"""ZeRO-3: parameters stored in pieces over the units, on top of what the plan stores in pieces
+anyway.
 
-Units run copies of the program on batches of their own, so along them every parameter is used whole and its gradient is a
-summand: G. Stored S over the units, as if they were one more mesh axis, it is gathered before its uses, and its gradient
-arrives reduce-scattered: what is left to the reducer are the groups of units that hold copies. The same holds for the axes of
-the plan on which a parameter is G.
+Units run copies of the program on batches of their own, so along them every parameter is used whole
+and its gradient is a summand: G. Stored S over the units, as if they were one more mesh axis, it is
+gathered before its uses, and its gradient arrives reduce-scattered: what is left to the reducer are
+the groups of units that hold copies. The same holds for the axes of the plan on which a parameter
+is G.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 LARGE_VECTOR = 2**16
-"""Vectors of fewer elements stay whole: norms and biases are a thousandth of a model, and each would be a collective."""
+"""Vectors of fewer elements stay whole: norms and biases are a thousandth of a model, and each
+would be a collective.
+"""
 
 NEARLY_BEST = 1.1
-"""Among the ways to cut a tensor whose largest pieces are at most this much above the smallest, the first dim is taken."""
+"""Among the ways to cut a tensor whose largest pieces are at most this much above the smallest, the
+first dim is taken.
+"""
 
 
 def settled_config(plan: Plan, config: ComputeConfig) -> ComputeConfig:
@@ -44,7 +50,8 @@ def settled_config(plan: Plan, config: ComputeConfig) -> ComputeConfig:
     if stage is not None and stage != config.zero_stage:
         raise PlanError(
             f"the plan was chosen for stage {stage} of ZeRO",
-            why=f"use_zero is {config.use_zero!r}, and time and memory of the plan are those of stage {stage}",
+            why=f"use_zero is {config.use_zero!r}, and time and memory of the plan are those of "
+            f"stage {stage}",
             hint=f"use_zero={stage}, or use_zero='auto' for what the plan says",
         )
     return config
@@ -56,13 +63,20 @@ def units_of_storage(config: ComputeConfig) -> int:
 
 
 def in_pieces(layout: Layout, axes: Sequence[str], mesh: Mesh, num_units: int) -> Layout:
-    """How a parameter is stored: ``layout`` cut along ``axes`` of ``mesh``, on which it is whole and its gradient a summand,
-    and over the units. The result is a layout of ``mesh.over_units(num_units)``.
+    """How a parameter is stored: ``layout`` cut along ``axes`` of ``mesh``, on which it is whole
+    and its gradient a summand, and over the units. The result is a layout of
+    ``mesh.over_units(num_units)``.
     """
-    if num_units > 1 and ZERO not in layout.cut_axes:  # a stage that shares it, or the training body, was first
+    if (
+        num_units > 1 and ZERO not in layout.cut_axes
+    ):  # a stage that shares it, or the training body, was first
         axes = (*axes, ZERO)
     kept = tuple(axis for axis in layout.grad_partial if axis not in axes)
-    return cut_further(replace(layout, grad_partial=kept), axes, mesh.over_units(num_units)) if axes else layout
+    return (
+        cut_further(replace(layout, grad_partial=kept), axes, mesh.over_units(num_units))
+        if axes
+        else layout
+    )
 
 
 def is_large(value: IRValue) -> bool:
@@ -71,9 +85,11 @@ def is_large(value: IRValue) -> bool:
 
 
 def cut_further(layout: Layout, axes: Sequence[str], mesh: Mesh) -> Layout:
-    """``layout`` with ``axes`` cutting too, as the minor ones of the atom where that gives the smallest pieces.
+    """``layout`` with ``axes`` cutting too, as the minor ones of the atom where that gives the
+    smallest pieces.
 
-    Of dims that do about as well the first one is taken: its pieces lie end to end, so that they are gathered in place.
+    Of dims that do about as well the first one is taken: its pieces lie end to end, so that they
+    are gathered in place.
     """
     layout = layout.normalized()
     first = dict.fromkeys(mesh.names, 0)  # its pieces are the largest

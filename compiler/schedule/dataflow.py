@@ -1,9 +1,10 @@
 """Which stages use what a stage produces.
 
-Most pipelines are chains: each stage feeds the next. Encoder states, long skips and masks go further. What a later stage
-uses goes there directly, in a message of its own, once per rank: stages of one rank run a microbatch in ascending order, so
-that a value is received with the first of them that uses it, and its gradient, summed over all of them, is sent after the
-backward of that first one.
+Most pipelines are chains: each stage feeds the next. Encoder states, long skips and masks go
+further. What a later stage uses goes there directly, in a message of its own, once per rank: stages
+of one rank run a microbatch in ascending order, so that a value is received with the first of them
+that uses it, and its gradient, summed over all of them, is sent after the backward of that first
+one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ StagePair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The pairs of stages between which activations go forward, and those of them where gradients come back.
+    """The pairs of stages between which activations go forward, and those of them where gradients
+    come back.
 
     Pairs on one rank are allowed: they order the work and need no message.
 
     Raises:
-        PlanError: a pair that is not ascending, that names no stage, or a gradient without activation.
+        PlanError: a pair that is not ascending, that names no stage, or a gradient without
+            activation.
     """
 
     num_stages: int
@@ -37,7 +40,8 @@ class Dataflow:
             if not 0 <= source < target < self.num_stages:
                 raise PlanError(
                     f"stage {target} cannot use what stage {source} produces",
-                    why=f"activations go from earlier to later stages, and there are {self.num_stages}, counted from 0",
+                    why="activations go from earlier to later stages, and there are "
+                    f"{self.num_stages}, counted from 0",
                     hint="number the stages in the order in which the model runs them",
                 )
         for source, target in sorted(self.gradients - self.activations):
@@ -53,17 +57,23 @@ class Dataflow:
 
     @classmethod
     def of(
-        cls, num_stages: int, consumers: Mapping[int, Collection[int]], without_gradient: Collection[StagePair] = ()
+        cls,
+        num_stages: int,
+        consumers: Mapping[int, Collection[int]],
+        without_gradient: Collection[StagePair] = (),
     ) -> Dataflow:
         """From a map of stages to the later stages that receive from them.
 
         Args:
             num_stages: the number of all stages.
-            consumers: for each stage, the stages that receive a message from it: on each rank the first that uses what it
-                makes.
-            without_gradient: those (producer, consumer) whose values need no gradient (masks, token ids).
+            consumers: for each stage, the stages that receive a message from it: on each rank the
+                first that uses what it makes.
+            without_gradient: those (producer, consumer) whose values need no gradient (masks, token
+                ids).
         """
-        pairs = frozenset((source, target) for source, targets in consumers.items() for target in targets)
+        pairs = frozenset(
+            (source, target) for source, targets in consumers.items() for target in targets
+        )
         return cls(num_stages, pairs, pairs - frozenset(without_gradient))
 
     @cached_property

@@ -1,4 +1,6 @@
-"""A schedule in time as text. The page of a plan draws it to scale: :mod:`shardwright.compiler.report.pictures`."""
+"""A schedule in time as text. The page of a plan draws it to scale:
+:mod:`shardwright.frontend.report.pictures`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ IDLE = "·"
 
 @checked
 def draw_text(timeline: Timeline, width: int | None = None) -> str:
-    """One line per rank, time to the right, waiting as dots; each action starts with the longest of its names that fits.
+    """One line per rank, time to the right, waiting as dots; each action starts with the longest of
+    its names that fits.
 
     Args:
         timeline: what to draw.
-        width: the most characters in a line. Without it the drawing is as wide as the full name of each action needs.
+        width: the most characters in a line. Without it the drawing is as wide as the full name of
+            each action needs.
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     scale = _chars_per_second(timeline, None if width is None else width - margin)
@@ -29,16 +33,23 @@ def draw_text(timeline: Timeline, width: int | None = None) -> str:
             line[start:end] = _label(span.action, end - start)
         lines.append(f"rank {rank} ".ljust(margin) + "".join(line).rstrip())
     held = ", ".join(map(str, timeline.peak_in_flight))
-    lines.append(f"time {timeline.makespan_s:g}, bubble {timeline.bubble_ratio:.1%} of it, most activations held: {held}")
+    lines.append(
+        f"time {timeline.makespan_s:g}, bubble {timeline.bubble_ratio:.1%} of it, most "
+        f"activations held: {held}"
+    )
     return "\n".join(lines) + "\n"
 
 
 def _chars_per_second(timeline: Timeline, room: int | None) -> float:
-    """The scale at which each action has room for its full name and a blank, or less if that needs more than ``room``.
+    """The scale at which each action has room for its full name and a blank, or less if that needs
+    more than ``room``.
 
-    Where all times are multiples of the shortest, this gets a whole number of characters: equal actions look equal.
+    Where all times are multiples of the shortest, this gets a whole number of characters: equal
+    actions look equal.
     """
-    named = [(span.end_s - span.start_s, str(span.action)) for spans in timeline.spans for span in spans]
+    named = [
+        (span.end_s - span.start_s, str(span.action)) for spans in timeline.spans for span in spans
+    ]
     full = max((len(name) + 1) / time_s for time_s, name in named if time_s > 0)
     if room is None or full * timeline.makespan_s <= room:
         return full
@@ -49,7 +60,9 @@ def _chars_per_second(timeline: Timeline, room: int | None) -> float:
 
 
 def _label(action: ScheduleAction, room: int) -> str:
-    """The longest name of ``action`` that fits, in exactly ``room`` characters, the last of them blank where there are two."""
+    """The longest name of ``action`` that fits, in exactly ``room`` characters, the last of them
+    blank where there are two.
+    """
     if room < 2:
         return action.kind.value[:room]
     names = (str(action), f"{action.kind.value}{action.microbatch}", action.kind.value)

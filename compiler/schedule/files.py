@@ -1,7 +1,8 @@
 """Schedules as files: JSON, and CSV that is easy to write by hand.
 
-A CSV file has one line per rank, its cells are actions; empty cells and lines that start with ``#`` are skipped. Stages belong
-to the rank in whose line they are, and microbatches are those that occur:
+A CSV file has one line per rank, its cells are actions; empty cells and lines that start with ``#``
+are skipped. Stages belong to the rank in whose line they are, and microbatches are those that
+occur:
 
     # 2 ranks, 3 microbatches
     0F0, 0F1,      0B0, 0F2, 0B1,      0B2
@@ -9,7 +10,8 @@ to the rank in whose line they are, and microbatches are those that occur:
 
 JSON names everything:
 
-    {"format": 1, "name": "1f1b", "num_microbatches": 3, "placement": [0, 1], "actions": [["0F0", ...], ["1F0", ...]]}
+    {"format": 1, "name": "1f1b", "num_microbatches": 3, "placement": [0, 1], "actions": [["0F0",
+    ...], ["1F0", ...]]}
 
 Reading checks what a file says, not whether the schedule runs: follow it with
 :func:`shardwright.compiler.schedule.validate.validate`.
@@ -47,10 +49,12 @@ def save_schedule(schedule: Schedule, path: str | Path) -> None:
 
 @checked
 def load_schedule(path: str | Path) -> Schedule:
-    """Read a schedule from JSON or CSV, by the file's suffix. A CSV's schedule has the name of the file.
+    """Read a schedule from JSON or CSV, by the file's suffix. A CSV's schedule has the name of the
+    file.
 
     Raises:
-        PlanError: another suffix, a file that cannot be read, or what it says is no schedule; names the line.
+        PlanError: another suffix, a file that cannot be read, or what it says is no schedule; names
+            the line.
     """
     path = Path(path)
     suffix = _suffix(path)
@@ -58,7 +62,11 @@ def load_schedule(path: str | Path) -> Schedule:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read the schedule {path}", why=str(error)) from error
-    return from_csv(text, name=path.stem, where=str(path)) if suffix == ".csv" else from_json(text, where=str(path))
+    return (
+        from_csv(text, name=path.stem, where=str(path))
+        if suffix == ".csv"
+        else from_json(text, where=str(path))
+    )
 
 
 @checked
@@ -72,7 +80,8 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
     """The schedule in CSV ``text``; ``where`` names its source in errors.
 
     Raises:
-        PlanError: a cell that is no action, a stage in two lines, or stages left out; names line and cell.
+        PlanError: a cell that is no action, a stage in two lines, or stages left out; names line
+            and cell.
     """
     rows: list[tuple[ScheduleAction, ...]] = []
     owner: dict[int, tuple[int, int]] = {}  # stage -> (rank, line)
@@ -96,7 +105,11 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
             actions.append(action)
         rows.append(tuple(actions))
     if not owner:
-        raise PlanError("a schedule without actions", where=where, hint="write one line per rank, for example 0F0,0B0")
+        raise PlanError(
+            "a schedule without actions",
+            where=where,
+            hint="write one line per rank, for example 0F0,0B0",
+        )
     absent = next((stage for stage in range(max(owner)) if stage not in owner), None)
     if absent is not None:
         raise PlanError(
@@ -105,13 +118,17 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
             why=f"stages are counted from 0 and there is a stage {max(owner)}",
         )
     num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
-    return Schedule(num_microbatches, tuple(owner[stage][0] for stage in sorted(owner)), tuple(rows), name)
+    return Schedule(
+        num_microbatches, tuple(owner[stage][0] for stage in sorted(owner)), tuple(rows), name
+    )
 
 
 @checked
 def to_json(schedule: Schedule) -> str:
     """Everything about ``schedule``, one line per rank."""
-    rows = ",\n".join(f"    {json.dumps([str(action) for action in actions])}" for actions in schedule.actions)
+    rows = ",\n".join(
+        f"    {json.dumps([str(action) for action in actions])}" for actions in schedule.actions
+    )
     head = {
         "format": FORMAT,
         "name": schedule.name,
@@ -124,10 +141,12 @@ def to_json(schedule: Schedule) -> str:
 
 @checked
 def from_json(text: str, where: str = "schedule") -> Schedule:
-    """The schedule in JSON ``text``: ``from_json(to_json(schedule)) == schedule``. ``where`` names its source in errors.
+    """The schedule in JSON ``text``: ``from_json(to_json(schedule)) == schedule``. ``where`` names
+    its source in errors.
 
     Raises:
-        PlanError: not JSON, a field missing, unknown or of the wrong type, an action that is none; names the line.
+        PlanError: not JSON, a field missing, unknown or of the wrong type, an action that is none;
+            names the line.
     """
     try:
         data = parse_json(text)
@@ -137,15 +156,37 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
     if not isinstance(data, dict) or sorted(data) != sorted(_FIELDS):
         got = ", ".join(sorted(data)) if isinstance(data, dict) else type(data).__name__
         raise PlanError(
-            "the schedule has other fields than it should", where=where, why=f"has {got}", hint=f"write {', '.join(_FIELDS)}"
+            "the schedule has other fields than it should",
+            where=where,
+            why=f"has {got}",
+            hint=f"write {', '.join(_FIELDS)}",
         )
     if data["format"] != FORMAT:
-        raise PlanError(f"a schedule in format {data['format']!r}", where=where, why=f"this version reads format {FORMAT}")
+        raise PlanError(
+            f"a schedule in format {data['format']!r}",
+            where=where,
+            why=f"this version reads format {FORMAT}",
+        )
     _expect(isinstance(data["name"], str), "name", "a string", text, where)
     _expect(_is_count(data["num_microbatches"]), "num_microbatches", "a whole number", text, where)
-    _expect(_is_list(data["placement"], _is_count), "placement", "a list of ranks, one per stage", text, where)
-    _expect(_is_list(data["actions"], _is_row), "actions", "a list of lists of actions, one per rank", text, where)
-    rows = tuple(tuple(_json_action(word, rank, text, where) for word in row) for rank, row in enumerate(data["actions"]))
+    _expect(
+        _is_list(data["placement"], _is_count),
+        "placement",
+        "a list of ranks, one per stage",
+        text,
+        where,
+    )
+    _expect(
+        _is_list(data["actions"], _is_row),
+        "actions",
+        "a list of lists of actions, one per rank",
+        text,
+        where,
+    )
+    rows = tuple(
+        tuple(_json_action(word, rank, text, where) for word in row)
+        for rank, row in enumerate(data["actions"])
+    )
     return Schedule(data["num_microbatches"], tuple(data["placement"]), rows, data["name"])
 
 
@@ -153,7 +194,9 @@ def _json_action(word: str, rank: int, text: str, where: str) -> ScheduleAction:
     try:
         return parse_action(word)
     except PlanError as error:
-        raise _placed(error, f"{where}, line {_line_of(json.dumps(word), text)}, rank {rank}") from None
+        raise _placed(
+            error, f"{where}, line {_line_of(json.dumps(word), text)}, rank {rank}"
+        ) from None
 
 
 def _csv_action(word: str, where: str) -> ScheduleAction:
@@ -193,5 +236,8 @@ def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
 def _suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix not in (".csv", ".json"):
-        raise PlanError(f"{path} is neither a .csv nor a .json file", hint="name the file schedule.csv or schedule.json")
+        raise PlanError(
+            f"{path} is neither a .csv nor a .json file",
+            hint="name the file schedule.csv or schedule.json",
+        )
     return suffix

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
@@ -16,17 +16,23 @@ def planned_schedule(plan: Plan) -> Schedule:
     if plan.actions:
         return by_hand(plan.actions)
     num_positions = len({stage.ranks for stage in plan.stages})
-    return generate(plan.schedule, num_positions, plan.num_microbatches, len(plan.stages) // num_positions)
+    return generate(
+        plan.schedule, num_positions, plan.num_microbatches, len(plan.stages) // num_positions
+    )
 
 
 def schedule_of_step(plan: Plan, *, trains: bool) -> Schedule:
-    """What a step runs: what the plan says, or where nothing is trained the forwards of its stages."""
+    """What a step runs: what the plan says, or where nothing is trained the forwards of its
+    stages.
+    """
     schedule = planned_schedule(plan)
     return schedule if trains else inference_like(schedule)
 
 
 def inference_like(schedule: Schedule) -> Schedule:
-    """All microbatches forward through a rank's first stage, then through its next one, on the placement of ``schedule``."""
+    """All microbatches forward through a rank's first stage, then through its next one, on the
+    placement of ``schedule``.
+    """
     actions = tuple(
         tuple(
             ScheduleAction(ActionKind.FORWARD, stage, microbatch)
@@ -46,11 +52,15 @@ def by_hand(actions: tuple[str, ...]) -> Schedule:
         for action in row:
             if placement.setdefault(action.stage, rank) != rank:
                 raise PlanError(
-                    f"stage {action.stage} has actions on position {placement[action.stage]} and on position {rank}",
+                    f"stage {action.stage} has actions on position {placement[action.stage]} "
+                    f"and on position {rank}",
                     hint="a stage has one position",
                 )
     if sorted(placement) != list(range(len(placement))):
-        raise PlanError("the stages of the actions are not numbered 0, 1, 2, ...", why=f"they are {sorted(placement)}")
+        raise PlanError(
+            "the stages of the actions are not numbered 0, 1, 2, ...",
+            why=f"they are {sorted(placement)}",
+        )
     num_microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     return Schedule(num_microbatches, tuple(placement[stage] for stage in sorted(placement)), rows)
 

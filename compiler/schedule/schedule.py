@@ -16,9 +16,9 @@ RankActions = tuple[ScheduleAction, ...]
 class Schedule:
     """The order of work of a pipeline.
 
-    ``placement[stage]`` is the stage's rank, ``actions[rank]`` what that rank does. A rank here is a position in the
-    pipeline; with tensor or data parallelism inside the plan it stands for all ranks of its stages' sub-mesh, which do the
-    same.
+    ``placement[stage]`` is the stage's rank, ``actions[rank]`` what that rank does. A rank here is
+    a position in the pipeline; with tensor or data parallelism inside the plan it stands for all
+    ranks of its stages' sub-mesh, which do the same.
 
     Nothing is checked here: :func:`shardwright.compiler.schedule.validate.validate` does that.
     """
@@ -50,7 +50,9 @@ class Schedule:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The actions of each rank as text, ``0F0 0F1 0B0 0B1``: what option ``actions`` of the policies takes."""
+        """The actions of each rank as text, ``0F0 0F1 0B0 0B1``: what option ``actions`` of the
+        policies takes.
+        """
         return tuple(" ".join(map(str, actions)) for actions in self.actions)
 
     def __str__(self) -> str:
@@ -64,5 +66,7 @@ def looped_placement(num_ranks: int, chunks: int = 1) -> tuple[int, ...]:
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Two stages per rank, down and up again: 3 ranks -> ``(0, 1, 2, 2, 1, 0)``. The first rank has the last stage too."""
+    """Two stages per rank, down and up again: 3 ranks -> ``(0, 1, 2, 2, 1, 0)``. The first rank has
+    the last stage too.
+    """
     return (*range(num_ranks), *reversed(range(num_ranks)))

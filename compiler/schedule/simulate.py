@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.memory import peak_in_flight
+from shardwright.compiler.schedule.live_microbatches import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.compiler.schedule.sharing import SharedMachines
+from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.waits import Position, Waits, run_order, waits_of
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import PlanError
@@ -18,9 +18,11 @@ from shardwright.runtime.schedule import ActionKind, ScheduleAction
 @checked_fields
 @dataclass(frozen=True)
 class StageTimes:
-    """How long one microbatch takes in a stage, in any unit of time. The default is what papers assume: F = I = W, B = 2F.
+    """How long one microbatch takes in a stage, in any unit of time. The default is what papers
+    assume: F = I = W, B = 2F.
 
-    ``backward_s``: of a backward that is not split, where that takes another time than its two parts.
+    ``backward_s``: of a backward that is not split, where that takes another time than its two
+    parts.
     """
 
     forward_s: float = 1.0
@@ -38,7 +40,11 @@ class StageTimes:
             case ActionKind.WEIGHT_GRADIENT:
                 return self.weight_gradient_s
             case _:
-                return self.input_gradient_s + self.weight_gradient_s if self.backward_s is None else self.backward_s
+                return (
+                    self.input_gradient_s + self.weight_gradient_s
+                    if self.backward_s is None
+                    else self.backward_s
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,9 @@ class Timeline:
 
     @property
     def bubble_per_work(self) -> float:
-        """The time in which ranks wait, relative to the time in which they compute: the other measure in papers."""
+        """The time in which ranks wait, relative to the time in which they compute: the other
+        measure in papers.
+        """
         return self.makespan_s * len(self.spans) / sum(self.busy_s) - 1
 
     @property
@@ -92,15 +100,17 @@ def simulate(
     machines: SharedMachines | None = None,
     begins_s: Mapping[int, float] | None = None,
 ) -> Timeline:
-    """Run ``schedule`` in time: each action starts as soon as its rank is free and all it uses is there.
+    """Run ``schedule`` in time: each action starts as soon as its rank is free and all it uses is
+    there.
 
     Messages travel while ranks compute and do not slow each other down.
 
     Args:
         schedule: a complete schedule.
         times: of each stage, or of all.
-        transfer_s: from when a stage has made something until another rank has it; for all pairs of stages, or by (sending
-            stage, receiving stage), where a pair that is not named takes no time. A gradient's sender is the later stage.
+        transfer_s: from when a stage has made something until another rank has it; for all pairs of
+            stages, or by (sending stage, receiving stage), where a pair that is not named takes no
+            time. A gradient's sender is the later stage.
         dataflow: which stages feed which; each the next one if not given.
         machines: where ranks share cores; ``times`` are those while all ranks of a machine compute.
         begins_s: by stage, when its parameters are there, if not from the start.
@@ -137,7 +147,9 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
     def alone(self, order: Iterable[Position]) -> None:
-        """Every rank has a device for itself, so what others do does not change how long an action takes."""
+        """Every rank has a device for itself, so what others do does not change how long an action
+        takes.
+        """
         for rank, _ in order:
             start = self._ready_s(rank)
             assert start is not None, "the order has what an action waits for before it"
@@ -145,12 +157,19 @@ class _Run:
             self.spans[rank].append(Span(action, start, start + seconds))
 
     def beside(self, machines: SharedMachines) -> None:
-        """From moment to moment: an action ends, or what a rank waits for is there, and the others go on at another speed."""
-        now, running = 0.0, dict[int, tuple[float, float]]()  # by rank, when its action began and the seconds left of it
+        """From moment to moment: an action ends, or what a rank waits for is there, and the others
+        go on at another speed.
+        """
+        now, running = (
+            0.0,
+            dict[int, tuple[float, float]](),
+        )  # by rank, when its action began and the seconds left of it
         while True:
             waiting = (rank for rank in range(len(self.spans)) if rank not in running)
             coming = {rank: at for rank in waiting if (at := self._ready_s(rank)) is not None}
-            running |= {rank: (now, self._next(rank)[1]) for rank, at in coming.items() if at <= now}
+            running |= {
+                rank: (now, self._next(rank)[1]) for rank, at in coming.items() if at <= now
+            }
             moments = [at for at in coming.values() if at > now]
             speeds = dict(zip(running, machines.speeds(list(running)), strict=True))
             ends = {rank: now + left / speeds[rank] for rank, (_, left) in running.items()}
@@ -171,18 +190,31 @@ class _Run:
         return action, self.times[action.stage].of(action.kind)
 
     def _ready_s(self, rank: int) -> float | None:
-        """When all is there that the next action uses; ``None`` if there is none, or something has not been made."""
+        """When all is there that the next action uses; ``None`` if there is none, or something has
+        not been made.
+        """
         index = len(self.spans[rank])
         if index == len(self.schedule.actions[rank]):
             return None
         action = self.schedule.actions[rank][index]
-        ready = max(self.spans[rank][-1].end_s if index else 0.0, self.begins_s.get(action.stage, 0.0))
+        ready = max(
+            self.spans[rank][-1].end_s if index else 0.0, self.begins_s.get(action.stage, 0.0)
+        )
         for other, other_index in self.waits[rank][index]:
             if other_index >= len(self.spans[other]):
                 return None
             made = self.spans[other][other_index]
-            ready = max(ready, made.end_s if other == rank else made.end_s + self._transfer_s(made.action.stage, action.stage))
+            ready = max(
+                ready,
+                made.end_s
+                if other == rank
+                else made.end_s + self._transfer_s(made.action.stage, action.stage),
+            )
         return ready
 
     def _transfer_s(self, sender: int, receiver: int) -> float:
-        return self.transfer_s.get((sender, receiver), 0.0) if isinstance(self.transfer_s, Mapping) else self.transfer_s
+        return (
+            self.transfer_s.get((sender, receiver), 0.0)
+            if isinstance(self.transfer_s, Mapping)
+            else self.transfer_s
+        )

@@ -1,6 +1,8 @@
-"""What each action of a schedule waits for, and the order in which the ranks can then run: the one model of execution.
+"""What each action of a schedule waits for, and the order in which the ranks can then run: the one
+model of execution.
 
-The validator asks whether all ranks come to their end, the simulator when; both run the schedule here.
+The validator asks whether all ranks come to their end, the simulator when; both run the schedule
+here.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ def waits_of(schedule: Schedule, dataflow: Dataflow) -> Waits:
     W     its input gradient
     ====  ===============================================
 
-    A rank runs its stages in order for each microbatch, ascending forward and descending backward (see
-    :mod:`shardwright.compiler.schedule.dataflow`). Messages take no part: a send never waits, and a receive is posted ahead.
+    A rank runs its stages in order for each microbatch, ascending forward and descending backward
+    (see :mod:`shardwright.compiler.schedule.dataflow`). Messages take no part: a send never waits,
+    and a receive is posted ahead.
     """
     forward, input_gradient = _positions(schedule)
     previous, following = _neighbours(schedule)
@@ -82,7 +85,9 @@ def run_order(schedule: Schedule, waits: Waits) -> list[Position]:
 
 
 def _deadlock(schedule: Schedule, waits: Waits, counts: Sequence[int]) -> PlanError:
-    """The error for ranks that are stuck after ``counts`` actions: one circle of ranks, what each is at and waits for."""
+    """The error for ranks that are stuck after ``counts`` actions: one circle of ranks, what each
+    is at and waits for.
+    """
     rank = next(rank for rank, count in enumerate(counts) if count < len(waits[rank]))
     path: list[tuple[int, Position]] = []
     while all(rank != seen for seen, _ in path):
@@ -93,16 +98,21 @@ def _deadlock(schedule: Schedule, waits: Waits, counts: Sequence[int]) -> PlanEr
     circle = path[[seen for seen, _ in path].index(rank) :]
     at = {rank: schedule.actions[rank][counts[rank]] for rank, _ in circle}
     names = [f"rank {rank} at {at[rank]} (action {counts[rank]})" for rank, _ in circle]
-    reasons = [f"{at[rank]} on rank {rank} waits for {schedule.actions[other][i]}" for rank, (other, i) in circle]
+    reasons = [
+        f"{at[rank]} on rank {rank} waits for {schedule.actions[other][i]}"
+        for rank, (other, i) in circle
+    ]
     rank, (other, index) = circle[-1]
     return PlanError(
-        f"schedule {schedule.name!r} deadlocks: {'a rank waits for itself' if len(circle) == 1 else 'ranks wait in a circle'}",
+        f"schedule {schedule.name!r} deadlocks: "
+        f"{'a rank waits for itself' if len(circle) == 1 else 'ranks wait in a circle'}",
         where=" -> ".join([*names, f"rank {circle[0][0]}"]),
         why="; ".join(
             f"{reason}, which rank {wait[0]} runs after {at[wait[0]]}"
             for reason, (_, wait) in zip(reasons, circle, strict=True)
         ),
-        hint=f"change the order of one of these ranks: on rank {other}, {schedule.actions[other][index]} before {at[other]}",
+        hint=f"change the order of one of these ranks: on rank {other}, "
+        f"{schedule.actions[other][index]} before {at[other]}",
     )
 
 
@@ -110,8 +120,12 @@ def _first_open(waits: list[Position], counts: Sequence[int]) -> Position | None
     return next(((rank, index) for rank, index in waits if counts[rank] <= index), None)
 
 
-def _positions(schedule: Schedule) -> tuple[dict[tuple[int, int], Position], dict[tuple[int, int], Position]]:
-    """By stage and microbatch, where its forward is, and where the gradients of its inputs are made."""
+def _positions(
+    schedule: Schedule,
+) -> tuple[dict[tuple[int, int], Position], dict[tuple[int, int], Position]]:
+    """By stage and microbatch, where its forward is, and where the gradients of its inputs are
+    made.
+    """
     forward: dict[tuple[int, int], Position] = {}
     input_gradient: dict[tuple[int, int], Position] = {}
     for rank, actions in enumerate(schedule.actions):

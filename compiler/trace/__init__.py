@@ -1,5 +1,7 @@
-"""From a module to a graph: the unmodified ``forward`` runs on fake tensors under a function mode that records it."""
+"""From a module to a graph: the unmodified ``forward`` runs on fake tensors under a function mode
+that records it.
+"""
 
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 
 __all__ = ["trace"]

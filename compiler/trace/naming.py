@@ -7,7 +7,9 @@ import keyword
 
 from shardwright.compiler.ir.identifier import identifier
 
-_RESERVED = frozenset((*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "torch", "F", "math", "operator"))
+_RESERVED = frozenset(
+    (*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "torch", "F", "math", "operator")
+)
 
 
 class Namer:
@@ -18,7 +20,9 @@ class Namer:
         self._next: dict[str, int] = {}
 
     def unique(self, text: str) -> str:
-        """``text`` as an identifier, with ``_1``, ``_2``, ... appended where it is taken already or reserved."""
+        """``text`` as an identifier, with ``_1``, ``_2``, ... appended where it is taken already or
+        reserved.
+        """
         base = identifier(text)
         name = base
         while name in self._taken or name in _RESERVED:

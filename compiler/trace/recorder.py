@@ -14,16 +14,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice, leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.trace.autocast import autocast_dtype
-from shardwright.compiler.trace.dynamic import Dynamic
+from shardwright.compiler.trace.calls.normalise import bind
+from shardwright.compiler.trace.context.autocast_regions import autocast_dtype
+from shardwright.compiler.trace.context.running_modules import RunningModules
+from shardwright.compiler.trace.context.source import assigned_names, location_of, user_frame
 from shardwright.compiler.trace.naming import Namer
-from shardwright.compiler.trace.normalise import bind
-from shardwright.compiler.trace.running_modules import RunningModules
-from shardwright.compiler.trace.selections import Selection
-from shardwright.compiler.trace.source import assigned_names, location_of, user_frame
+from shardwright.compiler.trace.values.dynamic import Dynamic
+from shardwright.compiler.trace.values.selections import Selection
 from shardwright.runtime.errors import TraceError
 
-_PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_PYTHON_DTYPES = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
 """What torch takes Python's types for where a dtype is asked for."""
 
 CUTS = {"detach", "data"}
@@ -41,7 +46,9 @@ class TensorType:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorType:
         # views made under no_grad claim to require a gradient, but none flows through them
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
+        return cls(
+            tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,9 @@ class Call:
 class Variable:
     """What one tensor object of the running model holds now.
 
-    A view knows its ``parent`` and the ``call`` (which result, ``index``) that made it. ``version`` counts the writes to
-    the root; a view whose version is behind takes its value from the root anew.
+    A view knows its ``parent`` and the ``call`` (which result, ``index``) that made it. ``version``
+    counts the writes to the root; a view whose version is behind takes its value from the root
+    anew.
     """
 
     value: IRValue
@@ -93,22 +101,30 @@ class Recorder:
         self.ops: list[IROp] = []
         self.op_names = Namer()
         self._label: str | None = None  # names the next results, if set
-        self.calls: dict[str, tuple[Call, int]] = {}  # value name -> the call that made it, which result
+        self.calls: dict[
+            str, tuple[Call, int]
+        ] = {}  # value name -> the call that made it, which result
         self.constants: list[tuple[IRValue, torch.Tensor]] = []
         self.variables: dict[int, Variable] = {}
         self.selections: dict[int, Selection] = {}  # what fakes that stand for x[mask] would hold
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
-        self._asked: set[str] = set()  # values made of something whose gradient the user asks for, outside of the module
+        self._asked: set[str] = (
+            set()
+        )  # values made of something whose gradient the user asks for, outside of the module
         self._leaves: set[str] = set()  # values at which torch's own graph of such gradients begins
         self._checked: dict[str, IRValue] = {}  # value name -> what was checked
         self._kept: list[Any] = []
-        self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = None  # set by the tracer
+        self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = (
+            None  # set by the tracer
+        )
 
     # values of tensors
 
     def bind_source(self, tensor: torch.Tensor, value: IRValue) -> None:
         """Let ``tensor`` stand for a value that no operator makes."""
-        self.bind(tensor, Variable(value, buffer=value.fqn if value.kind is ValueKind.BUFFER else None))
+        self.bind(
+            tensor, Variable(value, buffer=value.fqn if value.kind is ValueKind.BUFFER else None)
+        )
 
     def bind(self, tensor: torch.Tensor, variable: Variable) -> None:
         """Let ``tensor`` stand for a variable."""
@@ -120,7 +136,9 @@ class Recorder:
         self._kept.append(tensor)
 
     def variable(self, tensor: torch.Tensor) -> Variable:
-        """What ``tensor`` stands for. A tensor that was never seen is a constant the model captured."""
+        """What ``tensor`` stands for. A tensor that was never seen is a constant the model
+        captured.
+        """
         variable = self.variables.get(id(tensor))
         if variable is None:
             assert self.make_constant is not None
@@ -130,8 +148,10 @@ class Recorder:
                 raise TraceError(
                     "forward uses a tensor that it kept outside of the module in an earlier call",
                     where=self.where(),
-                    why=f"its shape is {list(tensor.shape)}; it was made while the module was traced, and has no values",
-                    hint="empty the global dict or list that keeps it, and keep such tensors in attributes of the module",
+                    why=f"its shape is {list(tensor.shape)}; it was made while the module was "
+                    "traced, and has no values",
+                    hint="empty the global dict or list that keeps it, and keep such tensors in "
+                    "attributes of the module",
                 )
             variable = self.variables[id(self.make_constant(tensor))]
         return variable
@@ -148,14 +168,16 @@ class Recorder:
             whole = self.current(variable.parent)
             call = replace(variable.call, args=(whole, *variable.call.args[1:]))
             flows = whole.requires_grad and call.name not in CUTS
-            values = self.emit(call, [TensorType(v.value.shape, v.value.dtype, flows) for v in variable.siblings])
+            values = self.emit(
+                call, [TensorType(v.value.shape, v.value.dtype, flows) for v in variable.siblings]
+            )
             for sibling, value in zip(variable.siblings, values, strict=True):
                 sibling.value, sibling.version = value, root.version
         return variable.value
 
     def check(self, function: Callable[..., Any], value: IRValue, *args: Arg) -> None:
-        """Append an operator that checks ``value`` and returns it: all tensors that hold ``value`` hold its result from here
-        on. Gradients pass, also where the check stands under ``no_grad``.
+        """Append an operator that checks ``value`` and returns it: all tensors that hold ``value``
+        hold its result from here on. Gradients pass, also where the check stands under ``no_grad``.
         """
         like = TensorType(value.shape, value.dtype, value.requires_grad)
         with torch.enable_grad():
@@ -178,7 +200,8 @@ class Recorder:
     # gradients
 
     def ask_gradient(self, value: IRValue, *, leaf: bool) -> None:
-        """The user asks for the gradient of an input, or by ``requires_grad_()`` for that of another value.
+        """The user asks for the gradient of an input, or by ``requires_grad_()`` for that of
+        another value.
 
         ``leaf``: whether nothing that it is made of gets one.
         """
@@ -187,7 +210,9 @@ class Recorder:
             self._leaves.add(value.name)
 
     def requires_gradient(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` requires a gradient outside of a trace, in which every floating input does."""
+        """Whether ``tensor`` requires a gradient outside of a trace, in which every floating input
+        does.
+        """
         return tensor.requires_grad and self.gets_gradient(self.value(tensor))
 
     def gets_gradient(self, value: IRValue) -> bool:
@@ -196,7 +221,11 @@ class Recorder:
 
     def is_leaf(self, tensor: torch.Tensor) -> bool:
         """``tensor.is_leaf`` outside of a trace."""
-        return tensor.is_leaf or not self.requires_gradient(tensor) or self.value(tensor).name in self._leaves
+        return (
+            tensor.is_leaf
+            or not self.requires_gradient(tensor)
+            or self.value(tensor).name in self._leaves
+        )
 
     def follows_inputs(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` requires a gradient if and only if the arguments of the call do."""
@@ -208,7 +237,9 @@ class Recorder:
         """Append the canonical operator for ``call``; the values of its results."""
         frame = user_frame()
         bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
-        operands = [leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)]
+        operands = [
+            leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)
+        ]
         trained = any(value.takes_gradient for value in operands)
         values = self._name_results(list(results), bound.name, frame, trained=trained)
         if not operands or any(value.name in self._asked for value in operands):
@@ -230,21 +261,29 @@ class Recorder:
         )
         return values
 
-    def emit_one(self, function: Callable[..., Any], like: IRValue | TensorType, *args: Arg, **kwargs: Arg) -> IRValue:
+    def emit_one(
+        self, function: Callable[..., Any], like: IRValue | TensorType, *args: Arg, **kwargs: Arg
+    ) -> IRValue:
         """Append a call of ``function`` that has one result, shaped as ``like``."""
         result = TensorType(like.shape, like.dtype, like.requires_grad)
-        return self.emit(Call(function, getattr(function, "__name__", ""), args, kwargs), [result])[0]
+        return self.emit(Call(function, getattr(function, "__name__", ""), args, kwargs), [result])[
+            0
+        ]
 
     @contextmanager
     def named(self, label: str | None) -> Iterator[None]:
-        """Name results after ``label`` (if any) instead of the user's variables, for writes to buffers."""
+        """Name results after ``label`` (if any) instead of the user's variables, for writes to
+        buffers.
+        """
         outer, self._label = self._label, label
         try:
             yield
         finally:
             self._label = outer
 
-    def _name_results(self, results: list[TensorType], word: str, frame: FrameType | None, *, trained: bool) -> list[IRValue]:
+    def _name_results(
+        self, results: list[TensorType], word: str, frame: FrameType | None, *, trained: bool
+    ) -> list[IRValue]:
         """``trained``: whether they are made of something that takes a gradient."""
         return [
             IRValue(
@@ -259,7 +298,9 @@ class Recorder:
         ]
 
     def _labels(self, count: int, word: str, frame: FrameType | None) -> list[str]:
-        """The words that results are named by: the module's path, and the user's variable or the operator."""
+        """The words that results are named by: the module's path, and the user's variable or the
+        operator.
+        """
         if self._label is not None:
             return [self._label] * count
         path = self.running.path
@@ -273,12 +314,16 @@ class Recorder:
     # arguments
 
     def arg(self, arg: Any, caller: str = "an operator") -> Arg:
-        """An argument of a call of the running model as an argument of the graph. ``caller``: whose, for errors."""
+        """An argument of a call of the running model as an argument of the graph. ``caller``:
+        whose, for errors.
+        """
         if isinstance(arg, torch.Tensor):
             return self.value(arg)
         if isinstance(arg, np.generic):  # before the Python numbers: np.float64 is a float
             return arg.item()
-        if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | RankDevice | IRValue):
+        if arg is None or isinstance(
+            arg, bool | int | float | complex | str | torch.dtype | RankDevice | IRValue
+        ):
             return arg
         if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self.dynamic.size(arg)
@@ -297,15 +342,25 @@ class Recorder:
             return tuple(arg)
         if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout):
             return arg
-        hint = "pass tensors, numbers, strings, dtypes and tuples of these, of an object or dict what is used of it"
+        hint = (
+            "pass tensors, numbers, strings, dtypes and tuples of these, of an object or dict "
+            "what is used of it"
+        )
         if isinstance(arg, torch.nn.Module):
-            hint = "call the module outside, or in a function under torch.utils.checkpoint, which is traced through"
+            hint = (
+                "call the module outside, or in a function under torch.utils.checkpoint, which is "
+                "traced through"
+            )
         elif callable(arg):
-            hint = "register a function that calls it with this one, or let it choose the function by a name"
+            hint = (
+                "register a function that calls it with this one, or let it choose the function "
+                "by a name"
+            )
         raise TraceError(
             f"{caller} got an argument of type {type(arg).__name__}, which a graph cannot hold",
             where=self.where(),
-            why="a call is written into the generated file, with tensors, numbers, strings and tuples",
+            why="a call is written into the generated file, with tensors, numbers, strings and "
+            "tuples",
             hint=hint,
         )
 

@@ -14,11 +14,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
-from shardwright.compiler.trace.arguments import Arguments
-from shardwright.compiler.trace.autocast import one_autocast, surrounding_dtype
-from shardwright.compiler.trace.constants import Constants
-from shardwright.compiler.trace.dynamic import Dynamic
-from shardwright.compiler.trace.fakes import (
+from shardwright.compiler.trace.calls.time_loops import warn_of_unrolled
+from shardwright.compiler.trace.context.autocast_regions import one_autocast, surrounding_dtype
+from shardwright.compiler.trace.context.fakes import (
     ModuleTensor,
     TraceMode,
     caches_without_fakes,
@@ -28,14 +26,16 @@ from shardwright.compiler.trace.fakes import (
     unchanged,
     without_logs_of_fakes,
 )
-from shardwright.compiler.trace.known_inputs import KnownInput
-from shardwright.compiler.trace.loops import warn_of_unrolled
-from shardwright.compiler.trace.patches import patched
+from shardwright.compiler.trace.context.patches import patched
+from shardwright.compiler.trace.context.running_modules import RunningModules
+from shardwright.compiler.trace.context.source import location_of_error
+from shardwright.compiler.trace.dummy_arguments import Arguments
 from shardwright.compiler.trace.recorder import Recorder, Variable
-from shardwright.compiler.trace.running_modules import RunningModules
-from shardwright.compiler.trace.source import location_of_error
-from shardwright.compiler.trace.structure import input_tree, output_tree
 from shardwright.compiler.trace.tracer import Tracer
+from shardwright.compiler.trace.trees import input_tree, output_tree
+from shardwright.compiler.trace.values.constants import Constants
+from shardwright.compiler.trace.values.dynamic import Dynamic
+from shardwright.compiler.trace.values.known_inputs import KnownInput
 from shardwright.runtime import structure
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
@@ -59,7 +59,9 @@ def run_once(
     *,
     training: bool,
 ) -> Traced:
-    """Trace ``module`` in training or eval mode; the module is left as it was. ``known``: inputs whose values it may read."""
+    """Trace ``module`` in training or eval mode; the module is left as it was. ``known``: inputs
+    whose values it may read.
+    """
     registry.load_tables()  # before tracing replaces functions of torch itself
     with unchanged(module), caches_without_fakes():
         module.train(training)
@@ -67,8 +69,8 @@ def run_once(
         try:
             return run.trace()
         finally:
-            # Fakes refer to the mode and to each other through graphs of autograd, where Python finds no cycles to free:
-            # without this the module would live for ever.
+            # Fakes refer to the mode and to each other through graphs of autograd, where Python
+            # finds no cycles to free: without this the module would live for ever.
             run.mode.lift = None
 
 
@@ -95,9 +97,14 @@ class _Run:
         self.autocast = surrounding_dtype()
 
     def trace(self) -> Traced:
-        arguments = {name: structure.map_leaves(value, self._fake_input, name) for name, value in self.arguments.given}
+        arguments = {
+            name: structure.map_leaves(value, self._fake_input, name)
+            for name, value in self.arguments.given
+        }
         self._place_fakes()
-        signature = tuple((name, input_tree(self.recorder, value, name)) for name, value in arguments.items())
+        signature = tuple(
+            (name, input_tree(self.recorder, value, name)) for name, value in arguments.items()
+        )
         result = self._run_forward(arguments)
         self.dynamic.check()
         warn_of_unrolled(self.recorder.ops)
@@ -113,11 +120,17 @@ class _Run:
             defaults=self.arguments.defaults,
             argument_order=self.arguments.order,
             constants=tuple(self.recorder.constants),
-            dynamic_dims=tuple(DynamicDim(self.inputs[p].name, dim, name) for p, dim, name in self.dynamic.all_dims()),
+            dynamic_dims=tuple(
+                DynamicDim(self.inputs[p].name, dim, name)
+                for p, dim, name in self.dynamic.all_dims()
+            ),
             constant_inputs=tuple(self.constants.inputs_read()),
             conditions=self.dynamic.conditions(),
             autocast=self.autocast,
-            module_types={path: type(module).__name__ for path, module in self.module.named_modules(remove_duplicate=False)},
+            module_types={
+                path: type(module).__name__
+                for path, module in self.module.named_modules(remove_duplicate=False)
+            },
         )
         self._warn_written_inputs()
         return Traced(graph, self.reads_training)
@@ -125,7 +138,9 @@ class _Run:
     # sources
 
     def _fake_input(self, path: str, leaf: Any) -> Any:
-        """What ``forward`` gets for a leaf of the arguments: a fake for a tensor, anything else as it is."""
+        """What ``forward`` gets for a leaf of the arguments: a fake for a tensor, anything else as
+        it is.
+        """
         if not isinstance(leaf, torch.Tensor):
             return leaf
         differentiable = leaf.is_floating_point() or leaf.is_complex()
@@ -134,7 +149,9 @@ class _Run:
             if differentiable:  # not a leaf of autograd: forward may change it in place
                 fake = fake.requires_grad_().clone()
         shape = tuple(self.dynamic.size(size) for size in fake.shape)
-        value = IRValue(self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT)
+        value = IRValue(
+            self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT
+        )
         self.recorder.bind_source(fake, value)
         self.constants.add_dummy(value.name, leaf)
         if path in self.known:
@@ -171,10 +188,16 @@ class _Run:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(without_logs_of_fakes())
                 stack.enter_context(self.mode)
-                if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
+                if (
+                    self.dynamic.env is not None
+                ):  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
                 stack.enter_context(one_autocast(self.autocast))
-                stack.enter_context(patched(self.module, self.running, tracer, note_training, self.constants.certain))
+                stack.enter_context(
+                    patched(
+                        self.module, self.running, tracer, note_training, self.constants.certain
+                    )
+                )
                 stack.enter_context(self.running.followed())
                 stack.enter_context(tracer)
                 return self.module(**arguments)
@@ -183,7 +206,8 @@ class _Run:
         except Exception as error:
             location = location_of_error(error)
             raise TraceError(
-                f"forward of {type(self.module).__name__} failed while it was traced: {type(error).__name__}: {error}",
+                f"forward of {type(self.module).__name__} failed while it was traced: "
+                f"{type(error).__name__}: {error}",
                 where=str(location) if location else None,
                 hint="call the module with the dummy arguments to see whether it runs by itself",
             ) from error
@@ -198,23 +222,33 @@ class _Run:
             if tensor.is_parameter:
                 if now is not fake:
                     raise TraceError(
-                        f"forward replaces the parameter {tensor.names[0]}", hint="parameters are changed by the optimizer only"
+                        f"forward replaces the parameter {tensor.names[0]}",
+                        hint="parameters are changed by the optimizer only",
                     )
                 continue
             if now is None:
-                raise TraceError(f"forward removes the buffer {tensor.names[0]}", hint="keep it, and change its contents")
+                raise TraceError(
+                    f"forward removes the buffer {tensor.names[0]}",
+                    hint="keep it, and change its contents",
+                )
             after = self.recorder.unchecked(self.recorder.value(now))
             if after.name != value.name:
                 if value.name in self.constants.read:
                     raise TraceError(
-                        f"forward changes the buffer {tensor.names[0]}, whose values decide what it computes",
+                        f"forward changes the buffer {tensor.names[0]}, whose values decide "
+                        "what it computes",
                         why="the traced graph does in every call what it does in the first one",
-                        hint="keep what decides in a buffer that forward leaves as it is, or in a number",
+                        hint="keep what decides in a buffer that forward leaves as it is, or in a "
+                        "number",
                     )
                 yield value, after
 
     def _warn_written_inputs(self) -> None:
-        written = [value.name for path, (value, variable) in self._input_variables.items() if variable.version]
+        written = [
+            value.name
+            for path, (value, variable) in self._input_variables.items()
+            if variable.version
+        ]
         if written:
             warnings.warn(
                 f"forward changes its arguments in place: {', '.join(written)}; "

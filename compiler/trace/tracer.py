@@ -21,8 +21,8 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.known_functions import register_known
 from shardwright.compiler.ops.stand_ins import unclamped
-from shardwright.compiler.trace import inplace
-from shardwright.compiler.trace.call_arguments import (
+from shardwright.compiler.trace.calls import inplace
+from shardwright.compiler.trace.calls.call_arguments import (
     has_traced,
     is_numbers,
     is_sizes,
@@ -31,19 +31,19 @@ from shardwright.compiler.trace.call_arguments import (
     without_empty,
     without_inplace_flag,
 )
-from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
-from shardwright.compiler.trace.constants import SIZED, Constants
-from shardwright.compiler.trace.fake_forms import FAKE_FORMS
-from shardwright.compiler.trace.gradient_facts import FACTS, GradientFacts
-from shardwright.compiler.trace.guards import finite_outcome
-from shardwright.compiler.trace.normalise import on_rank_device
-from shardwright.compiler.trace.opening import opened
+from shardwright.compiler.trace.calls.callables import is_getter, is_setter, plain_name
+from shardwright.compiler.trace.calls.fake_forms import FAKE_FORMS
+from shardwright.compiler.trace.calls.normalise import on_rank_device
+from shardwright.compiler.trace.calls.opening import opened
+from shardwright.compiler.trace.calls.strided import strided
+from shardwright.compiler.trace.context.source import user_frame
 from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType, Variable
-from shardwright.compiler.trace.selecting import UNRECORDED, Selecting
-from shardwright.compiler.trace.source import user_frame
-from shardwright.compiler.trace.strided import strided
-from shardwright.compiler.trace.value_checks import Unread, passing, unread
-from shardwright.compiler.trace.values_needed import VALUE_READERS, explained
+from shardwright.compiler.trace.values.constants import SIZED, Constants
+from shardwright.compiler.trace.values.finite_guards import finite_outcome
+from shardwright.compiler.trace.values.gradient_facts import FACTS, GradientFacts
+from shardwright.compiler.trace.values.selecting import UNRECORDED, Selecting
+from shardwright.compiler.trace.values.value_checks import Unread, passing, unread
+from shardwright.compiler.trace.values.values_needed import VALUE_READERS, explained
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
@@ -51,8 +51,18 @@ _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
 _CPU = torch.device("cpu")
-"""Where fake tensors live, whatever device the model names: the rank's device takes its place when the program runs."""
-_PIECES = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk", "tensor_split"}
+"""Where fake tensors live, whatever device the model names: the rank's device takes its place when
+the program runs.
+"""
+_PIECES = {
+    "split",
+    "split_with_sizes",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+    "chunk",
+    "unsafe_chunk",
+    "tensor_split",
+}
 _PIECES |= {"unbind"}
 _GRADIENT_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _STATISTICS = {"batch_norm", "instance_norm"}
@@ -74,7 +84,11 @@ class Tracer(TorchFunctionMode):
         self._open: list[Any] = []  # composites that run opened now
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if self._unseen:
@@ -84,7 +98,11 @@ class Tracer(TorchFunctionMode):
             return self._selecting.read(func, name, args, kwargs)
         if name in FACTS and is_getter(func) and args[0] is not None and not self._running:
             return self._facts.read(func, name, args[0])
-        if name in ("requires_grad", "requires_grad_") and not is_getter(func) and not self._running:
+        if (
+            name in ("requires_grad", "requires_grad_")
+            and not is_getter(func)
+            and not self._running
+        ):
             asks = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             return self._facts.ask(func, name, args[0], asks=bool(asks))
         if is_setter(func):
@@ -92,7 +110,11 @@ class Tracer(TorchFunctionMode):
                 raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
             return func(*args)
         formats_value = name == "__format__" and args[1]
-        if is_getter(func) and name not in _TENSOR_PROPERTIES or (name in UNRECORDED and not formats_value):
+        if (
+            is_getter(func)
+            and name not in _TENSOR_PROPERTIES
+            or (name in UNRECORDED and not formats_value)
+        ):
             return func(*args, **kwargs)
         if is_getter(func) and name in ("H", "mH"):
             func = torch.adjoint
@@ -101,7 +123,10 @@ class Tracer(TorchFunctionMode):
         except ShardwrightError:
             raise
         except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
-            if name in ("__bool__", "is_nonzero", "item") and (outcome := finite_outcome(self._recorder, args[0])) is not None:
+            if (
+                name in ("__bool__", "is_nonzero", "item")
+                and (outcome := finite_outcome(self._recorder, args[0])) is not None
+            ):
                 return outcome
             if (passes := self._passing_check(name)) is not None:
                 return passes
@@ -128,31 +153,44 @@ class Tracer(TorchFunctionMode):
         if func in _LITERALS and args and is_sizes(args[0]):
             with self:
                 return _tensor_of_sizes(args[0], kwargs.get("dtype"))
-        if func in _LITERALS and args and (stacked := self._stacked(args[0], kwargs.get("dtype"))) is not None:
+        if (
+            func in _LITERALS
+            and args
+            and (stacked := self._stacked(args[0], kwargs.get("dtype"))) is not None
+        ):
             return stacked
         if func is torch.autograd.grad or func is torch.Tensor.backward:
             raise self._error(
                 f"forward calls {'torch.autograd.grad' if name == 'grad' else 'Tensor.backward'}()",
-                "put it into a function together with all it takes the gradient of, parameters as arguments, and register_op "
+                "put it into a function together with all it takes the gradient of, "
+                "parameters as arguments, and register_op "
                 "that function",
                 "what runs in that backward is not seen, and would not be in the graph",
             )
         if name in _GRADIENT_HOOKS:
             raise self._error(
-                f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
+                f"forward calls {name}() on a tensor, which tracing would lose",
+                "write it as a torch.autograd.Function",
             )
         assumed = name in VALUE_READERS and any(map(self._constants.is_assumed, tensors_in(args)))
-        if assumed and (passes := self._passing_check(name)) is not None:  # a check makes no constant of an input
+        if (
+            assumed and (passes := self._passing_check(name)) is not None
+        ):  # a check makes no constant of an input
             return passes
         if name in VALUE_READERS and (real := self._real_values((args, kwargs))) is not None:
             with unset_fake_temporarily():
                 return func(*real[0], **real[1])
         if isinstance(kwargs.get("out"), torch.Tensor):
-            result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
+            result = self._call(
+                func, name, args, {key: value for key, value in kwargs.items() if key != "out"}
+            )
             return self._overwrite(torch.Tensor.copy_, "copy_", (kwargs["out"], result), {})
         if name in _DEVICE_MOVES:
             return args[0]
-        args, kwargs = self.on_fakes(args), {key: self.on_fakes(value) for key, value in kwargs.items()}
+        args, kwargs = (
+            self.on_fakes(args),
+            {key: self.on_fakes(value) for key, value in kwargs.items()},
+        )
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
         if name == "to":
@@ -163,7 +201,10 @@ class Tracer(TorchFunctionMode):
             return self._overwrite(func, name, args, kwargs)
         if name in inplace.DRAWS and func is getattr(torch.Tensor, name):
             return self._redraw(func, name, args, kwargs)
-        if name in inplace.CLAMPS and (range_ := self._clamped_parameter(name, args, kwargs)) is not None:
+        if (
+            name in inplace.CLAMPS
+            and (range_ := self._clamped_parameter(name, args, kwargs)) is not None
+        ):
             return self._check_range(args[0], *range_)
         if (written := without_inplace_flag(func, args, kwargs)) is not None:
             return self._in_place(func, func, args, kwargs, *written)
@@ -171,7 +212,11 @@ class Tracer(TorchFunctionMode):
             return self._reshaped_in_place(func, name, args, kwargs)
         if (functional := inplace.functional_form(func, name)) is not None:
             return self._in_place(func, functional, args, kwargs, args, kwargs)
-        if func not in self._open and registry.find(func) is None and (parts := opened(func)) is not None:
+        if (
+            func not in self._open
+            and registry.find(func) is None
+            and (parts := opened(func)) is not None
+        ):
             return self._run_open(func, parts, args, kwargs)
         if name == "as_strided":
             return self._run_strided(func, args, kwargs)
@@ -181,8 +226,12 @@ class Tracer(TorchFunctionMode):
             args, kwargs = self._constants.sizes(name, args, kwargs)
         return self.record(func, name, args, kwargs)
 
-    def _run_open(self, func: Any, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a composite so that its parts come back here; where it calls itself (``Tensor.unflatten``), it is recorded."""
+    def _run_open(
+        self, func: Any, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a composite so that its parts come back here; where it calls itself
+        (``Tensor.unflatten``), it is recorded.
+        """
         self._open.append(func)
         try:
             with self:
@@ -191,7 +240,9 @@ class Tracer(TorchFunctionMode):
             self._open.pop()
 
     def _run_strided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``x.as_strided(...)`` as slices and windows of dims, see :mod:`shardwright.compiler.trace.strided`."""
+        """``x.as_strided(...)`` as slices and windows of dims, see
+        :mod:`shardwright.compiler.trace.calls.strided`.
+        """
         self._run(func, args, kwargs)  # torch's own checks
         with self:
             out = strided(*args, **kwargs)
@@ -205,28 +256,48 @@ class Tracer(TorchFunctionMode):
 
     # recording
 
-    def record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> Any:
+    def record(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None
+    ) -> Any:
         """Run a call that changes none of its arguments, and record it if it makes tensors."""
         recorder = self._recorder
         inputs = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         out = self._run(run or func, args, kwargs)
         results = list(tensors_in(out))
-        if name in _PIECES and len(results) == 1:  # in a graph, an operator of one result gives no tuple
+        if (
+            name in _PIECES and len(results) == 1
+        ):  # in a graph, an operator of one result gives no tuple
             return type(out)((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         if changed and not (found and found[0].name in _STATISTICS or name in _STATISTICS):
             hint = "use the form that returns a new tensor"
             if name.startswith("embedding"):
-                hint = "leave out max_norm, and after optimizer.step() let torch.renorm shorten the rows of the table"
-            raise self._error(f"{name}() changes one of its arguments in place", hint, "its functional form is not known")
+                hint = (
+                    "leave out max_norm, and after optimizer.step() let torch.renorm shorten the "
+                    "rows of the table"
+                )
+            raise self._error(
+                f"{name}() changes one of its arguments in place",
+                hint,
+                "its functional form is not known",
+            )
         if not results:
             return out
         if any(result.layout != torch.strided for result in results):
-            hint = "use index_add, scatter_add or index_select, or register_op a function that takes and returns dense tensors"
-            raise self._error(f"{name}() makes a sparse tensor", hint, "it has no dims that could be split, and cannot be sent")
-        unchanged = name in _CASTS or not torch.is_grad_enabled()  # without gradients, x.contiguous() would cut those of x
+            hint = (
+                "use index_add, scatter_add or index_select, or register_op a function that takes "
+                "and returns dense tensors"
+            )
+            raise self._error(
+                f"{name}() makes a sparse tensor",
+                hint,
+                "it has no dims that could be split, and cannot be sent",
+            )
+        unchanged = (
+            name in _CASTS or not torch.is_grad_enabled()
+        )  # without gradients, x.contiguous() would cut those of x
         if unchanged and any(results[0] is tensor for tensor in inputs):
             return out
         if name == "cat" and (kept := without_empty(args, kwargs)) is not None:
@@ -240,21 +311,39 @@ class Tracer(TorchFunctionMode):
         if name == "__getitem__":
             args = (args[0], self._index(args[1]))
         caller = f"{name}()"
-        call = Call(func, name, recorder.arg(tuple(args), caller), {k: recorder.arg(v, caller) for k, v in kwargs.items()})
+        call = Call(
+            func,
+            name,
+            recorder.arg(tuple(args), caller),
+            {k: recorder.arg(v, caller) for k, v in kwargs.items()},
+        )
         values = recorder.emit(call, [TensorType.of(result) for result in results])
         self._bind(results, values, inputs, call)
         return out
 
     def _only_piece(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The one piece that a tensor is cut into: all of it, for ``unbind`` without the dim of size 1."""
+        """The one piece that a tensor is cut into: all of it, for ``unbind`` without the dim of
+        size 1.
+        """
         tensor = args[0] if args else kwargs["tensor" if "tensor" in kwargs else "input"]
         index: tuple[Any, ...] = (slice(None),)
         if name == "unbind":
-            index = (*index * ((args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensor.ndim), 0)
+            index = (
+                *index * ((args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensor.ndim),
+                0,
+            )
         return self.record(torch.Tensor.__getitem__, "__getitem__", (tensor, index), {})
 
-    def _bind(self, results: list[torch.Tensor], values: list[IRValue], inputs: list[torch.Tensor], call: Call) -> None:
-        """Let the results stand for their values; a result that shares memory with the first input is a view of it."""
+    def _bind(
+        self,
+        results: list[torch.Tensor],
+        values: list[IRValue],
+        inputs: list[torch.Tensor],
+        call: Call,
+    ) -> None:
+        """Let the results stand for their values; a result that shares memory with the first input
+        is a view of it.
+        """
         recorder = self._recorder
         variables = [Variable(value) for value in values]
         if inputs and call.args and isinstance(call.args[0], IRValue):
@@ -268,7 +357,9 @@ class Tracer(TorchFunctionMode):
             recorder.bind(result, variable)
 
     def _index(self, index: Any) -> Any:
-        """An index with tensors in the place of lists: in a graph, a list and a tuple are the same."""
+        """An index with tensors in the place of lists: in a graph, a list and a tuple are the
+        same.
+        """
         if isinstance(index, tuple):
             return tuple(self._index(item) for item in index)
         return self._literal(torch.tensor, (index,), {}) if isinstance(index, list) else index
@@ -288,21 +379,31 @@ class Tracer(TorchFunctionMode):
         tensor, recorder = args[0] if args else kwargs["input"], self._recorder
         target, old = recorder.variable(tensor), recorder.value(tensor)
         with recorder.named(target.root.buffer):
-            fresh = recorder.value(self.record(functional, plain_name(functional), pure_args, pure_kwargs))
-            value = inplace.fitted(recorder, TensorType(old.shape, old.dtype, fresh.requires_grad), fresh)
+            fresh = recorder.value(
+                self.record(functional, plain_name(functional), pure_args, pure_kwargs)
+            )
+            value = inplace.fitted(
+                recorder, TensorType(old.shape, old.dtype, fresh.requires_grad), fresh
+            )
             out = self._run(func, args, kwargs)
             inplace.write(recorder, target, value)
         return out
 
-    def _clamped_parameter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _clamped_parameter(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         """The range that a whole parameter is clamped to in place; ``None`` for anything else."""
         variable = self._recorder.variable(args[0])
-        whole = variable.parent is None or (variable.call is not None and variable.call.name in CUTS)
+        whole = variable.parent is None or (
+            variable.call is not None and variable.call.name in CUTS
+        )
         is_parameter = self._recorder.is_parameter(variable.root.value)
         return inplace.bounds(name, args[1:], kwargs) if whole and is_parameter else None
 
     def _check_range(self, parameter: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-        """Take a parameter for one that its clamp leaves alone, which the program checks: only optimizers change parameters."""
+        """Take a parameter for one that its clamp leaves alone, which the program checks: only
+        optimizers change parameters.
+        """
         self._recorder.check(unclamped, self._recorder.variable(parameter).root.value, low, high)
         return parameter
 
@@ -320,7 +421,9 @@ class Tracer(TorchFunctionMode):
         inplace.write(recorder, target, value)
         return out
 
-    def _reshaped_in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reshaped_in_place(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """``x.unsqueeze_(0)`` and the like: ``x`` becomes a view of what it was."""
         view = getattr(torch.Tensor, name[:-1])
         variable = self._recorder.variable(self._call(view, plain_name(view), args, kwargs))
@@ -328,7 +431,9 @@ class Tracer(TorchFunctionMode):
         self._recorder.bind(args[0], variable)
         return out
 
-    def _overwrite(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _overwrite(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """``x[index] = y``, ``x.copy_(y)``, ``x.fill_(y)``: nothing of what was there is read."""
         recorder = self._recorder
         target, old = recorder.variable(args[0]), recorder.value(args[0])
@@ -337,7 +442,9 @@ class Tracer(TorchFunctionMode):
                 new = 0 if name == "zero_" else next(iter((*args[1:2], *kwargs.values())))
                 value = inplace.fitted(recorder, old, recorder.arg(new))
             else:
-                value = inplace.assign(recorder, old, recorder.arg(self._index(args[1])), recorder.arg(args[2]))
+                value = inplace.assign(
+                    recorder, old, recorder.arg(self._index(args[1])), recorder.arg(args[2])
+                )
             out = self._run(func, args, kwargs)
             inplace.write(recorder, target, value)
         return out
@@ -345,7 +452,9 @@ class Tracer(TorchFunctionMode):
     # constants
 
     def _literal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        kwargs = {
+            key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")
+        }
         requires_grad = kwargs.pop("requires_grad", False)
         made = self._constants.literal(func, args, kwargs).requires_grad_(requires_grad)
         if requires_grad:
@@ -353,7 +462,9 @@ class Tracer(TorchFunctionMode):
         return made
 
     def _stacked(self, data: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """``torch.tensor`` of a list that holds tensors of one element, as a stack; ``None`` for anything else."""
+        """``torch.tensor`` of a list that holds tensors of one element, as a stack; ``None`` for
+        anything else.
+        """
         if not isinstance(data, tuple | list) or not data or not is_numbers(data):
             return None
         with self, torch.no_grad():
@@ -368,7 +479,9 @@ class Tracer(TorchFunctionMode):
         return _tensor_of_sizes(item, dtype)
 
     def _real_values(self, arguments: Any) -> Any:
-        """The arguments with real values in the place of fakes; ``None`` if some depend on more than constants."""
+        """The arguments with real values in the place of fakes; ``None`` if some depend on more
+        than constants.
+        """
         unknown = False
         read: set[str] = set()
 
@@ -408,7 +521,9 @@ class Tracer(TorchFunctionMode):
             self._unseen = outer
 
     def untransformed(self, name: str) -> TraceError:
-        """The error for an operator under ``torch.vmap`` that has no function of torch by its name."""
+        """The error for an operator under ``torch.vmap`` that has no function of torch by its
+        name.
+        """
         return self._error(
             f"forward calls {name} under torch.vmap",
             "write the batch dim out, or hide the call behind register_op",
@@ -445,7 +560,9 @@ class Tracer(TorchFunctionMode):
         finally:
             self._running -= 1
 
-    def apply_function(self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def apply_function(
+        self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Record ``cls.apply(...)`` of an autograd Function as one operator."""
         if self._unseen:  # under torch.vmap: the gradient will be that of the operators in forward
             if not cls.__module__.startswith("torch."):
@@ -454,7 +571,9 @@ class Tracer(TorchFunctionMode):
         if self._running:
             return original(*args, **kwargs)
         args = self.on_fakes(args)
-        if cls.__module__.startswith("torch.") and cls.__name__ == "ModIndex":  # what TransformGetItemToIndex makes of x[i]
+        if (
+            cls.__module__.startswith("torch.") and cls.__name__ == "ModIndex"
+        ):  # what TransformGetItemToIndex makes of x[i]
             return args[0][tuple(args[1])]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -466,16 +585,19 @@ class Tracer(TorchFunctionMode):
         return self.record(target, cls.__name__, args, kwargs, run=run)
 
     def run_reentrant(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Record what runs under a reentrant ``torch.utils.checkpoint``, which is an autograd Function of its tensor arguments:
-        where none of them requires a gradient, nothing inside gets one, parameters included.
+        """Record what runs under a reentrant ``torch.utils.checkpoint``, which is an autograd
+        Function of its tensor arguments: where none of them requires a gradient, nothing inside
+        gets one, parameters included.
         """
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if not torch.is_grad_enabled() or any(map(self._recorder.requires_gradient, tensors)):
             with self._recorder.running.recompute():
                 return function(*args)
         warnings.warn(
-            f"no argument of the reentrant checkpoint at {self._recorder.where()} requires a gradient, so nothing inside gets "
-            "one, parameters included, as in torch; pass use_reentrant=False to train what is inside",
+            f"no argument of the reentrant checkpoint at {self._recorder.where()} requires a "
+            "gradient, so nothing inside gets "
+            "one, parameters included, as in torch; pass use_reentrant=False to train what "
+            "is inside",
             stacklevel=2,
         )
         with torch.no_grad():
@@ -484,8 +606,12 @@ class Tracer(TorchFunctionMode):
     # checks
 
     def _passing_check(self, name: str) -> bool | Unread | None:
-        """What a call that reads a value returns where nothing but a check of values depends on it; else ``None``."""
-        passes: bool | Unread | None = passing(user_frame()) if name in ("__bool__", "item") else None
+        """What a call that reads a value returns where nothing but a check of values depends on it;
+        else ``None``.
+        """
+        passes: bool | Unread | None = (
+            passing(user_frame()) if name in ("__bool__", "item") else None
+        )
         if passes is None and name == "item":
             passes = unread(user_frame())
         if passes is not None:
@@ -501,17 +627,31 @@ class Tracer(TorchFunctionMode):
     def _error(self, what: str, hint: str, why: str | None = None) -> TraceError:
         return TraceError(what, where=self._recorder.where(), why=why, hint=hint)
 
-    def _untraceable(self, func: Any, name: str, args: tuple[Any, ...], error: Exception) -> TraceError:
+    def _untraceable(
+        self, func: Any, name: str, args: tuple[Any, ...], error: Exception
+    ) -> TraceError:
         if isinstance(error, UnsupportedOperatorException):
-            return self._error(f"{name}() has no rule for fake tensors", "hide the call behind register_op", str(error))
+            return self._error(
+                f"{name}() has no rule for fake tensors",
+                "hide the call behind register_op",
+                str(error),
+            )
         drawn = name in VALUE_READERS and any(map(self._constants.is_drawn, tensors_in(args)))
-        inputs = list(dict.fromkeys(input for tensor in tensors_in(args) for input in self._constants.whole_inputs(tensor)))
+        inputs = list(
+            dict.fromkeys(
+                input
+                for tensor in tensors_in(args)
+                for input in self._constants.whole_inputs(tensor)
+            )
+        )
         why, hint = explained(func, name, drawn=drawn, inputs=inputs)
         return self._error(f"{name}() needs the values of a tensor while tracing", hint, why)
 
 
 def _tensor_of_sizes(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    """``torch.tensor`` of numbers some of which follow from dynamic sizes, from operators that keep them symbolic."""
+    """``torch.tensor`` of numbers some of which follow from dynamic sizes, from operators that keep
+    them symbolic.
+    """
     items = data if isinstance(data, tuple | list) else (data,)
     if dtype is None:
         floating = any(isinstance(item, float | torch.SymFloat) for item in items)
@@ -520,8 +660,12 @@ def _tensor_of_sizes(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.stack(parts) if isinstance(data, tuple | list) else parts[0]
 
 
-def _distinct(out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """The result as an object of its own where a call gave its argument back (``contiguous``, dropout in eval mode)."""
+def _distinct(
+    out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The result as an object of its own where a call gave its argument back (``contiguous``,
+    dropout in eval mode).
+    """
     if not isinstance(out, torch.Tensor) or not any(out is tensor for tensor in inputs):
         return out, results
     with torch.set_grad_enabled(True):

@@ -21,11 +21,17 @@ class _Different(Exception):
 def merge(train: IRGraph, eval_: IRGraph) -> IRGraph:
     """One graph for both modes.
 
-    Arguments that differ become :class:`WhenTraining`; operators that only serve buffer updates in training are marked
-    ``only_in="train"``; anything else makes the graph of eval mode the ``eval_graph`` of the other.
+    Arguments that differ become :class:`WhenTraining`; operators that only serve buffer updates in
+    training are marked ``only_in="train"``; anything else makes the graph of eval mode the
+    ``eval_graph`` of the other.
     """
     read = dict((*eval_.constant_inputs, *train.constant_inputs))
-    train, eval_ = replace(train, constant_inputs=tuple(sorted(read.items(), key=lambda item: item[0]))).live(), eval_.live()
+    train, eval_ = (
+        replace(
+            train, constant_inputs=tuple(sorted(read.items(), key=lambda item: item[0]))
+        ).live(),
+        eval_.live(),
+    )
     try:
         return _Merge(train, eval_).result()
     except _Different:
@@ -86,7 +92,10 @@ class _Merge:
 
     def _arg(self, a: Arg, b: Arg) -> Arg:
         if isinstance(a, IRValue) or isinstance(b, IRValue):
-            if not (isinstance(a, IRValue) and isinstance(b, IRValue)) or self._value(b).name != a.name:
+            if (
+                not (isinstance(a, IRValue) and isinstance(b, IRValue))
+                or self._value(b).name != a.name
+            ):
                 raise _Different
             return a
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
@@ -99,7 +108,9 @@ class _Merge:
         """The value of the training graph that stands for one of the eval graph."""
         if value.kind is ValueKind.CONSTANT and value.name not in self.in_train:
             other = next((v for v, _ in self.train.constants if v.name == value.name), None)
-            if other is None or not _same_tensor(self.train_constants[value.name], self.eval_constants[value.name]):
+            if other is None or not _same_tensor(
+                self.train_constants[value.name], self.eval_constants[value.name]
+            ):
                 raise _Different
             self.in_train[value.name] = other
         if value.name not in self.in_train:
@@ -107,7 +118,11 @@ class _Merge:
         return self.in_train[value.name]
 
     def _tree(self, a: Tree, b: Tree) -> None:
-        if a.kind != b.kind or a.type_path != b.type_path or [key for key, _ in a.children] != [key for key, _ in b.children]:
+        if (
+            a.kind != b.kind
+            or a.type_path != b.type_path
+            or [key for key, _ in a.children] != [key for key, _ in b.children]
+        ):
             raise _Different
         if a.kind == "leaf" and isinstance(self._arg(a.value, b.value), WhenTraining):
             raise _Different
@@ -125,7 +140,11 @@ def _given(op: IROp, args: dict[str, Any], name: str) -> Arg:
     if name in args:
         return args[name]
     opdef = registry.get(op.target)
-    default = next((p.default for p in opdef.parameters if p.name == name), REQUIRED) if opdef else REQUIRED
+    default = (
+        next((p.default for p in opdef.parameters if p.name == name), REQUIRED)
+        if opdef
+        else REQUIRED
+    )
     if default is REQUIRED:
         raise _Different
     return default
@@ -140,8 +159,8 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
-    """``eval_`` with operators renamed that have the name of one of ``train``, so that a plan can speak of both; and
-    constants that have a name, but not the values, of a constant of ``train``.
+    """``eval_`` with operators renamed that have the name of one of ``train``, so that a plan can
+    speak of both; and constants that have a name, but not the values, of a constant of ``train``.
     """
     known = {value.name: tensor for value, tensor in train.constants}
     op_names = {op.name for op in (*train.ops, *eval_.ops)}
@@ -157,7 +176,10 @@ def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
     return replace(
         eval_,
         ops=tuple(
-            replace(op.map_args(new), name=_unused(f"{op.name}_eval", op_names) if op.name in taken else op.name)
+            replace(
+                op.map_args(new),
+                name=_unused(f"{op.name}_eval", op_names) if op.name in taken else op.name,
+            )
             for op in eval_.ops
         ),
         constants=tuple((new(value), tensor) for value, tensor in eval_.constants),

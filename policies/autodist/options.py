@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.optimizer_state import NamedOptimizer
-from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.policies.autodist.candidates import AXIS_NAMES
-from shardwright.policies.autodist.degrees import check_degrees
+from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
+from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.autodist.candidates.candidates import AXIS_NAMES
+from shardwright.policies.autodist.candidates.degrees import check_degrees
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
@@ -19,33 +19,39 @@ from shardwright.runtime.layout import Mesh
 class AutodistOptions:
     """Everything may be left to the search.
 
-    **Machine.** ``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices. ``memory_limit_gb``: of one
-    device (default: what the hardware has).
+    **Machine.** ``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices.
+    ``memory_limit_gb``: of one device (default: what the hardware has).
 
-    ``optimizer``: what keeps the state that memory and time are counted for, a class of ``torch.optim`` with settings
-    (``"SGD(momentum=0.9)"``), or a class or function of one's own that takes parameters (``"my_module:make"``). Left out:
-    Adam's two moments of every parameter.
+    ``optimizer``: what keeps the state that memory and time are counted for, a class of
+    ``torch.optim`` with settings (``"SGD(momentum=0.9)"``), or a class or function of one's own
+    that takes parameters (``"my_module:make"``). Left out: Adam's two moments of every parameter.
 
-    **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
-    ``max_axes`` axes are tried, none larger than ``max_split``. ``degrees``: by role (``dp``, ``sp``, ``ep``, ``tp``), among
-    how many ranks its dims are split, whatever mesh it is; 1: not at all. ``pin``, ``forbid``, ``stored``: see
-    :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so that they need a ``mesh``.
+    **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor;
+    without it all meshes of up to ``max_axes`` axes are tried, none larger than ``max_split``.
+    ``degrees``: by role (``dp``, ``sp``, ``ep``, ``tp``), among how many ranks its dims are split,
+    whatever mesh it is; 1: not at all. ``pin``, ``forbid``, ``stored``: see
+    :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so
+    that they need a ``mesh``.
 
-    **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given. ``num_stages``: positions, 1 for no
-    pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for policy ``hybrid``. ``update_freq``: microbatches of a step
-    whose gradients are accumulated, where there is no pipeline.
+    **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given.
+    ``num_stages``: positions, 1 for no pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for
+    policy ``hybrid``. ``update_freq``: microbatches of a step whose gradients are accumulated,
+    where there is no pipeline.
 
-    **Batch.** ``global_batch``: the samples of a step, over all units, in the place of a number of microbatches.
-    ``microbatch``: sizes of one unit's microbatch to choose from; where the model is traced for one size, only that one.
+    **Batch.** ``global_batch``: the samples of a step, over all units, in the place of a number of
+    microbatches.
+    ``microbatch``: sizes of one unit's microbatch to choose from; where the model is traced for one
+    size, only that one.
     ``batch_dims``: by path of an input, the dim that counts samples, where it cannot be told.
 
-    **ZeRO.** ``zero``: stages to choose from where ``ComputeConfig(use_zero="auto")`` leaves it to the plan (default: all).
+    **ZeRO.** ``zero``: stages to choose from where ``ComputeConfig(use_zero="auto")`` leaves it to
+    the plan (default: all).
 
-    **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none. Left out, layers are computed
-    again as far as the memory asks for it.
+    **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none.
+    Left out, layers are computed again as far as the memory asks for it.
 
-    ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
-    nothing.
+    ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use
+    the plan of a file and search nothing.
     """
 
     hardware: str = "a100-80gb"
@@ -78,7 +84,8 @@ class AutodistOptions:
         if self.save_plan is not None and self.load_plan is not None:
             raise ConfigError(
                 "policy 'autodist' has save_plan and load_plan",
-                why=f"the plan in {self.load_plan} is used as it is, and nothing is found that could be saved",
+                why=f"the plan in {self.load_plan} is used as it is, and nothing is found that "
+                "could be saved",
                 hint="leave out one of them",
             )
         if self.global_batch is None:
@@ -86,25 +93,41 @@ class AutodistOptions:
             if alone:
                 raise ConfigError(
                     f"policy 'autodist' has {' and '.join(alone)} but no global_batch",
-                    why="the samples of a step are cut into microbatches, and their number is not known",
+                    why="the samples of a step are cut into microbatches, and their number is "
+                    "not known",
                     hint="give global_batch, the samples of a step over all units",
                 )
             return
-        twice = [name for name in ("num_microbatches", "update_freq") if getattr(self, name) is not None]
+        twice = [
+            name for name in ("num_microbatches", "update_freq") if getattr(self, name) is not None
+        ]
         if twice:
             raise ConfigError(
                 f"policy 'autodist' has global_batch and {' and '.join(twice)}",
-                why=f"global_batch={self.global_batch} and the size of a microbatch say how many there are",
+                why=f"global_batch={self.global_batch} and the size of a microbatch say how many "
+                "there are",
                 hint=f"leave out {' and '.join(twice)}, or global_batch",
             )
 
     @property
     def optimizer_memory(self) -> OptimizerMemory:
         """What the optimizer keeps. Raises :class:`ConfigError` if it cannot be told."""
-        return ADAM if self.optimizer is None else OptimizerMemory(named=NamedOptimizer(self.optimizer))
+        return (
+            ADAM
+            if self.optimizer is None
+            else OptimizerMemory(named=NamedOptimizer(self.optimizer))
+        )
 
 
-COUNTS = ("max_axes", "max_split", "num_microbatches", "num_stages", "chunks", "update_freq", "global_batch")
+COUNTS = (
+    "max_axes",
+    "max_split",
+    "num_microbatches",
+    "num_stages",
+    "chunks",
+    "update_freq",
+    "global_batch",
+)
 """Options that count something: at least 1."""
 
 
@@ -113,7 +136,10 @@ def _check_amounts(options: AutodistOptions) -> None:
     for name in (*COUNTS, "memory_limit_gb", "time_limit_s"):
         value, least = getattr(options, name), 1 if name in COUNTS else 0
         if value is not None and not value >= least:
-            raise ConfigError(f"option {name!r} of policy 'autodist' cannot be {value!r}", why=f"it is at least {least}")
+            raise ConfigError(
+                f"option {name!r} of policy 'autodist' cannot be {value!r}",
+                why=f"it is at least {least}",
+            )
     if options.max_axes > len(AXIS_NAMES):
         raise ConfigError(
             f"option 'max_axes' of policy 'autodist' cannot be {options.max_axes}",
@@ -122,7 +148,10 @@ def _check_amounts(options: AutodistOptions) -> None:
         )
     for axis, size in (options.mesh or {}).items():
         if size < 1:
-            raise ConfigError(f"the mesh of policy 'autodist' has an axis {axis!r} of size {size}", why="a size is at least 1")
+            raise ConfigError(
+                f"the mesh of policy 'autodist' has an axis {axis!r} of size {size}",
+                why="a size is at least 1",
+            )
 
 
 def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
@@ -157,7 +186,9 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
                 why=f"mesh {mesh} has {mesh.size} ranks, plan_ngpus={config.plan_ngpus}",
                 hint="make the product of the axes and num_stages equal to plan_ngpus",
             )
-        if mesh.size * positions != config.plan_ngpus and (options.num_stages is not None or not options.num_microbatches):
+        if mesh.size * positions != config.plan_ngpus and (
+            options.num_stages is not None or not options.num_microbatches
+        ):
             raise ConfigError(
                 f"the mesh of policy 'autodist' has {mesh.size} ranks",
                 why=f"mesh {mesh}, num_stages={positions}, plan_ngpus={config.plan_ngpus}",
@@ -165,7 +196,11 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
             )
     _check_stages(config, options)
     _check_uneven(config, options)
-    pipeline = [name for name in ("schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
+    pipeline = [
+        name
+        for name in ("schedule", "chunks", "stage_starts")
+        if getattr(options, name) is not None
+    ]
     pipeline += ["num_stages"] if (options.num_stages or 1) > 1 else []
     if pipeline and options.num_microbatches is None:
         raise ConfigError(
@@ -177,12 +212,18 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
         raise ConfigError(
             "policy 'autodist' searches pipelines only with use_end2end=True",
             why=f"num_microbatches={options.num_microbatches} is given",
-            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the loss; or update_freq for "
+            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the "
+            "loss; or update_freq for "
             "gradients accumulated without a pipeline",
         )
-    if options.schedule is not None and not getattr(SCHEDULES.get(options.schedule), "trains", False):
+    if options.schedule is not None and not getattr(
+        SCHEDULES.get(options.schedule), "trains", False
+    ):
         trained = [name for name, method in SCHEDULES.items() if method.trains]
-        raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
+        raise ConfigError(
+            f"there is no schedule {options.schedule!r} to train with",
+            hint=f"one of {', '.join(trained)}",
+        )
 
 
 def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
@@ -190,10 +231,15 @@ def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
 
     Raises:
         ConfigError: a pipeline is asked for with ``inference_only``.
-        PlanError: the schedule cannot have the positions, microbatches and chunks that are given with it.
+        PlanError: the schedule cannot have the positions, microbatches and chunks that are given
+            with it.
     """
     num_stages = options.num_stages or 1
-    asked = [name for name in ("num_microbatches", "schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
+    asked = [
+        name
+        for name in ("num_microbatches", "schedule", "chunks", "stage_starts")
+        if getattr(options, name) is not None
+    ]
     asked += ["num_stages"] if num_stages > 1 else []
     if config.inference_only and asked:
         raise ConfigError(
@@ -207,7 +253,9 @@ def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
 
 
 def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:
-    """Refuse more pipeline positions than ranks, and begins of stages that give another number of them."""
+    """Refuse more pipeline positions than ranks, and begins of stages that give another number of
+    them.
+    """
     if (options.num_stages or 1) > config.plan_ngpus:
         raise ConfigError(
             f"policy 'autodist' has num_stages={options.num_stages}",
@@ -219,22 +267,32 @@ def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:
     wanted = (options.num_stages or 1) * (options.chunks or 1)
     exact = options.num_stages is not None and options.chunks is not None
     if number % wanted or (exact and number != wanted):
-        given = [f"{name}={value}" for name in ("num_stages", "chunks") if (value := getattr(options, name)) is not None]
+        given = [
+            f"{name}={value}"
+            for name in ("num_stages", "chunks")
+            if (value := getattr(options, name)) is not None
+        ]
         raise ConfigError(
             f"policy 'autodist' has stage_starts for {number} stages and {' and '.join(given)}",
-            why="the first stage begins at the first operator, every other one where stage_starts says",
-            hint=f"name {wanted - 1} modules, or leave out {' and '.join(name.split('=')[0] for name in given)}",
+            why="the first stage begins at the first operator, every other one where "
+            "stage_starts says",
+            hint=f"name {wanted - 1} modules, or leave out "
+            f"{' and '.join(name.split('=')[0] for name in given)}",
         )
 
 
 def _check_uneven(config: ComputeConfig, options: AutodistOptions) -> None:
     """Refuse several stages on a position where positions cannot be alike."""
     several = [f"chunks={options.chunks}"] if (options.chunks or 1) > 1 else []
-    if options.schedule is not None and getattr(SCHEDULES.get(options.schedule), "min_chunks", 1) > 1:
+    if (
+        options.schedule is not None
+        and getattr(SCHEDULES.get(options.schedule), "min_chunks", 1) > 1
+    ):
         several.append(f"schedule={options.schedule!r}")
     if several and options.num_stages is not None and config.plan_ngpus % options.num_stages:
         raise ConfigError(
             f"policy 'autodist' has num_stages={options.num_stages} and {' and '.join(several)}",
-            why=f"{config.plan_ngpus} ranks do not divide into so many equal positions, and unequal ones run one stage each",
+            why=f"{config.plan_ngpus} ranks do not divide into so many equal positions, and "
+            "unequal ones run one stage each",
             hint="a num_stages that divides plan_ngpus, or schedule '1f1b'",
         )

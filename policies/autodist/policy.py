@@ -6,32 +6,32 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright.compiler.cost.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.operator_file import load_times
-from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.time.operator_file import load_times
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.plan import Certificate, Plan
-from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.policies.autodist.batches import BATCH, own_batch
-from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
-from shardwright.policies.autodist.clock import Clock
-from shardwright.policies.autodist.collector import only_new_objects
-from shardwright.policies.autodist.degrees import meshes_with
-from shardwright.policies.autodist.floor import FLOOR
-from shardwright.policies.autodist.found import Candidate, Found
+from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.autodist.candidates.candidates import divisors, meshes, stage_sizes
+from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.degrees import meshes_with
+from shardwright.policies.autodist.candidates.floor import FLOOR
+from shardwright.policies.autodist.candidates.found import Candidate, Found
+from shardwright.policies.autodist.candidates.space import Space
+from shardwright.policies.autodist.candidates.words import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
-from shardwright.policies.autodist.placer import Placer, Pricings, constraints_on
-from shardwright.policies.autodist.search import Search
-from shardwright.policies.autodist.space import Space
-from shardwright.policies.autodist.variants import Variant, Variants
-from shardwright.policies.autodist.words import first_of, refusals
+from shardwright.policies.autodist.search.batches import BATCH, own_batch
+from shardwright.policies.autodist.search.collector import only_new_objects
+from shardwright.policies.autodist.search.placer import Placer, Pricings, constraints_on
+from shardwright.policies.autodist.search.search import Search
+from shardwright.policies.autodist.search.variants import Variant, Variants
 from shardwright.policies.pipelines import hardware_files
-from shardwright.policies.places import starts_at
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.saved import SavedOptions, load_plan
+from shardwright.policies.saved_plan import SavedOptions, load_plan
+from shardwright.policies.stage_places import starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError, on_lines
 from shardwright.runtime.layout import Mesh
@@ -42,12 +42,18 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """The fastest plan found, with its certificate."""
     options = read_options(AutodistOptions, config.pas_config, policy="autodist")
     if options.load_plan is not None:
-        return load_plan(SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches), graph, config)
+        return load_plan(
+            SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches),
+            graph,
+            config,
+        )
     check_save(options)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
     batch = None
     if options.global_batch is not None:
-        batch = own_batch(graph, config, options.global_batch, options.microbatch, options.batch_dims)
+        batch = own_batch(
+            graph, config, options.global_batch, options.microbatch, options.batch_dims
+        )
     variants = Variants.of({batch: graph}, config, options.zero)
     plan = settled(search_variants(variants, options, hardware), config, hardware)
     plan = certified(plan, variants.chosen(plan).graph, config)
@@ -67,19 +73,28 @@ def save(options: AutodistOptions, plan: Plan) -> None:
 
 
 def check_save(options: AutodistOptions) -> None:
-    """Refuse a place that the plan cannot be written to, before it is searched for. Raises :class:`ConfigError`."""
+    """Refuse a place that the plan cannot be written to, before it is searched for. Raises
+    :class:`ConfigError`.
+    """
     if options.save_plan is not None:
         check_target(Path(options.save_plan), "save_plan")
 
 
 def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
-    """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing fits."""
+    """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing
+    fits.
+    """
     if found.best is None:
         reasons = [*_least_in_words(found), *refusals(found)] or ["nothing was tried"]
         if found.interrupted is not None:
-            reasons += [f"not audited: {first_of([c.title for c in found.others])}"] if found.others else []
+            reasons += (
+                [f"not audited: {first_of([c.title for c in found.others])}"]
+                if found.others
+                else []
+            )
             raise PlanError(
-                f"no plan for {config.plan_ngpus} ranks was found before {found.interrupted} ended the search, "
+                f"no plan for {config.plan_ngpus} ranks was found before {found.interrupted} "
+                "ended the search, "
                 f"after {found.seconds:.0f} s",
                 why=on_lines(reasons),
                 hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule given",
@@ -91,18 +106,30 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
         )
     best = found.best.plan
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
-    return replace(best, strategies=strategies, policy="autodist", certificate=certificate(found, found.best, hardware))
+    return replace(
+        best,
+        strategies=strategies,
+        policy="autodist",
+        certificate=certificate(found, found.best, hardware),
+    )
 
 
 def _least_in_words(found: Found) -> list[str]:
     """What nothing that was tried is below."""
     num_bytes, title, parts = found.least
     least = amount(num_bytes, "B", digits=4)
-    return [f"the least of what was audited is {least} on a device ({title}), most of it {parts}"] if title else []
+    return (
+        [f"the least of what was audited is {least} on a device ({title}), most of it {parts}"]
+        if title
+        else []
+    )
 
 
-def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:
-    """What a search with these options finds for one graph, with every stage of ZeRO that the config leaves to it.
+def search(
+    graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware
+) -> Found:
+    """What a search with these options finds for one graph, with every stage of ZeRO that the
+    config leaves to it.
 
     Raises what :func:`search_variants` raises.
     """
@@ -110,7 +137,8 @@ def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
 
 
 def search_variants(variants: Variants, options: AutodistOptions, hardware: Hardware) -> Found:
-    """What searches with these options find, with the times of operators measured on the machine if there are any.
+    """What searches with these options find, with the times of operators measured on the machine if
+    there are any.
 
     Raises:
         ConfigError: options that contradict each other or the config; a file of times that is none.
@@ -148,17 +176,26 @@ def _check_size(graph: PlannableGraph, options: AutodistOptions) -> None:
 
 
 def _check_names(graph: PlannableGraph, options: AutodistOptions) -> None:
-    """Refuse what the options name and the model does not have, and constraints that leave an operator nothing, before anything
-    is searched.
+    """Refuse what the options name and the model does not have, and constraints that leave an
+    operator nothing, before anything is searched.
     """
     if options.mesh is not None:
-        allowed_strategies(graph, Constraints(options.pin, options.forbid, options.stored), Mesh.of(options.mesh))
+        allowed_strategies(
+            graph, Constraints(options.pin, options.forbid, options.stored), Mesh.of(options.mesh)
+        )
     mark_recompute(graph, options.recompute or ())
 
 
 def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) -> AutodistOptions:
     """The options of the search of one variant, with all chosen that tells it from the others."""
-    chosen = replace(options, time_limit_s=time_limit_s, zero=None, global_batch=None, microbatch=None, batch_dims={})
+    chosen = replace(
+        options,
+        time_limit_s=time_limit_s,
+        zero=None,
+        global_batch=None,
+        microbatch=None,
+        batch_dims={},
+    )
     if variant.batch is None:
         return chosen
     name = "num_microbatches" if variant.config.use_end2end else "update_freq"
@@ -166,7 +203,9 @@ def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) 
 
 
 LAYERS_WORTH = 0.002
-"""The share of a step that may be lost for stages that begin between layers: a file with whole layers is easier to read."""
+"""The share of a step that may be lost for stages that begin between layers: a file with whole
+layers is easier to read.
+"""
 
 EVERY = "every plan of so many ranks"
 """The space of a bound that is the floor."""
@@ -185,20 +224,38 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         proof += [f"searched one by one: {found.searched}"]
     if found.interrupted is not None:
         proof += [f"the search was ended by {found.interrupted}"]
-        proof[-1] += "" if found.is_at_floor else ": meshes that it did not come to are not in the bound"
+        proof[-1] += (
+            "" if found.is_at_floor else ": meshes that it did not come to are not in the bound"
+        )
     if found.not_compared:
         which = f"those on {first_of(found.not_compared)}" if found.is_compared else "any of them"
-        proof += [f"the simple policies may have a better plan: there was no time to compare it with {which}"]
+        proof += [
+            (
+                "the simple policies may have a better plan: there was no time to compare it "
+                f"with {which}"
+            )
+        ]
     least_s, least = found.least_bounded
     if least_s < best.bound_s:
         proof += [f"what the bound is of: {least}"]
     if found.floor_s > 0 and not found.is_at_floor:
         proof += [f"no plan at all takes less than {amount(found.floor_s / fastest, 's')}, {FLOOR}"]
     if sharing is not None:
-        proof += ["times are those of ranks that all compute, and no rank is faster than with a core for itself"]
+        proof += [
+            (
+                "times are those of ranks that all compute, and no rank is faster than with a "
+                "core for itself"
+            )
+        ]
     bounds = [(c, max(c.bound_s, found.floor_s)) for c in found.tried]
-    tried = [f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(bound, 's', digits=6)}" for c, bound in bounds]
-    tried += [f"{title}: none of them takes less than {amount(bound, 's', digits=6)}" for title, bound in found.bounds.items()]
+    tried = [
+        f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(bound, 's', digits=6)}"
+        for c, bound in bounds
+    ]
+    tried += [
+        f"{title}: none of them takes less than {amount(bound, 's', digits=6)}"
+        for title, bound in found.bounds.items()
+    ]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
     bound_s = min(least_s, best.step_s) / fastest
     return Certificate(best.step_s, bound_s, tuple(proof), space, hardware.name, tuple(tried))
@@ -209,14 +266,27 @@ def _proof(found: Found, best: Candidate) -> list[str]:
     own = best.placed[0].proof
     if best.is_mixed:
         return [
-            "the placements offered were chosen before the stages; with them the bound holds for every split between blocks",
+            (
+                "the placements offered were chosen before the stages; with them the bound holds "
+                "for every split between blocks"
+            ),
             *_not_in_bound(found),
         ]
     proof = [own]
     if best.is_simple:
-        proof += ["the bound is of other placements: the plan is a simple policy's, which the search has not bettered"]
+        proof += [
+            (
+                "the bound is of other placements: the plan is a simple policy's, which the "
+                "search has not bettered"
+            )
+        ]
     elif best.plan.stages:
-        proof += ["the placement was chosen before the stages, of which the bound holds for every split between blocks"]
+        proof += [
+            (
+                "the placement was chosen before the stages, of which the bound holds for every "
+                "split between blocks"
+            )
+        ]
     if found.tried_mixed:
         proof += ["stages that differ were searched with the placements offered to them"]
     return [*proof, *_not_in_bound(found)]
@@ -225,14 +295,25 @@ def _proof(found: Found, best: Candidate) -> list[str]:
 def _not_in_bound(found: Found) -> list[str]:
     if not found.unbounded:
         return []
-    return [f"not in the bound: {first_of(found.unbounded)}, as no split of the placements chosen there fits"]
+    return [
+        (
+            f"not in the bound: {first_of(found.unbounded)}, as no split of the placements "
+            "chosen there fits"
+        )
+    ]
 
 
-def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:
+def _space(
+    graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware
+) -> Space:
     """The options as what is searched."""
     check_options(config, options)
     _check_size(graph, options)
-    limit = hardware.device.memory_bytes if options.memory_limit_gb is None else options.memory_limit_gb * 1e9
+    limit = (
+        hardware.device.memory_bytes
+        if options.memory_limit_gb is None
+        else options.memory_limit_gb * 1e9
+    )
     schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
     if options.schedule is not None:
         schedules = [options.schedule]
@@ -242,7 +323,9 @@ def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         num_positions=_num_positions(config, options),
         schedules=schedules,
         chunks=options.chunks,
-        stage_starts=None if options.stage_starts is None else starts_at(graph, options.stage_starts),
+        stage_starts=None
+        if options.stage_starts is None
+        else starts_at(graph, options.stage_starts),
         recompute=options.recompute,
         memory_bytes=limit,
         mixed=options.mesh is None,
@@ -277,7 +360,10 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
         found = {size: meshes_with(options.degrees, size, options.max_axes) for size in sizes}
     else:
         found = {size: meshes(size, options.max_axes) for size in sizes}
-    left = {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
+    left = {
+        size: [m for m in listed if all(n <= most for _, n in m.axes)]
+        for size, listed in found.items()
+    }
     if _num_positions(config, options) == 1 and not left[config.plan_ngpus]:
         raise ConfigError(
             f"option 'max_split' of policy 'autodist' leaves no mesh of {config.plan_ngpus} ranks",
@@ -295,7 +381,10 @@ def _pp_place(rank_order: str) -> int | None:
 
 def _ordered(mesh: Mesh, names: list[str]) -> Mesh:
     if sorted(names) != sorted(mesh.names):
-        raise PlanError(f"order {'-'.join(names)!r} does not name the axes of the mesh", why=f"axes {mesh.names}")
+        raise PlanError(
+            f"order {'-'.join(names)!r} does not name the axes of the mesh",
+            why=f"axes {mesh.names}",
+        )
     return Mesh(tuple((name, mesh.axis_size(name)) for name in names))
 
 
@@ -307,8 +396,8 @@ def files(config: ComputeConfig) -> list[Path]:
 
 
 def takes_traces(config: ComputeConfig) -> bool:
-    """Whether the model is to be traced for several sizes of a microbatch: there is a ``global_batch``, and a program for
-    which the number of samples may vary.
+    """Whether the model is to be traced for several sizes of a microbatch: there is a
+    ``global_batch``, and a program for which the number of samples may vary.
     """
     options = read_options(AutodistOptions, config.pas_config, policy="autodist")
     if options.global_batch is None or options.load_plan is not None:
@@ -320,4 +409,12 @@ def takes_traces(config: ComputeConfig) -> bool:
     )
 
 
-POLICY = Policy("autodist", apply, AutodistOptions, built_in=True, files=files, reused=reused, takes_traces=takes_traces)
+POLICY = Policy(
+    "autodist",
+    apply,
+    AutodistOptions,
+    built_in=True,
+    files=files,
+    reused=reused,
+    takes_traces=takes_traces,
+)

@@ -1,4 +1,6 @@
-"""A checkpoint opened for reading: any region of any of its tensors, from whichever files hold it."""
+"""A checkpoint opened for reading: any region of any of its tensors, from whichever files hold
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardwright.runtime.checkpoint.index import Index, TensorRecord
+from shardwright.runtime.checkpoint.checkpoint_index import Index, TensorRecord
 from shardwright.runtime.checkpoint.optimizer_state import listed
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError
@@ -17,7 +19,9 @@ from shardwright.runtime.regions import Region, copy_shared
 
 
 class Contents:
-    """The tensors of a complete folder, while the ``with`` block lasts. ``index``: what the folder says about itself."""
+    """The tensors of a complete folder, while the ``with`` block lasts. ``index``: what the folder
+    says about itself.
+    """
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
@@ -27,13 +31,20 @@ class Contents:
     def __enter__(self) -> Contents:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._files.__exit__(kind, error, trace)
 
     def check(self, records: Iterable[TensorRecord]) -> None:
-        """Compare the headers of files with the index, so that :meth:`fill` finds every piece. No values are read.
+        """Compare the headers of files with the index, so that :meth:`fill` finds every piece. No
+        values are read.
 
-        Raises :class:`CheckpointError` if a file cannot be read, lacks a piece, or holds another tensor in its place.
+        Raises :class:`CheckpointError` if a file cannot be read, lacks a piece, or holds another
+        tensor in its place.
         """
         for record in records:
             for piece in record.pieces:
@@ -41,17 +52,23 @@ class Contents:
                 if (shape, dtype) != (piece.region.shape, record.dtype):
                     raise CheckpointError(
                         f"{self.folder / piece.file} holds another tensor as {piece.key!r}",
-                        why=f"it is {dtype}{list(shape)}, the index has {record.dtype}{list(piece.region.shape)}",
+                        why=f"it is {dtype}{list(shape)}, the index has "
+                        f"{record.dtype}{list(piece.region.shape)}",
                     )
 
     def fill(self, target: Tensor, region: Region, record: TensorRecord) -> None:
         """Copy the elements of ``region`` into ``target``. Only they are read."""
         copied = sum(
-            copy_shared(target, region, self._files.view(piece.file, piece.key), piece.region) for piece in record.pieces
+            copy_shared(target, region, self._files.view(piece.file, piece.key), piece.region)
+            for piece in record.pieces
         )
-        assert copied == region.num_elements, f"{copied} of {region.num_elements} elements were found"
+        assert copied == region.num_elements, (
+            f"{copied} of {region.num_elements} elements were found"
+        )
 
-    def read(self, record: TensorRecord, region: Region | None = None, device: torch.device | str = "cpu") -> Tensor:
+    def read(
+        self, record: TensorRecord, region: Region | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """The elements of ``region`` (default: all) as a new tensor."""
         self.check([record])
         region = Region.whole(record.shape) if region is None else region
@@ -66,15 +83,27 @@ def check_files(folder: Path, index: Index, names: Iterable[str] | None = None) 
     Raises :class:`CheckpointError` naming those that are missing, truncated or altered.
     """
     names = index.files if names is None else names
-    problems = [problem for name in names if (problem := index.files[name].problem(folder / name)) is not None]
+    problems = [
+        problem
+        for name in names
+        if (problem := index.files[name].problem(folder / name)) is not None
+    ]
     if problems:
         raise CheckpointError(
-            f"{folder} is damaged", why=listed(problems), hint="load an earlier checkpoint of the same run by its own folder"
+            f"{folder} is damaged",
+            why=listed(problems),
+            hint="load an earlier checkpoint of the same run by its own folder",
         )
 
 
 def check_complete(folder: Path, index: Index) -> None:
-    """Raise :class:`CheckpointError` if the pieces of a tensor do not make it: some are in no file, or they overlap."""
-    problems = [f"of {name!r} {problem}" for name, record in index.records() if (problem := record.problem) is not None]
+    """Raise :class:`CheckpointError` if the pieces of a tensor do not make it: some are in no file,
+    or they overlap.
+    """
+    problems = [
+        f"of {name!r} {problem}"
+        for name, record in index.records()
+        if (problem := record.problem) is not None
+    ]
     if problems:
         raise CheckpointError(f"{folder} is incomplete", why=listed(problems))

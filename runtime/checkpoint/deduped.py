@@ -1,4 +1,6 @@
-"""Deduped state dicts: each rank keeps the pieces it is the first to hold; loading one, ranks give others what they lack."""
+"""Deduped state dicts: each rank keeps the pieces it is the first to hold; loading one, ranks give
+others what they lack.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import checked, param_groups_of
-from shardwright.runtime.checkpoint.agreement import together
+from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings, is_extra_state
+from shardwright.runtime.checkpoint.json_values import decode, encode
 from shardwright.runtime.checkpoint.merged import is_plan
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
@@ -25,7 +28,6 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     state_dict_for,
 )
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, state_places
-from shardwright.runtime.checkpoint.values import decode, encode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World, current_world
@@ -36,11 +38,14 @@ GROUP = "checkpoint"
 
 
 @checked
-def deduped_state_dict(module: nn.Module, optimizer: Optimizer | None = None) -> tuple[StateDict, StateDict | None]:
+def deduped_state_dict(
+    module: nn.Module, optimizer: Optimizer | None = None
+) -> tuple[StateDict, StateDict | None]:
     """The state dicts of this rank without what an earlier rank has too. No communication.
 
-    The first unit keeps one copy of every piece; of ordinary modules rank 0 keeps everything. Layouts, random numbers and the
-    options of the optimizer's groups stay everywhere. Of all ranks together these merge to what the full ones do.
+    The first unit keeps one copy of every piece; of ordinary modules rank 0 keeps everything.
+    Layouts, random numbers and the options of the optimizer's groups stay everywhere. Of all ranks
+    together these merge to what the full ones do.
     """
     holdings = Holdings.of(module)
     owned = {id(holding.tensor) for holding in holdings.tensors if holding.is_owned}
@@ -58,7 +63,11 @@ def deduped_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
     numbers: set[int] = set()
     groups = []
     for group, names in zip(full["param_groups"], group_names(optimizer, holdings), strict=True):
-        numbers.update(number for number, name in zip(group["params"], names, strict=True) if places[name].is_owned)
+        numbers.update(
+            number
+            for number, name in zip(group["params"], names, strict=True)
+            if places[name].is_owned
+        )
         if PARAM_SHARDS in group:
             kept = [
                 bounds if bounds is None or places[name].is_owned else [0, 0]
@@ -79,12 +88,13 @@ def load_deduped_state_dict(
     *,
     device: str | torch.device | None = None,
 ) -> None:
-    """Load what :func:`deduped_state_dict` gave this rank, under the same plan and options of ZeRO. Collective: ranks send
-    what others lack.
+    """Load what :func:`deduped_state_dict` gave this rank, under the same plan and options of ZeRO.
+    Collective: ranks send what others lack.
 
     ``device``: where the module moves first (default: it stays where it is).
 
-    Raises :class:`CheckpointError` on all ranks if the plan is another one, or if no rank has a piece.
+    Raises :class:`CheckpointError` on all ranks if the plan is another one, or if no rank has a
+    piece.
     """
     world = current_world()
     with together(world):
@@ -98,25 +108,37 @@ def load_deduped_state_dict(
                 raise CheckpointError(f"the state dict has no {key!r}", hint=hint)
             part.set_extra_state(module_state_dict[key])
         holdings.load_extra_states(module_state_dict)
-        mine = {h.name: value for h in holdings.tensors if (value := _given(h, module_state_dict)) is not None}
-        named = None if optimizer is None else _given_state(optimizer, holdings, optimizer_state_dict)
+        mine = {
+            h.name: value
+            for h in holdings.tensors
+            if (value := _given(h, module_state_dict)) is not None
+        }
+        named = (
+            None if optimizer is None else _given_state(optimizer, holdings, optimizer_state_dict)
+        )
     pieces = _share_out(world, holdings, mine)
     with torch.no_grad():
         for piece in pieces:
             if piece.is_source:
                 piece.holding.tensor.copy_(mine[piece.holding.name])
             if piece.communicator is not None and piece.holding.tensor.numel():
-                piece.holding.tensor.copy_(piece.communicator.broadcast(piece.holding.tensor.detach(), piece.source))
+                piece.holding.tensor.copy_(
+                    piece.communicator.broadcast(piece.holding.tensor.detach(), piece.source)
+                )
     for part in holdings.compiled.values():
         part.refresh_copies()
     if optimizer is not None and named is not None:
         shared = _share_state(world, optimizer, holdings, named)
-        optimizer.load_state_dict(state_dict_for(optimizer, holdings, shared, group_names(optimizer, holdings)))
+        optimizer.load_state_dict(
+            state_dict_for(optimizer, holdings, shared, group_names(optimizer, holdings))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedPiece:
-    """A piece this rank holds. ``communicator``: of all ranks that hold it, if there are several; member ``source`` has it."""
+    """A piece this rank holds. ``communicator``: of all ranks that hold it, if there are several;
+    member ``source`` has it.
+    """
 
     holding: Holding
     communicator: Communicator | None
@@ -135,25 +157,40 @@ def _share_out(world: World, holdings: Holdings, mine: Mapping[str, Tensor]) -> 
             holders.setdefault((name, region), []).append(rank)
             if has_value:
                 sources.setdefault((name, region), rank)
-    missing = [f"{name!r} on ranks {ranks}" for (name, region), ranks in holders.items() if (name, region) not in sources]
+    missing = [
+        f"{name!r} on ranks {ranks}"
+        for (name, region), ranks in holders.items()
+        if (name, region) not in sources
+    ]
     if missing:
         hint = "load on all ranks what each of them saved"
         raise CheckpointError("no rank was given some pieces", why=listed(missing), hint=hint)
     # Groups are made by all ranks, members or not, in one order.
-    groups = {ranks: world.group(ranks, GROUP) for ranks in sorted({tuple(r) for r in holders.values()}) if len(ranks) > 1}
+    groups = {
+        ranks: world.group(ranks, GROUP)
+        for ranks in sorted({tuple(r) for r in holders.values()})
+        if len(ranks) > 1
+    }
     pieces = []
     for key, ranks in holders.items():
         if key in by_key:
             source = sources[key]
-            pieces.append(_SharedPiece(by_key[key], groups.get(tuple(ranks)), ranks.index(source), source == world.rank))
+            pieces.append(
+                _SharedPiece(
+                    by_key[key], groups.get(tuple(ranks)), ranks.index(source), source == world.rank
+                )
+            )
     return pieces
 
 
-def _share_state(world: World, optimizer: Optimizer, holdings: Holdings, named: NamedState) -> NamedState:
-    """The optimizer's state of everything this rank updates: who has a part of it gives it to those that lack it.
+def _share_state(
+    world: World, optimizer: Optimizer, holdings: Holdings, named: NamedState
+) -> NamedState:
+    """The optimizer's state of everything this rank updates: who has a part of it gives it to those
+    that lack it.
 
-    Parts may overlap only partly: of a parameter that lies in copies, ranks with other neighbours in a bucket split the state
-    elsewhere than the ranks that keep it.
+    Parts may overlap only partly: of a parameter that lies in copies, ranks with other neighbours
+    in a bucket split the state elsewhere than the ranks that keep it.
     """
     copies = {holding.name for holding in holdings.tensors if holding.is_copy}
     updated = set(named.names)
@@ -168,21 +205,36 @@ def _share_state(world: World, optimizer: Optimizer, holdings: Holdings, named: 
             for name, place in places.items()
             if named.state.get(name)
         }
-    mine = {name: ([region.to_json() for region in place.regions], offered.get(name)) for name, place in places.items()}
+    mine = {
+        name: ([region.to_json() for region in place.regions], offered.get(name))
+        for name, place in places.items()
+    }
     parts = _state_parts(world.all_gather_object(mine))
     # Groups are made by all ranks, members or not, in one order.
-    groups = {ranks: world.group(ranks, GROUP) for ranks in sorted({part.ranks for part in parts}) if len(ranks) > 1}
+    groups = {
+        ranks: world.group(ranks, GROUP)
+        for ranks in sorted({part.ranks for part in parts})
+        if len(ranks) > 1
+    }
     state: dict[str, dict[str, Any]] = {}
     for part in parts:
         if world.rank in part.ranks:
             given = named.state[part.name] if part.source == world.rank else {}
-            _receive(state.setdefault(part.name, {}), given, part, places[part.name], groups.get(part.ranks))
+            _receive(
+                state.setdefault(part.name, {}),
+                given,
+                part,
+                places[part.name],
+                groups.get(part.ranks),
+            )
     return NamedState(named.groups, state)
 
 
 @dataclass(frozen=True, slots=True)
 class _StatePart:
-    """The state of a parameter that rank ``source`` has for ``regions``. ``ranks``: who needs some of it, and itself."""
+    """The state of a parameter that rank ``source`` has for ``regions``. ``ranks``: who needs some
+    of it, and itself.
+    """
 
     name: str
     regions: tuple[Region, ...]
@@ -191,8 +243,11 @@ class _StatePart:
     described: Mapping[str, Any]
 
 
-def _state_parts(tables: Sequence[Mapping[str, tuple[Any, Mapping[str, Any] | None]]]) -> list[_StatePart]:
-    """Who gives what to whom, in one order on all ranks. ``tables``: by rank, then by name, regions and what is there.
+def _state_parts(
+    tables: Sequence[Mapping[str, tuple[Any, Mapping[str, Any] | None]]],
+) -> list[_StatePart]:
+    """Who gives what to whom, in one order on all ranks. ``tables``: by rank, then by name, regions
+    and what is there.
 
     Raises :class:`CheckpointError` if a rank would not get all it needs.
     """
@@ -207,7 +262,9 @@ def _state_parts(tables: Sequence[Mapping[str, tuple[Any, Mapping[str, Any] | No
     for name, by_regions in sources.items():
         for regions, source in by_regions.items():
             shared = {rank: num_covered(theirs, regions) for rank, theirs in needed[name].items()}
-            ranks = tuple(rank for rank, number in shared.items() if number or needed[name][rank] == regions)
+            ranks = tuple(
+                rank for rank, number in shared.items() if number or needed[name][rank] == regions
+            )
             parts.append(_StatePart(name, regions, source, ranks, tables[source][name][1] or {}))
         given = [region for regions in by_regions for region in regions]
         lacking = [
@@ -218,7 +275,9 @@ def _state_parts(tables: Sequence[Mapping[str, tuple[Any, Mapping[str, Any] | No
         missing += [f"that of {name!r} on ranks {lacking}"] if lacking else []
     if missing:
         hint = "load on all ranks what each of them saved"
-        raise CheckpointError("no rank was given some state of the optimizer", why=listed(missing), hint=hint)
+        raise CheckpointError(
+            "no rank was given some state of the optimizer", why=listed(missing), hint=hint
+        )
     return parts
 
 
@@ -229,7 +288,9 @@ def _receive(
     place: StatePlace,
     communicator: Communicator | None,
 ) -> None:
-    """Put a part into this rank's state of the parameter. Collective over ``part.ranks``. ``given``: what the source has."""
+    """Put a part into this rank's state of the parameter. Collective over ``part.ranks``.
+    ``given``: what the source has.
+    """
     source = part.ranks.index(part.source)
     for key, description in part.described.items():
         if "value" in description:
@@ -237,7 +298,11 @@ def _receive(
             continue
         like, dtype = description["shape"] is None, decode(description["dtype"])
         if like:
-            flat = torch.empty(sum(region.num_elements for region in part.regions), dtype=dtype, device=place.device)
+            flat = torch.empty(
+                sum(region.num_elements for region in part.regions),
+                dtype=dtype,
+                device=place.device,
+            )
         else:
             flat = torch.empty(tuple(description["shape"]), dtype=dtype, device=place.device)
         if key in given:
@@ -273,11 +338,18 @@ def _given(holding: Holding, state: Mapping[str, Any]) -> Tensor | None:
     return value
 
 
-def _given_state(optimizer: Optimizer, holdings: Holdings, state_dict: Mapping[str, Any] | None) -> NamedState:
+def _given_state(
+    optimizer: Optimizer, holdings: Holdings, state_dict: Mapping[str, Any] | None
+) -> NamedState:
     if state_dict is None:
-        raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
+        raise CheckpointError(
+            "there is no state for the optimizer", hint="pass optimizer_state_dict too"
+        )
     names = group_names(optimizer, holdings)
-    there, here = [len(group["params"]) for group in param_groups_of(state_dict)], [len(group) for group in names]
+    there, here = (
+        [len(group["params"]) for group in param_groups_of(state_dict)],
+        [len(group) for group in names],
+    )
     if there != here:
         why = f"its groups have {there} parameters, here they have {here}"
         raise CheckpointError("the state dict does not fit the optimizer", why=why)

@@ -9,10 +9,12 @@
             rank-00001.safetensors
         000008-step-4000/
 
-A folder is complete when it has an index; it is current when ``LATEST`` names it. A save that is killed leaves a folder
-without an index, which the next save deletes before it writes anything: the disk may be full of it.
+A folder is complete when it has an index; it is current when ``LATEST`` names it. A save that is
+killed leaves a folder without an index, which the next save deletes before it writes anything: the
+disk may be full of it.
 
-Links are followed for reading only. A folder that is a link, such as one into an archive, is never deleted.
+Links are followed for reading only. A folder that is a link, such as one into an archive, is never
+deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from shardwright.runtime.checkpoint.index import INDEX_FILE
+from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.swap import write_file
 
@@ -38,7 +40,9 @@ _WRITTEN = re.compile(
 
 
 def next_number(directory: Path) -> int:
-    """The number of the next folder: after all that are there, so that no process of an earlier save writes into it."""
+    """The number of the next folder: after all that are there, so that no process of an earlier
+    save writes into it.
+    """
     return max((number for number, _ in _numbered(directory)), default=0) + 1
 
 
@@ -66,12 +70,16 @@ def is_current(folder: Path) -> bool:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete what is not among the newest ``keep`` complete folders up to the current one, ``folder``.
+    """Delete what is not among the newest ``keep`` complete folders up to the current one,
+    ``folder``.
 
-    A folder that holds anything else than a checkpoint stays, whatever its name, and so does one that is a link.
+    A folder that holds anything else than a checkpoint stays, whatever its name, and so does one
+    that is a link.
     """
     directory = folder.parent
-    older = [path for path in complete_folders(directory) if path != folder and not path.is_symlink()]
+    older = [
+        path for path in complete_folders(directory) if path != folder and not path.is_symlink()
+    ]
     kept = {folder, *(older[len(older) - (keep - 1) :] if keep > 1 else [])}
     for _, path in _numbered(directory):
         if path not in kept:
@@ -80,8 +88,8 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def remove_unfinished(directory: Path, active: Collection[Path]) -> None:
-    """Delete what killed saves have left. The caller is the only one who saves into ``directory``; ``active`` are folders that
-    it still writes.
+    """Delete what killed saves have left. The caller is the only one who saves into ``directory``;
+    ``active`` are folders that it still writes.
     """
     for _, path in _numbered(directory):
         if path not in active and not (path / INDEX_FILE).exists():
@@ -93,7 +101,10 @@ def remove_folder(folder: Path) -> None:
     """Delete a folder that saving has made, unless it is a link or holds anything else."""
     if folder.is_symlink() or not folder.is_dir():
         return
-    if all(_WRITTEN.fullmatch(entry.name) and (entry.is_symlink() or not entry.is_dir()) for entry in folder.iterdir()):
+    if all(
+        _WRITTEN.fullmatch(entry.name) and (entry.is_symlink() or not entry.is_dir())
+        for entry in folder.iterdir()
+    ):
         # The index goes first: a folder that is half deleted must not look complete.
         (folder / INDEX_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder)
@@ -110,7 +121,8 @@ def complete_folders(directory: Path) -> list[Path]:
 
 
 def find_folder(directory: Path) -> Path:
-    """The folder of one checkpoint: ``directory`` itself if it is one, else the one that its ``LATEST`` names.
+    """The folder of one checkpoint: ``directory`` itself if it is one, else the one that its
+    ``LATEST`` names.
 
     Raises :class:`CheckpointError` if there is none.
     """
@@ -122,7 +134,8 @@ def find_folder(directory: Path) -> Path:
         raise CheckpointError(
             f"there is no checkpoint in {directory}",
             why=f"it has neither {LATEST_FILE} nor {INDEX_FILE}",
-            hint="pass the directory that save_checkpoint was called with, or one of the folders in it",
+            hint="pass the directory that save_checkpoint was called with, or one of the folders "
+            "in it",
         ) from None
     folder = directory / name
     if not _NAME.fullmatch(name) or not (folder / INDEX_FILE).exists():
@@ -146,5 +159,9 @@ def sync_folder(folder: Path) -> None:
 
 def _numbered(directory: Path) -> list[tuple[int, Path]]:
     """The folders that a save made, by number."""
-    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    found = [
+        (match, path)
+        for path in directory.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
     return sorted((int(match[1]), path) for match, path in found)

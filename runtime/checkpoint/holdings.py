@@ -1,4 +1,6 @@
-"""What this rank holds of a model: every tensor of its state dict, as a piece of the whole tensor."""
+"""What this rank holds of a model: every tensor of its state dict, as a piece of the whole
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a key of a state dict is that of what a module keeps beside its tensors, which may be a tensor too."""
+    """Whether a key of a state dict is that of what a module keeps beside its tensors, which may be
+    a tensor too.
+    """
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holding:
-    """One parameter or persistent buffer. ``names``: all names the state dict has for it, its first one first.
+    """One parameter or persistent buffer. ``names``: all names the state dict has for it, its first
+    one first.
 
-    ``shape``: of the whole tensor; ``region``: what of it ``tensor`` is. ``is_owned``: this rank is the first of those that
-    hold the piece, so it is the one to save it. ``is_copy``: other ranks train these elements and have the optimizer's state.
+    ``shape``: of the whole tensor; ``region``: what of it ``tensor`` is. ``is_owned``: this rank is
+    the first of those that hold the piece, so it is the one to save it. ``is_copy``: other ranks
+    train these elements and have the optimizer's state.
     """
 
     names: tuple[str, ...]
@@ -50,8 +56,8 @@ class Holding:
 class Holdings:
     """Everything a rank holds of ``module``.
 
-    ``tensors``: in the order of the state dict, each once. ``compiled``: the compiled parts by path. ``extra_states``: what
-    other modules keep beside tensors, by state dict key.
+    ``tensors``: in the order of the state dict, each once. ``compiled``: the compiled parts by
+    path. ``extra_states``: what other modules keep beside tensors, by state dict key.
     """
 
     module: nn.Module
@@ -62,7 +68,11 @@ class Holdings:
     @classmethod
     def of(cls, module: nn.Module) -> Holdings:
         """What this rank holds. Ordinary parts are whole on every rank, and rank 0 owns them."""
-        parts = {path: part for path, part in module.named_modules(remove_duplicate=False) if isinstance(part, ParallelModule)}
+        parts = {
+            path: part
+            for path, part in module.named_modules(remove_duplicate=False)
+            if isinstance(part, ParallelModule)
+        }
         declared = {
             id(part.weights(declaration.name)): (part, declaration)
             for part in parts.values()
@@ -83,13 +93,20 @@ class Holdings:
             if identity in declared:
                 part, declaration = declared[identity]
                 ranks, layout = part.ranks_of(declaration), declaration.layout
-                region, is_owned = Region.of(layout, ranks.mesh, ranks.coords), part.is_counted(declaration)
+                region, is_owned = (
+                    Region.of(layout, ranks.mesh, ranks.coords),
+                    part.is_counted(declaration),
+                )
                 is_copy = part.is_copy(declaration)
-                holdings.append(Holding(tuple(names[identity]), tensor, layout.shape, region, is_owned, is_copy))
+                holdings.append(
+                    Holding(tuple(names[identity]), tensor, layout.shape, region, is_owned, is_copy)
+                )
             else:
                 shape = tuple(tensor.shape)
                 is_owned = current_world().rank == 0
-                holdings.append(Holding(tuple(names[identity]), tensor, shape, Region.whole(shape), is_owned))
+                holdings.append(
+                    Holding(tuple(names[identity]), tensor, shape, Region.whole(shape), is_owned)
+                )
         return cls(module, tuple(holdings), parts, extra_states)
 
     @property
@@ -98,11 +115,15 @@ class Holdings:
         return type(self.module).__name__
 
     def parameter_names(self) -> list[str]:
-        """The first names of all parameters of the model in the original order, those of other pipeline stages too."""
+        """The first names of all parameters of the model in the original order, those of other
+        pipeline stages too.
+        """
         return parameter_names(self.module)
 
     def first_names(self) -> dict[str, str]:
-        """The first name of every tensor of the model by each of its names, those on other pipeline stages too."""
+        """The first name of every tensor of the model by each of its names, those on other pipeline
+        stages too.
+        """
         first = {name: holding.name for holding in self.tensors for name in holding.names}
         for path, part in self.compiled.items():
             prefix = f"{path}." if path else ""
@@ -113,10 +134,17 @@ class Holdings:
 
     def all_names(self) -> set[str]:
         """All names of what the state dicts of all ranks hold."""
-        names = {name for holding in self.tensors for name in holding.names} | set(self.extra_states)
+        names = {name for holding in self.tensors for name in holding.names} | set(
+            self.extra_states
+        )
         for path, part in self.compiled.items():
             prefix = f"{path}." if path else ""
-            names |= {prefix + name for d in part.all_declarations() if d.is_initial_weight for name in d.names}
+            names |= {
+                prefix + name
+                for d in part.all_declarations()
+                if d.is_initial_weight
+                for name in d.names
+            }
         return names
 
     def random_states(self) -> dict[str, dict[str, int]]:

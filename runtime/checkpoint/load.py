@@ -1,4 +1,6 @@
-"""Loading a checkpoint under any plan: every rank reads the elements it holds, from whichever files have them."""
+"""Loading a checkpoint under any plan: every rank reads the elements it holds, from whichever files
+have them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import Stateful, checked
-from shardwright.runtime.checkpoint.agreement import together
+from shardwright.runtime.checkpoint.checkpoint_index import (
+    INDEX_FILE,
+    Index,
+    OptimizerRecord,
+    TensorRecord,
+)
 from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
+from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
-from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, TensorRecord
+from shardwright.runtime.checkpoint.json_values import decode
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
@@ -28,7 +36,6 @@ from shardwright.runtime.checkpoint.ordering import Groups
 from shardwright.runtime.checkpoint.save import finish_pending
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.undo import taking, undone_on_error
-from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.training.optimizer import ParallelOptimizer
@@ -53,14 +60,17 @@ def load_checkpoint(
     scheduler: Stateful | None = None,
     verify: bool = True,
 ) -> LoadedCheckpoint:
-    """Continue from the current checkpoint of ``directory``, or from one of the folders in it. Collective.
+    """Continue from the current checkpoint of ``directory``, or from one of the folders in it.
+    Collective.
 
-    The plan, the number of ranks and the grouping of the optimizer's parameters may differ from those it was saved under; an
-    original module on one device will do too. Every rank reads its own elements only. Seed and step of random numbers,
-    and the state of ``scheduler``, are restored. ``verify``: read all files once, shared among the ranks, and compare digests.
+    The plan, the number of ranks and the grouping of the optimizer's parameters may differ from
+    those it was saved under; an original module on one device will do too. Every rank reads its own
+    elements only. Seed and step of random numbers, and the state of ``scheduler``, are restored.
+    ``verify``: read all files once, shared among the ranks, and compare digests.
 
-    Raises :class:`CheckpointError` on all ranks if there is no checkpoint, if files are missing or altered, or if entries are
-    missing, left over or have another shape; nothing has been changed then.
+    Raises :class:`CheckpointError` on all ranks if there is no checkpoint, if files are missing or
+    altered, or if entries are missing, left over or have another shape; nothing has been changed
+    then.
     """
     world, directory = current_world(), Path(directory)
     finish_pending(world)
@@ -69,7 +79,10 @@ def load_checkpoint(
         index = Index.read(folder / INDEX_FILE)
         check_complete(folder, index)
         holdings = Holdings.of(module)
-        found = [(holding, _exact(index, record, holding)) for holding, record in _match(folder, index, holdings)]
+        found = [
+            (holding, _exact(index, record, holding))
+            for holding, record in _match(folder, index, holdings)
+        ]
         _check_options(folder, index, optimizer, scheduler)
         _check_groups(folder, index, optimizer, scheduler, holdings)
     _check_left_over(world, folder, index, holdings)
@@ -103,7 +116,9 @@ def _agreed_folder(world: World, directory: Path) -> Path:
 
 def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding, TensorRecord]]:
     """Where in the checkpoint to find what this rank holds."""
-    records = {name: record for first, record in index.tensors.items() for name in (first, *record.aliases)}
+    records = {
+        name: record for first, record in index.tensors.items() for name in (first, *record.aliases)
+    }
     found, problems = [], []
     for holding in holdings.tensors:
         candidates = [records[name] for name in holding.names if name in records]
@@ -113,19 +128,30 @@ def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding
             names = " and ".join(repr(name) for name in holding.names if name in records)
             problems.append(f"{names} are one tensor here and several there")
         elif candidates[0].shape != holding.shape:
-            problems.append(f"{holding.name!r} is {list(candidates[0].shape)} there and {list(holding.shape)} here")
+            problems.append(
+                f"{holding.name!r} is {list(candidates[0].shape)} there and "
+                f"{list(holding.shape)} here"
+            )
         elif candidates[0].dtype.is_floating_point != holding.tensor.dtype.is_floating_point:
-            problems.append(f"{holding.name!r} is {candidates[0].dtype} there and {holding.tensor.dtype} here")
+            problems.append(
+                f"{holding.name!r} is {candidates[0].dtype} there and {holding.tensor.dtype} here"
+            )
         else:
             found.append((holding, candidates[0]))
-    problems += [f"the extra state {key!r} is missing" for key in holdings.extra_states if key not in index.extra_states]
+    problems += [
+        f"the extra state {key!r} is missing"
+        for key in holdings.extra_states
+        if key not in index.extra_states
+    ]
     if problems:
         raise CheckpointError(f"{folder} does not fit {holdings.class_name}", why=listed(problems))
     return found
 
 
 def _exact(index: Index, record: TensorRecord, holding: Holding) -> TensorRecord:
-    """What to read a parameter from: its master, if it is of another dtype here than the rounded one that was saved."""
+    """What to read a parameter from: its master, if it is of another dtype here than the rounded
+    one that was saved.
+    """
     if index.optimizer is None or holding.tensor.dtype == record.dtype:
         return record
     name = next(name for name, other in index.tensors.items() if other is record)
@@ -135,10 +161,14 @@ def _exact(index: Index, record: TensorRecord, holding: Holding) -> TensorRecord
 def _check_left_over(world: World, folder: Path, index: Index, holdings: Holdings) -> None:
     """Raise on all ranks if no rank holds something that was saved."""
     mine = {name for holding in holdings.tensors for name in holding.names}
-    unknown = [name for name, record in index.tensors.items() if mine.isdisjoint((name, *record.aliases))]
+    unknown = [
+        name for name, record in index.tensors.items() if mine.isdisjoint((name, *record.aliases))
+    ]
     everywhere = set.intersection(*(set(names) for names in world.all_gather_object(unknown)))
     if everywhere:
-        problems = [f"{name!r} is not in the module" for name in index.tensors if name in everywhere]
+        problems = [
+            f"{name!r} is not in the module" for name in index.tensors if name in everywhere
+        ]
         raise CheckpointError(f"{folder} does not fit {holdings.class_name}", why=listed(problems))
 
 
@@ -155,24 +185,33 @@ def _check_options(folder: Path, index: Index, optimizer: Optimizer | None, sche
             )
 
 
-def _check_groups(folder: Path, index: Index, optimizer: Optimizer | None, scheduler: Any, holdings: Holdings) -> None:
-    """Refuse groups that the optimizer's state, or the scheduler's, does not fit: a scheduler has one value per group, by
-    position.
+def _check_groups(
+    folder: Path, index: Index, optimizer: Optimizer | None, scheduler: Any, holdings: Holdings
+) -> None:
+    """Refuse groups that the optimizer's state, or the scheduler's, does not fit: a scheduler has
+    one value per group, by position.
     """
     problem = None
     if optimizer is not None and index.optimizer is not None:
         groups = _groups_here(index.optimizer, index, optimizer, holdings)
         sources = NamedState(groups, {}).sources(group_members(optimizer, holdings))
         if sources != list(range(len(groups))):
-            problem = f"{len(groups)} groups were saved, and the {len(sources)} here continue those at positions {sources}"
-    there, here = _num_rates(decode(index.scheduler)), _num_rates(vars(scheduler) if hasattr(scheduler, "__dict__") else None)
+            problem = (
+                f"{len(groups)} groups were saved, and the {len(sources)} here continue those at "
+                f"positions {sources}"
+            )
+    there, here = (
+        _num_rates(decode(index.scheduler)),
+        _num_rates(vars(scheduler) if hasattr(scheduler, "__dict__") else None),
+    )
     if there is not None and here is not None and there != here:
         problem = f"it was saved for {there} groups, here are {here}"
     if scheduler is not None and problem is not None:
         raise CheckpointError(
             f"the scheduler in {folder} is of other parameter groups",
             why=problem,
-            hint="group the parameters as in the run that saved it, or load without scheduler= and make a new one at this step",
+            hint="group the parameters as in the run that saved it, or load without scheduler= "
+            "and make a new one at this step",
         )
 
 
@@ -184,7 +223,9 @@ def _num_rates(scheduler_state: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Restored:
-    """What is loaded beside the tensors of the module, read and decoded. ``state_dict``: of the optimizer on this rank."""
+    """What is loaded beside the tensors of the module, read and decoded. ``state_dict``: of the
+    optimizer on this rank.
+    """
 
     holdings: Holdings
     random: Mapping[str, Mapping[str, int]]
@@ -210,12 +251,16 @@ class _Restored:
                 self.scheduler.load_state_dict(self.scheduler_state)
 
     def give_masters(self) -> None:
-        """Load masters; those that were not saved are the parameters, which have their values by now."""
+        """Load masters; those that were not saved are the parameters, which have their values by
+        now.
+        """
         if isinstance(self.optimizer, ParallelOptimizer):
             load_masters(self.state_dict, self.optimizer)
 
 
-def _restored(contents: Contents, holdings: Holdings, optimizer: Optimizer | None, scheduler: Any) -> _Restored:
+def _restored(
+    contents: Contents, holdings: Holdings, optimizer: Optimizer | None, scheduler: Any
+) -> _Restored:
     index, state_dict = contents.index, {}
     if optimizer is not None and index.optimizer is not None:
         named = _read_state(contents, index.optimizer, optimizer, holdings)
@@ -225,7 +270,9 @@ def _restored(contents: Contents, holdings: Holdings, optimizer: Optimizer | Non
     return _Restored(holdings, index.random, extra_states, optimizer, state_dict, scheduler, state)
 
 
-def _read_state(contents: Contents, record: OptimizerRecord, optimizer: Optimizer, holdings: Holdings) -> NamedState:
+def _read_state(
+    contents: Contents, record: OptimizerRecord, optimizer: Optimizer, holdings: Holdings
+) -> NamedState:
     """The pieces on this rank of the optimizer's state."""
     names = group_names(optimizer, holdings)
     mine = {name for group in names for name in group}
@@ -244,7 +291,9 @@ def _read_state(contents: Contents, record: OptimizerRecord, optimizer: Optimize
     return NamedState(_groups_here(record, contents.index, optimizer, holdings), state)
 
 
-def _groups_here(record: OptimizerRecord, index: Index, optimizer: Optimizer, holdings: Holdings) -> Groups:
+def _groups_here(
+    record: OptimizerRecord, index: Index, optimizer: Optimizer, holdings: Holdings
+) -> Groups:
     """The saved groups with the names that the parameters have here, on all ranks."""
     first = holdings.first_names()
     members = {name for group in group_members(optimizer, holdings) for name in group}
@@ -253,7 +302,9 @@ def _groups_here(record: OptimizerRecord, index: Index, optimizer: Optimizer, ho
     for names, options in record.groups:
         here: dict[str, None] = {}
         for name in names:
-            known = dict.fromkeys(first[other] for other in (name, *index.tensors[name].aliases) if other in first)
+            known = dict.fromkeys(
+                first[other] for other in (name, *index.tensors[name].aliases) if other in first
+            )
             here |= {other: None for other in known if other in members or other in held}
         groups.append((tuple(here), {key: decode(value) for key, value in options.items()}))
     return tuple(groups)
@@ -271,7 +322,12 @@ def _read_part(contents: Contents, record: TensorRecord, place: StatePlace) -> T
 
 
 def _by_own_name(record: OptimizerRecord, index: Index, holdings: Holdings) -> dict[str, str]:
-    """By first names here, what the parameters are called in the checkpoint: a tied one may come first there."""
+    """By first names here, what the parameters are called in the checkpoint: a tied one may come
+    first there.
+    """
     saved = {alias: name for name in record.names for alias in (name, *index.tensors[name].aliases)}
-    pairs = ((h.name, next((saved[name] for name in h.names if name in saved), None)) for h in holdings.tensors)
+    pairs = (
+        (h.name, next((saved[name] for name in h.names if name in saved), None))
+        for h in holdings.tensors
+    )
     return {own: name for own, name in pairs if name is not None}

@@ -1,8 +1,9 @@
-"""Offline: merging a checkpoint into whole tensors, on any machine that has the folder. Neither ranks, GPUs, model code nor
-memory for more than one tensor are needed.
+"""Offline: merging a checkpoint into whole tensors, on any machine that has the folder. Neither
+ranks, GPUs, model code nor memory for more than one tensor are needed.
 
-A merged checkpoint is a checkpoint again, in which every tensor is one piece: :func:`load_checkpoint` loads it under any plan.
-Its files are also what other tools read: ``model.safetensors`` holds the tensors under the names of the original model.
+A merged checkpoint is a checkpoint again, in which every tensor is one piece:
+:func:`load_checkpoint` loads it under any plan. Its files are also what other tools read:
+``model.safetensors`` holds the tensors under the names of the original model.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
-from shardwright.runtime.checkpoint.folders import find_folder, sync_folder
-from shardwright.runtime.checkpoint.index import (
+from shardwright.runtime.checkpoint.checkpoint_index import (
     INDEX_FILE,
     Index,
     OptimizerRecord,
@@ -26,10 +25,12 @@ from shardwright.runtime.checkpoint.index import (
     state_key,
     unused,
 )
+from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
+from shardwright.runtime.checkpoint.folders import find_folder, sync_folder
+from shardwright.runtime.checkpoint.json_values import decode
 from shardwright.runtime.checkpoint.merged import set_random_states
 from shardwright.runtime.checkpoint.optimizer_state import NamedState, StateDict
 from shardwright.runtime.checkpoint.tensor_files import FileRecord, TensorSource, write_tensors
-from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_folder, writing
@@ -42,7 +43,8 @@ OPTIMIZER_STEM = "optimizer"
 class WholeCheckpoint:
     """A checkpoint in memory, for the original module, optimizer and scheduler.
 
-    ``module`` and ``optimizer`` are state dicts, as :func:`merge_state_dicts` makes them; ``scheduler`` is one too.
+    ``module`` and ``optimizer`` are state dicts, as :func:`merge_state_dicts` makes them;
+    ``scheduler`` is one too.
     """
 
     module: StateDict
@@ -54,7 +56,8 @@ class WholeCheckpoint:
 
 @checked
 def read_checkpoint(directory: Path | str) -> WholeCheckpoint:
-    """Read the current checkpoint of ``directory``, or one of the folders in it, into one process. No communication.
+    """Read the current checkpoint of ``directory``, or one of the folders in it, into one process.
+    No communication.
 
     Raises :class:`CheckpointError` if there is none, or if files are missing or altered.
     """
@@ -68,24 +71,37 @@ def read_checkpoint(directory: Path | str) -> WholeCheckpoint:
         module.update({key: decode(value) for key, value in index.extra_states.items()})
         set_random_states(module, index.random)
         optimizer = None if index.optimizer is None else _whole_optimizer(contents, index.optimizer)
-    return WholeCheckpoint(module, optimizer, decode(index.scheduler), index.step, decode(index.extra))
+    return WholeCheckpoint(
+        module, optimizer, decode(index.scheduler), index.step, decode(index.extra)
+    )
 
 
 @checked
-def merge_checkpoint(directory: Path | str, out: Path | str, *, max_file_bytes: int | None = None) -> Path:
-    """Merge the current checkpoint of ``directory``, or one of the folders in it, into the new folder ``out``.
+def merge_checkpoint(
+    directory: Path | str, out: Path | str, *, max_file_bytes: int | None = None
+) -> Path:
+    """Merge the current checkpoint of ``directory``, or one of the folders in it, into the new
+    folder ``out``.
 
-    ``model.safetensors`` holds parameters and persistent buffers, ``optimizer.safetensors`` the optimizer's tensors as
-    ``<parameter>/<key>``, ``index.json`` everything else. Files grow to ``max_file_bytes`` at most (a larger tensor gets one of
-    its own), then there are several, ``model-00001-of-00003.safetensors``. Returns ``out``.
+    ``model.safetensors`` holds parameters and persistent buffers, ``optimizer.safetensors`` the
+    optimizer's tensors as ``<parameter>/<key>``, ``index.json`` everything else. Files grow to
+    ``max_file_bytes`` at most (a larger tensor gets one of its own), then there are several,
+    ``model-00001-of-00003.safetensors``. Returns ``out``.
 
-    Raises :class:`CheckpointError` if there is no checkpoint, if files are missing or altered, or if ``out`` exists.
+    Raises :class:`CheckpointError` if there is no checkpoint, if files are missing or altered, or
+    if ``out`` exists.
     """
     folder, out = find_folder(Path(directory)), Path(out)
     if out.exists():
-        raise CheckpointError(f"{out} exists", why="merging would replace it", hint="name a new folder, or delete it first")
+        raise CheckpointError(
+            f"{out} exists",
+            why="merging would replace it",
+            hint="name a new folder, or delete it first",
+        )
     index = checked_index(folder)
-    place = writing("the merged checkpoint", out, "another folder, or room and permission to write there")
+    place = writing(
+        "the merged checkpoint", out, "another folder, or room and permission to write there"
+    )
     with place, write_folder(out) as fresh, Contents(folder, index) as contents:
         _merge_into(fresh, contents, max_file_bytes).write(fresh / INDEX_FILE)
         sync_folder(fresh)
@@ -110,7 +126,8 @@ def write_model_files(
     max_file_bytes: int | None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, FileRecord], dict[str, str]]:
-    """Write the module's tensors, whole. ``names``: what those to be written are called in the files.
+    """Write the module's tensors, whole. ``names``: what those to be written are called in the
+    files.
 
     Returns the files, and which of them each tensor is in, by its name there.
     """
@@ -120,18 +137,26 @@ def write_model_files(
 
 def _merge_into(folder: Path, contents: Contents, max_file_bytes: int | None) -> Index:
     index = contents.index
-    # As safetensors' own save_model does, so that its load_model finds the other names of tied tensors.
+    # As safetensors' own save_model does, so that its load_model finds the other names of tied
+    # tensors.
     tied = {alias: name for name, record in index.tensors.items() for alias in record.aliases}
-    files, where = write_model_files(folder, contents, {name: name for name in index.tensors}, max_file_bytes, tied)
+    files, where = write_model_files(
+        folder, contents, {name: name for name in index.tensors}, max_file_bytes, tied
+    )
     tensors = {name: _in_one_piece(record, name, where) for name, record in index.tensors.items()}
     optimizer = index.optimizer
     if optimizer is not None:
         keys = _keys_in_file(optimizer)
         states = {keys[name, key]: optimizer.tensors[name][key] for name, key in keys}
-        more_files, where = _write_files(folder, OPTIMIZER_STEM, contents, states, max_file_bytes, {})
+        more_files, where = _write_files(
+            folder, OPTIMIZER_STEM, contents, states, max_file_bytes, {}
+        )
         files |= more_files
         moved = {
-            name: {key: _in_one_piece(record, keys[name, key], where) for key, record in records.items()}
+            name: {
+                key: _in_one_piece(record, keys[name, key], where)
+                for key, record in records.items()
+            }
             for name, records in optimizer.tensors.items()
         }
         optimizer = replace(optimizer, tensors=moved)
@@ -139,8 +164,9 @@ def _merge_into(folder: Path, contents: Contents, max_file_bytes: int | None) ->
 
 
 def _keys_in_file(optimizer: OptimizerRecord) -> dict[tuple[str, str], str]:
-    """What each tensor of the state is called in the file. Of two that would be called alike, as ``x/y`` of ``w`` and ``y`` of
-    ``w/x``, the second one gets a mark; the index says which is which.
+    """What each tensor of the state is called in the file. Of two that would be called alike, as
+    ``x/y`` of ``w`` and ``y`` of ``w/x``, the second one gets a mark; the index says which is
+    which.
     """
     keys: dict[tuple[str, str], str] = {}
     taken: set[str] = set()
@@ -153,7 +179,9 @@ def _keys_in_file(optimizer: OptimizerRecord) -> dict[tuple[str, str], str]:
 
 def _in_one_piece(record: TensorRecord, key: str, where: Mapping[str, str]) -> TensorRecord:
     whole = Region.whole(record.shape)
-    return replace(record, pieces=(PieceRecord(where[key], key, whole),) if whole.num_elements else ())
+    return replace(
+        record, pieces=(PieceRecord(where[key], key, whole),) if whole.num_elements else ()
+    )
 
 
 def _write_files(
@@ -168,7 +196,11 @@ def _write_files(
     files: dict[str, FileRecord] = {}
     where: dict[str, str] = {}
     for number, names in enumerate(packed, start=1):
-        file = f"{stem}.safetensors" if len(packed) == 1 else f"{stem}-{number:05d}-of-{len(packed):05d}.safetensors"
+        file = (
+            f"{stem}.safetensors"
+            if len(packed) == 1
+            else f"{stem}-{number:05d}-of-{len(packed):05d}.safetensors"
+        )
         sources = {name: _source(contents.read, records[name]) for name in names}
         files[file] = write_tensors(folder / file, sources, metadata if len(packed) == 1 else {})
         where.update(dict.fromkeys(names, file))
@@ -198,7 +230,12 @@ def _whole_optimizer(contents: Contents, record: OptimizerRecord) -> StateDict:
     for name in record.names:
         if record.keys(name):
             values = {key: decode(value) for key, value in record.values.get(name, {}).items()}
-            tensors = {key: contents.read(tensor) for key, tensor in record.tensors.get(name, {}).items()}
+            tensors = {
+                key: contents.read(tensor) for key, tensor in record.tensors.get(name, {}).items()
+            }
             state[name] = {**values, **tensors}
-    groups = tuple((names, {key: decode(value) for key, value in options.items()}) for names, options in record.groups)
+    groups = tuple(
+        (names, {key: decode(value) for key, value in options.items()})
+        for names, options in record.groups
+    )
     return NamedState(groups, state).to_whole_state_dict(contents.index.tensors)

@@ -1,4 +1,6 @@
-"""Merged state dicts: what all ranks hold as one, for the original module and its optimizer; and back into the ranks."""
+"""Merged state dicts: what all ranks hold as one, for the original module and its optimizer; and
+back into the ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +25,48 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     state_dict_for,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
-from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, Bounds, StatePlace, state_places
+from shardwright.runtime.checkpoint.state_place import (
+    PARAM_SHARDS,
+    Bounds,
+    StatePlace,
+    state_places,
+)
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.regions import Region, copy_shared, num_covered
 from shardwright.runtime.zero.state import MASTER
-from shardwright.runtime.zero.wholes import WHOLE
+from shardwright.runtime.zero.whole_tensors import WHOLE
 
 RANDOM = "shardwright.random"
-"""Where the metadata of a merged state dict keeps seed, step and microbatch of the compiled modules."""
+"""Where the metadata of a merged state dict keeps seed, step and microbatch of the compiled
+modules.
+"""
 
 
 @checked
 def merge_state_dicts(
-    module_state_dicts: Sequence[Mapping[str, Any]], optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None
+    module_state_dicts: Sequence[Mapping[str, Any]],
+    optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[StateDict, StateDict | None]:
     """One state dict for the original module, and one for its optimizer, of those of all ranks.
 
-    The ranks' own state dicts or deduped ones (see :func:`deduped_state_dict`), those of the first unit or of all; under ZeRO
-    those of all. Where units differ, in statistics of batch norm, the first unit's are taken. Tied parameters stay one tensor
-    under all names. The optimizer's state is numbered in the order of the original ``parameters()``; its groups are those that
-    ``build_optimizer`` made. Masters lie beside it under ``"masters"``, by number: other optimizers do not look there. Tensors
-    are new, on the CPU.
+    The ranks' own state dicts or deduped ones (see :func:`deduped_state_dict`), those of the first
+    unit or of all; under ZeRO those of all. Where units differ, in statistics of batch norm, the
+    first unit's are taken. Tied parameters stay one tensor under all names. The optimizer's state
+    is numbered in the order of the original ``parameters()``; its groups are those that
+    ``build_optimizer`` made. Masters lie beside it under ``"masters"``, by number: other optimizers
+    do not look there. Tensors are new, on the CPU.
 
-    Raises :class:`CheckpointError` if pieces are missing, or if state of an optimizer cannot be merged.
+    Raises :class:`CheckpointError` if pieces are missing, or if state of an optimizer cannot be
+    merged.
     """
     if not module_state_dicts:
         raise CheckpointError("there is nothing to merge", why="module_state_dicts is empty")
     if optimizer_state_dicts is not None and len(optimizer_state_dicts) != len(module_state_dicts):
         raise CheckpointError(
             "the state dicts of module and optimizer do not belong together",
-            why=f"there are {len(module_state_dicts)} of the module and {len(optimizer_state_dicts)} of the optimizer",
+            why=f"there are {len(module_state_dicts)} of the module and "
+            f"{len(optimizer_state_dicts)} of the optimizer",
             hint="pass one of each for every rank, in the same order",
         )
     ranks = [_RankState(state) for state in module_state_dicts]
@@ -75,10 +88,11 @@ def load_merged_state_dicts(
     *,
     device: str | torch.device | None = None,
 ) -> None:
-    """Load the state of the original module, and of its optimizer, into this rank's part under any plan.
+    """Load the state of the original module, and of its optimizer, into this rank's part under any
+    plan.
 
-    Every rank passes the whole state dicts and takes its pieces. ``device``: where the module moves first (default: it stays
-    where it is). No communication.
+    Every rank passes the whole state dicts and takes its pieces. ``device``: where the module moves
+    first (default: it stays where it is). No communication.
 
     Raises :class:`CheckpointError` naming what is missing, left over or has another shape.
     """
@@ -89,7 +103,9 @@ def load_merged_state_dicts(
     own_state = None
     if optimizer is not None:
         named = _named_by_number(optimizer, holdings, optimizer_state_dict)
-        own_state = state_dict_for(optimizer, holdings, _cut_state(named, state_places(optimizer, holdings)))
+        own_state = state_dict_for(
+            optimizer, holdings, _cut_state(named, state_places(optimizer, holdings))
+        )
     for holding, value in values:
         copy_shared(holding.tensor, holding.region, value, Region.whole(holding.shape))
     holdings.load_extra_states(module_state_dict)
@@ -130,19 +146,31 @@ class _RankState:
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Without copies of what other ranks hold, which may be cut in another way there."""
-        return ((name, x) for name, x in self.state.items() if isinstance(x, Tensor) and name not in self._copies)
+        return (
+            (name, x)
+            for name, x in self.state.items()
+            if isinstance(x, Tensor) and name not in self._copies
+        )
 
     def others(self) -> dict[str, Any]:
         """Extra states of modules that were not compiled."""
-        return {key: v for key, v in self.state.items() if not isinstance(v, Tensor) and not is_plan(key, v)}
+        return {
+            key: v
+            for key, v in self.state.items()
+            if not isinstance(v, Tensor) and not is_plan(key, v)
+        }
 
     def place(self, name: str, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], Region]:
-        """The shape of the whole and the region of this rank's piece; a tensor of an ordinary module is whole."""
+        """The shape of the whole and the region of this rank's piece; a tensor of an ordinary
+        module is whole.
+        """
         return self._places.get(name, (local_shape, Region.whole(local_shape)))
 
-    def state_place(self, name: str, shapes: Mapping[str, tuple[int, ...]], bounds: Bounds | None) -> StatePlace:
-        """Where the state of a parameter lies. ``shapes``: of what compiled modules do not know. ``bounds``: under ZeRO, which
-        elements of the flattened piece are the rank's.
+    def state_place(
+        self, name: str, shapes: Mapping[str, tuple[int, ...]], bounds: Bounds | None
+    ) -> StatePlace:
+        """Where the state of a parameter lies. ``shapes``: of what compiled modules do not know.
+        ``bounds``: under ZeRO, which elements of the flattened piece are the rank's.
         """
         if name not in self._places and name not in shapes:
             raise CheckpointError(
@@ -157,7 +185,9 @@ class _RankState:
 
 
 class _Assembly:
-    """Whole tensors in the making, by name, or by the name of the parameter and the key of its state."""
+    """Whole tensors in the making, by name, or by the name of the parameter and the key of its
+    state.
+    """
 
     def __init__(self) -> None:
         self.wholes: dict[tuple[str, ...], Tensor] = {}
@@ -165,15 +195,19 @@ class _Assembly:
         self._covered: dict[tuple[str, ...], dict[Region, None]] = {}
         self._shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def add(self, name: tuple[str, ...], value: Tensor, shape: tuple[int, ...], region: Region) -> None:
+    def add(
+        self, name: tuple[str, ...], value: Tensor, shape: tuple[int, ...], region: Region
+    ) -> None:
         """Copy a piece into its place, unless it is a copy of one that was added before.
 
-        Pieces may overlap: of parameters that lie in copies, ranks with other neighbours in a bucket split the state elsewhere.
+        Pieces may overlap: of parameters that lie in copies, ranks with other neighbours in a
+        bucket split the state elsewhere.
         """
         if tuple(value.shape) != region.shape:
             raise CheckpointError(
                 f"{'/'.join(name)!r} has another shape than its layout says",
-                why=f"the state dict holds {list(value.shape)}, the layout gives {list(region.shape)}",
+                why=f"the state dict holds {list(value.shape)}, the layout gives "
+                f"{list(region.shape)}",
             )
         seen = self._seen.setdefault(name, set())
         if region in seen:
@@ -183,7 +217,9 @@ class _Assembly:
         copy_shared(whole, Region.whole(shape), value, region)
         self.cover(name, shape, (region,))
 
-    def cover(self, name: tuple[str, ...], shape: tuple[int, ...], regions: Iterable[Region]) -> None:
+    def cover(
+        self, name: tuple[str, ...], shape: tuple[int, ...], regions: Iterable[Region]
+    ) -> None:
         """Take note that these elements are there, of a tensor that must be there as a whole."""
         self._shapes[name] = shape
         self._covered.setdefault(name, {}).update(dict.fromkeys(regions))
@@ -197,16 +233,23 @@ class _Assembly:
             if found < whole.num_elements:
                 problems.append(f"{found} of {whole.num_elements} elements of {'/'.join(name)!r}")
         if problems:
-            raise CheckpointError("the state dicts do not cover the whole model", why=listed(problems), hint=hint)
+            raise CheckpointError(
+                "the state dicts do not cover the whole model", why=listed(problems), hint=hint
+            )
 
 
 def is_plan(key: str, value: Any) -> bool:
     """Whether an entry of a state dict is what a compiled module says about its plan."""
-    return key.endswith(EXTRA_STATE) and isinstance(value, Mapping) and {"mesh", "rank", "layouts", "unit"} <= value.keys()
+    return (
+        key.endswith(EXTRA_STATE)
+        and isinstance(value, Mapping)
+        and {"mesh", "rank", "layouts", "unit"} <= value.keys()
+    )
 
 
 def set_random_states(state: StateDict, random: Mapping[str, Mapping[str, int]]) -> None:
-    """Let a merged state dict carry seed, step and microbatch of compiled modules, which the original module has no place for.
+    """Let a merged state dict carry seed, step and microbatch of compiled modules, which the
+    original module has no place for.
 
     torch hands the metadata of a state dict on, and ignores what it does not know there.
     """
@@ -221,13 +264,20 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
     for rank in ranks:
         first_names: dict[tuple[Any, ...], str] = {}
         for name, value in rank.tensors():
-            identity = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride())
+            identity = (
+                value.untyped_storage()._cdata,
+                value.storage_offset(),
+                value.shape,
+                value.stride(),
+            )
             if value.numel():
                 tied.setdefault(name, first_names.setdefault(identity, name))
             shape, region = rank.place(name, tuple(value.shape))
             assembly.add((name,), value, shape, region)
         others = {**rank.others(), **others}
-        names = united(names, tuple(name for name in rank.state if not is_plan(name, rank.state[name])))
+        names = united(
+            names, tuple(name for name in rank.state if not is_plan(name, rank.state[name]))
+        )
     assembly.finish("pass the state dicts of all ranks of a unit")
     for order in ranks[0].orders:
         names = tuple(reordered(names, order))
@@ -242,12 +292,20 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
     return result
 
 
-def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], order: Sequence[str]) -> StateDict:
+def _merge_optimizers(
+    ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], order: Sequence[str]
+) -> StateDict:
     assembly = _Assembly()
     state: dict[str, dict[str, Any]] = {}
     merged: NamedState | None = None
-    # Deduped state dicts have the parameters of ordinary modules on one rank, and their state on any.
-    shapes = {name: tuple(value.shape) for rank, _ in ranks for name, value in rank.state.items() if isinstance(value, Tensor)}
+    # Deduped state dicts have the parameters of ordinary modules on one rank, and their state on
+    # any.
+    shapes = {
+        name: tuple(value.shape)
+        for rank, _ in ranks
+        for name, value in rank.state.items()
+        if isinstance(value, Tensor)
+    }
     for rank, state_dict in ranks:
         names, bounds = _saved_names(state_dict), _saved_bounds(state_dict)
         named = NamedState.of(state_dict, names)
@@ -268,7 +326,9 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
                 elif isinstance(value, Tensor):
                     value = value.detach().to("cpu", copy=True)
                 state.setdefault(name, {}).setdefault(key, value)
-    assembly.finish("pass the state dicts of all ranks; under ZeRO the units have different parts of the state")
+    assembly.finish(
+        "pass the state dicts of all ranks; under ZeRO the units have different parts of the state"
+    )
     assert merged is not None
     first = NamedState.of(ranks[0][1], _saved_names(ranks[0][1])).groups
     return NamedState(ordered_groups(merged.groups, first, order), state).to_whole_state_dict(order)
@@ -286,7 +346,9 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, Bounds]:
-    """By name, which elements of the flattened piece of a parameter are the rank's, where it says so."""
+    """By name, which elements of the flattened piece of a parameter are the rank's, where it says
+    so.
+    """
     return {
         name: WHOLE if bounds == WHOLE else (bounds[0], bounds[1])
         for group in param_groups_of(state_dict)
@@ -309,29 +371,42 @@ def _values_for(holdings: Holdings, state: Mapping[str, Any]) -> list[tuple[Hold
         if name is None:
             problems.append(f"{holding.name!r} is missing")
         elif tuple(state[name].shape) != holding.shape:
-            problems.append(f"{name!r} is {list(state[name].shape)} there and {list(holding.shape)} here")
+            problems.append(
+                f"{name!r} is {list(state[name].shape)} there and {list(holding.shape)} here"
+            )
         else:
             found.append((holding, state[name]))
     problems += [f"{name!r} is not in the module" for name in state if name not in known]
     if problems:
-        raise CheckpointError(f"the state dict does not fit {holdings.class_name}", why=listed(problems))
+        raise CheckpointError(
+            f"the state dict does not fit {holdings.class_name}", why=listed(problems)
+        )
     return found
 
 
-def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mapping[str, Any] | None) -> NamedState:
-    """The state of the original optimizer by name: its numbers are those of the original order of the parameters."""
+def _named_by_number(
+    optimizer: Optimizer, holdings: Holdings, state_dict: Mapping[str, Any] | None
+) -> NamedState:
+    """The state of the original optimizer by name: its numbers are those of the original order of
+    the parameters.
+    """
     if state_dict is None:
-        raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
+        raise CheckpointError(
+            "there is no state for the optimizer", hint="pass optimizer_state_dict too"
+        )
     mine = {name for group in group_names(optimizer, holdings) for name in group}
     members = {name for group in group_members(optimizer, holdings) for name in group}
     order = [name for name in holdings.parameter_names() if name in members]
     numbers = sorted(number for group in param_groups_of(state_dict) for number in group["params"])
     if len(numbers) != len(order):
         raise CheckpointError(
-            "the state dict does not fit the optimizer", why=f"it is for {len(numbers)} parameters, there are {len(order)}"
+            "the state dict does not fit the optimizer",
+            why=f"it is for {len(numbers)} parameters, there are {len(order)}",
         )
     by_number = dict(zip(numbers, order, strict=True))
-    names = [[by_number[number] for number in group["params"]] for group in param_groups_of(state_dict)]
+    names = [
+        [by_number[number] for number in group["params"]] for group in param_groups_of(state_dict)
+    ]
     named = NamedState.of(state_dict, names)
     state = {name: dict(entries) for name, entries in named.state.items() if name in mine}
     for number, master in state_dict.get(MASTERS, {}).items():
@@ -341,13 +416,16 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
 
 
 def _cut_state(named: NamedState, places: Mapping[str, StatePlace]) -> NamedState:
-    """The parts that this rank has, of state whose tensors are whole. All are copies: optimizers count steps in place, and
-    ranks that are threads may share the whole.
+    """The parts that this rank has, of state whose tensors are whole. All are copies: optimizers
+    count steps in place, and ranks that are threads may share the whole.
     """
     return NamedState(
         named.groups,
         {
-            name: {key: _cut(value, places[name]) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            name: {
+                key: _cut(value, places[name]) if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
             for name, entries in named.state.items()
         },
     )

@@ -1,4 +1,6 @@
-"""Optimizer state by parameter name, so that it can move between plans and between groupings of the parameters."""
+"""Optimizer state by parameter name, so that it can move between plans and between groupings of the
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ PARAM_NAMES = "param_names"
 """Where torch keeps the names of a group's parameters, in groups that have them."""
 
 MASTERS = "masters"
-"""Where the state dict for the original optimizer keeps masters, by number: beside its state, as it would load them as such."""
+"""Where the state dict for the original optimizer keeps masters, by number: beside its state, as it
+would load them as such.
+"""
 
 _NO_OPTIONS = frozenset({"params", PARAM_NAMES, PARAM_SHARDS})
 
 
 @dataclass(frozen=True, slots=True)
 class NamedState:
-    """``groups``: the names and options of each parameter group. ``state``: by parameter name, then by key."""
+    """``groups``: the names and options of each parameter group. ``state``: by parameter name, then
+    by key.
+    """
 
     groups: Groups
     state: Mapping[str, Mapping[str, Any]]
@@ -45,14 +51,19 @@ class NamedState:
         by_number: dict[Any, str] = {}
         for group, group_names in zip(state_dict["param_groups"], names, strict=True):
             by_number.update(zip(group["params"], group_names, strict=True))
-            groups.append((tuple(group_names), {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
+            groups.append(
+                (tuple(group_names), {k: v for k, v in group.items() if k not in _NO_OPTIONS})
+            )
         foreign = [key for key in state_dict["state"] if key not in by_number]
         if foreign:
             raise CheckpointError(
                 f"the optimizer keeps state under {foreign[0]!r}, which is no parameter",
                 why="only state that belongs to one parameter can be merged or moved",
             )
-        return cls(tuple(groups), {by_number[number]: state for number, state in state_dict["state"].items()})
+        return cls(
+            tuple(groups),
+            {by_number[number]: state for number, state in state_dict["state"].items()},
+        )
 
     @property
     def names(self) -> list[str]:
@@ -61,34 +72,57 @@ class NamedState:
     def to_state_dict(self, order: Iterable[str]) -> StateDict:
         """A state dict that numbers the parameters in ``order``; groups keep theirs."""
         mine = set(self.names)
-        numbers = {name: number for number, name in enumerate(name for name in order if name in mine)}
+        numbers = {
+            name: number for number, name in enumerate(name for name in order if name in mine)
+        }
         state = {numbers[name]: dict(self.state[name]) for name in numbers if name in self.state}
-        groups = [{**options, "params": [numbers[name] for name in names]} for names, options in self.groups]
+        groups = [
+            {**options, "params": [numbers[name] for name in names]}
+            for names, options in self.groups
+        ]
         return {"state": state, "param_groups": groups}
 
     def to_whole_state_dict(self, order: Iterable[str]) -> StateDict:
-        """The same for the original optimizer, which has no masters: if there are any they lie apart, as :data:`MASTERS`."""
+        """The same for the original optimizer, which has no masters: if there are any they lie
+        apart, as :data:`MASTERS`.
+        """
         state_dict = self.to_state_dict(order)
-        masters = {number: entries.pop(MASTER) for number, entries in state_dict["state"].items() if MASTER in entries}
-        state_dict["state"] = {n: entries for n, entries in state_dict["state"].items() if entries or n not in masters}
+        masters = {
+            number: entries.pop(MASTER)
+            for number, entries in state_dict["state"].items()
+            if MASTER in entries
+        }
+        state_dict["state"] = {
+            n: entries for n, entries in state_dict["state"].items() if entries or n not in masters
+        }
         return {**state_dict, MASTERS: masters} if masters else state_dict
 
     def sources(self, members: GroupNames) -> list[int]:
-        """Which saved group each group of another optimizer of the same parameters continues. ``members``: the names of its
-        parameters, by group, those on other ranks too.
+        """Which saved group each group of another optimizer of the same parameters continues.
+        ``members``: the names of its parameters, by group, those on other ranks too.
 
-        Raises :class:`CheckpointError` if the parameters are not the same, or if a group would get the options of several.
+        Raises :class:`CheckpointError` if the parameters are not the same, or if a group would get
+        the options of several.
         """
         origin = {name: index for index, (group, _) in enumerate(self.groups) for name in group}
-        problems = [f"{name!r} is not in the saved optimizer" for group in members for name in group if name not in origin]
+        problems = [
+            f"{name!r} is not in the saved optimizer"
+            for group in members
+            for name in group
+            if name not in origin
+        ]
         wanted = {name for group in members for name in group}
-        problems += [f"{name!r} is in the saved optimizer only" for name in origin if name not in wanted]
+        problems += [
+            f"{name!r} is in the saved optimizer only" for name in origin if name not in wanted
+        ]
         chosen = []
         for number, group in enumerate(members):
             sources = {origin[name]: name for name in reversed(group) if name in origin}
             if len(sources) > 1:
                 examples = ", ".join(repr(name) for _, name in sorted(sources.items()))
-                problems.append(f"group {number} has parameters of several saved groups, such as {examples}")
+                problems.append(
+                    f"group {number} has parameters of several saved groups, such as {examples}"
+                )
             # A group without parameters on any rank takes the options at its position.
             chosen.append(next(iter(sources), min(number, len(self.groups) - 1)))
         if problems:
@@ -122,7 +156,11 @@ def group_names(optimizer: Optimizer, holdings: Holdings) -> list[tuple[str, ...
     Raises :class:`CheckpointError` if one is not a parameter of the module.
     """
     names = {id(holding.tensor): holding.name for holding in holdings.tensors}
-    names |= {id(shard.tensor): names[id(shard.parameter)] for shard in shards_of(optimizer) if id(shard.parameter) in names}
+    names |= {
+        id(shard.tensor): names[id(shard.parameter)]
+        for shard in shards_of(optimizer)
+        if id(shard.parameter) in names
+    }
     groups = []
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if id(p) not in names]
@@ -141,12 +179,17 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
     return NamedState.of(optimizer.state_dict(), group_names(optimizer, holdings))
 
 
-def state_dict_for(optimizer: Optimizer, holdings: Holdings, state: NamedState, members: GroupNames | None = None) -> StateDict:
-    """What ``optimizer`` can load of the state, in which tensors are this rank's pieces. They become the optimizer's own.
+def state_dict_for(
+    optimizer: Optimizer, holdings: Holdings, state: NamedState, members: GroupNames | None = None
+) -> StateDict:
+    """What ``optimizer`` can load of the state, in which tensors are this rank's pieces. They
+    become the optimizer's own.
 
-    ``members``: the names that the groups of ``state`` have to have (default: those of the optimizer's on all ranks).
+    ``members``: the names that the groups of ``state`` have to have (default: those of the
+    optimizer's on all ranks).
 
-    Masters that ``state`` lacks are the parameters as they are then. Those that ``optimizer`` has no place for are left out.
+    Masters that ``state`` lacks are the parameters as they are then. Those that ``optimizer`` has
+    no place for are left out.
 
     Raises :class:`CheckpointError` if the state is of other parameters, or of others in one group.
     """
@@ -154,15 +197,22 @@ def state_dict_for(optimizer: Optimizer, holdings: Holdings, state: NamedState, 
     copies = {holding.name for holding in holdings.tensors if holding.is_copy}
     empty = {name for name, place in places.items() if place.is_empty}
     kept = {
-        name: {key: value for key, value in entries.items() if key != MASTER or places[name].has_master}
+        name: {
+            key: value for key, value in entries.items() if key != MASTER or places[name].has_master
+        }
         for name, entries in state.state.items()
         if name not in copies | empty
     }
-    # Some optimizers make their state when they are made, and miss it later even for nothing at all.
-    kept |= {name: dict(entries) for name, entries in named_state(optimizer, holdings).state.items() if name in empty}
-    regrouped = NamedState(state.groups, {name: entries for name, entries in kept.items() if entries}).regrouped(
-        names, group_members(optimizer, holdings) if members is None else members
-    )
+    # Some optimizers make their state when they are made, and miss it later even for nothing at
+    # all.
+    kept |= {
+        name: dict(entries)
+        for name, entries in named_state(optimizer, holdings).state.items()
+        if name in empty
+    }
+    regrouped = NamedState(
+        state.groups, {name: entries for name, entries in kept.items() if entries}
+    ).regrouped(names, group_members(optimizer, holdings) if members is None else members)
     state_dict = regrouped.to_state_dict(name for group in names for name in group)
     for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         if PARAM_SHARDS in own:

@@ -15,14 +15,18 @@ Groups = tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]
 
 
 def united(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
-    """Both without repetitions, in an order that agrees with both; between two common names, ours go first.
+    """Both without repetitions, in an order that agrees with both; between two common names, ours
+    go first.
 
-    Ranks are taken in order, so what the stages of a pipeline hold follows each other as in the model.
+    Ranks are taken in order, so what the stages of a pipeline hold follows each other as in the
+    model.
     """
     if ours == theirs:
         return tuple(ours)
     common = set(ours) & set(theirs)
-    before_common: list[list[str]] = [[]]  # of theirs: what precedes each common name, then what follows the last one
+    before_common: list[list[str]] = [
+        []
+    ]  # of theirs: what precedes each common name, then what follows the last one
     for name in theirs:
         if name in common:
             before_common.append([])
@@ -40,7 +44,9 @@ def united(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
 
 
 def reordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
-    """``names`` with those that are in ``order`` in that order, in the places they take together."""
+    """``names`` with those that are in ``order`` in that order, in the places they take
+    together.
+    """
     known = set(names)
     sorted_names = iter([name for name in order if name in known])
     ordered = set(order)
@@ -48,37 +54,56 @@ def reordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
 
 
 def united_groups(ours: Groups, theirs: Groups) -> Groups:
-    """The groups of two ranks, each with the parameters of both: ranks of a pipeline have different ones.
+    """The groups of two ranks, each with the parameters of both: ranks of a pipeline have different
+    ones.
 
-    Raises :class:`CheckpointError` if the ranks have another number of groups, or other options of one.
+    Raises :class:`CheckpointError` if the ranks have another number of groups, or other options of
+    one.
     """
     if len(ours) != len(theirs):
         raise CheckpointError(
-            "the ranks have different parameter groups", why=f"{len(ours)} and {len(theirs)} of them", hint=_GROUPS_HINT
+            "the ranks have different parameter groups",
+            why=f"{len(ours)} and {len(theirs)} of them",
+            hint=_GROUPS_HINT,
         )
     result = []
-    for number, ((names, options), (other_names, others)) in enumerate(zip(ours, theirs, strict=True)):
+    for number, ((names, options), (other_names, others)) in enumerate(
+        zip(ours, theirs, strict=True)
+    ):
         if not alike(options, others):
-            keys = [key for key in (*options, *others) if not alike(_only(options, key), _only(others, key))]
+            keys = [
+                key
+                for key in (*options, *others)
+                if not alike(_only(options, key), _only(others, key))
+            ]
             raise CheckpointError(
                 "the ranks have different parameter groups",
-                why=f"in group {number} {keys[0]!r} is {options.get(keys[0])!r} and {others.get(keys[0])!r}",
+                why=f"in group {number} {keys[0]!r} is {options.get(keys[0])!r} and "
+                f"{others.get(keys[0])!r}",
                 hint=_GROUPS_HINT,
             )
         result.append((united(names, other_names), options))
     return tuple(result)
 
 
-_GROUPS_HINT = "make the optimizer with build_optimizer(..., param_groups=fn); change options of its groups on all ranks"
+_GROUPS_HINT = (
+    "make the optimizer with build_optimizer(..., param_groups=fn); change options of its groups "
+    "on all ranks"
+)
 
 
 def ordered_groups(groups: Groups, first: Groups, order: Sequence[str]) -> Groups:
-    """United ``groups`` with names in ``order``, the original one, unless the ``first`` rank has all of a group: its order is
-    what the user's function made it.
+    """United ``groups`` with names in ``order``, the original one, unless the ``first`` rank has
+    all of a group: its order is what the user's function made it.
     """
     kept = [names for names, _ in first]
     return tuple(
-        (names if position < len(kept) and kept[position] == names else tuple(reordered(names, order)), options)
+        (
+            names
+            if position < len(kept) and kept[position] == names
+            else tuple(reordered(names, order)),
+            options,
+        )
         for position, (names, options) in enumerate(groups)
     )
 

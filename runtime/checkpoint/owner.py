@@ -3,8 +3,9 @@
     checkpoints/
         OWNER           {"host": "node3", "pid": 812, "user": "ada", "since": "2026-11-23T08:00:00+00:00"}
 
-The first rank of a job locks the file at its first save and holds the lock until its process ends. The operating system frees
-the locks of a process that dies, so a crashed job locks nobody out, and a restarted one goes on. The content is for people.
+The first rank of a job locks the file at its first save and holds the lock until its process ends.
+The operating system frees the locks of a process that dies, so a crashed job locks nobody out, and
+a restarted one goes on. The content is for people.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ PATIENCE_S = 10.0
 
 _POLL_S = 0.1
 
-# [Note: A lock ends with its process]
-# The lock belongs to the open file, which a forked child, such as a worker of a data loader, has too. A worker that outlives a
-# killed parent would keep the lock, so children close the file at once: the parent's lock stays.
+# [Note: A lock ends with its process] The lock belongs to the open file, which a forked child, such
+# as a worker of a data loader, has too. A worker that outlives a killed parent would keep the lock,
+# so children close the file at once: the parent's lock stays.
 _held: dict[Path, int] = {}
-"""The files that this process has locked, and their descriptors; the last one used is the last one here."""
+"""The files that this process has locked, and their descriptors; the last one used is the last one
+here.
+"""
 
 _MOST_HELD = 64
 """A process that saves into more directories lets go of those that it used longest ago."""
@@ -49,9 +52,11 @@ os.register_at_fork(after_in_child=release_all)  # see [Note: A lock ends with i
 
 
 def claim(directory: Path) -> None:
-    """Make this process the only one that saves into ``directory``, until it ends. It may be so already.
+    """Make this process the only one that saves into ``directory``, until it ends. It may be so
+    already.
 
-    Raises :class:`CheckpointError` if another process is. Where the file system has no locks, nobody is refused.
+    Raises :class:`CheckpointError` if another process is. Where the file system has no locks,
+    nobody is refused.
     """
     path = directory.resolve() / OWNER_FILE
     deadline = time.monotonic() + PATIENCE_S
@@ -60,7 +65,8 @@ def claim(directory: Path) -> None:
             raise CheckpointError(
                 f"another job saves its checkpoints in {directory}",
                 why=f"{_described(path)} holds {path}; each would delete what the other one saves",
-                hint=f"save to another directory, or end that job. If it ended with its machine, delete {path}",
+                hint="save to another directory, or end that job. If it ended with its machine, "
+                f"delete {path}",
             )
         time.sleep(_POLL_S)
 
@@ -68,7 +74,9 @@ def claim(directory: Path) -> None:
 def _is_claimed(path: Path) -> bool:
     """Try to lock the file; false if another process has."""
     descriptor = _held.get(path)
-    if descriptor is not None and not _is_at(path, descriptor):  # somebody has deleted it, perhaps for another job
+    if descriptor is not None and not _is_at(
+        path, descriptor
+    ):  # somebody has deleted it, perhaps for another job
         os.close(_held.pop(path))
         descriptor = None
     if descriptor is None:
@@ -126,7 +134,10 @@ def _described(path: Path) -> str:
         os.close(descriptor)
     if not content:
         return "a process"
-    return f"process {content.get('pid')} of {content.get('user')} on {content.get('host')}, since {content.get('since')},"
+    return (
+        f"process {content.get('pid')} of {content.get('user')} on {content.get('host')}, since "
+        f"{content.get('since')},"
+    )
 
 
 def _user() -> str:

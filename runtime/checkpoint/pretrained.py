@@ -1,5 +1,5 @@
-"""Folders of Hugging Face transformers: ``model.safetensors`` and ``config.json``, written from a checkpoint and read under any
-plan. Transformers itself is not needed for either.
+"""Folders of Hugging Face transformers: ``model.safetensors`` and ``config.json``, written from a
+checkpoint and read under any plan. Transformers itself is not needed for either.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.contents import Contents
+from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.merge_files import checked_index, write_model_files
@@ -42,18 +42,26 @@ def export_pretrained(
     rename: Rename | None = None,
     max_file_bytes: int | None = 50 * 10**9,
 ) -> Path:
-    """Write the current checkpoint of ``directory`` as a new folder ``out`` that ``from_pretrained`` reads. Returns ``out``.
+    """Write the current checkpoint of ``directory`` as a new folder ``out`` that
+    ``from_pretrained`` reads. Returns ``out``.
 
-    ``config``: the model's configuration: a transformers one, a dict, or the path of a ``config.json`` or of the folder it is
-    in. ``rename``: what transformers calls a tensor, given its name in the module (for a model that was wrapped:
-    ``lambda name: name.removeprefix("model.")``). A tied tensor is written once, under its first name, as transformers does.
-    One tensor is in memory at a time. ``max_file_bytes``: another file is begun where one would grow larger (``None``: never).
+    ``config``: the model's configuration: a transformers one, a dict, or the path of a
+    ``config.json`` or of the folder it is in. ``rename``: what transformers calls a tensor, given
+    its name in the module (for a model that was wrapped: ``lambda name:
+    name.removeprefix("model.")``). A tied tensor is written once, under its first name, as
+    transformers does. One tensor is in memory at a time. ``max_file_bytes``: another file is begun
+    where one would grow larger (``None``: never).
 
-    Raises :class:`CheckpointError` if there is no checkpoint, if files are missing or altered, or if ``out`` exists.
+    Raises :class:`CheckpointError` if there is no checkpoint, if files are missing or altered, or
+    if ``out`` exists.
     """
     folder, out = find_folder(Path(directory)), Path(out)
     if out.exists():
-        raise CheckpointError(f"{out} exists", why="the export would replace it", hint="name a new folder, or delete it first")
+        raise CheckpointError(
+            f"{out} exists",
+            why="the export would replace it",
+            hint="name a new folder, or delete it first",
+        )
     index = checked_index(folder)
     names = {name: rename(name) if rename else name for name in index.tensors}
     if len(set(names.values())) < len(names):
@@ -72,13 +80,17 @@ def export_pretrained(
 
 
 @checked
-def load_pretrained(directory: Path | str, module: nn.Module, *, rename: Rename | None = None) -> None:
-    """Load the weights of a transformers folder into a module under any plan. Every rank reads its own elements. Collective.
+def load_pretrained(
+    directory: Path | str, module: nn.Module, *, rename: Rename | None = None
+) -> None:
+    """Load the weights of a transformers folder into a module under any plan. Every rank reads its
+    own elements. Collective.
 
-    ``rename``: what the folder calls a tensor, given its name in the module. Tied tensors may be there under any of their
-    names.
+    ``rename``: what the folder calls a tensor, given its name in the module. Tied tensors may be
+    there under any of their names.
 
-    Raises :class:`CheckpointError` on all ranks naming what is missing or has another shape, and what the folder has more.
+    Raises :class:`CheckpointError` on all ranks naming what is missing or has another shape, and
+    what the folder has more.
     """
     world, directory = current_world(), Path(directory)
     holdings = Holdings.of(module)
@@ -95,13 +107,25 @@ def load_pretrained(directory: Path | str, module: nn.Module, *, rename: Rename 
                     problems.append(f"{names[0]!r} is missing")
                 elif shapes[where[name]].get(name) != holding.shape:
                     problems.append(
-                        f"{name!r} is {list(shapes[where[name]].get(name, ()))} there and {list(holding.shape)} here"
+                        f"{name!r} is {list(shapes[where[name]].get(name, ()))} there and "
+                        f"{list(holding.shape)} here"
                     )
                 else:
                     found.append((holding, where[name], name))
             _refuse(directory, holdings, problems)
-        unknown = [set(names) for names in world.all_gather_object([name for name in where if name not in known])]
-        _refuse(directory, holdings, [f"{name!r} is not in the module" for name in where if name in set.intersection(*unknown)])
+        unknown = [
+            set(names)
+            for names in world.all_gather_object([name for name in where if name not in known])
+        ]
+        _refuse(
+            directory,
+            holdings,
+            [
+                f"{name!r} is not in the module"
+                for name in where
+                if name in set.intersection(*unknown)
+            ],
+        )
         with together(world):
             for holding, file, name in found:
                 _copy(holding, files, file, name)
@@ -116,7 +140,8 @@ def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:
         raise CheckpointError(
             f"{directory} does not fit {holdings.class_name}",
             why=listed(problems),
-            hint="if names differ throughout, pass rename=: what the folder calls a tensor of the module",
+            hint="if names differ throughout, pass rename=: what the folder calls a tensor of the "
+            "module",
         )
 
 
@@ -131,10 +156,13 @@ def _files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
         raise CheckpointError(
             f"{directory} holds no weights",
             why=f"it has neither {MODEL_FILE} nor {WEIGHT_MAP_FILE}",
-            hint="files of torch.save are not read: convert them with save_pretrained(..., safe_serialization=True)",
+            hint="files of torch.save are not read: convert them with save_pretrained(..., "
+            "safe_serialization=True)",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / WEIGHT_MAP_FILE} is damaged", why=str(error)) from error
+        raise CheckpointError(
+            f"{directory / WEIGHT_MAP_FILE} is damaged", why=str(error)
+        ) from error
 
 
 def _config(config: Any) -> Mapping[str, Any]:
@@ -150,9 +178,12 @@ def _config(config: Any) -> Mapping[str, Any]:
         config = parse_json(config.to_json_string())
     if not isinstance(config, Mapping):
         raise CheckpointError(
-            f"a {type(config).__name__} is no configuration", hint="pass model.config, a dict, or the path of a config.json"
+            f"a {type(config).__name__} is no configuration",
+            hint="pass model.config, a dict, or the path of a config.json",
         )
-    return {key: value for key, value in config.items() if value is not None or key != "architectures"}
+    return {
+        key: value for key, value in config.items() if value is not None or key != "architectures"
+    }
 
 
 def _json(content: Any) -> bytes:

@@ -1,8 +1,9 @@
 """Saving a checkpoint: every rank writes the pieces it owns, then rank 0 makes the folder current.
 
-While a checkpoint is written no rank needs another: each writes ``rank-<r>.safetensors`` and, flushed behind it, what it
-adds to the index. When all of these are there rank 0 writes the index, then replaces ``LATEST``. So a save can run in a
-background thread without communicating, and a rank that is killed at any moment leaves the previous checkpoint current.
+While a checkpoint is written no rank needs another: each writes ``rank-<r>.safetensors`` and,
+flushed behind it, what it adds to the index. When all of these are there rank 0 writes the index,
+then replaces ``LATEST``. So a save can run in a background thread without communicating, and a rank
+that is killed at any moment leaves the previous checkpoint current.
 """
 
 from __future__ import annotations
@@ -26,8 +27,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import Stateful, checked
-from shardwright.runtime.checkpoint.agreement import together
+from shardwright.runtime.checkpoint.checkpoint_index import (
+    INDEX_FILE,
+    Index,
+    OptimizerRecord,
+    PieceRecord,
+    TensorRecord,
+    state_key,
+    unused,
+)
 from shardwright.runtime.checkpoint.contents import check_complete
+from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import (
     is_current,
     make_current,
@@ -39,21 +49,12 @@ from shardwright.runtime.checkpoint.folders import (
     sync_folder,
 )
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
-from shardwright.runtime.checkpoint.index import (
-    INDEX_FILE,
-    Index,
-    OptimizerRecord,
-    PieceRecord,
-    TensorRecord,
-    state_key,
-    unused,
-)
+from shardwright.runtime.checkpoint.json_values import encode
 from shardwright.runtime.checkpoint.optimizer_state import named_state
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.owner import claim
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
-from shardwright.runtime.checkpoint.values import encode
 from shardwright.runtime.errors import CheckpointError, ConfigError
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.regions import Region
@@ -75,7 +76,8 @@ logger = logging.getLogger(__name__)
 class CheckpointSave:
     """A checkpoint that is written, or was. ``folder``: where.
 
-    Until :meth:`wait` returns, or the next save or load begins, an asynchronous one may still be under way.
+    Until :meth:`wait` returns, or the next save or load begins, an asynchronous one may still be
+    under way.
     """
 
     def __init__(self, world: World, folder: Path, snapshot: _Snapshot, keep: int | None) -> None:
@@ -126,7 +128,9 @@ class CheckpointSave:
             raise
 
     def _remove(self) -> None:
-        """Delete what a failed save has written, on rank 0, when no rank writes any more: its room may be missed."""
+        """Delete what a failed save has written, on rank 0, when no rank writes any more: its room
+        may be missed.
+        """
         if self._world.rank == 0 and not is_current(self.folder):
             with contextlib.suppress(OSError):
                 remove_folder(self.folder)
@@ -137,8 +141,11 @@ class CheckpointSave:
         _unfinished.add(self)
         # Both threads begin here: an interpreter that is about to end starts none.
         self._beat = _Beat(self)
-        # No daemon: a process does not end before its files are written. What is waited for has a limit.
-        self._thread = threading.Thread(target=self._run_in_background, name=f"save {self.folder.name}")
+        # No daemon: a process does not end before its files are written. What is waited for has a
+        # limit.
+        self._thread = threading.Thread(
+            target=self._run_in_background, name=f"save {self.folder.name}"
+        )
         self._thread.start()
 
     def _run_in_background(self) -> None:
@@ -151,7 +158,9 @@ class CheckpointSave:
             self._error = error
             self._tell_failure(error)
             # Nobody may ever wait for it.
-            logger.error("rank %d: the checkpoint %s was not saved: %s", self._world.rank, self.folder, error)
+            logger.error(
+                "rank %d: the checkpoint %s was not saved: %s", self._world.rank, self.folder, error
+            )
         finally:
             self._beat.stop()
 
@@ -159,7 +168,8 @@ class CheckpointSave:
         """Tell of a failure that nobody has asked for. All threads have ended; no communication."""
         if self._error is not None:
             print(
-                f"shardwright: rank {self._world.rank} could not save the last checkpoint, {self.folder}; it was not asked "
+                f"shardwright: rank {self._world.rank} could not save the last checkpoint, "
+                f"{self.folder}; it was not asked "
                 f"for the result, so it says so here\n{self._error}",
                 file=sys.stderr,
             )
@@ -167,14 +177,20 @@ class CheckpointSave:
 
     def waits_for(self) -> str:
         """What is not written yet, in words."""
-        lacking = [rank for rank in range(self._world.size) if not (self.folder / _part_file(rank)).exists()]
+        lacking = [
+            rank
+            for rank in range(self._world.size)
+            if not (self.folder / _part_file(rank)).exists()
+        ]
         if self._world.rank in lacking or not lacking:
             return f"written its part of the checkpoint {self.folder}"
         return f"the parts of ranks {lacking} of the checkpoint {self.folder}, or gives them up"
 
     @property
     def alive_file(self) -> Path | None:
-        """What this rank touches while it saves in the background; nothing on rank 0, which looks at those of others."""
+        """What this rank touches while it saves in the background; nothing on rank 0, which looks
+        at those of others.
+        """
         return self.folder / _alive_file(self._world.rank) if self._world.rank else None
 
     def _write_own(self) -> None:
@@ -195,16 +211,22 @@ class CheckpointSave:
             return  # rank 0 runs out of patience instead; this rank's own error surfaces either way
 
     def _await_others(self) -> None:
-        """Return when the parts of all ranks are there. A rank that works gives signs of life, so that a large part may take
-        its time and a dead rank is noticed.
+        """Return when the parts of all ranks are there. A rank that works gives signs of life, so
+        that a large part may take its time and a dead rank is noticed.
         """
         waiting = set(range(self._world.size))
-        heard = dict.fromkeys(waiting, (0, time.monotonic()))  # the last sign of each rank, and when it was seen
+        heard = dict.fromkeys(
+            waiting, (0, time.monotonic())
+        )  # the last sign of each rank, and when it was seen
         while True:
-            failed = next((rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None)
+            failed = next(
+                (rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None
+            )
             if failed is not None:
                 text = (self.folder / _failure_file(failed)).read_text()
-                raise CheckpointError(f"rank {failed} could not save its part of {self.folder}", why=text)
+                raise CheckpointError(
+                    f"rank {failed} could not save its part of {self.folder}", why=text
+                )
             waiting -= {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
             if not waiting:
                 return
@@ -217,8 +239,10 @@ class CheckpointSave:
             if silent:
                 raise CheckpointError(
                     f"{self.folder} is incomplete",
-                    why=f"for {PATIENCE_S:.0f} s there was no sign of life of ranks {silent}, whose parts are missing",
-                    hint="see whether their processes have ended; the directory must be on a file system that all ranks share",
+                    why=f"for {PATIENCE_S:.0f} s there was no sign of life of ranks {silent}, "
+                    "whose parts are missing",
+                    hint="see whether their processes have ended; the directory must be on a file "
+                    "system that all ranks share",
                 )
             time.sleep(_POLL_S)
 
@@ -226,7 +250,9 @@ class CheckpointSave:
         """Join the ranks' parts into the index, and make the folder current."""
         parts = [Index.read(self.folder / _part_file(rank)) for rank in range(self._world.size)]
         index = reduce(Index.merged, parts)
-        tensors = {name: index.tensors[name] for name in reordered(tuple(index.tensors), self._order)}
+        tensors = {
+            name: index.tensors[name] for name in reordered(tuple(index.tensors), self._order)
+        }
         index, optimizer = replace(index, tensors=tensors), index.optimizer
         if optimizer is not None and parts[0].optimizer is not None:
             groups = ordered_groups(optimizer.groups, parts[0].optimizer.groups, self._order)
@@ -253,22 +279,27 @@ def save_checkpoint(
     keep: int | None = 2,
     async_save: bool = False,
 ) -> CheckpointSave:
-    """Save the training state into a fresh folder of ``directory``, which then becomes the current one. Collective.
+    """Save the training state into a fresh folder of ``directory``, which then becomes the current
+    one. Collective.
 
-    Every distinct piece of a tensor is written once, by the first rank that holds it: parameters, persistent buffers (of the
-    first unit), the optimizer's state. Beside them seed and step of random numbers, the state of ``scheduler``
-    (its ``state_dict()``), ``step``, and rank 0's ``extra``: plain values and tensors. ``directory`` is shared by all ranks.
+    Every distinct piece of a tensor is written once, by the first rank that holds it: parameters,
+    persistent buffers (of the first unit), the optimizer's state. Beside them seed and step of
+    random numbers, the state of ``scheduler`` (its ``state_dict()``), ``step``, and rank 0's
+    ``extra``: plain values and tensors. ``directory`` is shared by all ranks.
 
-    ``keep``: how many complete checkpoints stay, this one included (``None``: all); folders that hold anything else beside
-    are never deleted. With ``async_save`` the state is copied
-    to host memory and written in the background; the next save or load, or ``wait()`` of the result, waits for it and raises
-    its errors.
+    ``keep``: how many complete checkpoints stay, this one included (``None``: all); folders that
+    hold anything else beside are never deleted. With ``async_save`` the state is copied to host
+    memory and written in the background; the next save or load, or ``wait()`` of the result, waits
+    for it and raises its errors.
 
-    Raises :class:`CheckpointError` for what cannot be saved, by name, :class:`FileError` where it cannot be written, and
-    :class:`ConfigError` for a ``step`` that is no count.
+    Raises :class:`CheckpointError` for what cannot be saved, by name, :class:`FileError` where it
+    cannot be written, and :class:`ConfigError` for a ``step`` that is no count.
     """
     if keep is not None and keep < 1:
-        raise ConfigError(f"keep={keep} would delete the checkpoint itself", hint="keep at least 1, or None for all")
+        raise ConfigError(
+            f"keep={keep} would delete the checkpoint itself",
+            hint="keep at least 1, or None for all",
+        )
     step = _checked_step(step)
     world, directory = current_world(), Path(directory)
     finish_pending(world)
@@ -305,7 +336,9 @@ def _checked_step(step: Any) -> int | None:
         checked = -1
     if checked is not None and checked < 0:
         raise ConfigError(
-            f"step={step!r} is no count of steps", why="it is a part of the folder's name", hint="pass an integer from 0 on"
+            f"step={step!r} is no count of steps",
+            why="it is a part of the folder's name",
+            hint="pass an integer from 0 on",
         )
     return checked
 
@@ -328,14 +361,16 @@ def _say_all_at_exit() -> None:
 
 
 class _Beat:
-    """Touches a file again and again while a save is under way, so that other ranks see that this process lives; and says on
-    stderr what the process waits for when it could end otherwise.
+    """Touches a file again and again while a save is under way, so that other ranks see that this
+    process lives; and says on stderr what the process waits for when it could end otherwise.
     """
 
     def __init__(self, save: CheckpointSave) -> None:
         self._save = save
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"signs of life {save.folder.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"signs of life {save.folder.name}", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -347,11 +382,17 @@ class _Beat:
         has_said = False
         while not self._done.wait(_BEAT_S):
             if self._save.alive_file is not None:
-                with contextlib.suppress(OSError):  # the save itself will say what is wrong with the disk
+                with contextlib.suppress(
+                    OSError
+                ):  # the save itself will say what is wrong with the disk
                     self._save.alive_file.write_text(str(time.monotonic_ns()))
             if not has_said and not threading.main_thread().is_alive():
                 has_said = True
-                print(f"shardwright: this process ends when it has {self._save.waits_for()}", file=sys.stderr, flush=True)
+                print(
+                    f"shardwright: this process ends when it has {self._save.waits_for()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _last_sign(path: Path) -> int:
@@ -382,13 +423,21 @@ class _Snapshot:
 
 
 def _take_snapshot(
-    world: World, module: nn.Module, optimizer: Optimizer | None, scheduler: Any, extra: Any, step: int | None
+    world: World,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    extra: Any,
+    step: int | None,
 ) -> _Snapshot:
     holdings = Holdings.of(module)
     sources: dict[str, TensorSource] = {}
     piece_of = partial(_add_piece, sources, _tensor_file(world.rank))
     tensors = {h.name: _module_record(h, piece_of) for h in holdings.tensors}
-    extra_states = {key: encode(value, f"the extra state {key!r}") for key, value in holdings.extra_states.items()}
+    extra_states = {
+        key: encode(value, f"the extra state {key!r}")
+        for key, value in holdings.extra_states.items()
+    }
     index = Index(
         module_class=holdings.class_name,
         tensors=tensors,
@@ -396,7 +445,9 @@ def _take_snapshot(
         random=holdings.random_states(),
         extra_states=extra_states,
         optimizer=None if optimizer is None else _optimizer_record(optimizer, holdings, piece_of),
-        scheduler=None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
+        scheduler=None
+        if scheduler is None
+        else encode(scheduler.state_dict(), "the scheduler's state"),
         extra=encode(extra, "extra") if world.rank == 0 else None,
         step=step,
         num_ranks=world.size,
@@ -408,7 +459,9 @@ AddPiece = Callable[[str, Tensor, Region], tuple[PieceRecord, ...]]
 """Puts a tensor into this rank's file under a key; no piece if it is empty."""
 
 
-def _add_piece(sources: dict[str, TensorSource], file: str, key: str, value: Tensor, region: Region) -> tuple[PieceRecord, ...]:
+def _add_piece(
+    sources: dict[str, TensorSource], file: str, key: str, value: Tensor, region: Region
+) -> tuple[PieceRecord, ...]:
     check_dtype(key, value.dtype)
     if not value.numel():
         return ()
@@ -422,10 +475,18 @@ def _module_record(holding: Holding, piece_of: AddPiece) -> TensorRecord:
     return TensorRecord(holding.shape, holding.tensor.dtype, pieces, holding.names[1:])
 
 
-def _optimizer_record(optimizer: Optimizer, holdings: Holdings, piece_of: AddPiece) -> OptimizerRecord:
+def _optimizer_record(
+    optimizer: Optimizer, holdings: Holdings, piece_of: AddPiece
+) -> OptimizerRecord:
     named = named_state(optimizer, holdings)
     groups = tuple(
-        (names, {key: encode(value, f"the option {key!r} of the optimizer") for key, value in options.items()})
+        (
+            names,
+            {
+                key: encode(value, f"the option {key!r} of the optimizer")
+                for key, value in options.items()
+            },
+        )
         for names, options in named.groups
     )
     tensors: dict[str, dict[str, TensorRecord]] = {}
@@ -433,7 +494,9 @@ def _optimizer_record(optimizer: Optimizer, holdings: Holdings, piece_of: AddPie
     for name, place in state_places(optimizer, holdings).items():
         for key, value in named.state.get(name, {}).items() if place.is_owned else ():
             if place.is_like_parameter(key, value) is None:
-                values.setdefault(name, {})[key] = encode(value, f"the optimizer state {state_key(name, key)!r}")
+                values.setdefault(name, {})[key] = encode(
+                    value, f"the optimizer state {state_key(name, key)!r}"
+                )
             else:
                 tensors.setdefault(name, {})[key] = _state_record(place, key, value, piece_of)
     return OptimizerRecord(type(optimizer).__name__, groups, tensors, values)
@@ -443,10 +506,14 @@ def _state_record(place: StatePlace, key: str, value: Tensor, piece_of: AddPiece
     full_key = state_key(place.name, key)
     if not place.is_like_parameter(key, value):
         shape = tuple(value.shape)
-        return TensorRecord(shape, value.dtype, piece_of(full_key, value, Region.whole(shape)), like_parameter=False)
+        return TensorRecord(
+            shape, value.dtype, piece_of(full_key, value, Region.whole(shape)), like_parameter=False
+        )
     pieces: tuple[PieceRecord, ...] = ()
     for number, (view, region) in enumerate(place.views(value)):
-        pieces += piece_of(full_key if len(place.regions) == 1 else f"{full_key}/{number}", view, region)
+        pieces += piece_of(
+            full_key if len(place.regions) == 1 else f"{full_key}/{number}", view, region
+        )
     return TensorRecord(place.shape, value.dtype, pieces)
 
 
@@ -457,7 +524,9 @@ def _source(value: Tensor) -> TensorSource:
 def _host_copy(value: Tensor) -> Tensor:
     if not value.is_cuda:
         return value.clone(memory_format=torch.contiguous_format).to("cpu")
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
+        value, non_blocking=True
+    )
 
 
 def _tensor_file(rank: int) -> str:

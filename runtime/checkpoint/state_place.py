@@ -1,4 +1,6 @@
-"""Where the optimizer's state of a parameter lies on a rank: with its piece of it, or under ZeRO with a part of that."""
+"""Where the optimizer's state of a parameter lies on a rank: with its piece of it, or under ZeRO
+with a part of that.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region
 from shardwright.runtime.zero.shards import ParameterShard
-from shardwright.runtime.zero.wholes import WholeParameter
+from shardwright.runtime.zero.whole_tensors import WholeParameter
 
 PARAM_SHARDS = "param_shards"
-"""Where groups of a parallel optimizer keep, by parameter, which elements of the flattened local piece are the rank's, or that
-it has the state of the whole tensor.
+"""Where groups of a parallel optimizer keep, by parameter, which elements of the flattened local
+piece are the rank's, or that it has the state of the whole tensor.
 """
 
 Bounds = tuple[int, int] | str
@@ -29,9 +31,10 @@ Bounds = tuple[int, int] | str
 class StatePlace:
     """What of the state of the parameter ``name`` a rank has.
 
-    ``shape``: of the whole parameter. ``regions``: the elements whose state the rank has, one region after the other as in its
-    flattened tensors; none where other ranks have all of it. ``local_shapes``: the shapes that tensors with one number for each
-    of these elements may have here. ``is_owned``: this rank is the one to save it. ``has_master``: it has the optimizer's own
+    ``shape``: of the whole parameter. ``regions``: the elements whose state the rank has, one
+    region after the other as in its flattened tensors; none where other ranks have all of it.
+    ``local_shapes``: the shapes that tensors with one number for each of these elements may have
+    here. ``is_owned``: this rank is the one to save it. ``has_master``: it has the optimizer's own
     copy of these elements in a higher precision.
     """
 
@@ -45,21 +48,53 @@ class StatePlace:
 
     @classmethod
     def of(cls, holding: Holding, shard: ParameterShard | WholeParameter | None) -> StatePlace:
-        """Of a parameter that the rank holds. ``shard``: what it updates of it, if that is something else."""
+        """Of a parameter that the rank holds. ``shard``: what it updates of it, if that is
+        something else.
+        """
         device = holding.tensor.device
         if isinstance(shard, WholeParameter):
             whole = (Region.whole(shard.shape),) if shard.is_owner else ()
             shape = tuple(shard.tensor.shape)
-            return cls(holding.name, holding.shape, whole, (shape,), shard.is_counted, shard.has_master, device)
+            return cls(
+                holding.name,
+                holding.shape,
+                whole,
+                (shape,),
+                shard.is_counted,
+                shard.has_master,
+                device,
+            )
         if shard is None:
-            return cls(holding.name, holding.shape, (holding.region,), (holding.region.shape,), holding.is_owned, False, device)
+            return cls(
+                holding.name,
+                holding.shape,
+                (holding.region,),
+                (holding.region.shape,),
+                holding.is_owned,
+                False,
+                device,
+            )
         regions = holding.region.parts(shard.start, shard.stop)
-        is_owned, has_master = bool(regions) and shard.is_counted, bool(regions) and not shard.is_view
-        return cls(holding.name, holding.shape, regions, (tuple(shard.tensor.shape),), is_owned, has_master, device)
+        is_owned, has_master = (
+            bool(regions) and shard.is_counted,
+            bool(regions) and not shard.is_view,
+        )
+        return cls(
+            holding.name,
+            holding.shape,
+            regions,
+            (tuple(shard.tensor.shape),),
+            is_owned,
+            has_master,
+            device,
+        )
 
     @classmethod
-    def saved(cls, name: str, shape: tuple[int, ...], region: Region, bounds: Bounds | None) -> StatePlace:
-        """As state dicts tell it: ``region`` of the parameter, ``bounds`` of its elements, or all if there are none.
+    def saved(
+        cls, name: str, shape: tuple[int, ...], region: Region, bounds: Bounds | None
+    ) -> StatePlace:
+        """As state dicts tell it: ``region`` of the parameter, ``bounds`` of its elements, or all
+        if there are none.
 
         Nothing tells there whether an optimizer that has all elements was given them flat.
         """
@@ -85,18 +120,25 @@ class StatePlace:
         if len(self.regions) == 1:
             yield value.reshape(self.regions[0].shape), self.regions[0]
             return
-        parts = torch.split_with_sizes(value.reshape(-1), [region.num_elements for region in self.regions])
-        yield from ((part.view(region.shape), region) for part, region in zip(parts, self.regions, strict=True))
+        parts = torch.split_with_sizes(
+            value.reshape(-1), [region.num_elements for region in self.regions]
+        )
+        yield from (
+            (part.view(region.shape), region)
+            for part, region in zip(parts, self.regions, strict=True)
+        )
 
     def new(self, dtype: torch.dtype) -> Tensor:
         """A tensor like the parameter, to be filled."""
         return torch.empty(self.local_shapes[0], dtype=dtype, device=self.device)
 
     def is_like_parameter(self, key: str, value: Any) -> bool | None:
-        """How a value of the state lies: ``True`` if it is a tensor with an element for each of the parameter's, ``False`` if
-        it is a tensor that is whole on every rank, ``None`` for what is no tensor or a single number.
+        """How a value of the state lies: ``True`` if it is a tensor with an element for each of the
+        parameter's, ``False`` if it is a tensor that is whole on every rank, ``None`` for what is
+        no tensor or a single number.
 
-        Raises :class:`CheckpointError` for a tensor of another shape beside a piece: how it would be cut is unknown.
+        Raises :class:`CheckpointError` for a tensor of another shape beside a piece: how it would
+        be cut is unknown.
         """
         if not isinstance(value, Tensor):
             return None
@@ -109,19 +151,28 @@ class StatePlace:
                 f"the optimizer state {key!r} of {self.name!r} cannot be saved",
                 why=f"it has shape {list(value.shape)}, and this rank holds a piece "
                 f"{list(self.local_shapes[0])} of the parameter",
-                hint="state of a parameter that is split over ranks must have the shape of the piece, or be a single number",
+                hint="state of a parameter that is split over ranks must have the shape of the "
+                "piece, or be a single number",
             )
         return False
 
 
 def shards_of(optimizer: Optimizer) -> tuple[ParameterShard | WholeParameter, ...]:
-    """What a parallel optimizer updates of parameters in the place of what the module holds; nothing for others."""
+    """What a parallel optimizer updates of parameters in the place of what the module holds;
+    nothing for others.
+    """
     wholes: tuple[WholeParameter, ...] = getattr(optimizer, "wholes", ())
     exchanged = {whole.name for whole in wholes}
-    return (*wholes, *(shard for shard in getattr(optimizer, "shards", ()) if shard.name not in exchanged))
+    return (
+        *wholes,
+        *(shard for shard in getattr(optimizer, "shards", ()) if shard.name not in exchanged),
+    )
 
 
 def state_places(optimizer: Optimizer, holdings: Holdings) -> dict[str, StatePlace]:
     """By name, where the state of everything this rank holds lies."""
     shards = {id(shard.parameter): shard for shard in shards_of(optimizer)}
-    return {holding.name: StatePlace.of(holding, shards.get(id(holding.tensor))) for holding in holdings.tensors}
+    return {
+        holding.name: StatePlace.of(holding, shards.get(id(holding.tensor)))
+        for holding in holdings.tensors
+    }

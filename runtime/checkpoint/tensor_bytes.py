@@ -9,12 +9,17 @@ from torch import Tensor
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The elements of ``x`` in row-major order. A copy is made only of what is not contiguous or not on the CPU.
+    """The elements of ``x`` in row-major order. A copy is made only of what is not contiguous or
+    not on the CPU.
 
     The view keeps the memory alive.
     """
     values = x.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     flat = values.view(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
-    buffer = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else (ctypes.c_ubyte * 0)()
+    buffer = (
+        (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+        if flat.numel()
+        else (ctypes.c_ubyte * 0)()
+    )
     buffer.keeps_alive = flat  # type: ignore[attr-defined]
     return memoryview(buffer).cast("B")

@@ -1,6 +1,8 @@
-"""Safetensors files: written one tensor at a time with their digest taken on the way, read as views of the mapped file.
+"""Safetensors files: written one tensor at a time with their digest taken on the way, read as views
+of the mapped file.
 
-The ``safetensors`` package writes a file from tensors that are all in memory; merging a checkpoint must not need that.
+The ``safetensors`` package writes a file from tensors that are all in memory; merging a checkpoint
+must not need that.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor to be written: its shape and dtype, and where its values come from when it is its turn."""
+    """A tensor to be written: its shape and dtype, and where its values come from when it is its
+    turn.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,8 +73,8 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be: its length in bytes and its hex sha256. ``chunks``: also of its chunks, where it was written just
-    now; checkpoints are checked as whole files.
+    """What a file must be: its length in bytes and its hex sha256. ``chunks``: also of its chunks,
+    where it was written just now; checkpoints are checked as whole files.
     """
 
     num_bytes: int
@@ -85,7 +89,9 @@ class FileRecord:
         return cls(int(data["bytes"]), str(data["sha256"]))
 
     def problem(self, path: Path) -> str | None:
-        """In words, how the file at ``path`` is not this one; ``None`` if it is. Reads all of it."""
+        """In words, how the file at ``path`` is not this one; ``None`` if it is. Reads all of
+        it.
+        """
         try:
             size = path.stat().st_size
             if size != self.num_bytes:
@@ -116,14 +122,19 @@ def write_tensors(
     flushes: bool = True,
     chunked: bool = False,
 ) -> FileRecord:
-    """Write a safetensors file. One tensor at a time is in memory. ``flushes``: it is on the disk when this returns.
+    """Write a safetensors file. One tensor at a time is in memory. ``flushes``: it is on the disk
+    when this returns.
     ``chunked``: take the digests of its chunks too.
 
     Raises :class:`CheckpointError` for a dtype that safetensors does not have.
     """
     digest, num_bytes = hashlib.sha256(), 0
     header = _header(tensors, metadata or {})
-    chunks = ChunkHasher(sum(map(len, header)) + sum(source.num_bytes for source in tensors.values())) if chunked else None
+    chunks = (
+        ChunkHasher(sum(map(len, header)) + sum(source.num_bytes for source in tensors.values()))
+        if chunked
+        else None
+    )
     with path.open("wb") as file:
         for data in _contents(tensors, header):
             for start in range(0, len(data), CHUNK_BYTES):
@@ -137,7 +148,9 @@ def write_tensors(
         if flushes:
             file.flush()
             os.fsync(file.fileno())
-    return FileRecord(num_bytes, digest.hexdigest(), chunks.finish() if chunks is not None else None)
+    return FileRecord(
+        num_bytes, digest.hexdigest(), chunks.finish() if chunks is not None else None
+    )
 
 
 def digest_tensors(tensors: Mapping[str, TensorSource]) -> str:
@@ -148,7 +161,9 @@ def digest_tensors(tensors: Mapping[str, TensorSource]) -> str:
     return digest.hexdigest()
 
 
-def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> tuple[bytes, bytes]:
+def _header(
+    tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]
+) -> tuple[bytes, bytes]:
     """The length of the header, and the header."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -156,14 +171,20 @@ def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) ->
         source = tensors[name]
         check_dtype(name, source.dtype)
         offsets = [offset, offset + source.num_bytes]
-        header[name] = {"dtype": CODES[source.dtype], "shape": list(source.shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": CODES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": offsets,
+        }
         offset += source.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little"), text
 
 
-def _contents(tensors: Mapping[str, TensorSource], header: tuple[bytes, bytes]) -> Iterator[memoryview]:
+def _contents(
+    tensors: Mapping[str, TensorSource], header: tuple[bytes, bytes]
+) -> Iterator[memoryview]:
     """The header, then the data of each tensor."""
     yield from (memoryview(part) for part in header)
     for name in _in_file_order(tensors):
@@ -189,7 +210,9 @@ def byte_ranges(path: Path) -> dict[str, tuple[int, int]]:
     start = header_bytes(path)
     with path.open("rb") as file:
         header = json.loads(file.read(start)[8:])
-    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    places = {
+        name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
+    }
     return {name: (start + first, start + last) for name, (first, last) in places.items()}
 
 
@@ -204,7 +227,9 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 class MappedFiles:
-    """The safetensors files of a folder, mapped when they are first used and while the ``with`` block lasts."""
+    """The safetensors files of a folder, mapped when they are first used and while the ``with``
+    block lasts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -214,11 +239,17 @@ class MappedFiles:
     def __enter__(self) -> MappedFiles:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     def view(self, file: str, key: str) -> Tensor:
-        """A tensor of a file as a view of the mapping: what is not used is not read. Copy what is to be kept.
+        """A tensor of a file as a view of the mapping: what is not used is not read. Copy what is
+        to be kept.
 
         Raises :class:`CheckpointError` if the file is no safetensors file or lacks the tensor.
         """
@@ -232,7 +263,9 @@ class MappedFiles:
         """
         handle = self._checked(file, key).get_slice(key)
         code = str(handle.get_dtype())
-        return tuple(handle.get_shape()), next((dtype for dtype, name in CODES.items() if name == code), None)
+        return tuple(handle.get_shape()), next(
+            (dtype for dtype, name in CODES.items() if name == code), None
+        )
 
     def shapes(self, file: str) -> dict[str, tuple[int, ...]]:
         """The tensors of a file and their shapes."""
@@ -242,7 +275,9 @@ class MappedFiles:
     def _checked(self, file: str, key: str) -> Any:
         handle = self._handle(file)
         if key not in handle.keys():  # noqa: SIM118  (a handle is no mapping)
-            raise CheckpointError(f"{self.folder / file} does not hold {key!r}", why="its index says that it does")
+            raise CheckpointError(
+                f"{self.folder / file} does not hold {key!r}", why="its index says that it does"
+            )
         return handle
 
     def _handle(self, file: str) -> Any:
@@ -252,6 +287,8 @@ class MappedFiles:
                 self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:
                 raise CheckpointError(
-                    f"{path} cannot be read", why=str(error), hint="the file is truncated or missing"
+                    f"{path} cannot be read",
+                    why=str(error),
+                    hint="the file is truncated or missing",
                 ) from error
         return self._handles[file]

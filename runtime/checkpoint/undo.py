@@ -15,10 +15,14 @@ from shardwright.runtime.errors import CheckpointError, ShardwrightError
 
 
 @contextmanager
-def undone_on_error(holdings: Holdings, optimizer: Optimizer | None, scheduler: Any) -> Iterator[None]:
-    """If the block raises, random numbers, extra states, the optimizer and the scheduler are what they were before.
+def undone_on_error(
+    holdings: Holdings, optimizer: Optimizer | None, scheduler: Any
+) -> Iterator[None]:
+    """If the block raises, random numbers, extra states, the optimizer and the scheduler are what
+    they were before.
 
-    Tensors that the block writes into keep what it wrote: those of the module and masters are no business of it.
+    Tensors that the block writes into keep what it wrote: those of the module and masters are no
+    business of it.
     """
     random, extra_states = holdings.random_states(), copy.deepcopy(dict(holdings.extra_states))
     with ExitStack() as stack:
@@ -49,11 +53,15 @@ def taking(title: str) -> Iterator[None]:
 
 
 def _attributes_of(owner: Any) -> Callable[[], None]:
-    """Gives an object back its attributes; the groups and the state of an optimizer as they are now, without their tensors."""
+    """Gives an object back its attributes; the groups and the state of an optimizer as they are
+    now, without their tensors.
+    """
     before = dict(vars(owner))
     if isinstance(owner, Optimizer):
         state, groups = owner.state, owner.param_groups
-        entries = {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
+        entries = {
+            key: dict(value) if isinstance(value, dict) else value for key, value in state.items()
+        }
         options = [dict(group) for group in groups]
 
     def restore() -> None:
@@ -70,7 +78,9 @@ def _attributes_of(owner: Any) -> Callable[[], None]:
 
 
 def _reloading(scheduler: Any) -> Callable[[], None]:
-    """Schedulers hold objects of the user, such as the functions of LambdaLR, which they load into."""
+    """Schedulers hold objects of the user, such as the functions of LambdaLR, which they load
+    into.
+    """
     before = copy.deepcopy(scheduler.state_dict())
     return lambda: scheduler.load_state_dict(before)
 

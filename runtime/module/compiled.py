@@ -1,4 +1,6 @@
-"""What reducers, optimizers and checkpoints need to know of a compiled module, without knowing how it runs."""
+"""What reducers, optimizers and checkpoints need to know of a compiled module, without knowing how
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from shardwright.runtime.training.reducer import Reducer
 class CompiledModule(Scope):
     """One rank's part of a compiled module, as far as its training and its state are concerned.
 
-    ``mesh``: of a unit. ``rank``: in it. ``compute_config``: what it was compiled with. ``use_order``: the parameters, those
-    of other stages too, in the order in which forward first uses them. The loader sets both. ``shared``: the parameters that
-    several pipeline stages hold, with their stages. ``ranks``: this rank's place in its unit. ``rng``: seed, step and
-    microbatch of its random numbers. ``reducer``: what sums its gradients, once there is one.
+    ``mesh``: of a unit. ``rank``: in it. ``compute_config``: what it was compiled with.
+    ``use_order``: the parameters, those of other stages too, in the order in which forward first
+    uses them. The loader sets both. ``shared``: the parameters that several pipeline stages hold,
+    with their stages. ``ranks``: this rank's place in its unit. ``rng``: seed, step and microbatch
+    of its random numbers. ``reducer``: what sums its gradients, once there is one.
     """
 
     mesh: ClassVar[Mesh]
@@ -40,14 +43,22 @@ class CompiledModule(Scope):
     _inputs_compared: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with tensors of its own on the same process groups, for averages of weights and the like.
+        """A copy with tensors of its own on the same process groups, for averages of weights and
+        the like.
 
-        As in every deep copy of a module parameters come without gradients. The optimizer stays with the original.
+        As in every deep copy of a module parameters come without gradients. The optimizer stays
+        with the original.
         """
         list(self.parameters())  # those that an optimizer still gathers arrive
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "reducer"})
+        made.__dict__.update(
+            {
+                name: deepcopy(value, memo)
+                for name, value in self.__dict__.items()
+                if name != "reducer"
+            }
+        )
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -59,7 +70,9 @@ class CompiledModule(Scope):
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the whole module; its program has one for training and one for evaluation."""
+        """Set the mode of the whole module; its program has one for training and one for
+        evaluation.
+        """
         for part in self.modules():
             part.__dict__["training"] = bool(mode)
         return self
@@ -69,7 +82,9 @@ class CompiledModule(Scope):
         self._inputs_compared = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters; under ZeRO those of the optimizer's shards with them."""
+        """Clear the gradients of all parameters; under ZeRO those of the optimizer's shards with
+        them.
+        """
         if self.reducer is not None and self.reducer.is_attached:
             own = {id(parameter) for parameter in self.parameters()}
             if all(id(parameter) in own for parameter in self.reducer.parameters):
@@ -79,7 +94,9 @@ class CompiledModule(Scope):
 
     @property
     def is_staged(self) -> bool:
-        """Whether ranks of a unit have different parameters, as they run different stages of a pipeline."""
+        """Whether ranks of a unit have different parameters, as they run different stages of a
+        pipeline.
+        """
         return False
 
     @property
@@ -88,7 +105,9 @@ class CompiledModule(Scope):
         raise NotImplementedError
 
     def all_declarations(self) -> tuple[Declaration, ...]:
-        """The tensors of the whole model, those of other pipeline stages too, in the original order."""
+        """The tensors of the whole model, those of other pipeline stages too, in the original
+        order.
+        """
         return self.declarations
 
     def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
@@ -100,15 +119,21 @@ class CompiledModule(Scope):
         raise NotImplementedError
 
     def is_copy(self, declaration: Declaration) -> bool:
-        """Whether this rank holds a tensor only to use it: other ranks have the same elements, train them, and send them."""
+        """Whether this rank holds a tensor only to use it: other ranks have the same elements,
+        train them, and send them.
+        """
         return False
 
     def copied_parameters(self) -> Iterator[nn.Parameter]:
-        """The trained parameters that :meth:`is_copy` tells of: their gradients go to the ranks that train them."""
+        """The trained parameters that :meth:`is_copy` tells of: their gradients go to the ranks
+        that train them.
+        """
         return iter(())
 
     def refresh_copies(self) -> None:
-        """Give the tensors that :meth:`is_copy` tells of the values that other ranks have. Collective."""
+        """Give the tensors that :meth:`is_copy` tells of the values that other ranks have.
+        Collective.
+        """
 
     def finish_step(self) -> None:
         """Do what follows a step of the optimizer. Collective."""
@@ -116,12 +141,15 @@ class CompiledModule(Scope):
         self.rng.next_step()
 
     def gradient_groups(self) -> dict[str, Communicator]:
-        """By name of the trained parameters, the ranks that hold summands of its gradient. All of them hold equal values.
+        """By name of the trained parameters, the ranks that hold summands of its gradient. All of
+        them hold equal values.
 
         Collective: it makes the groups.
         """
         raise NotImplementedError
 
     def is_counted(self, declaration: Declaration) -> bool:
-        """Whether this rank counts its piece of a tensor, where every distinct element is counted once."""
+        """Whether this rank counts its piece of a tensor, where every distinct element is counted
+        once.
+        """
         raise NotImplementedError

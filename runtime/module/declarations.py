@@ -14,11 +14,12 @@ Kind = Literal["parameter", "buffer", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """One tensor. ``name`` is its FQN in the user's model, or for a constant the name generated code gave it.
+    """One tensor. ``name`` is its FQN in the user's model, or for a constant the name generated
+    code gave it.
 
-    ``aliases``: the other FQNs of a tied parameter or shared buffer. ``persistent``: saved in the state dict (a constant
-    never is). ``requires_grad``: whether the parameter is trained; the plan relies on it. ``stage``: of a pipeline, the stage
-    whose mesh the layout refers to.
+    ``aliases``: the other FQNs of a tied parameter or shared buffer. ``persistent``: saved in the
+    state dict (a constant never is). ``requires_grad``: whether the parameter is trained; the plan
+    relies on it. ``stage``: of a pipeline, the stage whose mesh the layout refers to.
     """
 
     name: str
@@ -37,7 +38,9 @@ class Declaration:
 
     @property
     def is_initial_weight(self) -> bool:
-        """Whether a checkpoint restores it. What no checkpoint holds must be real from the start."""
+        """Whether a checkpoint restores it. What no checkpoint holds must be real from the
+        start.
+        """
         return self.kind == "parameter" or self.persistent
 
     def to_json(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """End-to-end modules: those whose first result is the loss, trained by ``train_step(samples)``.
 
-A sample is what one call of the module takes, and one microbatch. It is the module's first argument; where the module was
-compiled with several that hold tensors, a mapping of them by name, or a tuple of them in order. Gradients of the samples are
-added up.
+A sample is what one call of the module takes, and one microbatch. It is the module's first
+argument; where the module was compiled with several that hold tensors, a mapping of them by name,
+or a tuple of them in order. Gradients of the samples are added up.
 
 Here is what all such modules share, and the steps of those without pipeline stages.
 """
@@ -27,7 +27,9 @@ ScaleFunction = Callable[[Tensor], Tensor]
 
 
 def check_samples(owner: str, samples: Any, expected: int | None = None) -> None:
-    """Refuse anything but a sequence of samples. ``expected``: how many the schedule of a pipeline is made for."""
+    """Refuse anything but a sequence of samples. ``expected``: how many the schedule of a pipeline
+    is made for.
+    """
     if isinstance(samples, Tensor | Mapping | str) or not isinstance(samples, Sequence):
         raise InputError(
             f"{owner} takes a list of samples, one per microbatch",
@@ -38,23 +40,31 @@ def check_samples(owner: str, samples: Any, expected: int | None = None) -> None
         )
     if expected is not None and len(samples) != expected:
         raise InputError(
-            f"{owner} was given {len(samples)} sample{'' if len(samples) == 1 else 's'}, but its schedule is for {expected}",
-            why="the order of all forward and backward passes was fixed for this number of microbatches",
+            f"{owner} was given {len(samples)} sample{'' if len(samples) == 1 else 's'}, but "
+            f"its schedule is for {expected}",
+            why="the order of all forward and backward passes was fixed for this number of "
+            "microbatches",
             hint=f"pass {expected} samples (further ones may be dummies, see is_dummy_batch), "
             "or compile for another number of microbatches",
         )
     if not samples:
-        raise InputError(f"{owner} was given no samples", hint="pass at least one; it may be a dummy, see is_dummy_batch")
+        raise InputError(
+            f"{owner} was given no samples",
+            hint="pass at least one; it may be a dummy, see is_dummy_batch",
+        )
 
 
-def check_dummies(owner: str, is_dummy_batch: Sequence[bool] | None, num_samples: int) -> list[bool]:
+def check_dummies(
+    owner: str, is_dummy_batch: Sequence[bool] | None, num_samples: int
+) -> list[bool]:
     """Which samples are dummies: they are computed, but add no gradients."""
     if is_dummy_batch is None:
         return [False] * num_samples
     dummies = [bool(dummy) for dummy in is_dummy_batch]
     if len(dummies) != num_samples:
         raise InputError(
-            f"{owner} was given {num_samples} samples, but is_dummy_batch has {len(dummies)} entries",
+            f"{owner} was given {num_samples} samples, but is_dummy_batch has {len(dummies)} "
+            "entries",
             hint="is_dummy_batch tells of each sample whether it is a dummy",
         )
     return dummies
@@ -63,12 +73,15 @@ def check_dummies(owner: str, is_dummy_batch: Sequence[bool] | None, num_samples
 def arguments_of(sample: Any, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a sample stands for, by name.
 
-    ``names``: of the arguments that hold tensors. ``inputs``: all leaves of the compiled call by path, as a generated class
-    lists them; arguments that are no tensors have the value they were compiled with, unless the sample has them too.
+    ``names``: of the arguments that hold tensors. ``inputs``: all leaves of the compiled call by
+    path, as a generated class lists them; arguments that are no tensors have the value they were
+    compiled with, unless the sample has them too.
     """
     if not names:
         return {}
-    literals = {path: value for path, value in inputs.items() if "." not in path and path not in names}
+    literals = {
+        path: value for path, value in inputs.items() if "." not in path and path not in names
+    }
     if not inputs.keys() & flatten({names[0]: sample}).keys():
         if isinstance(sample, Mapping):
             return {**literals, **sample}
@@ -96,7 +109,8 @@ def scaled(owner: str, loss: Tensor, scale_fn: ScaleFunction | None) -> Tensor:
     """What is differentiated. Raises :class:`UsageError` where that is nothing."""
     if not loss.requires_grad:
         raise UsageError(
-            f"the loss of {owner} does not depend on any trained parameter", hint="let some of its parameters require gradients"
+            f"the loss of {owner} does not depend on any trained parameter",
+            hint="let some of its parameters require gradients",
         )
     if scale_fn is None:
         return loss
@@ -112,7 +126,9 @@ def scaled(owner: str, loss: Tensor, scale_fn: ScaleFunction | None) -> Tensor:
 
 
 def reducer_of(module: CompiledModule) -> Reducer:
-    """What sums the gradients of ``module``: the reducer of its optimizer, or one made now. Collective."""
+    """What sums the gradients of ``module``: the reducer of its optimizer, or one made now.
+    Collective.
+    """
     if module.reducer is None or not module.reducer.is_attached:
         TrainedModel(module, None).make_reducer()
     assert module.reducer is not None
@@ -121,7 +137,9 @@ def reducer_of(module: CompiledModule) -> Reducer:
 
 def detached(result: Any) -> Any:
     """A copy of a nested result whose tensors keep no graph alive."""
-    return map_leaves(result, lambda path, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    return map_leaves(
+        result, lambda path, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf
+    )
 
 
 def train_step(
@@ -144,8 +162,11 @@ def train_step(
             result = call(sample)
             loss = checked_loss(owner, next(iter(flatten(result).values()), None))
             if not dummy:
-                # An asynchronous reducer starts to sum in the last backward; one that frees gradients sums in each of them.
-                with nullcontext() if index == last or reducer.frees_gradients else reducer.no_sync():
+                # An asynchronous reducer starts to sum in the last backward; one that frees
+                # gradients sums in each of them.
+                with (
+                    nullcontext() if index == last or reducer.frees_gradients else reducer.no_sync()
+                ):
                     torch.autograd.backward(scaled(owner, loss, scale_fn))
                 if index != last:
                     reducer.end_round()

@@ -1,4 +1,6 @@
-"""What the state dict of a rank holds besides tensors: of which part of which plan it is, and where random numbers stood."""
+"""What the state dict of a rank holds besides tensors: of which part of which plan it is, and where
+random numbers stood.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _HINT = "load it where it was saved, or merge the state dicts of all ranks and l
 def extra_state(module: CompiledModule) -> dict[str, Any]:
     """Layouts, coordinates and random numbers of this rank, as JSON values.
 
-    ``places``: the mesh and the rank on it of tensors that lie on another mesh than the unit's, in a pipeline.
+    ``places``: the mesh and the rank on it of tensors that lie on another mesh than the unit's, in
+    a pipeline.
     ``parameters``: those of the whole model, in the original order.
     """
     saved = [declaration for declaration in module.declarations if declaration.is_initial_weight]
@@ -23,7 +26,9 @@ def extra_state(module: CompiledModule) -> dict[str, Any]:
         "mesh": [list(axis) for axis in module.mesh.axes],
         "rank": module.rank,
         "unit": module.ranks.unit,
-        "layouts": {name: str(declaration.layout) for declaration in saved for name in declaration.names},
+        "layouts": {
+            name: str(declaration.layout) for declaration in saved for name in declaration.names
+        },
         "places": {
             name: [[list(axis) for axis in ranks.mesh.axes], ranks.mesh.rank(ranks.coords)]
             for declaration, ranks in staged
@@ -48,7 +53,8 @@ def check_extra_state(module: CompiledModule, state: Mapping[str, Any]) -> None:
         if state["places"][name] != mine["places"][name]:
             raise CheckpointError(
                 f"the state dict of {owner} holds another piece of {name!r}",
-                why=f"it was saved at place {state['places'][name]} (mesh, rank on it), here is {mine['places'][name]}",
+                why=f"it was saved at place {state['places'][name]} (mesh, rank on it), here is "
+                f"{mine['places'][name]}",
                 hint=_HINT,
             )
     for name in sorted(state["layouts"].keys() & mine["layouts"].keys()):
@@ -61,7 +67,9 @@ def check_extra_state(module: CompiledModule, state: Mapping[str, Any]) -> None:
 
 
 def check_stages(module: CompiledModule, saved: Any, mine: Any) -> None:
-    """Refuse the state of a pipeline cut otherwise. ``saved``, ``mine``: mesh and ranks of every stage, as JSON values."""
+    """Refuse the state of a pipeline cut otherwise. ``saved``, ``mine``: mesh and ranks of every
+    stage, as JSON values.
+    """
     if saved != mine:
         raise CheckpointError(
             f"the state dict of {type(module).__name__} is of other pipeline stages",
@@ -71,12 +79,19 @@ def check_stages(module: CompiledModule, saved: Any, mine: Any) -> None:
 
 
 def check_holds_wholes(module: CompiledModule, key: str) -> None:
-    """Refuse a state dict of the original module, which lacks ``key``, where this rank holds a piece of some tensor."""
+    """Refuse a state dict of the original module, which lacks ``key``, where this rank holds a
+    piece of some tensor.
+    """
     for declaration in module.declarations:
         layout, ranks = declaration.layout, module.ranks_of(declaration)
-        if declaration.is_initial_weight and layout.local_shape(ranks.mesh, ranks.coords) != layout.shape:
+        if (
+            declaration.is_initial_weight
+            and layout.local_shape(ranks.mesh, ranks.coords) != layout.shape
+        ):
             raise CheckpointError(
                 f"the state dict has no layouts for {type(module).__name__}",
-                why=f"{key!r} is missing, and this rank holds a piece of {declaration.name!r}: {layout}",
-                hint="load the state dict that this rank saved, or a merged one with load_merged_state_dicts",
+                why=f"{key!r} is missing, and this rank holds a piece of {declaration.name!r}: "
+                f"{layout}",
+                hint="load the state dict that this rank saved, or a merged one with "
+                "load_merged_state_dicts",
             )

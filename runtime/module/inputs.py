@@ -1,6 +1,7 @@
 """Checking the arguments of a call against those a module was compiled for.
 
-A generated class lists the leaves of its arguments by path, as :func:`~shardwright.runtime.structure.flatten` names them:
+A generated class lists the leaves of its arguments by path, as
+:func:`~shardwright.runtime.structure.flatten` names them:
 
     inputs = {
         "input_ids": ("[batch, 128]", torch.int64),      # a tensor; a name is a size that may vary between calls
@@ -37,8 +38,8 @@ ABSENT: Final = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The tensor expected at one path. A ``str`` in ``shape`` names a size that may vary between calls. ``values``: nested
-    lists, or a digest, if they must be the same in every call.
+    """The tensor expected at one path. A ``str`` in ``shape`` names a size that may vary between
+    calls. ``values``: nested lists, or a digest, if they must be the same in every call.
     """
 
     shape: tuple[int | str, ...]
@@ -56,24 +57,32 @@ class TensorSpec:
 
 
 class InputTable:
-    """The arguments a class was compiled for. ``owner``: the name of the class, ``method``: what is called; for messages."""
+    """The arguments a class was compiled for. ``owner``: the name of the class, ``method``: what is
+    called; for messages.
+    """
 
     def __init__(self, owner: str, table: Mapping[str, Any], method: str = "forward") -> None:
         self.owner = f"{owner}.{method}"
-        self.leaves = {path: TensorSpec.parse(*leaf) if _is_tensor(leaf) else leaf for path, leaf in table.items()}
+        self.leaves = {
+            path: TensorSpec.parse(*leaf) if _is_tensor(leaf) else leaf
+            for path, leaf in table.items()
+        }
 
     def check(self, given: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of ``given`` by path. ``absent``: the arguments that the compiled call did not have.
+        """The tensors of ``given`` by path. ``absent``: the arguments that the compiled call did
+        not have.
 
-        Raises :class:`InputError` where a call differs from the compiled one in more than the values of tensors and the
-        sizes that may vary.
+        Raises :class:`InputError` where a call differs from the compiled one in more than the
+        values of tensors and the sizes that may vary.
         """
         for name, value in absent.items():
             if value is not ABSENT:
                 raise InputError(
                     f"{self.owner} was compiled without the argument {name!r}",
-                    why=f"the dummy arguments did not have it, so the program ignores it; the call passes {_brief(value)}",
-                    hint=f"leave out {name}, or compile again with {name!r} among the dummy arguments",
+                    why="the dummy arguments did not have it, so the program ignores it; the "
+                    f"call passes {_brief(value)}",
+                    hint=f"leave out {name}, or compile again with {name!r} among the dummy "
+                    "arguments",
                 )
         leaves = flatten(dict(given))
         sizes: dict[str, tuple[int, str]] = {}
@@ -86,33 +95,44 @@ class InputTable:
                 tensors[path] = self._check_tensor(path, expected, value, sizes)
             elif not _same_literal(expected, value):
                 raise InputError(
-                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled as {expected!r}",
+                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled "
+                    f"as {expected!r}",
                     why="a value that is not a tensor is fixed when the module is compiled",
                     hint=f"pass {expected!r}, or compile again with the value you need",
                 )
         for path, value in leaves.items():
             if isinstance(value, Tensor):
                 raise InputError(
-                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled without it",
+                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled "
+                    "without it",
                     why=f"the dummy arguments had {', '.join(self.leaves) or 'nothing'}",
                     hint="leave it out, or compile again with it among the dummy arguments",
                 )
         return tensors
 
-    def _check_tensor(self, path: str, spec: TensorSpec, value: Any, sizes: dict[str, tuple[int, str]]) -> Tensor:
-        """``value`` if it fits. ``sizes``: what each varying size is in this call, and where it was read first."""
+    def _check_tensor(
+        self, path: str, spec: TensorSpec, value: Any, sizes: dict[str, tuple[int, str]]
+    ) -> Tensor:
+        """``value`` if it fits. ``sizes``: what each varying size is in this call, and where it was
+        read first.
+        """
         if not isinstance(value, Tensor):
             raise InputError(
-                f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled as a tensor {spec}",
+                f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled as a "
+                f"tensor {spec}",
                 hint="pass a tensor",
             )
         if value.dtype != spec.dtype:
             raise InputError(
-                f"{self.owner}: argument {path!r} has dtype {_dtype(value.dtype)}, but was compiled for {_dtype(spec.dtype)}",
-                hint=f"pass {path}.to(torch.{_dtype(spec.dtype)}), or compile again with this dtype",
+                f"{self.owner}: argument {path!r} has dtype {_dtype(value.dtype)}, but was "
+                f"compiled for {_dtype(spec.dtype)}",
+                hint=f"pass {path}.to(torch.{_dtype(spec.dtype)}), or compile again with this "
+                "dtype",
             )
         if value.ndim != len(spec.shape):
-            self._refuse_shape(path, spec, value, f"it has {value.ndim} dims, not {len(spec.shape)}")
+            self._refuse_shape(
+                path, spec, value, f"it has {value.ndim} dims, not {len(spec.shape)}"
+            )
         for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True)):
             if isinstance(expected, int):
                 if size != expected:
@@ -120,7 +140,12 @@ class InputTable:
             else:
                 known, source = sizes.setdefault(expected, (size, f"dim {dim} of {path!r}"))
                 if size != known:
-                    self._refuse_shape(path, spec, value, f"dim {dim} is {size}, but {expected} is {known} in {source}")
+                    self._refuse_shape(
+                        path,
+                        spec,
+                        value,
+                        f"dim {dim} is {size}, but {expected} is {known} in {source}",
+                    )
         if spec.values is not None:
             self._check_values(path, spec.values, value)
         return value
@@ -130,25 +155,37 @@ class InputTable:
         now = values_digest(value) if digested else value.tolist()
         if now != expected:
             raise InputError(
-                f"{self.owner}: argument {path!r} has other values than the module was compiled for",
-                why="sizes follow from them" if digested else f"sizes follow from them; it is {now}, compiled as {expected}",
+                f"{self.owner}: argument {path!r} has other values than the module was "
+                "compiled for",
+                why="sizes follow from them"
+                if digested
+                else f"sizes follow from them; it is {now}, compiled as {expected}",
                 hint="pass the compiled values, or compile another module for these",
             )
 
     def _refuse_missing(self, path: str, expected: Any, given: Mapping[str, Any]) -> None:
-        if given.get(path, ABSENT) is not ABSENT:  # a container, an array: something that is no leaf
+        if (
+            given.get(path, ABSENT) is not ABSENT
+        ):  # a container, an array: something that is no leaf
             raise InputError(
-                f"{self.owner}: argument {path!r} is a {type(given[path]).__name__}, but was compiled as {expected}",
+                f"{self.owner}: argument {path!r} is a {type(given[path]).__name__}, but was "
+                f"compiled as {expected}",
                 hint="pass a tensor" if isinstance(expected, TensorSpec) else f"pass {expected!r}",
             )
         what = f"a tensor {expected}" if isinstance(expected, TensorSpec) else repr(expected)
-        raise InputError(f"{self.owner}: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}")
+        raise InputError(
+            f"{self.owner}: argument {path!r} is missing",
+            why=f"it was compiled with {what}",
+            hint=f"pass {path}",
+        )
 
     def _refuse_shape(self, path: str, spec: TensorSpec, value: Tensor, why: str) -> None:
         raise InputError(
-            f"{self.owner}: argument {path!r} has shape {list(value.shape)}, but was compiled for {spec}",
+            f"{self.owner}: argument {path!r} has shape {list(value.shape)}, but was "
+            f"compiled for {spec}",
             why=why,
-            hint="pass the compiled shape, or compile again and name the dims that vary in ComputeConfig.dynamic_dims",
+            hint="pass the compiled shape, or compile again and name the dims that vary in "
+            "ComputeConfig.dynamic_dims",
         )
 
 
@@ -160,7 +197,8 @@ def _same_literal(expected: Any, value: Any) -> bool:
     # ``True == 1``, but a program traced with one is not the program traced with the other.
     if value is expected or type(value) is not type(expected) or isinstance(value, Tensor):
         return value is expected
-    # NaN is what it was compiled as, though it equals nothing; -0.0 equals 0.0 and is another number.
+    # NaN is what it was compiled as, though it equals nothing; -0.0 equals 0.0 and is another
+    # number.
     return repr(value) == repr(expected) if isinstance(value, float) else bool(value == expected)
 
 

@@ -8,7 +8,9 @@ from shardwright.runtime.module.compiled import CompiledModule
 
 
 def parameter_names(module: nn.Module) -> list[str]:
-    """The first names of all parameters of the model in the original order, those of other pipeline stages too."""
+    """The first names of all parameters of the model in the original order, those of other pipeline
+    stages too.
+    """
     names: list[str] = []
     seen: set[int] = set()
     inside: tuple[str, ...] = ()
@@ -23,7 +25,11 @@ def parameter_names(module: nn.Module) -> list[str]:
                 break
             inside = (*inside, prefix)
         else:
-            own = [(name, p) for name, p in part._parameters.items() if p is not None and id(p) not in seen]
+            own = [
+                (name, p)
+                for name, p in part._parameters.items()
+                if p is not None and id(p) not in seen
+            ]
             names += [prefix + name for name, _ in own]
             seen |= {id(parameter) for _, parameter in own}
     return names

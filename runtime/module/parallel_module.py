@@ -18,10 +18,11 @@ A generated class looks like this:
             ...
             y = linear(x, self.up.weight, self.up.bias)       # [batch, 32/tp]
 
-**Reading tensors.** They lie in a tree of scopes under their original names: ``self.blocks[0].attn.weight``. A path with a
-name that is no identifier is indexed, ``block["a-b.weight"]``. On the first level a name may be one that a
-``ParallelModule`` uses itself, such as ``mesh`` or ``rank``: ``self.weights("mesh.weight")`` reads any path. Constants of the
-trace are read by the name they are declared with, ``self.const_0``.
+**Reading tensors.** They lie in a tree of scopes under their original names:
+``self.blocks[0].attn.weight``. A path with a name that is no identifier is indexed,
+``block["a-b.weight"]``. On the first level a name may be one that a ``ParallelModule`` uses itself,
+such as ``mesh`` or ``rank``: ``self.weights("mesh.weight")`` reads any path. Constants of the trace
+are read by the name they are declared with, ``self.const_0``.
 
 **Updating buffers.** Generated code calls ``self.update_buffer("bn.running_mean", value)``.
 """
@@ -56,7 +57,11 @@ from shardwright.runtime.module.call_checks import (
 from shardwright.runtime.module.compiled import CompiledModule
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.end2end import ScaleFunction, arguments_of, infer_step, train_step
-from shardwright.runtime.module.extra_state import check_extra_state, check_holds_wholes, extra_state
+from shardwright.runtime.module.extra_state import (
+    check_extra_state,
+    check_holds_wholes,
+    extra_state,
+)
 from shardwright.runtime.module.inputs import InputTable
 from shardwright.runtime.module.scope import Place, place
 from shardwright.runtime.module.weights import WeightFiles
@@ -72,23 +77,26 @@ from shardwright.runtime.training.gradnorm import counts_here
 
 
 class ParallelModule(CompiledModule):
-    """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original names.
+    """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original
+    names.
 
-    ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
-    rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.module.inputs`), and how random numbers
-    are drawn. ``joined_axes``: the sets of axes that one adapter goes over. ``gathers_weights``: some parameters are stored
-    in pieces and used whole; ``zero``: over how many units. With ``end2end`` the module is called by :meth:`train_step` and
-    :meth:`infer_step` only; ``arguments`` are those that a sample gives. ``autocast``: the dtype of the autocast block that
-    the module was compiled in, if any, see :mod:`shardwright.runtime.autocast`. ``training_only``: there is no program for
-    evaluation. ``weight_digests``: what the files of initial values must be; the loader sets it.
+    ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the
+    mesh of a unit, the plan rank the file is for, the leaves of the arguments (see
+    :mod:`shardwright.runtime.module.inputs`), and how random numbers are drawn. ``joined_axes``:
+    the sets of axes that one adapter goes over. ``gathers_weights``: some parameters are stored in
+    pieces and used whole; ``zero``: over how many units. With ``end2end`` the module is called by
+    :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample gives.
+    ``autocast``: the dtype of the autocast block that the module was compiled in, if any, see
+    :mod:`shardwright.runtime.autocast`. ``training_only``: there is no program for evaluation.
+    ``weight_digests``: what the files of initial values must be; the loader sets it.
 
-    Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
-    the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
-    ``load_state_dict`` or ``broadcast_weights``; non-persistent buffers and constants are real in both cases, as no
-    checkpoint holds them.
+    Constructing one is collective: all ranks of the world do it, in the same order. With
+    ``init_params`` the tensors get the values the model was compiled with. Without, parameters and
+    persistent buffers are uninitialised and wait for ``load_state_dict`` or ``broadcast_weights``;
+    non-persistent buffers and constants are real in both cases, as no checkpoint holds them.
 
-    Raises :class:`DistributedError` if the file is for another rank or number of ranks, and :class:`LoadError` if the
-    values are missing.
+    Raises :class:`DistributedError` if the file is for another rank or number of ranks, and
+    :class:`LoadError` if the values are missing.
     """
 
     inputs: ClassVar[Mapping[str, Any]]
@@ -138,7 +146,8 @@ class ParallelModule(CompiledModule):
         self.ranks = RankMesh(self.mesh, world)
         if self.ranks.rank != self.rank:
             raise DistributedError(
-                f"{type(self).__name__} is the part of plan rank {self.rank}, but this is rank {world.rank}",
+                f"{type(self).__name__} is the part of plan rank {self.rank}, but this is "
+                f"rank {world.rank}",
                 why=f"in units of {self.mesh.size} that is plan rank {self.ranks.rank}",
                 hint="let shardwright.parallelize or load_class choose the file of this rank",
             )
@@ -148,19 +157,24 @@ class ParallelModule(CompiledModule):
         if self.ranks.num_units % self.zero:
             raise DistributedError(
                 f"{type(self).__name__} stores its parameters in pieces over {self.zero} units",
-                why=f"{world.size} ranks in units of {self.mesh.size} are {self.ranks.num_units} unit(s)",
-                hint=f"start a multiple of {self.zero * self.mesh.size} ranks, or compile for these with use_zero=3",
+                why=f"{world.size} ranks in units of {self.mesh.size} are {self.ranks.num_units} "
+                "unit(s)",
+                hint=f"start a multiple of {self.zero * self.mesh.size} ranks, or compile for "
+                "these with use_zero=3",
             )
         self._stored_over_units = self.ranks.over_units(self.zero)
 
     # What a generated ``declare`` calls
 
     def declare(self) -> None:
-        """Name every tensor. A generated class does it in the order of the original ``named_parameters()``.
+        """Name every tensor. A generated class does it in the order of the original
+        ``named_parameters()``.
 
         That order becomes the order of ``parameters()``, by which optimizers number their state.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not declare its tensors")
+        raise NotImplementedError(
+            f"{type(self).__name__} is no generated class: it does not declare its tensors"
+        )
 
     def parameter(
         self,
@@ -172,11 +186,16 @@ class ParallelModule(CompiledModule):
         requires_grad: bool = True,
         stage: int | None = None,
     ) -> None:
-        """Declare a parameter by FQN. ``aliases``: its other FQNs if it is tied. ``layout`` is the text of a layout, on the
-        mesh of ``stage`` in a pipeline (the first one that this rank runs, if several hold it).
+        """Declare a parameter by FQN. ``aliases``: its other FQNs if it is tied. ``layout`` is the
+        text of a layout, on the mesh of ``stage`` in a pipeline (the first one that this rank runs,
+        if several hold it).
         """
         parsed = Layout.parse(layout)
-        self._declare(Declaration(name, "parameter", parsed, dtype, aliases, requires_grad=requires_grad, stage=stage))
+        self._declare(
+            Declaration(
+                name, "parameter", parsed, dtype, aliases, requires_grad=requires_grad, stage=stage
+            )
+        )
 
     def buffer(
         self,
@@ -189,11 +208,23 @@ class ParallelModule(CompiledModule):
         stage: int | None = None,
     ) -> None:
         """Declare a buffer by FQN."""
-        self._declare(Declaration(name, "buffer", Layout.parse(layout), dtype, aliases, persistent, stage=stage))
+        self._declare(
+            Declaration(
+                name, "buffer", Layout.parse(layout), dtype, aliases, persistent, stage=stage
+            )
+        )
 
-    def constant(self, name: str, layout: str, dtype: torch.dtype, *, stage: int | None = None) -> None:
-        """Declare a tensor that the traced code captured. ``name`` is an identifier that no module of the model has."""
-        self._declare(Declaration(name, "constant", Layout.parse(layout), dtype, persistent=False, stage=stage))
+    def constant(
+        self, name: str, layout: str, dtype: torch.dtype, *, stage: int | None = None
+    ) -> None:
+        """Declare a tensor that the traced code captured. ``name`` is an identifier that no module
+        of the model has.
+        """
+        self._declare(
+            Declaration(
+                name, "constant", Layout.parse(layout), dtype, persistent=False, stage=stage
+            )
+        )
 
     def _declare(self, declaration: Declaration) -> None:
         assert declaration.name not in self._declarations, f"{declaration.name} is declared twice"
@@ -208,11 +239,16 @@ class ParallelModule(CompiledModule):
                 else:
                     shape = declaration.layout.local_shape(ranks.mesh, ranks.coords)
                     value = torch.empty(shape, dtype=declaration.dtype, device=self._device)
-                tensor = nn.Parameter(value, declaration.requires_grad) if declaration.kind == "parameter" else value
+                tensor = (
+                    nn.Parameter(value, declaration.requires_grad)
+                    if declaration.kind == "parameter"
+                    else value
+                )
                 self._put(declaration.name, declaration, tensor)
         self._note_parameters()
         self._steps_without_sums = StepsWithoutSums(self)
-        # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
+        # After all first names: a scope that holds nothing but an alias must not come before its
+        # elder siblings.
         for declaration in self._declarations.values():
             for alias in declaration.aliases:
                 self._put(alias, declaration, self.weights(declaration.name))
@@ -226,7 +262,8 @@ class ParallelModule(CompiledModule):
         self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
 
     def _note_parameters(self) -> None:
-        """Remember which tensors the parameters are, and mark them as such whose gradients the ranks have to sum.
+        """Remember which tensors the parameters are, and mark them as such whose gradients the
+        ranks have to sum.
 
         Raises :class:`UsageError` if they are others than those whose gradients are summed already.
         """
@@ -235,17 +272,27 @@ class ParallelModule(CompiledModule):
             if declaration.kind == "parameter":
                 where, parameter = self._places[declaration.name][0], self.weights(declaration.name)
                 for scope, leaf in self._places[declaration.name][1:]:
-                    scope._parameters[leaf] = parameter  # load_state_dict(assign=True) unties what is one tensor here
-                self._parameters_declared.append(DeclaredParameter(where, parameter, declaration.requires_grad))
+                    scope._parameters[leaf] = (
+                        parameter  # load_state_dict(assign=True) unties what is one tensor here
+                    )
+                self._parameters_declared.append(
+                    DeclaredParameter(where, parameter, declaration.requires_grad)
+                )
                 if self.ranks.world.size > 1:
                     needs_sum = is_summed(declaration, self.ranks)
-                    setattr(parameter, PART, PartOfModel(type(self).__name__, declaration.name, needs_sum))
+                    setattr(
+                        parameter,
+                        PART,
+                        PartOfModel(type(self).__name__, declaration.name, needs_sum),
+                    )
         self._are_replaced = False
         if self.reducer is not None and self.reducer.is_attached:
             check_reduced(self, self.reducer)
 
     def own_parameters(self) -> list[DeclaredParameter]:
-        """The parameters, as they were when somebody put them there who may: the module itself, or ``load_state_dict``."""
+        """The parameters, as they were when somebody put them there who may: the module itself, or
+        ``load_state_dict``.
+        """
         if self._are_replaced:
             self._note_parameters()
         return self._parameters_declared
@@ -257,14 +304,18 @@ class ParallelModule(CompiledModule):
         return made
 
     def __getattr__(self, name: str) -> Any:
-        """What ``nn.Module`` finds; :class:`AttributeError` says in words what of the original a parallel module has."""
+        """What ``nn.Module`` finds; :class:`AttributeError` says in words what of the original a
+        parallel module has.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
             text = format_error(
                 f"the parallel module {type(self).__name__!r} has no attribute {name!r}",
-                why="it has the forward, the parameters and the buffers of the original module, not its other attributes",
-                hint="read it from the original; methods of the original that call forward, such as generate(), run this "
+                why="it has the forward, the parameters and the buffers of the original module, "
+                "not its other attributes",
+                hint="read it from the original; methods of the original that call forward, such "
+                "as generate(), run this "
                 "module after original.forward = parallel",
             )
         raise AttributeError(text, name=name, obj=self)
@@ -283,15 +334,20 @@ class ParallelModule(CompiledModule):
 
     @checked_late
     def train_step(
-        self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
+        self,
+        samples: Sequence[Any],
+        is_dummy_batch: Sequence[bool] | None = None,
+        scale_fn: ScaleFunction | None = None,
     ) -> list[Any]:
-        """Clear the gradients, add up those of all samples, and sum them over the ranks. Collective.
+        """Clear the gradients, add up those of all samples, and sum them over the ranks.
+        Collective.
 
-        Returns the detached result for each sample, with the loss unscaled. ``is_dummy_batch``: which samples are computed
-        without adding gradients; the same on all ranks. ``scale_fn`` makes of each loss what is differentiated.
+        Returns the detached result for each sample, with the loss unscaled. ``is_dummy_batch``:
+        which samples are computed without adding gradients; the same on all ranks. ``scale_fn``
+        makes of each loss what is differentiated.
 
-        Raises :class:`InputError` for samples that the module was not compiled for, or if the loss is no scalar, and
-        :class:`UsageError` if the module was not compiled end to end.
+        Raises :class:`InputError` for samples that the module was not compiled for, or if the loss
+        is no scalar, and :class:`UsageError` if the module was not compiled end to end.
         """
         self._check_end2end("train_step")
         with self._as_compiled():
@@ -299,7 +355,8 @@ class ParallelModule(CompiledModule):
 
     @checked_late
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
-        """The result for each sample, without gradients; the module is in training or evaluation mode as it was set.
+        """The result for each sample, without gradients; the module is in training or evaluation
+        mode as it was set.
 
         Raises as :meth:`train_step` does.
         """
@@ -314,7 +371,8 @@ class ParallelModule(CompiledModule):
         if not self.end2end:
             raise UsageError(
                 f"{type(self).__name__} has no {method}: it was not compiled end to end",
-                hint="call it like an ordinary module, or compile with ComputeConfig(use_end2end=True)",
+                hint="call it like an ordinary module, or compile with "
+                "ComputeConfig(use_end2end=True)",
             )
 
     def _call_in_step(self, sample: Any) -> Any:
@@ -327,8 +385,8 @@ class ParallelModule(CompiledModule):
     # What a generated ``forward`` calls
 
     def axis(self, *names: str) -> AxisGroup:
-        """The ranks of the unit that differ from this one along a mesh axis only, or along several of ``joined_axes``; for
-        ``zero`` those of other units.
+        """The ranks of the unit that differ from this one along a mesh axis only, or along several
+        of ``joined_axes``; for ``zero`` those of other units.
         """
         return (self._stored_over_units if ZERO in names else self.ranks).axis(*names)
 
@@ -340,12 +398,16 @@ class ParallelModule(CompiledModule):
         cut: Cut | None = None,
         backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
     ) -> Tensor:
-        """A parameter whole along ``axis``, for a moment: see :mod:`shardwright.runtime.gathered_weights`."""
+        """A parameter whole along ``axis``, for a moment: see
+        :mod:`shardwright.runtime.gathered_weights`.
+        """
         return self._gathering.gathered(weight, axis, dim, cut, backward)
 
     @property
     def trains(self) -> bool:
-        """Whether a call is part of a training step: outputs that such a step leaves out are not made whole."""
+        """Whether a call is part of a training step: outputs that such a step leaves out are not
+        made whole.
+        """
         return self.training and torch.is_grad_enabled()
 
     def left_out(self, path: str) -> LeftOut:
@@ -353,7 +415,9 @@ class ParallelModule(CompiledModule):
         return LeftOut(type(self).__name__, path)
 
     def weights(self, path: str) -> Any:
-        """The parameter, buffer, constant or scope at a path of original names, whatever else the name may mean here."""
+        """The parameter, buffer, constant or scope at a path of original names, whatever else the
+        name may mean here.
+        """
         return self[path]
 
     @property
@@ -361,21 +425,26 @@ class ParallelModule(CompiledModule):
         """Where the module's tensors live; it follows ``to()``, ``cuda()`` and the like."""
         return self._device
 
-    def check_inputs(self, given: Mapping[str, Any], absent: Mapping[str, Any] | None = None) -> None:
-        """Begin a call, and refuse one that the program was not made for. ``given``: the arguments it was compiled with, by
-        name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
+    def check_inputs(
+        self, given: Mapping[str, Any], absent: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin a call, and refuse one that the program was not made for. ``given``: the arguments
+        it was compiled with, by name (or their leaves, by path); ``absent``: the others, which must
+        be ``ABSENT``.
 
-        Shapes, dtypes, devices, literals and the parameters are checked at every call. At the first call, and in
-        training now and then (see :mod:`shardwright.runtime.training.agreement`), the ranks of the unit compare the
-        values, by checksums.
+        Shapes, dtypes, devices, literals and the parameters are checked at every call. At the first
+        call, and in training now and then (see :mod:`shardwright.runtime.training.agreement`), the
+        ranks of the unit compare the values, by checksums.
 
         Raises :class:`InputError`.
         """
         if self.end2end and not self._in_step:
             raise UsageError(
                 f"{type(self).__name__} was compiled end to end and is not called directly",
-                why="it accumulates gradients over samples, and its schedule was made for whole steps",
-                hint="call train_step(samples) or infer_step(samples), or compile with use_end2end=False",
+                why="it accumulates gradients over samples, and its schedule was made for whole "
+                "steps",
+                hint="call train_step(samples) or infer_step(samples), or compile with "
+                "use_end2end=False",
             )
         self.check_mode()
         tensors = self._input_table.check(given, absent or {})
@@ -395,8 +464,10 @@ class ParallelModule(CompiledModule):
         if self.training_only and not self.training:
             raise UsageError(
                 f"{type(self).__name__} was compiled for training only, and is in eval mode",
-                why="the model changes its parameters when it is evaluated, and a rank's pieces are changed by optimizers only",
-                hint="merge a checkpoint and evaluate the original model, or turn off what changes the parameters",
+                why="the model changes its parameters when it is evaluated, and a rank's pieces "
+                "are changed by optimizers only",
+                hint="merge a checkpoint and evaluate the original model, or turn off what "
+                "changes the parameters",
             )
 
     def require(self, holds: bool, condition: str) -> None:
@@ -406,15 +477,19 @@ class ParallelModule(CompiledModule):
         """
         if not holds:
             raise InputError(
-                f"{type(self).__name__} was traced for sizes with {condition}, and this call has others",
-                why="the model does something else for such sizes, and the traced graph does not have it",
-                hint="compile for these sizes too, under another instance_name, or leave the dim static",
+                f"{type(self).__name__} was traced for sizes with {condition}, and this call "
+                "has others",
+                why="the model does something else for such sizes, and the traced graph does not "
+                "have it",
+                hint="compile for these sizes too, under another instance_name, or leave the dim "
+                "static",
             )
 
     def update_buffer(self, fqn: str, value: Tensor) -> None:
         """Give a buffer a new value, under all its names.
 
-        The buffer becomes a new tensor: the old one may have been saved for backward, and ``value`` may be an input.
+        The buffer becomes a new tensor: the old one may have been saved for backward, and ``value``
+        may be an input.
         """
         fresh = value.detach().clone()
         old = self.weights(fqn)
@@ -446,7 +521,9 @@ class ParallelModule(CompiledModule):
     def gradient_groups(self) -> dict[str, Communicator]:
         """See :meth:`CompiledModule.gradient_groups`."""
         return {
-            declaration.name: self.ranks_of(declaration).group(declaration.layout.grad_partial, across_units=True)
+            declaration.name: self.ranks_of(declaration).group(
+                declaration.layout.grad_partial, across_units=True
+            )
             for declaration, _ in self.trained_parameters()
         }
 
@@ -459,7 +536,8 @@ class ParallelModule(CompiledModule):
         return extra_state(self)
 
     def set_extra_state(self, state: Any) -> None:
-        """Check that a state dict is one of this rank under this plan, and take over its random numbers.
+        """Check that a state dict is one of this rank under this plan, and take over its random
+        numbers.
 
         Raises :class:`CheckpointError` if it is not.
         """
@@ -467,16 +545,22 @@ class ParallelModule(CompiledModule):
         self.rng.load_json(state["rng"])
 
     def note_loaded(self) -> None:
-        """Parameters have other values now, for a good reason: not from an optimizer that nobody told about the other ranks."""
+        """Parameters have other values now, for a good reason: not from an optimizer that nobody
+        told about the other ranks.
+        """
         self._steps_without_sums.forget()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any
+    ) -> None:
         """Also accept a state dict of the original module where every rank holds whole tensors."""
         key = f"{prefix}_extra_state"
         if key not in state_dict:
             check_holds_wholes(self, key)
         self.note_loaded()
-        self._are_replaced = True  # with assign=True, those of the submodules are replaced after this
+        self._are_replaced = (
+            True  # with assign=True, those of the submodules are replaced after this
+        )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys = rest[0]
         if key in missing_keys:
@@ -495,7 +579,9 @@ class ParallelModule(CompiledModule):
         """The mesh, and where on it this rank is."""
         coords = ", ".join(f"{name}={index}" for name, index in self.ranks.coords.items())
         place_in_unit = f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
-        return f"mesh {self.mesh}; {place_in_unit}; unit {self.ranks.unit} of {self.ranks.num_units}"
+        return (
+            f"mesh {self.mesh}; {place_in_unit}; unit {self.ranks.unit} of {self.ranks.num_units}"
+        )
 
 
 def generated_directory(cls: type[ParallelModule]) -> Path:

@@ -1,10 +1,12 @@
 """Scopes: the tree of plain modules that gives tensors their original dotted names.
 
-A generated class keeps its parameters where the user's model had them, so that ``named_parameters()`` and ``state_dict()``
-speak the original names and generated code reads ``self.transformer.h[0].attn.c_attn.weight``.
+A generated class keeps its parameters where the user's model had them, so that
+``named_parameters()`` and ``state_dict()`` speak the original names and generated code reads
+``self.transformer.h[0].attn.c_attn.weight``.
 
-A scope looks like the submodule of the original that it stands for, but nobody calls it: the generated forward computes what
-all submodules did. What people do with submodules, and would have no effect here or a wrong one, is refused in words.
+A scope looks like the submodule of the original that it stands for, but nobody calls it: the
+generated forward computes what all submodules did. What people do with submodules, and would have
+no effect here or a wrong one, is refused in words.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from shardwright.runtime.errors import UsageError, format_error
 
 
 class Scope(nn.Module):
-    """One level of names: an ``nn.Module`` with indexing, that holds the tensors it was made with and no others.
+    """One level of names: an ``nn.Module`` with indexing, that holds the tensors it was made with
+    and no others.
 
     ``is_called``: whether calls go through ``nn.Module.__call__``, which runs hooks.
     """
@@ -44,17 +47,22 @@ class Scope(nn.Module):
         """Refused if it changes the mode: the whole parallel module is in one."""
         if bool(mode) != self.training:
             raise UsageError(
-                f"{self._title()} cannot be set to {'training' if mode else 'evaluation'} by itself",
+                f"{self._title()} cannot be set to {'training' if mode else 'evaluation'} by "
+                "itself",
                 why="the generated forward looks at the mode of the whole parallel module",
-                hint="set the mode of the submodule before parallelize, or that of the whole module",
+                hint="set the mode of the submodule before parallelize, or that of the whole "
+                "module",
             )
         return self
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``nn.Module.__call__`` runs in the place of ``forward`` while ``torch.jit`` traces. Refused."""
+        """What ``nn.Module.__call__`` runs in the place of ``forward`` while ``torch.jit`` traces.
+        Refused.
+        """
         raise UsageError(
             f"{self._title()} cannot be traced by torch.jit",
-            why="the trace would not have the checks, the random numbers and all of the communication of its program",
+            why="the trace would not have the checks, the random numbers and all of the "
+            "communication of its program",
             hint="trace the original module; torch.compile takes the parallel one",
         )
 
@@ -87,8 +95,10 @@ class Scope(nn.Module):
         if not self.is_called:
             raise UsageError(
                 f"{what} on {self._title()} would never run",
-                why="hooks run where a module is called, and generated code computes what this one did without a call",
-                hint="return the value from forward, so that it is an output; or hook the module that you call",
+                why="hooks run where a module is called, and generated code computes what this "
+                "one did without a call",
+                hint="return the value from forward, so that it is an output; or hook the module "
+                "that you call",
             )
 
     # What would change the tensors under the program
@@ -108,7 +118,9 @@ class Scope(nn.Module):
     register_module = add_module
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what would change the tensors; warn of a setting of a submodule that no program reads."""
+        """Refuse what would change the tensors; warn of a setting of a submodule that no program
+        reads.
+        """
         if isinstance(value, nn.Parameter):
             # `scope.weight += x` puts back what lies there.
             if not self._is_loading and self._parameters.get(name) is not value:
@@ -133,7 +145,8 @@ class Scope(nn.Module):
             warnings.warn(
                 format_error(
                     f"{self._path}.{name} has no effect on a parallel module",
-                    why="the program was made with the settings that the submodules of the original had",
+                    why="the program was made with the settings that the submodules of the "
+                    "original had",
                     hint="change the original module, and call parallelize again",
                 ),
                 stacklevel=3,
@@ -142,20 +155,27 @@ class Scope(nn.Module):
     def _refuse_change(self, what: str) -> NoReturn:
         raise UsageError(
             f"{self._title()} cannot be given a {what}",
-            why="a parallel module has the parameters and buffers that its program was made for, each rank its pieces",
-            hint="change the original module before parallelize; where another library does this to split, prune or wrap "
-            "the module, leave that out: build_optimizer sums gradients, ComputeConfig(use_zero=3) shards parameters",
+            why="a parallel module has the parameters and buffers that its program was made for, "
+            "each rank its pieces",
+            hint="change the original module before parallelize; where another library does this "
+            "to split, prune or wrap "
+            "the module, leave that out: build_optimizer sums gradients, "
+            "ComputeConfig(use_zero=3) shards parameters",
         )
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.__dict__["_is_loading"] = True  # with assign=True, torch puts other parameters in the place of those there are
+        self.__dict__["_is_loading"] = (
+            True  # with assign=True, torch puts other parameters in the place of those there are
+        )
         try:
             super()._load_from_state_dict(*args)
         finally:
             del self.__dict__["_is_loading"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for dtype, device in {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}:
+        for dtype, device in {
+            (tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())
+        }:
             converted = fn(torch.empty(0, dtype=dtype, device=device)).dtype
             if converted != dtype:
                 self._refuse_dtype(dtype, converted)
@@ -165,8 +185,10 @@ class Scope(nn.Module):
         names = [str(dtype).removeprefix("torch.") for dtype in (old, new)]
         raise UsageError(
             f"{self._title()} cannot be converted from {names[0]} to {names[1]}",
-            why="its program was made for these dtypes: casts, buckets of gradients and inputs depend on them",
-            hint=f"convert the original before parallelize, module.to(torch.{names[1]}), or compile with "
+            why="its program was made for these dtypes: casts, buckets of gradients and inputs "
+            "depend on them",
+            hint=f"convert the original before parallelize, module.to(torch.{names[1]}), or "
+            "compile with "
             f"module_dtype=torch.{names[1]}",
         )
 
@@ -176,12 +198,18 @@ class Scope(nn.Module):
         return not self._path
 
     def _title(self) -> str:
-        return f"submodule {self._path!r} of a parallel module" if self._path else f"the parallel module {type(self).__name__}"
+        return (
+            f"submodule {self._path!r} of a parallel module"
+            if self._path
+            else f"the parallel module {type(self).__name__}"
+        )
 
     def __getitem__(self, path: int | str) -> Any:
-        """What lies at a path of names, ``scope[0]`` or ``scope["a-b.weight"]``: a scope, parameter or buffer.
+        """What lies at a path of names, ``scope[0]`` or ``scope["a-b.weight"]``: a scope, parameter
+        or buffer.
 
-        For names that are numbers or no identifiers, and for those that mean something else as an attribute.
+        For names that are numbers or no identifiers, and for those that mean something else as an
+        attribute.
         """
         found: Any = self
         for name in str(path).split("."):
@@ -236,10 +264,13 @@ def place(root: nn.Module, fqn: str) -> Place:
 
 
 def _add_child(scope: nn.Module, name: str) -> Scope:
-    """A new child, also as an ordinary attribute: Python finds those without a call of ``nn.Module.__getattr__``, which
-    generated code would make several times for every weight. (Parameters are left to it, as torch may replace them.)
+    """A new child, also as an ordinary attribute: Python finds those without a call of
+    ``nn.Module.__getattr__``, which generated code would make several times for every weight.
+    (Parameters are left to it, as torch may replace them.)
     """
-    is_free = not hasattr(scope, name)  # else the name means something there, and the child is read by indexing
+    is_free = not hasattr(
+        scope, name
+    )  # else the name means something there, and the child is read by indexing
     child = scope._modules[name] = Scope()
     path = scope.__dict__.get("_path", "")
     child.__dict__["_path"] = f"{path}.{name}" if path else name

@@ -1,7 +1,9 @@
-"""Initial weights: safetensors files beside the generated code, of which each rank reads its own pieces only.
+"""Initial weights: safetensors files beside the generated code, of which each rank reads its own
+pieces only.
 
-``weights.safetensors`` holds parameters and buffers of the whole model by FQN. ``constants.safetensors``, where it exists,
-holds what no checkpoint restores (non-persistent buffers and captured constants); it travels with the code.
+``weights.safetensors`` holds parameters and buffers of the whole model by FQN.
+``constants.safetensors``, where it exists, holds what no checkpoint restores (non-persistent
+buffers and captured constants); it travels with the code.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ CONSTANTS_FILE = "constants.safetensors"
 
 
 class WeightFiles:
-    """The weight files of one directory, open while the ``with`` block lasts. A missing file is one without tensors.
+    """The weight files of one directory, open while the ``with`` block lasts. A missing file is one
+    without tensors.
 
-    ``digests``: by file, those of its chunks; whatever is read is compared with them before. A file without any is taken as
-    it is: somebody has put it there.
+    ``digests``: by file, those of its chunks; whatever is read is compared with them before. A file
+    without any is taken as it is: somebody has put it there.
     """
 
     def __init__(self, directory: Path, digests: Mapping[str, ChunkDigests] | None = None) -> None:
@@ -38,7 +41,9 @@ class WeightFiles:
         self._digests = digests or {}
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
-        self._checked: dict[str, tuple[CheckedFile, int, int]] = {}  # by tensor: its file, and its bytes there
+        self._checked: dict[
+            str, tuple[CheckedFile, int, int]
+        ] = {}  # by tensor: its file, and its bytes there
 
     def __enter__(self) -> WeightFiles:
         for name in (CONSTANTS_FILE, WEIGHTS_FILE):
@@ -64,22 +69,32 @@ class WeightFiles:
         self._stack.callback(file.close)
         file.check(0, 8)
         file.check(0, header_bytes(path))
-        self._checked.update({name: (file, start, stop) for name, (start, stop) in byte_ranges(path).items()})
+        self._checked.update(
+            {name: (file, start, stop) for name, (start, stop) in byte_ranges(path).items()}
+        )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     def read(self, declaration: Declaration, mesh: Mesh, coords: Coords) -> Tensor:
-        """The piece of one tensor at ``coords``, in memory of its own. The file is mapped: other pieces are not read.
+        """The piece of one tensor at ``coords``, in memory of its own. The file is mapped: other
+        pieces are not read.
 
-        Raises :class:`LoadError` if the files lack the tensor, hold another one under its name, or were altered there.
+        Raises :class:`LoadError` if the files lack the tensor, hold another one under its name, or
+        were altered there.
         """
         name, layout = declaration.name, declaration.layout
         if name not in self._handles:
             raise LoadError(
                 f"{self.directory} has no initial value of {name!r}",
                 why=self._why_missing(declaration),
-                hint=f"put {WEIGHTS_FILE} there; or construct with init_params=False and load a checkpoint or broadcast_weights"
+                hint=f"put {WEIGHTS_FILE} there; or construct with init_params=False and load a "
+                "checkpoint or broadcast_weights"
                 if declaration.is_initial_weight
                 else f"copy {CONSTANTS_FILE} and {WEIGHTS_FILE} there, or compile again",
             )
@@ -103,8 +118,12 @@ class WeightFiles:
             )
         return value
 
-    def _check(self, name: str, shape: Sequence[int], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Compare what is about to be read with its digests: of a tensor that is cut by rows these rows, else all of it."""
+    def _check(
+        self, name: str, shape: Sequence[int], runs: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """Compare what is about to be read with its digests: of a tensor that is cut by rows these
+        rows, else all of it.
+        """
         if name not in self._checked:
             return
         file, first, last = self._checked[name]
@@ -118,11 +137,19 @@ class WeightFiles:
     def _why_missing(self, declaration: Declaration) -> str:
         if not (self.directory / WEIGHTS_FILE).exists():
             return f"there is no {WEIGHTS_FILE}"
-        return "the model was compiled without weights (on the meta device)" if declaration.is_initial_weight else "not stored"
+        return (
+            "the model was compiled without weights (on the meta device)"
+            if declaration.is_initial_weight
+            else "not stored"
+        )
 
 
-def _read_runs(stored: Any, runs: Sequence[Sequence[tuple[int, int]]], index: tuple[slice, ...]) -> Tensor:
-    """The blocks of ``stored`` at the given runs per dim, joined; always a copy, as slices are views of the mapped file."""
+def _read_runs(
+    stored: Any, runs: Sequence[Sequence[tuple[int, int]]], index: tuple[slice, ...]
+) -> Tensor:
+    """The blocks of ``stored`` at the given runs per dim, joined; always a copy, as slices are
+    views of the mapped file.
+    """
     dim = len(index)
     if dim == len(runs):
         block: Tensor = stored[index]

@@ -1,7 +1,9 @@
-"""Modules of other libraries that train a module on many ranks in their own way. Around a parallel module they are refused.
+"""Modules of other libraries that train a module on many ranks in their own way. Around a parallel
+module they are refused.
 
-``DistributedDataParallel`` sends rank 0's parameters to all ranks: its pieces lie over everybody's, and losses are wrong from
-the first step. Trainers (``accelerate.prepare``, Hugging Face's ``Trainer``, Lightning) put their models into one of these.
+``DistributedDataParallel`` sends rank 0's parameters to all ranks: its pieces lie over everybody's,
+and losses are wrong from the first step. Trainers (``accelerate.prepare``, Hugging Face's
+``Trainer``, Lightning) put their models into one of these.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ WRAPPERS = frozenset(
         "ShardedDataParallel",
     }
 )
-"""The names of the classes, whoever defines them: importing a library to learn its classes would cost those without it."""
+"""The names of the classes, whoever defines them: importing a library to learn its classes would
+cost those without it.
+"""
 
 
 def watch_wrappers() -> None:
-    """Let torch tell of every module that becomes a part of another one. A second call does nothing."""
+    """Let torch tell of every module that becomes a part of another one. A second call does
+    nothing.
+    """
     global _is_watching
     with _lock:
         if not _is_watching:
@@ -45,10 +51,14 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> No
     owner = type(parallel).__name__ if parallel.is_root else type(child).__name__
     raise UsageError(
         f"{wrapper} cannot wrap {owner}: it is or contains a parallel module",
-        why="every rank has pieces of its own there, and the wrapper would treat them as copies of one tensor",
-        hint="leave the wrapper out: optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, ...) sums gradients "
-        "over all ranks, those of ordinary parts too, and ComputeConfig(use_zero=1 to 3) splits what FSDP would. Trainers "
-        "that wrap models by themselves (accelerate, transformers.Trainer, Lightning) need a loop of your own instead",
+        why="every rank has pieces of its own there, and the wrapper would treat them as copies "
+        "of one tensor",
+        hint="leave the wrapper out: optimizer = shardwright.build_optimizer(model, "
+        "torch.optim.AdamW, ...) sums gradients "
+        "over all ranks, those of ordinary parts too, and ComputeConfig(use_zero=1 to 3) "
+        "splits what FSDP would. Trainers "
+        "that wrap models by themselves (accelerate, transformers.Trainer, Lightning) need a "
+        "loop of your own instead",
     )
 
 

@@ -1,14 +1,23 @@
-"""Operators that generated code calls in the place of PyTorch's, because a split factor or a draw concerns other ranks.
+"""Operators that generated code calls in the place of PyTorch's, because a split factor or a draw
+concerns other ranks.
 
-They take PyTorch's arguments in PyTorch's order, then keywords: for each factor that may be split the axis groups that split
-it, major to minor (``class_axes=(tp,)``), global counts and offsets, and for random operators what names the draw. Without
-any of them they compute what PyTorch's operator does.
+They take PyTorch's arguments in PyTorch's order, then keywords: for each factor that may be split
+the axis groups that split it, major to minor (``class_axes=(tp,)``), global counts and offsets, and
+for random operators what names the draw. Without any of them they compute what PyTorch's operator
+does.
 """
 
 from shardwright.runtime.ops.attention import causal_attention, scaled_dot_product_attention
 from shardwright.runtime.ops.batch_norm import batch_norm
 from shardwright.runtime.ops.cross_entropy import cross_entropy, nll_loss
-from shardwright.runtime.ops.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
+from shardwright.runtime.ops.dropout import (
+    alpha_dropout,
+    dropout,
+    dropout1d,
+    dropout2d,
+    dropout3d,
+    feature_alpha_dropout,
+)
 from shardwright.runtime.ops.embedding import embedding
 from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
 from shardwright.runtime.ops.means import (

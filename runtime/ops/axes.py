@@ -1,4 +1,6 @@
-"""What parallel operators share: reducing over the axes that split a factor, and accumulating in a wide enough dtype."""
+"""What parallel operators share: reducing over the axes that split a factor, and accumulating in a
+wide enough dtype.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def max_over(x: Tensor, axes: Axes) -> Tensor:
 def local_max(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The maximum along ``dims``, kept with size 1; minus infinity where there is no element."""
     if x.numel() == 0:
-        return x.new_full([1 if dim in dims else size for dim, size in enumerate(x.shape)], -math.inf)
+        return x.new_full(
+            [1 if dim in dims else size for dim, size in enumerate(x.shape)], -math.inf
+        )
     return x.amax(dims, keepdim=True)
 
 
@@ -50,8 +54,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast_by_autocast(x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``operator``, one of PyTorch's, makes of its input ``x`` under autocast: some compute in float32, each device type
-    has a list of its own. ``operator`` must accept a tensor ``[1, 1]``; it is asked once.
+    """What ``operator``, one of PyTorch's, makes of its input ``x`` under autocast: some compute in
+    float32, each device type has a list of its own. ``operator`` must accept a tensor ``[1, 1]``;
+    it is asked once.
     """
     if x.dtype not in _HALF or not torch.is_autocast_enabled(x.device.type):
         return x
@@ -59,6 +64,8 @@ def cast_by_autocast(x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @functools.cache
-def _dtype_under_autocast(operator: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> torch.dtype:
+def _dtype_under_autocast(
+    operator: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype
+) -> torch.dtype:
     with torch.no_grad():
         return operator(torch.zeros(1, 1, dtype=dtype, device=device)).dtype

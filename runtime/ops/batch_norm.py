@@ -28,18 +28,21 @@ def batch_norm(
 ) -> Tensor:
     """``F.batch_norm`` of ``[N, C, ...]`` with N or spatial dims split over ``batch_axes``.
 
-    ``count``: elements per channel on all ranks together. Running statistics, changed in place, are equal on all ranks.
-    The gradients of weight and bias are summands.
+    ``count``: elements per channel on all ranks together. Running statistics, changed in place, are
+    equal on all ranks. The gradients of weight and bias are summands.
 
     Raises :class:`InputError` in training if there is one element per channel only.
     """
     axes = communicating(batch_axes)
     if not axes or not (training or running_mean is None):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    assert count is not None, "batch norm over split dims needs the global number of elements per channel"
+    assert count is not None, (
+        "batch norm over split dims needs the global number of elements per channel"
+    )
     if training and count == 1:
         raise InputError(
-            "batch norm needs more than one value per channel in training", why=f"the input is {list(input.shape)}"
+            "batch norm needs more than one value per channel in training",
+            why=f"the input is {list(input.shape)}",
         )
     result, mean, var = _BatchNorm.apply(input, weight, bias, axes, count, eps)  # type: ignore[no-untyped-call]
     if training and running_mean is not None and running_var is not None:
@@ -55,11 +58,19 @@ def _per_channel(x: Tensor, ndim: int) -> Tensor:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """The normalised input, and mean and (biased) variance per channel. Two passes, so that no variance cancels."""
+    """The normalised input, and mean and (biased) variance per channel. Two passes, so that no
+    variance cancels.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, axes: Axes, count: int, eps: float
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        axes: Axes,
+        count: int,
+        eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = [dim for dim in range(input.ndim) if dim != 1]
         x = input.to(accumulation_dtype(input.dtype))
@@ -67,7 +78,12 @@ class _BatchNorm(torch.autograd.Function):
         centred = x - _per_channel(mean, x.ndim)
         var = sum_over(centred.square().sum(dims), axes) / count
         scale = (var + eps).rsqrt()
-        ctx.axes, ctx.dims, ctx.count, ctx.bias_dtype = axes, dims, count, None if bias is None else bias.dtype
+        ctx.axes, ctx.dims, ctx.count, ctx.bias_dtype = (
+            axes,
+            dims,
+            count,
+            None if bias is None else bias.dtype,
+        )
         ctx.save_for_backward(input, weight, mean, scale)
         result = centred.mul_(_per_channel(scale, x.ndim))
         if weight is not None:
@@ -83,14 +99,20 @@ class _BatchNorm(torch.autograd.Function):
         input, weight, mean, scale = ctx.saved_tensors
         ndim = input.ndim
         grad = grad.to(mean.dtype)
-        normalised = (input.to(mean.dtype) - _per_channel(mean, ndim)).mul_(_per_channel(scale, ndim))
+        normalised = (input.to(mean.dtype) - _per_channel(mean, ndim)).mul_(
+            _per_channel(scale, ndim)
+        )
         grad_bias, grad_weight = grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            means = sum_over(torch.stack([grad_bias, grad_weight]), ctx.axes, "backward") / ctx.count
+            means = (
+                sum_over(torch.stack([grad_bias, grad_weight]), ctx.axes, "backward") / ctx.count
+            )
             slope = scale if weight is None else scale * weight.to(scale.dtype)
             along_mean, along_normalised = (_per_channel(m, ndim) for m in means)
-            grad_input = (grad - along_mean - normalised * along_normalised) * _per_channel(slope, ndim)
+            grad_input = (grad - along_mean - normalised * along_normalised) * _per_channel(
+                slope, ndim
+            )
             grad_input = grad_input.to(input.dtype)
         wants_weight, wants_bias = ctx.needs_input_grad[1:3]
         return (

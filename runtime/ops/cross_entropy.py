@@ -1,8 +1,9 @@
 """Cross entropy and negative log likelihood with split classes, split rows, or both.
 
-Along ``class_axes`` logits and class weights are split, the result is whole. Along ``row_axes`` rows (batch, positions) are
-split, and the result is a summand of the reduced loss: each rank divides its local sum by the global denominator, through
-which no gradient flows. Legend: N rows of any shape, C classes, here the local ones.
+Along ``class_axes`` logits and class weights are split, the result is whole. Along ``row_axes``
+rows (batch, positions) are split, and the result is a summand of the reduced loss: each rank
+divides its local sum by the global denominator, through which no gradient flows. Legend: N rows of
+any shape, C classes, here the local ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.adapters import all_reduce
-from shardwright.runtime.ops.axes import Axes, accumulation_dtype, cast_by_autocast, communicating, sum_over
+from shardwright.runtime.ops.axes import (
+    Axes,
+    accumulation_dtype,
+    cast_by_autocast,
+    communicating,
+    sum_over,
+)
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.softmax import exponentials, log_softmax
 
@@ -36,13 +43,15 @@ def cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of logits ``[N, C, d1...]`` or ``[C]``.
 
-    ``target``: global class indices ``[N, d1...]``, or probabilities of the shape of ``input``. ``num_classes``: of all
-    ranks, where indices that none of them has are refused; ``start``: the first local class. ``count``: rows of all ranks,
-    needed for the mean with probabilities.
+    ``target``: global class indices ``[N, d1...]``, or probabilities of the shape of ``input``.
+    ``num_classes``: of all ranks, where indices that none of them has are refused; ``start``: the
+    first local class. ``count``: rows of all ranks, needed for the mean with probabilities.
     """
     class_axes, row_axes = communicating(class_axes), communicating(row_axes)
     if not class_axes and not row_axes:
-        return F.cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
+        return F.cross_entropy(
+            input, target, weight, None, ignore_index, None, reduction, label_smoothing
+        )
     input = cast_by_autocast(input, _cross_entropy)
     if class_axes and num_classes is not None and not target.is_floating_point():
         _check_targets(target, num_classes, ignore_index)
@@ -53,14 +62,18 @@ def cross_entropy(
             return rows
         if reduction == "sum":
             return rows.sum()
-        assert count is not None, "the mean of a cross entropy with probabilities needs the global number of rows"
+        assert count is not None, (
+            "the mean of a cross entropy with probabilities needs the global number of rows"
+        )
         return rows.sum() / count
     if class_axes:
         rows, row_weights = _VocabularyCrossEntropy.apply(  # type: ignore[no-untyped-call]
             input, target, weight, ignore_index, label_smoothing, class_axes, num_classes, start
         )
     else:
-        rows = F.cross_entropy(input, target, weight, None, ignore_index, None, "none", label_smoothing)
+        rows = F.cross_entropy(
+            input, target, weight, None, ignore_index, None, "none", label_smoothing
+        )
         row_weights = _row_weights(target, weight, ignore_index, rows.dtype)
     return _reduced(rows, row_weights, reduction, row_axes).to(input.dtype)
 
@@ -77,7 +90,9 @@ def nll_loss(
     num_classes: int | None = None,
     start: int = 0,
 ) -> Tensor:
-    """``F.nll_loss`` of log-probabilities ``[N, C, d1...]`` or ``[C]`` and global class indices ``[N, d1...]``."""
+    """``F.nll_loss`` of log-probabilities ``[N, C, d1...]`` or ``[C]`` and global class indices
+    ``[N, d1...]``.
+    """
     class_axes, row_axes = communicating(class_axes), communicating(row_axes)
     if class_axes or row_axes:
         input = cast_by_autocast(input, _nll_loss)
@@ -85,7 +100,9 @@ def nll_loss(
         if not row_axes:
             return F.nll_loss(input, target, weight, None, ignore_index, None, reduction)
         rows = F.nll_loss(input, target, weight, None, ignore_index, None, "none")
-        return _reduced(rows, _row_weights(target, weight, ignore_index, rows.dtype), reduction, row_axes)
+        return _reduced(
+            rows, _row_weights(target, weight, ignore_index, rows.dtype), reduction, row_axes
+        )
     if num_classes is not None:
         _check_targets(target, num_classes, ignore_index)
     # A rank without the class of a row adds zero: as if the row were ignored there.
@@ -130,7 +147,9 @@ def _reduced(rows: Tensor, row_weights: Tensor, reduction: str, row_axes: Axes) 
     return (rows.sum(dtype=wide) / sum_over(row_weights.sum(dtype=wide), row_axes)).to(rows.dtype)
 
 
-def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def _row_weights(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
     """The weight of each row's class, zero for ignored rows; all classes are local."""
     valid = target != ignore_index
     if weight is None:
@@ -138,8 +157,12 @@ def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype
     return torch.where(valid, weight.detach()[torch.where(valid, target, 0)], 0.0)
 
 
-def _local_targets(target: Tensor, start: int, num_local: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """``(index, here)``: local class indices, 0 where the class is on another rank or the row is ignored."""
+def _local_targets(
+    target: Tensor, start: int, num_local: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """``(index, here)``: local class indices, 0 where the class is on another rank or the row is
+    ignored.
+    """
     index = target - start
     here = (index >= 0) & (index < num_local) & (target != ignore_index)
     return torch.where(here, index, 0), here
@@ -153,7 +176,12 @@ def _picked(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _soft_rows(
-    input: Tensor, target: Tensor, weight: Tensor | None, label_smoothing: float, num_classes: int, class_axes: Axes
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    label_smoothing: float,
+    num_classes: int,
+    class_axes: Axes,
 ) -> Tensor:
     """The loss of each row ``[N, d1...]`` for targets that are probabilities."""
     dim = _class_dim(input)
@@ -174,10 +202,12 @@ def _along(weight: Tensor, dim: int, ndim: int) -> Tensor:
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Per-row loss over split classes, and the weight of each row. Of the size of the logits only the softmax is kept.
+    """Per-row loss over split classes, and the weight of each row. Of the size of the logits only
+    the softmax is kept.
 
-    With ``a = (1 - smoothing) * weight[target]`` and ``b = smoothing / num_classes`` the loss of a row is
-    ``a * (lse - x[target]) + b * sum(weight * (lse - x))``, where ``lse`` is the log of the sum of exponentials.
+    With ``a = (1 - smoothing) * weight[target]`` and ``b = smoothing / num_classes`` the loss of a
+    row is ``a * (lse - x[target]) + b * sum(weight * (lse - x))``, where ``lse`` is the log of the
+    sum of exponentials.
     """
 
     @staticmethod
@@ -237,8 +267,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         grad = torch.where(valid, grad.to(wide), 0.0)
         grad_input = softmax.to(wide) * (grad * slope).unsqueeze(dim)
         if grad_input.shape[dim]:
-            grad_input.scatter_add_(dim, index.unsqueeze(dim), torch.where(here, -grad * a, 0.0).unsqueeze(dim))
+            grad_input.scatter_add_(
+                dim, index.unsqueeze(dim), torch.where(here, -grad * a, 0.0).unsqueeze(dim)
+            )
         if ctx.b:
             smoothed = (ctx.b * grad).unsqueeze(dim)
-            grad_input -= smoothed if weight is None else smoothed * _along(weight.to(wide), dim, softmax.ndim)
+            grad_input -= (
+                smoothed
+                if weight is None
+                else smoothed * _along(weight.to(wide), dim, softmax.ndim)
+            )
         return grad_input.to(softmax.dtype), None, None, None, None, None, None, None

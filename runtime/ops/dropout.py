@@ -1,6 +1,8 @@
-"""The dropout family. ``layout`` is that of the mask; without training, or with ``p=0``, the input itself comes back.
+"""The dropout family. ``layout`` is that of the mask; without training, or with ``p=0``, the input
+itself comes back.
 
-Channel-wise forms have masks whose spatial dims have size 1, so that a channel is kept or dropped as a whole.
+Channel-wise forms have masks whose spatial dims have size 1, so that a channel is kept or dropped
+as a whole.
 """
 
 from __future__ import annotations
@@ -12,24 +14,43 @@ from torch import Tensor
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.ops.random import Draw, NamedSizes, RngState
 
-# Of SELU: alpha dropout sets what it drops to the value SELU saturates at (Klambauer et al. 2017, section 3).
+# Of SELU: alpha dropout sets what it drops to the value SELU saturates at (Klambauer et al. 2017,
+# section 3).
 _SELU_SATURATION = 1.7580993408473766
 
 
 def dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, *, rng: RngState, draw: str, layout: str, sizes: NamedSizes = ()
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    rng: RngState,
+    draw: str,
+    layout: str,
+    sizes: NamedSizes = (),
 ) -> Tensor:
-    """``F.dropout``: elements are zeroed with probability ``p``, the others scaled by ``1 / (1 - p)``."""
+    """``F.dropout``: elements are zeroed with probability ``p``, the others scaled by ``1 / (1 -
+    p)``.
+    """
     _check(p)
     if not training or p == 0:
         return input
     if p == 1:
         return input * 0.0
-    return input * Draw.of(rng, draw, layout, sizes).kept(input.device, input.dtype, 1 - p).div_(1 - p)
+    return input * Draw.of(rng, draw, layout, sizes).kept(input.device, input.dtype, 1 - p).div_(
+        1 - p
+    )
 
 
 def alpha_dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, *, rng: RngState, draw: str, layout: str, sizes: NamedSizes = ()
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    rng: RngState,
+    draw: str,
+    layout: str,
+    sizes: NamedSizes = (),
 ) -> Tensor:
     """``F.alpha_dropout``: keeps mean and variance of a SELU network's activations."""
     _check(p)
@@ -43,7 +64,8 @@ def alpha_dropout(
     return input * (kept * scale) + shift
 
 
-# A mask with spatial dims of size 1 broadcasts: the channel-wise forms differ in the layout they are given only.
+# A mask with spatial dims of size 1 broadcasts: the channel-wise forms differ in the layout they
+# are given only.
 dropout1d = dropout2d = dropout3d = dropout
 feature_alpha_dropout = alpha_dropout
 

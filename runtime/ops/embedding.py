@@ -24,18 +24,34 @@ def embedding(
 ) -> Tensor:
     """``F.embedding``; ``weight`` holds the rows from ``start`` on, and ids outside give zero rows.
 
-    ``input``: global ids, ``padding_idx``: a global index (not negative where the vocabulary is split). ``num_embeddings``: of
-    all ranks; ids that none of them has are then refused.
+    ``input``: global ids, ``padding_idx``: a global index (not negative where the vocabulary is
+    split). ``num_embeddings``: of all ranks; ids that none of them has are then refused.
     """
     if not communicating(vocab_axes):
-        return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    assert max_norm is None and not scale_grad_by_freq and not sparse, "these need the whole vocabulary"
+        return F.embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+    assert max_norm is None and not scale_grad_by_freq and not sparse, (
+        "these need the whole vocabulary"
+    )
     if num_embeddings is not None:
-        check_indices((input >= 0) & (input < num_embeddings), "an id that an embedding looks up", num_embeddings)
+        check_indices(
+            (input >= 0) & (input < num_embeddings),
+            "an id that an embedding looks up",
+            num_embeddings,
+        )
     num_local = weight.shape[0]
     if num_local == 0:
-        return weight.sum(0).expand(*input.shape, weight.shape[1]).contiguous()  # zeros, with a gradient to the empty weight
+        return (
+            weight.sum(0).expand(*input.shape, weight.shape[1]).contiguous()
+        )  # zeros, with a gradient to the empty weight
     index = input - start
     outside = (index < 0) | (index >= num_local)
-    local_padding = None if padding_idx is None or not 0 <= padding_idx - start < num_local else padding_idx - start
-    return F.embedding(index.masked_fill(outside, 0), weight, local_padding).masked_fill(outside.unsqueeze(-1), 0.0)
+    local_padding = (
+        None
+        if padding_idx is None or not 0 <= padding_idx - start < num_local
+        else padding_idx - start
+    )
+    return F.embedding(index.masked_fill(outside, 0), weight, local_padding).masked_fill(
+        outside.unsqueeze(-1), 0.0
+    )

@@ -1,6 +1,7 @@
 """Checks of what a traced branch took for granted. Each gives back its first argument.
 
-On a GPU, which is not waited for, a check that fails is a failed assertion of a kernel, as with indices out of range.
+On a GPU, which is not waited for, a check that fails is a failed assertion of a kernel, as with
+indices out of range.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from shardwright.runtime.errors import InputError
 def only_finite(input: Tensor) -> Tensor:
     """``input``, whose numbers are finite.
 
-    Raises :class:`InputError` if one is not: forward asks for that and goes another way then, which was not compiled.
+    Raises :class:`InputError` if one is not: forward asks for that and goes another way then, which
+    was not compiled.
     """
     _require(
         torch.isfinite(input.detach()).all(),
@@ -28,7 +30,8 @@ def only_finite(input: Tensor) -> Tensor:
 def unclamped(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
     """``input``, a parameter that is not smaller than ``min`` nor larger than ``max``.
 
-    Raises :class:`InputError` if a number of it is: forward would clamp the parameter in place, which only optimizers change.
+    Raises :class:`InputError` if a number of it is: forward would clamp the parameter in place,
+    which only optimizers change.
     """
     value = input.detach()
     inside = torch.ones((), dtype=torch.bool, device=value.device)
@@ -37,7 +40,8 @@ def unclamped(input: Tensor, min: float | None = None, max: float | None = None)
     _require(
         inside,
         f"a parameter has left the range from {min} to {max} that forward clamps it to",
-        "forward would change the parameter in place, and the compiled module leaves that to the optimizer",
+        "forward would change the parameter in place, and the compiled module leaves that to "
+        "the optimizer",
         "clamp it after optimizer.step(), or take smaller steps",
     )
     return input
@@ -46,12 +50,14 @@ def unclamped(input: Tensor, min: float | None = None, max: float | None = None)
 def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     """``input``, of which ``mask`` chooses every element.
 
-    Raises :class:`InputError` if it does not: the dummy arguments had no other, and sizes follow from that.
+    Raises :class:`InputError` if it does not: the dummy arguments had no other, and sizes follow
+    from that.
     """
     _require(
         mask.all(),
         "a mask leaves out elements that it chose when the module was compiled",
-        "how many elements it chooses decides sizes, and the mask of the dummy arguments is true everywhere",
+        "how many elements it chooses decides sizes, and the mask of the dummy arguments is "
+        "true everywhere",
         "pass inputs without padding there, or compile another module for these",
     )
     return input

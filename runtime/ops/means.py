@@ -1,7 +1,8 @@
-"""Means over split dims: the local sum over the global count. No communication, the result is a summand.
+"""Means over split dims: the local sum over the global count. No communication, the result is a
+summand.
 
-Each function takes PyTorch's arguments by their names, in their order, and ``count``; whatever ``reduction`` says, the result
-is the sum divided by ``count``.
+Each function takes PyTorch's arguments by their names, in their order, and ``count``; whatever
+``reduction`` says, the result is the sum divided by ``count``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def mean(
 
 
 def _mean_of(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    names = [name for name in inspect.signature(loss).parameters if name not in ("size_average", "reduce")]
+    names = [
+        name
+        for name in inspect.signature(loss).parameters
+        if name not in ("size_average", "reduce")
+    ]
 
     def over_count(*args: object, count: int, **kwargs: object) -> Tensor:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs, "reduction": "sum"}

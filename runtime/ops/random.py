@@ -1,10 +1,11 @@
 """Random numbers that depend on the plan in a known way, and never on the global generators.
 
-Every draw has a generator of its own, seeded by a hash of the module's seed, the name of the draw, the step, the microbatch,
-the unit and, in mode ``"fast"``, this rank's coordinates along the axes that cut the tensor drawn. So ranks that hold copies
-(or summands) draw the same numbers, ranks that hold different pieces draw different ones, and a recomputation draws what the
-first computation drew. In mode ``"plan_independent"`` every rank draws the numbers of the whole tensor and keeps its piece:
-slower, but the same under every plan, one rank included.
+Every draw has a generator of its own, seeded by a hash of the module's seed, the name of the draw,
+the step, the microbatch, the unit and, in mode ``"fast"``, this rank's coordinates along the axes
+that cut the tensor drawn. So ranks that hold copies (or summands) draw the same numbers, ranks that
+hold different pieces draw different ones, and a recomputation draws what the first computation
+drew. In mode ``"plan_independent"`` every rank draws the numbers of the whole tensor and keeps its
+piece: slower, but the same under every plan, one rank included.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ NamedSizes = Sequence[tuple[str, int]]
 class RngState:
     """What all draws of one module on one rank depend on.
 
-    ``step`` and ``microbatch`` advance with :meth:`next_step` and :meth:`next_microbatch`; seed, step and microbatch are what
-    a checkpoint saves.
+    ``step`` and ``microbatch`` advance with :meth:`next_step` and :meth:`next_microbatch`; seed,
+    step and microbatch are what a checkpoint saves.
     """
 
     def __init__(
@@ -90,11 +91,15 @@ class RngState:
 
     def generator_seed(self, draw: str, axes: Sequence[str] = ()) -> int:
         """The 64-bit seed of a draw; ``axes``: those along which ranks draw differently."""
-        coords = [f"{axis}={self.coords[axis]}" for axis in sorted(axes)] if self.mode == "fast" else []
+        coords = (
+            [f"{axis}={self.coords[axis]}" for axis in sorted(axes)] if self.mode == "fast" else []
+        )
         text = "|".join(map(str, [self.seed, draw, self.step, self.microbatch, self.unit, *coords]))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def generator(self, draw: str, device: torch.device, axes: Sequence[str] = ()) -> torch.Generator:
+    def generator(
+        self, draw: str, device: torch.device, axes: Sequence[str] = ()
+    ) -> torch.Generator:
         """A fresh generator for one draw."""
         return torch.Generator(device).manual_seed(self.generator_seed(draw, axes))
 
@@ -107,8 +112,9 @@ Make = Callable[[tuple[int, ...], torch.Generator], Tensor]
 def read_layout(text: str, sizes: tuple[tuple[str, int], ...] = ()) -> Layout:
     """Parse a layout whose sizes may be expressions of names, given their values.
 
-    ``read_layout("[batch/dp, 4 * 3/tp, past + seq]", (("batch", 6), ("past", 0), ("seq", 8)))``. Atoms are joined by a star
-    between spaces and segments by a plus without, as in ``str(layout)``; other signs belong to an expression.
+    ``read_layout("[batch/dp, 4 * 3/tp, past + seq]", (("batch", 6), ("past", 0), ("seq", 8)))``.
+    Atoms are joined by a star between spaces and segments by a plus without, as in ``str(layout)``;
+    other signs belong to an expression.
 
     Raises :class:`LoadError` if it does not parse.
     """
@@ -117,10 +123,13 @@ def read_layout(text: str, sizes: tuple[tuple[str, int], ...] = ()) -> Layout:
     dims, bracket, marks = text.strip().removeprefix("[").partition("]")
     try:
         numbers = ", ".join(
-            " * ".join(_numeric_atom(atom, dict(sizes)) for atom in dim.split(" * ")) for dim in dims.split(", ")
+            " * ".join(_numeric_atom(atom, dict(sizes)) for atom in dim.split(" * "))
+            for dim in dims.split(", ")
         )
     except (SyntaxError, KeyError) as error:
-        raise LoadError(f"the layout {text!r} does not parse", why=f"the sizes given are {dict(sizes)}") from error
+        raise LoadError(
+            f"the layout {text!r} does not parse", why=f"the sizes given are {dict(sizes)}"
+        ) from error
     return Layout.parse(f"[{numbers}{bracket}{marks}")
 
 
@@ -129,7 +138,13 @@ def _numeric_atom(text: str, values: Mapping[str, int]) -> str:
     match = re.fullmatch(rf"(.*?)((?:/{AXIS})*)", text)
     assert match is not None
     segments = re.split(r"(?<! )\+(?! )", match[1])
-    return "+".join(str(_evaluate(ast.parse(segment.strip(), mode="eval").body, values)) for segment in segments) + match[2]
+    return (
+        "+".join(
+            str(_evaluate(ast.parse(segment.strip(), mode="eval").body, values))
+            for segment in segments
+        )
+        + match[2]
+    )
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -170,7 +185,9 @@ class Draw:
 
     def with_dim(self, dim: int, size: int) -> Draw:
         """The same with another, uncut dim in the place of ``dim``."""
-        return replace(self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),)))
+        return replace(
+            self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),))
+        )
 
     def piece(self, device: torch.device, make: Make) -> Tensor:
         """Draw the tensor with ``make(shape, generator)``; the result is this rank's piece."""
@@ -182,20 +199,31 @@ class Draw:
 
     def uniform(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from ``[0, 1)``."""
-        return self.piece(device, lambda shape, g: torch.rand(shape, generator=g, device=device, dtype=dtype))
+        return self.piece(
+            device, lambda shape, g: torch.rand(shape, generator=g, device=device, dtype=dtype)
+        )
 
     def normal(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from the standard normal distribution."""
-        return self.piece(device, lambda shape, g: torch.randn(shape, generator=g, device=device, dtype=dtype))
+        return self.piece(
+            device, lambda shape, g: torch.randn(shape, generator=g, device=device, dtype=dtype)
+        )
 
     def exponential(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from the exponential distribution of rate 1."""
-        return self.piece(device, lambda shape, g: torch.empty(shape, device=device, dtype=dtype).exponential_(generator=g))
+        return self.piece(
+            device,
+            lambda shape, g: torch.empty(shape, device=device, dtype=dtype).exponential_(
+                generator=g
+            ),
+        )
 
     def kept(self, device: torch.device, dtype: torch.dtype, probability: float) -> Tensor:
         """Ones with this probability, zeros else."""
 
         def make(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-            return torch.empty(shape, device=device, dtype=dtype).bernoulli_(probability, generator=generator)
+            return torch.empty(shape, device=device, dtype=dtype).bernoulli_(
+                probability, generator=generator
+            )
 
         return self.piece(device, make)

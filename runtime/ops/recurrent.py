@@ -1,7 +1,7 @@
 """Recurrent networks with dropout between their layers.
 
-Their kernels draw from the default generator and take no other, so for one call it is set to the seed of the draw and then
-put back: what runs outside sees no difference.
+Their kernels draw from the default generator and take no other, so for one call it is set to the
+seed of the draw and then put back: what runs outside sees no difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _default_generator = threading.Lock()
 
 @contextmanager
 def _seeded(rng: RngState, draw: str, device: torch.device) -> Iterator[None]:
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    generator = (
+        torch.default_generator
+        if device.type == "cpu"
+        else torch.cuda.default_generators[device.index]
+    )
     with _default_generator:
         state = generator.get_state()
         generator.manual_seed(rng.generator_seed(draw))
@@ -49,7 +53,9 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.lstm``."""
     with _seeded(rng, draw, input.device):
-        return torch.lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return torch.lstm(
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
 
 
 def gru(
@@ -70,7 +76,9 @@ def gru(
 ) -> tuple[Tensor, Tensor]:
     """``torch.gru``."""
     with _seeded(rng, draw, input.device):
-        return torch.gru(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return torch.gru(
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
 
 
 def rnn_tanh(
@@ -91,7 +99,9 @@ def rnn_tanh(
 ) -> tuple[Tensor, Tensor]:
     """``torch.rnn_tanh``."""
     with _seeded(rng, draw, input.device):
-        return torch.rnn_tanh(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return torch.rnn_tanh(
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
 
 
 def rnn_relu(
@@ -112,4 +122,6 @@ def rnn_relu(
 ) -> tuple[Tensor, Tensor]:
     """``torch.rnn_relu``."""
     with _seeded(rng, draw, input.device):
-        return torch.rnn_relu(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return torch.rnn_relu(
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )

@@ -1,6 +1,8 @@
-"""Operators whose result is random: PyTorch's factories and samplers with the draws of :mod:`shardwright.runtime.ops.random`.
+"""Operators whose result is random: PyTorch's factories and samplers with the draws of
+:mod:`shardwright.runtime.ops.random`.
 
-``layout`` is that of the result. Sizes are local ones; where they can be read off ``layout`` they only mark the operator.
+``layout`` is that of the result. Sizes are local ones; where they can be read off ``layout`` they
+only mark the operator.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def rand(
     sizes: NamedSizes = (),
 ) -> Tensor:
     """``torch.rand``."""
-    return Draw.of(rng, draw, layout, sizes).uniform(_device(device), dtype or torch.get_default_dtype())
+    return Draw.of(rng, draw, layout, sizes).uniform(
+        _device(device), dtype or torch.get_default_dtype()
+    )
 
 
 def randn(
@@ -41,7 +45,9 @@ def randn(
     sizes: NamedSizes = (),
 ) -> Tensor:
     """``torch.randn``."""
-    return Draw.of(rng, draw, layout, sizes).normal(_device(device), dtype or torch.get_default_dtype())
+    return Draw.of(rng, draw, layout, sizes).normal(
+        _device(device), dtype or torch.get_default_dtype()
+    )
 
 
 def randint(
@@ -59,7 +65,10 @@ def randint(
     """``torch.randint``: integers from ``low`` to ``high - 1``."""
     target = _device(device)
     return Draw.of(rng, draw, layout, sizes).piece(
-        target, lambda shape, g: torch.randint(low, high, shape, generator=g, dtype=dtype or torch.int64, device=target)
+        target,
+        lambda shape, g: torch.randint(
+            low, high, shape, generator=g, dtype=dtype or torch.int64, device=target
+        ),
     )
 
 
@@ -105,7 +114,17 @@ def randint_like(
 ) -> Tensor:
     """``torch.randint_like``."""
     shape, target = tuple(input.shape), _like(input, device)
-    return randint(low, high, shape, dtype or input.dtype, target, rng=rng, draw=draw, layout=layout, sizes=sizes)
+    return randint(
+        low,
+        high,
+        shape,
+        dtype or input.dtype,
+        target,
+        rng=rng,
+        draw=draw,
+        layout=layout,
+        sizes=sizes,
+    )
 
 
 def _like(input: Tensor, device: Device) -> torch.device:
@@ -121,7 +140,9 @@ def bernoulli(
     layout: str,
     sizes: NamedSizes = (),
 ) -> Tensor:
-    """``torch.bernoulli(input)``: ones with the probabilities in ``input``; or ``input.bernoulli_(p)`` as a new tensor."""
+    """``torch.bernoulli(input)``: ones with the probabilities in ``input``; or
+    ``input.bernoulli_(p)`` as a new tensor.
+    """
     # In double precision, so that probabilities close to 0 and 1 are not rounded.
     chance = Draw.of(rng, draw, layout, sizes).uniform(input.device, torch.float64)
     return (chance < (input.detach() if p is None else p)).to(input.dtype)
@@ -148,25 +169,47 @@ def normal(
         with torch.no_grad():
             sample = mean + std * drawn
         return torch.where(never, mean + std, sample)
-    return mean + std * Draw.of(rng, draw, layout, sizes).normal(_device(device), dtype or torch.get_default_dtype())
+    return mean + std * Draw.of(rng, draw, layout, sizes).normal(
+        _device(device), dtype or torch.get_default_dtype()
+    )
 
 
 def normal_like(
-    input: Tensor, mean: float = 0.0, std: float = 1.0, *, rng: RngState, draw: str, layout: str, sizes: NamedSizes = ()
+    input: Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    rng: RngState,
+    draw: str,
+    layout: str,
+    sizes: NamedSizes = (),
 ) -> Tensor:
     """``input.normal_(mean, std)``, as a new tensor."""
     return mean + std * Draw.of(rng, draw, layout, sizes).normal(input.device, input.dtype)
 
 
 def uniform_like(
-    input: Tensor, low: float = 0.0, high: float = 1.0, *, rng: RngState, draw: str, layout: str, sizes: NamedSizes = ()
+    input: Tensor,
+    low: float = 0.0,
+    high: float = 1.0,
+    *,
+    rng: RngState,
+    draw: str,
+    layout: str,
+    sizes: NamedSizes = (),
 ) -> Tensor:
     """``input.uniform_(low, high)``, as a new tensor."""
     return low + (high - low) * Draw.of(rng, draw, layout, sizes).uniform(input.device, input.dtype)
 
 
 def exponential_like(
-    input: Tensor, lambd: float = 1.0, *, rng: RngState, draw: str, layout: str, sizes: NamedSizes = ()
+    input: Tensor,
+    lambd: float = 1.0,
+    *,
+    rng: RngState,
+    draw: str,
+    layout: str,
+    sizes: NamedSizes = (),
 ) -> Tensor:
     """``input.exponential_(lambd)``, as a new tensor."""
     return Draw.of(rng, draw, layout, sizes).exponential(input.device, input.dtype) / lambd
@@ -182,14 +225,18 @@ def multinomial(
     layout: str,
     sizes: NamedSizes = (),
 ) -> Tensor:
-    """``torch.multinomial``: indices drawn from the weights in each row of ``input`` ``[rows, categories]``."""
+    """``torch.multinomial``: indices drawn from the weights in each row of ``input`` ``[rows,
+    categories]``.
+    """
     drawn, weights = Draw.of(rng, draw, layout, sizes), input.detach().double()
     if replacement:
-        # Inverse of the distribution function. Scaled below the total, so that a draw never falls behind the last category
-        # that has weight.
+        # Inverse of the distribution function. Scaled below the total, so that a draw never falls
+        # behind the last category that has weight.
         steps = weights.cumsum(-1)
         level = drawn.uniform(input.device, torch.float64) * steps[..., -1:]
-        return torch.searchsorted(steps, level.contiguous(), right=True).clamp_(max=input.shape[-1] - 1)
+        return torch.searchsorted(steps, level.contiguous(), right=True).clamp_(
+            max=input.shape[-1] - 1
+        )
     # Exponential races: the k first arrivals at rates `weights` are a sample without replacement.
     arrival = drawn.with_dim(-1, input.shape[-1]).exponential(input.device, torch.float64) / weights
     return arrival.topk(num_samples, dim=-1, largest=False).indices
@@ -208,7 +255,10 @@ def randperm(
     """``torch.randperm``; it is never cut."""
     target = _device(device)
     return Draw.of(rng, draw, layout, sizes).piece(
-        target, lambda shape, g: torch.randperm(shape[0], generator=g, dtype=dtype or torch.int64, device=target)
+        target,
+        lambda shape, g: torch.randperm(
+            shape[0], generator=g, dtype=dtype or torch.int64, device=target
+        ),
     )
 
 
@@ -243,8 +293,12 @@ def rrelu(
     layout: str,
     sizes: NamedSizes = (),
 ) -> Tensor:
-    """``F.rrelu``: negative elements are scaled by a random slope between ``lower`` and ``upper``."""
+    """``F.rrelu``: negative elements are scaled by a random slope between ``lower`` and
+    ``upper``.
+    """
     if not training:
         return F.rrelu(input, lower, upper, training=False)
-    slope = lower + (upper - lower) * Draw.of(rng, draw, layout, sizes).uniform(input.device, input.dtype)
+    slope = lower + (upper - lower) * Draw.of(rng, draw, layout, sizes).uniform(
+        input.device, input.dtype
+    )
     return torch.where(input <= 0, input * slope, input)

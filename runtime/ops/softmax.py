@@ -1,7 +1,7 @@
 """Softmax and its logarithms over a dim that is split.
 
-The maximum and the sum of exponentials are reduced over the axes, in the forward; the backward of the first two reduces one
-more sum. Pieces may be uneven or empty, and entries minus infinity.
+The maximum and the sum of exponentials are reduced over the axes, in the forward; the backward of
+the first two reduces one more sum. Pieces may be uneven or empty, and entries minus infinity.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _log_softmax = partial(F.log_softmax, dim=0)
 _logsumexp = partial(torch.logsumexp, dim=0)
 
 
-def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_axes: Axes = ()) -> Tensor:
+def softmax(
+    input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_axes: Axes = ()
+) -> Tensor:
     """``F.softmax``; ``dim`` of input and result is split over ``dim_axes``."""
     axes = communicating(dim_axes)
     if not axes:
@@ -39,7 +41,9 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_ax
     return cast(Tensor, _Softmax.apply(x, dim % x.ndim, axes))  # type: ignore[no-untyped-call]
 
 
-def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_axes: Axes = ()) -> Tensor:
+def log_softmax(
+    input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_axes: Axes = ()
+) -> Tensor:
     """``F.log_softmax``; ``dim`` of input and result is split over ``dim_axes``."""
     axes = communicating(dim_axes)
     if not axes:
@@ -48,8 +52,12 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, di
     return cast(Tensor, _LogSoftmax.apply(x, dim % x.ndim, axes))  # type: ignore[no-untyped-call]
 
 
-def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, *, dim_axes: Axes = ()) -> Tensor:
-    """``torch.logsumexp``; a dim of the input is split over ``dim_axes``, the result is whole on every rank."""
+def logsumexp(
+    input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, *, dim_axes: Axes = ()
+) -> Tensor:
+    """``torch.logsumexp``; a dim of the input is split over ``dim_axes``, the result is whole on
+    every rank.
+    """
     axes = communicating(dim_axes)
     if not axes:
         return torch.logsumexp(input, dim, keepdim)
@@ -82,7 +90,9 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (result,) = ctx.saved_tensors
         wide = accumulation_dtype(grad.dtype)
-        mean = sum_over((grad * result).sum(ctx.dim, keepdim=True, dtype=wide), ctx.axes, "backward")
+        mean = sum_over(
+            (grad * result).sum(ctx.dim, keepdim=True, dtype=wide), ctx.axes, "backward"
+        )
         return ((grad - mean) * result).to(grad.dtype), None, None
 
 

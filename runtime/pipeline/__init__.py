@@ -1,1 +1,3 @@
-"""Pipelines at run time: stages on sub-meshes, what crosses between them, and the executor of a schedule."""
+"""Pipelines at run time: stages on sub-meshes, what crosses between them, and the executor of a
+schedule.
+"""

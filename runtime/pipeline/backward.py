@@ -1,23 +1,29 @@
-"""A backward in two parts: the gradients of the inputs first, so that they can travel on, those of the parameters later.
+"""A backward in two parts: the gradients of the inputs first, so that they can travel on, those of
+the parameters later.
 
-The forward runs once, and nothing is computed twice that costs much. In the graph of autograd, call *inner* the nodes from
-which an input is reached, and *outer* those from which only parameters are. A gradient leaves the inner part where an inner
-node has an outer child. There are two kinds of such edges:
+The forward runs once, and nothing is computed twice that costs much. In the graph of autograd, call
+*inner* the nodes from which an input is reached, and *outer* those from which only parameters are.
+A gradient leaves the inner part where an inner node has an outer child. There are two kinds of such
+edges:
 
-- **deferred**: the child belongs to this node alone, as the transposed weight of a linear does. The first part notes the
-  gradient that comes into the node and leaves out the product for the child; the second part runs the node again, for the
-  child only. Nodes of PyTorch compute the gradients they are asked for, so no product is computed twice.
-- **direct**: several nodes have the child (a bias that is used twice), or the node is an autograd function written in Python,
-  which computes all its gradients whenever it runs and may communicate. There the first part computes the gradient that comes
-  into the child, and the second part goes on from there.
+- **deferred**: the child belongs to this node alone, as the transposed weight of a linear does. The
+  first part notes the gradient that comes into the node and leaves out the product for the child;
+  the second part runs the node again, for the child only. Nodes of PyTorch compute the gradients
+  they are asked for, so no product is computed twice.
+- **direct**: several nodes have the child (a bias that is used twice), or the node is an autograd
+  function written in Python, which computes all its gradients whenever it runs and may communicate.
+  There the first part computes the gradient that comes into the child, and the second part goes on
+  from there.
 
-Every path from a result to a parameter crosses exactly one of these edges, so what the second part adds up is the gradient.
+Every path from a result to a parameter crosses exactly one of these edges, so what the second part
+adds up is the gradient.
 
-The second part goes from the results to the inputs and lets go of each node it has run. The gradient of a parameter that one
-node alone leads to is accumulated with it; those of parameters that several lead to are summed first, and come last.
+The second part goes from the results to the inputs and lets go of each node it has run. The
+gradient of a parameter that one node alone leads to is accumulated with it; those of parameters
+that several lead to are summed first, and come last.
 
-All ranks that hold the same stage meet the same nodes in the same order: what communicates in a backward does so once, in
-the same order on all of them.
+All ranks that hold the same stage meet the same nodes in the same order: what communicates in a
+backward does so once, in the same order on all of them.
 
 The two parts are those of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.
 """
@@ -43,7 +49,9 @@ class SplitBackward:
     :meth:`input_gradients` comes first, then :meth:`accumulate`, and then the graph is used up.
     """
 
-    def __init__(self, roots: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, roots: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]
+    ) -> None:
         self._inputs = [get_gradient_edge(x) for x in inputs]
         graph = _Graph([edge.node for edge, _ in roots], [edge.node for edge in self._inputs])
         self._roots = [(edge, grad) for edge, grad in roots if edge.node in graph.inner]
@@ -58,7 +66,9 @@ class SplitBackward:
         ]
 
     def input_gradients(self) -> list[Tensor | None]:
-        """The gradients of the inputs, in order; ``None`` for one that the results do not depend on."""
+        """The gradients of the inputs, in order; ``None`` for one that the results do not depend
+        on.
+        """
         if not self._roots:
             return [None] * len(self._inputs)
         handles = [node.register_prehook(self._note(node)) for node in self._deferred]
@@ -85,13 +95,17 @@ class SplitBackward:
             del node  # with it goes what no other node needs
         captured, self._captured = self._captured, []
         if captured:
-            torch.autograd.backward([GradientEdge(*edge) for edge, _ in captured], [grad for _, grad in captured])
+            torch.autograd.backward(
+                [GradientEdge(*edge) for edge, _ in captured], [grad for _, grad in captured]
+            )
         self._owners = []
 
     def _accumulate_from(self, node: Node, edges: list[Edge]) -> None:
         """Run a node again for the children that were left out."""
         incoming = enumerate(self._incoming.pop(node, ()))
-        known = [(GradientEdge(node, number), grad) for number, grad in incoming if grad is not None]
+        known = [
+            (GradientEdge(node, number), grad) for number, grad in incoming if grad is not None
+        ]
         roots, grads = [edge for edge, _ in known], [grad for _, grad in known]
         parameters = self._alone.pop(node, None)
         if not known:
@@ -99,7 +113,9 @@ class SplitBackward:
         if parameters is not None:
             torch.autograd.backward(roots, grads, inputs=parameters)
             return
-        gradients = torch.autograd.grad(roots, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True)
+        gradients = torch.autograd.grad(
+            roots, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True
+        )
         self._captured += _defined(edges, gradients)
 
     def _note(self, node: Node) -> _Noting:
@@ -117,19 +133,23 @@ class _Noting:
         self.incoming[self.node] = tuple(gradients)
 
 
-def _defined(edges: Iterable[Edge], gradients: Iterable[Tensor | None]) -> list[tuple[Edge, Tensor]]:
+def _defined(
+    edges: Iterable[Edge], gradients: Iterable[Tensor | None]
+) -> list[tuple[Edge, Tensor]]:
     return [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if grad is not None]
 
 
 class _Graph:
-    """The nodes below some roots. ``inner``: those that reach an input. ``outer``: those that reach parameters only, each
-    after its children.
+    """The nodes below some roots. ``inner``: those that reach an input. ``outer``: those that reach
+    parameters only, each after its children.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
         self.inner: set[Node] = set()
         self.outer: dict[Node, None] = {}
-        self._leaving: dict[Node, list[Edge]] = {}  # edges from inner nodes to outer ones, results first
+        self._leaving: dict[
+            Node, list[Edge]
+        ] = {}  # edges from inner nodes to outer ones, results first
         self._parents: dict[Node, set[Node]] = {}
         order = _children_first(roots)
         for node in order:
@@ -147,7 +167,9 @@ class _Graph:
                     self._leaving[node] = edges
 
     def deferred_edges(self) -> dict[Node, list[Edge]]:
-        """The edges from inner nodes to outer children that may be computed later, by inner node, results first."""
+        """The edges from inner nodes to outer children that may be computed later, by inner node,
+        results first.
+        """
         deferred: dict[Node, list[Edge]] = {}
         for node, edges in self._leaving.items():
             if not isinstance(node, BackwardCFunction):
@@ -158,12 +180,22 @@ class _Graph:
         return deferred
 
     def direct_edges(self, deferred: dict[Node, list[Edge]]) -> list[Edge]:
-        """Where the gradients of all other edges between the two parts are taken, so that none goes on to another."""
+        """Where the gradients of all other edges between the two parts are taken, so that none goes
+        on to another.
+        """
         leaving = ((node, edge) for node, edges in self._leaving.items() for edge in edges)
-        return self._untangled(list(dict.fromkeys(edge for node, edge in leaving if edge not in deferred.get(node, []))))
+        return self._untangled(
+            list(
+                dict.fromkeys(edge for node, edge in leaving if edge not in deferred.get(node, []))
+            )
+        )
 
-    def parameters_below(self, deferred: Mapping[Node, list[Edge]], roots: Sequence[Node]) -> dict[Node, list[Tensor]]:
-        """By node of ``deferred``, the parameters that its children lead to, if nothing else leads to any of them."""
+    def parameters_below(
+        self, deferred: Mapping[Node, list[Edge]], roots: Sequence[Node]
+    ) -> dict[Node, list[Tensor]]:
+        """By node of ``deferred``, the parameters that its children lead to, if nothing else leads
+        to any of them.
+        """
         part = self._parts()
         leading: dict[Node, set[Node | None]] = {}
         for node, edges in self._leaving.items():
@@ -198,9 +230,12 @@ class _Graph:
                     above[part(child)] = part(node)
         return part
 
-    def owners(self, roots: Sequence[GradientEdge], edges: Iterable[Edge]) -> list[Node | GradientEdge]:
-        """What keeps the nodes of ``edges`` and ``roots`` alive: of an autograd function written in Python, the object at
-        hand does not. The nearest nodes above it do, and for a root the token in its edge.
+    def owners(
+        self, roots: Sequence[GradientEdge], edges: Iterable[Edge]
+    ) -> list[Node | GradientEdge]:
+        """What keeps the nodes of ``edges`` and ``roots`` alive: of an autograd function written in
+        Python, the object at hand does not. The nearest nodes above it do, and for a root the token
+        in its edge.
         """
         owners: list[Node | GradientEdge] = [edge for edge in roots if edge.node in self.outer]
         by_node = {edge.node: edge for edge in roots}
@@ -215,10 +250,17 @@ class _Graph:
         return owners
 
     def _drop_tangled(self, deferred: dict[Node, list[Edge]]) -> None:
-        """Take out deferred children from which the gradient would go on to a direct one: the first part needs them."""
+        """Take out deferred children from which the gradient would go on to a direct one: the first
+        part needs them.
+        """
         while True:
             above = self._above(self.direct_edges(deferred))
-            tangled = [(node, edge) for node, edges in deferred.items() for edge in edges if edge[0] in above]
+            tangled = [
+                (node, edge)
+                for node, edges in deferred.items()
+                for edge in edges
+                if edge[0] in above
+            ]
             if not tangled:
                 return
             for node, edge in tangled:
@@ -227,13 +269,19 @@ class _Graph:
                     del deferred[node]
 
     def _untangled(self, edges: list[Edge]) -> list[Edge]:
-        """The same with children from which others of them are reached replaced by their own children."""
+        """The same with children from which others of them are reached replaced by their own
+        children.
+        """
         while True:
             above = self._above(edges)
             if not any(node in above for node, _ in edges):
                 return edges
-            lower = [_children(node) if node in above else [(node, number)] for node, number in edges]
-            edges = list(dict.fromkeys(edge for group in lower for edge in group if edge[0] in self.outer))
+            lower = [
+                _children(node) if node in above else [(node, number)] for node, number in edges
+            ]
+            edges = list(
+                dict.fromkeys(edge for group in lower for edge in group if edge[0] in self.outer)
+            )
 
     def _above(self, edges: Iterable[Edge]) -> set[Node]:
         """The outer nodes from which one of the edges' nodes is reached."""
@@ -255,7 +303,9 @@ def _children(node: Node) -> list[Edge]:
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """All nodes below the roots, each after its children; the same order wherever the graph is the same."""
+    """All nodes below the roots, each after its children; the same order wherever the graph is the
+    same.
+    """
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]

@@ -25,17 +25,22 @@ Leaves = dict[str, Tensor]
 class StageRunner(Protocol):
     """The module, as its executor sees it."""
 
-    def run_stage(self, stage: int, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run_stage(
+        self, stage: int, microbatch: int, arguments: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """The forward of one stage: what its method returns."""
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """From now on compute for this stage and microbatch: random numbers and mesh axes are theirs."""
+        """From now on compute for this stage and microbatch: random numbers and mesh axes are
+        theirs.
+        """
 
 
 class InFlight:
     """How many microbatches hold activations, as the step goes on.
 
-    ``now``, ``peak``: by stage, now and at most. ``peak_of_rank``: at most, over all stages together.
+    ``now``, ``peak``: by stage, now and at most. ``peak_of_rank``: at most, over all stages
+    together.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -56,8 +61,8 @@ class InFlight:
 
 @dataclass(eq=False)
 class _Held:
-    """What the backward of one stage and microbatch needs. Graphs are held by their edges: a result that has been sent lives
-    on only where the graph itself saved it.
+    """What the backward of one stage and microbatch needs. Graphs are held by their edges: a result
+    that has been sent lives on only where the graph itself saved it.
     """
 
     inputs: list[tuple[Transfer, Tensor]]
@@ -70,8 +75,9 @@ class _Held:
 class Step:
     """One step: what to run it on, and with what.
 
-    ``samples``: by microbatch, the tensors that this rank's stages read. ``dummies``: by microbatch, whether nothing is
-    back-propagated. ``loss_path``: of the loss among the outputs. ``scaled``: makes of a loss what is differentiated.
+    ``samples``: by microbatch, the tensors that this rank's stages read. ``dummies``: by
+    microbatch, whether nothing is back-propagated. ``loss_path``: of the loss among the outputs.
+    ``scaled``: makes of a loss what is differentiated.
     ``reducer``: sums the gradients, in training.
     """
 
@@ -84,11 +90,12 @@ class Step:
 
 
 class Executor:
-    """Runs one step of a rank. ``actions``: of this rank, without those that are left out; ``exchange``: for the same step;
+    """Runs one step of a rank. ``actions``: of this rank, without those that are left out;
+    ``exchange``: for the same step;
     ``routes``: of each microbatch.
 
-    ``linked``: pairs of stages of this rank that hold a parameter in common. ``open_stages``: those of this rank whose
-    gradients are not complete after their last backward.
+    ``linked``: pairs of stages of this rank that hold a parameter in common. ``open_stages``: those
+    of this rank whose gradients are not complete after their last backward.
     """
 
     def __init__(
@@ -128,7 +135,9 @@ class Executor:
                 else:
                     self._weight_gradients(action)
         self._exchange.finish()
-        assert not self._held and not self._split, "a schedule for training has a backward for each forward"
+        assert not self._held and not self._split, (
+            "a schedule for training has a backward for each forward"
+        )
         return step.results
 
     def _forward(self, action: ScheduleAction, step: Step) -> None:
@@ -136,16 +145,30 @@ class Executor:
         segment = self._routes[microbatch].segments[action.stage]
         trains = step.reducer is not None and not step.dummies[microbatch]
         received = [
-            (transfer, self._exchange.receive(arrival, transfer).detach().requires_grad_(trains and transfer.differentiable))
+            (
+                transfer,
+                self._exchange.receive(arrival, transfer)
+                .detach()
+                .requires_grad_(trains and transfer.differentiable),
+            )
             for arrival, transfer in self._routes[microbatch].needs(action)
         ]
-        arguments = [*(step.samples[microbatch][path] for path in segment.reads), *(x for _, x in received)]
+        arguments = [
+            *(step.samples[microbatch][path] for path in segment.reads),
+            *(x for _, x in received),
+        ]
         regions = num_recomputed()
         with torch.set_grad_enabled(trains):
             values = self._runner.run_stage(action.stage, microbatch, arguments)
-        assert len(values) == len(segment.sends) + len(segment.outputs), f"stage {action.stage} returns {len(values)} values"
+        assert len(values) == len(segment.sends) + len(segment.outputs), (
+            f"stage {action.stage} returns {len(values)} values"
+        )
         sent = list(zip(segment.sends, values, strict=False))
-        outputs = {path: x for path, x in zip(segment.outputs, values[len(sent) :], strict=True) if x is not None}
+        outputs = {
+            path: x
+            for path, x in zip(segment.outputs, values[len(sent) :], strict=True)
+            if x is not None
+        }
         # In the order of the channel.
         for transfer, x in sorted(sent, key=lambda item: (item[0].stage, item[0].name)):
             self._exchange.send(action, transfer, x)
@@ -153,7 +176,11 @@ class Executor:
         if trains:
             self._held[action.stage, microbatch] = _Held(
                 [(transfer, x) for transfer, x in received if transfer.differentiable],
-                [(t, get_gradient_edge(x) if x.requires_grad else None) for t, x in sent if t.differentiable],
+                [
+                    (t, get_gradient_edge(x) if x.requires_grad else None)
+                    for t, x in sent
+                    if t.differentiable
+                ],
                 outputs.get(step.loss_path),
                 num_recomputed() > regions,
             )
@@ -170,11 +197,14 @@ class Executor:
     def _input_gradients(self, action: ScheduleAction, step: Step) -> None:
         key = (action.stage, action.microbatch)
         if self._held[key].recomputes:
-            # Each pass through the graph would recompute it, and what was recomputed would be held until the second part.
+            # Each pass through the graph would recompute it, and what was recomputed would be held
+            # until the second part.
             self._backward(action, step)
             return
         held = self._held.pop(key)
-        split = self._split[key] = SplitBackward(self._roots(action, step, held), [x for _, x in held.inputs])
+        split = self._split[key] = SplitBackward(
+            self._roots(action, step, held), [x for _, x in held.inputs]
+        )
         self._send_gradients(action, held, split.input_gradients())
 
     def _weight_gradients(self, action: ScheduleAction) -> None:
@@ -183,7 +213,9 @@ class Executor:
             split.accumulate()
             self.in_flight.release(action.stage)
 
-    def _roots(self, action: ScheduleAction, step: Step, held: _Held) -> list[tuple[GradientEdge, Tensor]]:
+    def _roots(
+        self, action: ScheduleAction, step: Step, held: _Held
+    ) -> list[tuple[GradientEdge, Tensor]]:
         """Where gradients come into the graph of a forward."""
         roots = []
         edges = {(transfer.name, transfer.stage): edge for transfer, edge in held.sent}
@@ -198,18 +230,25 @@ class Executor:
             roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
         return roots
 
-    def _send_gradients(self, action: ScheduleAction, held: _Held, gradients: Sequence[Tensor | None]) -> None:
+    def _send_gradients(
+        self, action: ScheduleAction, held: _Held, gradients: Sequence[Tensor | None]
+    ) -> None:
         sent = zip(held.inputs, gradients, strict=True)
-        for (transfer, x), grad in sorted(sent, key=lambda item: (item[0][0].stage, item[0][0].name)):
+        for (transfer, x), grad in sorted(
+            sent, key=lambda item: (item[0][0].stage, item[0][0].name)
+        ):
             self._exchange.send(action, transfer, torch.zeros_like(x) if grad is None else grad)
 
 
 def _last_gradients(
-    actions: Sequence[ScheduleAction], linked: Sequence[tuple[int, int]], open_stages: Collection[int]
+    actions: Sequence[ScheduleAction],
+    linked: Sequence[tuple[int, int]],
+    open_stages: Collection[int],
 ) -> set[int]:
     """The actions that complete the gradients of their stage, by position.
 
-    The earlier one of two linked stages is not among them: the other one still adds to gradients of its own.
+    The earlier one of two linked stages is not among them: the other one still adds to gradients of
+    its own.
     """
     last = {
         action.stage: index

@@ -1,4 +1,5 @@
-"""The base of generated classes of pipelined modules: one rank's stages, and the order in which it runs them.
+"""The base of generated classes of pipelined modules: one rank's stages, and the order in which it
+runs them.
 
 A generated class looks like this (rank 2 of 4, two stages of tp=2):
 
@@ -32,7 +33,8 @@ A generated class looks like this (rank 2 of 4, two stages of tp=2):
         def output(self, leaves):
             return CausalLMOutput(loss=leaves["loss"], logits=leaves["logits"])
 
-Gradients that flow between stages are those of one sample; see :mod:`shardwright.runtime.module.end2end` for steps.
+Gradients that flow between stages are those of one sample; see
+:mod:`shardwright.runtime.module.end2end` for steps.
 """
 
 from __future__ import annotations
@@ -61,11 +63,11 @@ from shardwright.runtime.module.end2end import (
 )
 from shardwright.runtime.module.extra_state import check_stages
 from shardwright.runtime.module.parallel_module import ParallelModule, generated_directory
-from shardwright.runtime.pipeline.body import Body, Sizes
-from shardwright.runtime.pipeline.copies import Copies
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
-from shardwright.runtime.pipeline.samples import SampleTable
+from shardwright.runtime.pipeline.sample_sizes import Body, Sizes
 from shardwright.runtime.pipeline.segment import Segment, Stage
+from shardwright.runtime.pipeline.shared_parameters import Copies
+from shardwright.runtime.pipeline.step_samples import SampleTable
 from shardwright.runtime.pipeline.transfers import Exchange
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import UNITS, AxisGroup, RankMesh
@@ -78,16 +80,18 @@ from shardwright.runtime.training.gradnorm import counts_here
 class PipelineModule(ParallelModule):
     """One rank's stages of a pipelined module. It is called by ``train_step`` and ``infer_step``.
 
-    Set by the generated class: ``stages``, ``segments`` (those of this rank, by stage), ``actions`` (of this rank, as text),
-    ``num_microbatches``, ``schedule`` (its name), ``output_stages`` (by path of the result, the stage that makes it, and its
-    shape and dtype; the first is the loss) and ``shared`` (parameters that several stages hold, with these stages; their
-    meshes and layouts are equal) and ``owned`` (those of which the meshes differ, with the layout in each stage; see
-    :mod:`shardwright.runtime.pipeline.copies`). ``inputs`` are the leaves of one sample.
+    Set by the generated class: ``stages``, ``segments`` (those of this rank, by stage), ``actions``
+    (of this rank, as text), ``num_microbatches``, ``schedule`` (its name), ``output_stages`` (by
+    path of the result, the stage that makes it, and its shape and dtype; the first is the loss) and
+    ``shared`` (parameters that several stages hold, with these stages; their meshes and layouts are
+    equal) and ``owned`` (those of which the meshes differ, with the layout in each stage; see
+    :mod:`shardwright.runtime.pipeline.shared_parameters`). ``inputs`` are the leaves of one sample.
 
-    Where the model runs other operators in evaluation, there are ``segments_eval``, ``output_stages_eval``, and methods
-    ``stage<number>_eval`` and ``output_eval`` besides. Where sizes vary between samples, ``sizes`` names them, and the
-    methods ``layouts`` and ``output_shapes`` tell what depends on them. ``left_out_of_training``: the results, by path, that a
-    training step neither makes whole nor delivers.
+    Where the model runs other operators in evaluation, there are ``segments_eval``,
+    ``output_stages_eval``, and methods ``stage<number>_eval`` and ``output_eval`` besides. Where
+    sizes vary between samples, ``sizes`` names them, and the methods ``layouts`` and
+    ``output_shapes`` tell what depends on them. ``left_out_of_training``: the results, by path,
+    that a training step neither makes whole nor delivers.
 
     ``in_flight``: how many microbatches held activations in the last step.
 
@@ -126,7 +130,9 @@ class PipelineModule(ParallelModule):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "stages" in cls.__dict__:
-            cls.mesh = Mesh((("rank", 1 + max(rank for stage in cls.stages for rank in stage.ranks)),))
+            cls.mesh = Mesh(
+                (("rank", 1 + max(rank for stage in cls.stages for rank in stage.ranks)),)
+            )
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__(init_params)
@@ -135,22 +141,35 @@ class PipelineModule(ParallelModule):
         self._running = min(self.segments)
         self._base_microbatch = 0
         self._trains = False
-        self._bodies = tuple(self._made_body(ending) for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)])
+        self._bodies = tuple(
+            self._made_body(ending)
+            for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)]
+        )
         self._body = self._bodies[0]
         self._sizes = []
-        self._sample_table = SampleTable(type(self).__name__, self.inputs, self.arguments, self.sizes)
+        self._sample_table = SampleTable(
+            type(self).__name__, self.inputs, self.arguments, self.sizes
+        )
         self._connect()
 
     def _made_body(self, ending: str) -> Body:
-        methods = [getattr(self, name + ending) if self.sizes else None for name in ("layouts", "output_shapes")]
-        segments, output_stages = getattr(self, f"segments{ending}"), getattr(self, f"output_stages{ending}")
+        methods = [
+            getattr(self, name + ending) if self.sizes else None
+            for name in ("layouts", "output_shapes")
+        ]
+        segments, output_stages = (
+            getattr(self, f"segments{ending}"),
+            getattr(self, f"output_stages{ending}"),
+        )
         return Body(ending, self.rank, self.stages, segments, output_stages, *methods)
 
     def _make_groups(self, world: World) -> None:
         super()._make_groups(world)
         made: dict[Stage, RankMesh] = {}
         for stage in self.stages:  # on all ranks in this order: groups are made by all of them
-            assert list(stage.ranks) == sorted(stage.ranks), f"the ranks of {stage} are not ascending"
+            assert list(stage.ranks) == sorted(stage.ranks), (
+                f"the ranks of {stage} are not ascending"
+            )
             if stage not in made:
                 made[stage] = RankMesh(stage.mesh, world, stage.ranks, self.mesh.size)
             for axes in stage.joined_axes:
@@ -165,7 +184,9 @@ class PipelineModule(ParallelModule):
         world = self.ranks.world
         mine = {
             "actions": dict(self.actions),
-            "receivers": sorted(self._copies.peers.union(*(body.receivers for body in self._bodies))),
+            "receivers": sorted(
+                self._copies.peers.union(*(body.receivers for body in self._bodies))
+            ),
         }
         everyone = world.all_gather_object(mine)
         channels = []
@@ -176,7 +197,8 @@ class PipelineModule(ParallelModule):
         senders = set().union(*(body.senders for body in self._bodies))
         self._parsed = {
             mode: {
-                rank: parse_actions(everyone[self._to_world(rank)]["actions"][mode]) for rank in sorted({self.rank, *senders})
+                rank: parse_actions(everyone[self._to_world(rank)]["actions"][mode])
+                for rank in sorted({self.rank, *senders})
             }
             for mode in self.actions
         }
@@ -187,17 +209,19 @@ class PipelineModule(ParallelModule):
     # What generated code calls
 
     def axis(self, *names: str, stage: int | None = None) -> AxisGroup:
-        """The ranks of a stage that differ from this one along an axis only, or along several; by default of the stage that
-        runs.
+        """The ranks of a stage that differ from this one along an axis only, or along several; by
+        default of the stage that runs.
         """
         ranks = self._stages_over_units if ZERO in names else self._stage_ranks
         return ranks[self._running if stage is None else stage].axis(*names)
 
     def output(self, leaves: Mapping[str, Any], **sizes: int) -> Any:
-        """The result of the whole module from its leaves by path, and from those of the sizes that ``output_sizes`` names.
-        Defined by the generated class.
+        """The result of the whole module from its leaves by path, and from those of the sizes that
+        ``output_sizes`` names. Defined by the generated class.
         """
-        raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not build its result")
+        raise NotImplementedError(
+            f"{type(self).__name__} is no generated class: it does not build its result"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a pipeline runs whole steps."""
@@ -207,14 +231,18 @@ class PipelineModule(ParallelModule):
     # What the executor calls
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """From now on compute for this stage and microbatch: random numbers and mesh axes are theirs."""
+        """From now on compute for this stage and microbatch: random numbers and mesh axes are
+        theirs.
+        """
         ranks = self._stage_ranks[stage]
         self._running = stage
         self.rng.mesh, self.rng.coords = ranks.mesh, dict(ranks.coords)
         # Counted from 1, as ParallelModule.check_inputs does.
         self.rng.microbatch = self._base_microbatch + (microbatch + 1 if self.training else 0)
 
-    def run_stage(self, stage: int, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run_stage(
+        self, stage: int, microbatch: int, arguments: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """The forward of one stage."""
         sizes = dict(zip(self.sizes, self._sizes[microbatch], strict=True))
         wanted = {name: sizes[name] for name in self._body.segments[stage].sizes}
@@ -228,15 +256,19 @@ class PipelineModule(ParallelModule):
 
     @checked_late
     def train_step(
-        self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
+        self,
+        samples: Sequence[Any],
+        is_dummy_batch: Sequence[bool] | None = None,
+        scale_fn: ScaleFunction | None = None,
     ) -> list[Any]:
-        """See :meth:`ParallelModule.train_step`. There are ``num_microbatches`` samples; ranks that read nothing may pass
-        ``None`` for each. All ranks of the unit get all results.
+        """See :meth:`ParallelModule.train_step`. There are ``num_microbatches`` samples; ranks that
+        read nothing may pass ``None`` for each. All ranks of the unit get all results.
         """
         owner = type(self).__name__
         if "train" not in self.actions:
             raise UsageError(
-                f"{owner} has no schedule for training", hint="compile it without inference_only, or call infer_step"
+                f"{owner} has no schedule for training",
+                hint="compile it without inference_only, or call infer_step",
             )
         check_samples(f"{owner}.train_step", samples, self.num_microbatches)
         dummies = check_dummies(f"{owner}.train_step", is_dummy_batch, len(samples))
@@ -279,12 +311,18 @@ class PipelineModule(ParallelModule):
         if self._has_stale_copies:  # trained by other means than an optimizer of build_optimizer
             self.refresh_copies()
         actions = {
-            rank: [action for action in listed if action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]]
+            rank: [
+                action
+                for action in listed
+                if action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]
+            ]
             for rank, listed in self._parsed[mode].items()
         }
         routes = [self._body.routes(sizes) for sizes in self._sizes]
         exchange = Exchange(self.rank, routes, actions, self._messages, self._to_world, self.device)
-        executor = Executor(self, actions[self.rank], exchange, routes, self._linked(), self._open_stages())
+        executor = Executor(
+            self, actions[self.rank], exchange, routes, self._linked(), self._open_stages()
+        )
         self.in_flight = executor.in_flight
         self._base_microbatch = self.rng.microbatch
         made = executor.run(step)
@@ -295,7 +333,11 @@ class PipelineModule(ParallelModule):
         return [
             output(
                 _Result(leaves | left_out),
-                **{name: size for name, size in zip(self.sizes, sizes, strict=True) if name in wanted},
+                **{
+                    name: size
+                    for name, size in zip(self.sizes, sizes, strict=True)
+                    if name in wanted
+                },
             )
             for leaves, sizes in zip(self._delivered(made), self._sizes, strict=True)
         ]
@@ -321,26 +363,39 @@ class PipelineModule(ParallelModule):
 
     def _open_stages(self) -> list[int]:
         """The stages of this rank that get gradients from copies at the end of a step."""
-        return [stage for stage in self.segments if self._copies.awaits_gradients(self.stages[stage])]
+        return [
+            stage for stage in self.segments if self._copies.awaits_gradients(self.stages[stage])
+        ]
 
     # Samples and results
 
     def _read(self, samples: Sequence[Any], method: str) -> list[Leaves]:
-        """The tensors of each sample that this rank was given, checked. It must be given those that its stages read."""
+        """The tensors of each sample that this rank was given, checked. It must be given those that
+        its stages read.
+        """
         needed = {path for segment in self._body.segments.values() for path in segment.reads}
         checked = self._sample_table.check(samples, needed, method)
         if not self._inputs_compared:
             self._inputs_compared = True
-            self._sample_table.compare(checked, self._unit, self.ranks.num_units, self.device, method)
+            self._sample_table.compare(
+                checked, self._unit, self.ranks.num_units, self.device, method
+            )
         self._sizes = self._sample_table.agreed_sizes(checked, self._unit, self.device, method)
-        return [{path: x.to(self.device) for path, x in tensors.items() if path in needed} for tensors in checked]
+        return [
+            {path: x.to(self.device) for path, x in tensors.items() if path in needed}
+            for tensors in checked
+        ]
 
     def _delivered(self, made: Sequence[Leaves]) -> list[Leaves]:
-        """All outputs on all ranks of the unit, from the first rank of the stage that makes each, taken out of ``made``."""
+        """All outputs on all ranks of the unit, from the first rank of the stage that makes each,
+        taken out of ``made``.
+        """
         if self.mesh.size == 1:
             return list(made)
         everywhere = self._body.output_stages
-        delivered: list[Leaves] = [{path: x for path, x in leaves.items() if path not in everywhere} for leaves in made]
+        delivered: list[Leaves] = [
+            {path: x for path, x in leaves.items() if path not in everywhere} for leaves in made
+        ]
         for path, (stage, _, dtype) in self._body.output_stages.items():
             if self.trains and path in self.left_out_of_training:
                 continue
@@ -366,16 +421,22 @@ class PipelineModule(ParallelModule):
         return len({tuple(stage.ranks) for stage in self.stages}) > 1
 
     def all_declarations(self) -> tuple[Declaration, ...]:
-        """See :meth:`CompiledModule.all_declarations`; those of other stages are known from the manifest."""
+        """See :meth:`CompiledModule.all_declarations`; those of other stages are known from the
+        manifest.
+        """
         return self._of_all_stages
 
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """See :meth:`CompiledModule.ranks_of`."""
-        return self._stage_of(declaration, min(self.segments) if declaration.stage is None else declaration.stage)
+        return self._stage_of(
+            declaration, min(self.segments) if declaration.stage is None else declaration.stage
+        )
 
     def _stage_of(self, declaration: Declaration, stage: int) -> RankMesh:
         """The ranks of a stage, on the mesh that the layout of a tensor refers to."""
-        ranks = self._stages_over_units if ZERO in declaration.layout.cut_axes else self._stage_ranks
+        ranks = (
+            self._stages_over_units if ZERO in declaration.layout.cut_axes else self._stage_ranks
+        )
         return ranks[stage]
 
     def is_copy(self, declaration: Declaration) -> bool:
@@ -383,8 +444,12 @@ class PipelineModule(ParallelModule):
         return self._copies.is_copy(declaration.name)
 
     def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
-        """See :meth:`CompiledModule.trained_parameters`. Copies are trained where their owner is."""
-        return ((d, parameter) for d, parameter in super().trained_parameters() if not self.is_copy(d))
+        """See :meth:`CompiledModule.trained_parameters`. Copies are trained where their owner
+        is.
+        """
+        return (
+            (d, parameter) for d, parameter in super().trained_parameters() if not self.is_copy(d)
+        )
 
     def copied_parameters(self) -> Iterator[nn.Parameter]:
         """See :meth:`CompiledModule.copied_parameters`."""
@@ -395,8 +460,13 @@ class PipelineModule(ParallelModule):
         wanted: dict[str, tuple[tuple[int, ...], str]] = {}
         for declaration, _ in self.trained_parameters():
             home, axes = self.ranks_of(declaration), declaration.layout.grad_partial
-            holders = [self._stage_of(declaration, stage) for stage in self.shared.get(declaration.name, ())] or [home]
-            assert all(ranks.mesh == home.mesh for ranks in holders), f"{declaration.name} is shared by unequal meshes"
+            holders = [
+                self._stage_of(declaration, stage)
+                for stage in self.shared.get(declaration.name, ())
+            ] or [home]
+            assert all(ranks.mesh == home.mesh for ranks in holders), (
+                f"{declaration.name} is shared by unequal meshes"
+            )
             members = [rank for ranks in holders for rank in ranks.alike(home.coords, axes)]
             label = "+".join([*axes, *([STAGES] if len(holders) > 1 else []), UNITS])
             wanted[declaration.name] = (home.world_ranks(members), label)
@@ -408,12 +478,16 @@ class PipelineModule(ParallelModule):
         groups = {}
         for name, (group, label) in wanted.items():
             communicator = world.group(group, label)
-            assert communicator is not None, f"rank {world.rank} holds {name} and is not in its group {group}"
+            assert communicator is not None, (
+                f"rank {world.rank} holds {name} and is not in its group {group}"
+            )
             groups[name] = communicator
         return groups
 
     def is_counted(self, declaration: Declaration) -> bool:
-        """See :meth:`CompiledModule.is_counted`. Of stages that share a parameter, the first one counts it."""
+        """See :meth:`CompiledModule.is_counted`. Of stages that share a parameter, the first one
+        counts it.
+        """
         stages = self.shared.get(declaration.name)
         if self.is_copy(declaration):
             return False
@@ -421,11 +495,18 @@ class PipelineModule(ParallelModule):
         return counts_here(declaration.layout, ranks)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks, and which tensors are
-        copies of what other stages own.
+        """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks,
+        and which tensors are copies of what other stages own.
         """
-        stages = [[[list(axis) for axis in stage.mesh.axes], list(stage.ranks)] for stage in self.stages]
-        copies = [name for declaration in self.declarations if self.is_copy(declaration) for name in declaration.names]
+        stages = [
+            [[list(axis) for axis in stage.mesh.axes], list(stage.ranks)] for stage in self.stages
+        ]
+        copies = [
+            name
+            for declaration in self.declarations
+            if self.is_copy(declaration)
+            for name in declaration.names
+        ]
         return {**super().get_extra_state(), "stages": stages, "copies": copies}
 
     def set_extra_state(self, state: Any) -> None:
@@ -437,7 +518,8 @@ class PipelineModule(ParallelModule):
         """The stages, and which of them this rank runs."""
         own = ", ".join(map(str, self.segments))
         return (
-            f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} microbatches; "
+            f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} "
+            "microbatches; "
             f"rank {self.rank}; unit {self.ranks.unit} of {self.ranks.num_units}"
         )
 

@@ -17,8 +17,9 @@
         ),
     }
 
-Ranks are those of one unit. A value that crosses stages is whole or cut on either side, never a summand, and so is its
-gradient: every receiver gets its local tensor in pieces that cover it once, and every sender its local gradient.
+Ranks are those of one unit. A value that crosses stages is whole or cut on either side, never a
+summand, and so is its gradient: every receiver gets its local tensor in pieces that cover it once,
+and every sender its local gradient.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from shardwright.runtime.transfer import Box
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A contiguous piece of the model: its mesh, and the unit ranks it lies on, in the order of the mesh. ``joined_axes``: the
-    sets of axes that one adapter goes over.
+    """A contiguous piece of the model: its mesh, and the unit ranks it lies on, in the order of the
+    mesh. ``joined_axes``: the sets of axes that one adapter goes over.
     """
 
     mesh: Mesh
@@ -47,11 +48,13 @@ class Stage:
 class Transfer:
     """A value on its way between this rank and another stage, as this rank sees it.
 
-    ``name``: of the value. ``stage``: the one at the other end; a value that several stages use has a transfer for each.
-    ``shape``, ``dtype``: of this rank's local tensor. ``differentiable``: whether a gradient comes back. ``pieces``: which
-    boxes of the local tensor come from, or go to, which unit rank; this rank's own number means a hand-over between its
-    stages. ``grad_pieces``: the same for the local gradient, which travels the other way. Where sizes vary between samples,
-    ``shape`` and the pieces are worked out for each of them, see :mod:`shardwright.runtime.pipeline.body`.
+    ``name``: of the value. ``stage``: the one at the other end; a value that several stages use has
+    a transfer for each. ``shape``, ``dtype``: of this rank's local tensor. ``differentiable``:
+    whether a gradient comes back. ``pieces``: which boxes of the local tensor come from, or go to,
+    which unit rank; this rank's own number means a hand-over between its stages. ``grad_pieces``:
+    the same for the local gradient, which travels the other way. Where sizes vary between samples,
+    ``shape`` and the pieces are worked out for each of them, see
+    :mod:`shardwright.runtime.pipeline.sample_sizes`.
     """
 
     name: str
@@ -67,10 +70,11 @@ class Transfer:
 class Segment:
     """The part of one stage in the pipeline, on one rank.
 
-    ``reads``: the tensors it takes from the sample, as paths of ``inputs``. ``receives``: values of earlier stages. Both, in
-    this order, are the arguments of the method ``stage<number>``. ``sends``: values for later stages. ``outputs``: the leaves
-    of the module's result made here, by path. These two, in this order, are what the method returns. ``sizes``: those of the
-    sizes that vary between samples which the method takes, as keywords.
+    ``reads``: the tensors it takes from the sample, as paths of ``inputs``. ``receives``: values of
+    earlier stages. Both, in this order, are the arguments of the method ``stage<number>``.
+    ``sends``: values for later stages. ``outputs``: the leaves of the module's result made here, by
+    path. These two, in this order, are what the method returns. ``sizes``: those of the sizes that
+    vary between samples which the method takes, as keywords.
     """
 
     reads: tuple[str, ...] = ()

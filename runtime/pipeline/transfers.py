@@ -1,13 +1,16 @@
-"""What crosses between stages in one step: receives posted ahead, sends under way, hand-overs between stages of one rank.
+"""What crosses between stages in one step: receives posted ahead, sends under way, hand-overs
+between stages of one rank.
 
-Messages from one rank to another are one channel (see :mod:`~shardwright.runtime.ranks.messages`). The sender sends what
-an action made right after it, in the order of ``(receiving stage, name, box)``. A receiver knows the actions of its
-peers, so it posts the receives of each channel in the order in which its peer sends, as far ahead as
-:data:`~shardwright.runtime.schedule.AHEAD` says, and further where a message it needs comes after others of the channel.
+Messages from one rank to another are one channel (see :mod:`~shardwright.runtime.ranks.messages`).
+The sender sends what an action made right after it, in the order of ``(receiving stage, name,
+box)``. A receiver knows the actions of its peers, so it posts the receives of each channel in the
+order in which its peer sends, as far ahead as :data:`~shardwright.runtime.schedule.AHEAD` says, and
+further where a message it needs comes after others of the channel.
 
-What is sent must live until it is gone, and not every transport tells when that is: gloo does so to nobody who does not wait.
-But a rank sends what an action made after it has received what the action needs. So what comes from a peer tells that
-everything is gone which that peer has used up to then, and waiting for it takes no time.
+What is sent must live until it is gone, and not every transport tells when that is: gloo does so to
+nobody who does not wait. But a rank sends what an action made after it has received what the action
+needs. So what comes from a peer tells that everything is gone which that peer has used up to then,
+and waiting for it takes no time.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The part of a local tensor in ``box`` that ``peer`` sends after its action number ``action``. ``staging``: a buffer of
-    its own, where it needs one.
+    """The part of a local tensor in ``box`` that ``peer`` sends after its action number ``action``.
+    ``staging``: a buffer of its own, where it needs one.
     """
 
     work: Work
@@ -68,7 +71,9 @@ class _Buffer:
 
 
 class _Sent(NamedTuple):
-    """A message on its way to ``peer``, whose action number ``action`` needs it; ``None`` if that peer sends nothing back."""
+    """A message on its way to ``peer``, whose action number ``action`` needs it; ``None`` if that
+    peer sends nothing back.
+    """
 
     sending: Sending
     peer: int
@@ -76,7 +81,9 @@ class _Sent(NamedTuple):
 
 
 class Routes:
-    """Which parts of which tensors of a microbatch this rank exchanges with whom, in the order of the channels."""
+    """Which parts of which tensors of a microbatch this rank exchanges with whom, in the order of
+    the channels.
+    """
 
     def __init__(self, rank: int, segments: Mapping[int, Segment]) -> None:
         self.rank = rank
@@ -85,13 +92,20 @@ class Routes:
         for stage, segment in segments.items():
             for transfer in segment.receives:
                 for peer, box in transfer.pieces:
-                    incoming.setdefault((peer, "activations", transfer.stage), []).append(_Piece(transfer, stage, box))
+                    incoming.setdefault((peer, "activations", transfer.stage), []).append(
+                        _Piece(transfer, stage, box)
+                    )
             for transfer in segment.sends:
                 for peer, box in transfer.grad_pieces if transfer.differentiable else ():
-                    incoming.setdefault((peer, "gradients", transfer.stage), []).append(_Piece(transfer, stage, box))
+                    incoming.setdefault((peer, "gradients", transfer.stage), []).append(
+                        _Piece(transfer, stage, box)
+                    )
         # By peer, payload and sending stage, in the order in which the peer sends.
         self._incoming = {
-            key: sorted((piece for piece in pieces if _is_there(piece.box)), key=lambda p: (p.stage, p.transfer.name, p.box))
+            key: sorted(
+                (piece for piece in pieces if _is_there(piece.box)),
+                key=lambda p: (p.stage, p.transfer.name, p.box),
+            )
             for key, pieces in incoming.items()
             if key[0] != rank
         }
@@ -106,7 +120,13 @@ class Routes:
         """The unit ranks that this one sends to."""
         pieces = [
             *(item for s in self.segments.values() for t in s.sends for item in t.pieces),
-            *(item for s in self.segments.values() for t in s.receives if t.differentiable for item in t.grad_pieces),
+            *(
+                item
+                for s in self.segments.values()
+                for t in s.receives
+                if t.differentiable
+                for item in t.grad_pieces
+            ),
         ]
         return {peer for peer, box in pieces if _is_there(box)} - {self.rank}
 
@@ -116,7 +136,10 @@ class Routes:
         if payload is None:
             return []
         return [
-            (Arrival(payload, piece.stage, action.stage, piece.transfer.name, action.microbatch), piece)
+            (
+                Arrival(payload, piece.stage, action.stage, piece.transfer.name, action.microbatch),
+                piece,
+            )
             for piece in self._incoming.get((peer, payload, action.stage), ())
         ]
 
@@ -126,15 +149,23 @@ class Routes:
         if payload is None:
             return []
         segment = self.segments[action.stage]
-        transfers = segment.receives if payload == "activations" else [t for t in segment.sends if t.differentiable]
-        return [(Arrival(payload, action.stage, t.stage, t.name, action.microbatch), t) for t in transfers]
+        transfers = (
+            segment.receives
+            if payload == "activations"
+            else [t for t in segment.sends if t.differentiable]
+        )
+        return [
+            (Arrival(payload, action.stage, t.stage, t.name, action.microbatch), t)
+            for t in transfers
+        ]
 
 
 class Exchange:
     """All transfers of one rank in one step.
 
-    ``routes``: those of each microbatch. ``actions``: what each unit rank that takes part does, without what is left out in
-    this step. ``to_world``: the rank of the world that is a unit rank here.
+    ``routes``: those of each microbatch. ``actions``: what each unit rank that takes part does,
+    without what is left out in this step. ``to_world``: the rank of the world that is a unit rank
+    here.
     """
 
     def __init__(
@@ -162,14 +193,20 @@ class Exchange:
         }
         # By peer: the numbers of its actions by what they receive.
         self._used_by = {
-            peer: {(PAYLOADS[a.kind], a.stage, a.microbatch): n for n, a in enumerate(actions[peer]) if a.kind in PAYLOADS}
+            peer: {
+                (PAYLOADS[a.kind], a.stage, a.microbatch): n
+                for n, a in enumerate(actions[peer])
+                if a.kind in PAYLOADS
+            }
             for peer in senders
         }
         self._buffers: dict[Arrival, _Buffer] = {}
         self._posted: dict[tuple[int, Arrival], int] = {}
         self._local: dict[Arrival, list[Tensor]] = {}
         self._sending: deque[_Sent] = deque()
-        self._waiting: dict[tuple[Payload, int, int], ScheduleAction] = {}  # own actions by what they receive
+        self._waiting: dict[
+            tuple[Payload, int, int], ScheduleAction
+        ] = {}  # own actions by what they receive
         self._to_post: deque[list[tuple[Arrival, Transfer]]] = deque()
         self._num_ahead = 0  # actions of which the receives are posted and that have not run
         for action in actions[rank]:
@@ -179,7 +216,9 @@ class Exchange:
                 self._to_post.append(needed)
 
     def post_ahead(self, action: ScheduleAction) -> None:
-        """Post the receives of ``action``, which runs now, and of those to come that are near enough."""
+        """Post the receives of ``action``, which runs now, and of those to come that are near
+        enough.
+        """
         while self._sending and self._sending[0].sending.is_completed():
             self._sending.popleft()
         needed = self._routes[action.microbatch].needs(action)
@@ -190,7 +229,9 @@ class Exchange:
         self._num_ahead -= bool(needed)
 
     def receive(self, arrival: Arrival, transfer: Transfer) -> Tensor:
-        """Wait for a local tensor of ``transfer``. It is new, or a view of what another stage of this rank made."""
+        """Wait for a local tensor of ``transfer``. It is new, or a view of what another stage of
+        this rank made.
+        """
         pieces = _remote_and_local(arrival, transfer, self._rank)
         local = self._local.pop(arrival, [])
         assert len(local) == len(pieces.local), f"{arrival} is used before it is made"
@@ -215,18 +256,29 @@ class Exchange:
         if x.dtype != transfer.dtype and x.device.type != "cpu":
             raise _other_dtype(action, transfer, x)
         assert x.shape == transfer.shape and x.dtype == transfer.dtype, (
-            f"{transfer.name!r} of {action} is {x.dtype}{list(x.shape)}, not {transfer.dtype}{list(transfer.shape)}"
+            f"{transfer.name!r} of {action} is {x.dtype}{list(x.shape)}, not "
+            f"{transfer.dtype}{list(transfer.shape)}"
         )
         pieces = transfer.pieces if payload == "activations" else transfer.grad_pieces
-        title = repr(transfer.name) if payload == "activations" else f"the gradient of {transfer.name!r}"
+        title = (
+            repr(transfer.name)
+            if payload == "activations"
+            else f"the gradient of {transfer.name!r}"
+        )
         for peer, box in sorted(pieces, key=lambda piece: piece[1]):
             if peer == self._rank:
-                arrival = Arrival(payload, transfer.stage, action.stage, transfer.name, action.microbatch)
+                arrival = Arrival(
+                    payload, transfer.stage, action.stage, transfer.name, action.microbatch
+                )
                 self._local.setdefault(arrival, []).append(part(x, box))
             elif _is_there(box):
                 what = f"{title} of {action}"
-                sending = self._messages.send(part(x, box), self._to_world(peer), what, phase=_phase(payload))
-                used_by = self._used_by.get(peer, {}).get((payload, transfer.stage, action.microbatch))
+                sending = self._messages.send(
+                    part(x, box), self._to_world(peer), what, phase=_phase(payload)
+                )
+                used_by = self._used_by.get(peer, {}).get(
+                    (payload, transfer.stage, action.microbatch)
+                )
                 self._sending.append(_Sent(sending, peer, used_by))
 
     def finish(self) -> None:
@@ -235,7 +287,9 @@ class Exchange:
             self._sending.popleft().sending.wait()
 
     def _let_go(self, peer: int, action: int) -> None:
-        """What this action of ``peer`` has made has come: let go of all that it and those before it have used."""
+        """What this action of ``peer`` has made has come: let go of all that it and those before it
+        have used.
+        """
         kept: deque[_Sent] = deque()
         for sent in self._sending:
             if sent.peer == peer and sent.action is not None and sent.action <= action:
@@ -262,11 +316,21 @@ class Exchange:
             buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
             self._buffers[arrival] = buffer
         target = part(buffer.tensor, box)
-        staging = None if target.is_contiguous() else torch.empty(box_shape(box), dtype=transfer.dtype, device=self._device)
-        title = repr(arrival.name) if arrival.payload == "activations" else f"the gradient of {arrival.name!r}"
+        staging = (
+            None
+            if target.is_contiguous()
+            else torch.empty(box_shape(box), dtype=transfer.dtype, device=self._device)
+        )
+        title = (
+            repr(arrival.name)
+            if arrival.payload == "activations"
+            else f"the gradient of {arrival.name!r}"
+        )
         what = f"{self._waiting[arrival.payload, arrival.stage, arrival.microbatch]} for {title}"
         received = target if staging is None else staging
-        work = self._messages.receive_(received, self._to_world(peer), what, phase=_phase(arrival.payload))
+        work = self._messages.receive_(
+            received, self._to_world(peer), what, phase=_phase(arrival.payload)
+        )
         buffer.parts.append(_Part(work, staging, box, peer, action))
         self._posted[peer, arrival] = self._posted.get((peer, arrival), 0) + 1
 
@@ -274,9 +338,12 @@ class Exchange:
 def _other_dtype(action: ScheduleAction, transfer: Transfer, x: Tensor) -> UsageError:
     dtype, traced = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, transfer.dtype))
     return UsageError(
-        f"{transfer.name!r}, which {action} sends to another stage, is {dtype} on {x.device} and was traced as {traced}",
-        why=f"autocast computes more operators in float32 on {x.device.type} than on a CPU, whose list tracing knows",
-        hint=f"settle its dtype in the model, as with `.to(torch.{dtype})`, or cut the stages elsewhere",
+        f"{transfer.name!r}, which {action} sends to another stage, is {dtype} on {x.device} "
+        f"and was traced as {traced}",
+        why=f"autocast computes more operators in float32 on {x.device.type} than on a CPU, "
+        "whose list tracing knows",
+        hint=f"settle its dtype in the model, as with `.to(torch.{dtype})`, or cut the stages "
+        "elsewhere",
     )
 
 
@@ -287,7 +354,10 @@ class _Pieces(NamedTuple):
 
 def _remote_and_local(arrival: Arrival, transfer: Transfer, rank: int) -> _Pieces:
     """Where the parts of an incoming tensor come from, in the order in which they are sent."""
-    pieces = sorted(transfer.pieces if arrival.payload == "activations" else transfer.grad_pieces, key=lambda piece: piece[1])
+    pieces = sorted(
+        transfer.pieces if arrival.payload == "activations" else transfer.grad_pieces,
+        key=lambda piece: piece[1],
+    )
     remote = [(peer, box) for peer, box in pieces if peer != rank and _is_there(box)]
     return _Pieces(remote, [box for peer, box in pieces if peer == rank])
 

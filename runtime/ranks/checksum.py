@@ -9,11 +9,14 @@ from torch import Tensor
 
 from shardwright.runtime.ranks.communicator import Communicator
 
-_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, odd: neighbouring positions get unrelated weights
+_MULTIPLIER = (
+    0x9E3779B97F4A7C15 - 2**64
+)  # 2**64 / golden ratio, odd: neighbouring positions get unrelated weights
 
 
 def checksum(x: Tensor) -> Tensor:
-    """An int64 scalar on the device of ``x``: a position-weighted sum of its bytes and sizes, modulo 2**64.
+    """An int64 scalar on the device of ``x``: a position-weighted sum of its bytes and sizes,
+    modulo 2**64.
 
     Equal for equal shape, dtype and bits, NaN included; practically never for different ones.
     """
@@ -26,10 +29,14 @@ def checksum(x: Tensor) -> Tensor:
     return (words * weights).sum() + _wrapped(sizes)
 
 
-def differing(tensors: Mapping[str, Tensor], communicator: Communicator) -> tuple[str, list[list[int]]] | None:
-    """The first tensor whose value is not the same on all ranks of the group, and which ranks agree with each other.
+def differing(
+    tensors: Mapping[str, Tensor], communicator: Communicator
+) -> tuple[str, list[list[int]]] | None:
+    """The first tensor whose value is not the same on all ranks of the group, and which ranks agree
+    with each other.
 
-    One small collective; ``None`` where all agree. Every rank passes the same names in the same order.
+    One small collective; ``None`` where all agree. Every rank passes the same names in the same
+    order.
     """
     if not tensors or communicator.size == 1:
         return None

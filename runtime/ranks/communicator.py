@@ -1,12 +1,14 @@
 """Communicators: one group of ranks, seen from one of its members.
 
-Everything generated code and the runtime send goes through this class, so that the same program runs on process groups
-(:mod:`shardwright.runtime.ranks.process_group`) and on threads of one process (:mod:`shardwright.runtime.ranks.threads`), and
-so that every call is counted. Members of a group call its methods in the same order. Collectives return new tensors unless
-their name ends in ``_``; they record no autograd graph, :mod:`shardwright.runtime.adapters` puts them into autograd functions.
+Everything generated code and the runtime send goes through this class, so that the same program
+runs on process groups (:mod:`shardwright.runtime.ranks.process_group`) and on threads of one
+process (:mod:`shardwright.runtime.ranks.threads`), and so that every call is counted. Members of a
+group call its methods in the same order. Collectives return new tensors unless their name ends in
+``_``; they record no autograd graph, :mod:`shardwright.runtime.adapters` puts them into autograd
+functions.
 
-Pieces of one tensor that lie on several ranks differ along one ``dim`` only; ``sizes`` lists their lengths there by index in
-the group, uneven and empty ones included.
+Pieces of one tensor that lie on several ranks differ along one ``dim`` only; ``sizes`` lists their
+lengths there by index in the group, uneven and empty ones included.
 """
 
 from __future__ import annotations
@@ -51,16 +53,23 @@ class Transport(Protocol):
     def start_all_gather(self, x: Tensor, result: Tensor) -> Work: ...
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result [n]``."""
+        """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result
+        [n]``.
+        """
 
     def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
-        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into that chunk."""
+        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into
+        that chunk.
+        """
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         """Chunk ``i`` of 1-D ``x``, cut into ``sizes``, from member ``i``."""
 
-    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
-        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result`` by sender.
+    def all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> None:
+        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result``
+        by sender.
 
         ``x`` belongs to the transport: the caller does not change it afterwards.
         """
@@ -80,13 +89,19 @@ class Transport(Protocol):
 class Communicator:
     """One group of ranks, seen from one member.
 
-    ``ranks``: the members, as ranks of the world, ascending. ``size``: how many. ``index``: the caller's position among them.
-    ``name``: what calls are counted under, as a rule a mesh axis. ``transport`` is ``None`` in a group of one, where every
-    collective is a copy and nothing is counted.
+    ``ranks``: the members, as ranks of the world, ascending. ``size``: how many. ``index``: the
+    caller's position among them.
+    ``name``: what calls are counted under, as a rule a mesh axis. ``transport`` is ``None`` in a
+    group of one, where every collective is a copy and nothing is counted.
     """
 
     def __init__(
-        self, transport: Transport | None, ranks: tuple[int, ...], index: int, name: str, counters: CommunicationCounters
+        self,
+        transport: Transport | None,
+        ranks: tuple[int, ...],
+        index: int,
+        name: str,
+        counters: CommunicationCounters,
     ) -> None:
         assert (transport is None) == (len(ranks) == 1)
         self.transport = transport
@@ -105,7 +120,9 @@ class Communicator:
         return Communicator(self.transport, self.ranks, self.index, name, self.counters)
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "forward") -> Tensor:
-        """The elementwise sum (average, maximum, minimum) over the group, as a new contiguous tensor in the dtype of ``x``."""
+        """The elementwise sum (average, maximum, minimum) over the group, as a new contiguous
+        tensor in the dtype of ``x``.
+        """
         result = x.detach().clone(memory_format=torch.contiguous_format)
         self._all_reduce_(result, x, op, phase)
         return result
@@ -119,54 +136,90 @@ class Communicator:
         if self.transport is not None:
             self._count_all_reduce(x, op, phase)
             # Threads and gloo know no average; sum and divide is what NCCL does too.
-            self._call("all_reduce", given, self.transport.all_reduce_, x, "sum" if op == "avg" else op)
+            self._call(
+                "all_reduce", given, self.transport.all_reduce_, x, "sum" if op == "avg" else op
+            )
             if op == "avg":
                 x.div_(self.size)
 
-    def all_reduce_async(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "gradients") -> Work:
-        """Begin to reduce contiguous ``x`` in place; it must not be touched until ``wait()`` of the result returns."""
+    def all_reduce_async(
+        self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "gradients"
+    ) -> Work:
+        """Begin to reduce contiguous ``x`` in place; it must not be touched until ``wait()`` of the
+        result returns.
+        """
         if self.transport is None:
             return _Done()
         self._count_all_reduce(x, op, phase)
-        work = self._start("all_reduce", x, self.transport.start_all_reduce_, x, "sum" if op == "avg" else op)
+        work = self._start(
+            "all_reduce", x, self.transport.start_all_reduce_, x, "sum" if op == "avg" else op
+        )
         return _Averaging(work, x, self.size) if op == "avg" else work
 
     def all_gather(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        phase: Phase = "forward",
     ) -> list[Tensor]:
-        """Everyone's piece, by index. ``sizes``: their lengths along ``dim`` (default: all as long as ``x``)."""
+        """Everyone's piece, by index. ``sizes``: their lengths along ``dim`` (default: all as long
+        as ``x``).
+        """
         pending, flat = self._pending_pieces(x, dim, sizes, phase)
         if self.transport is not None:
             self._call("all_gather", x, self.transport.all_gather, flat, pending.rows)
         return pending.wait()
 
     def all_gather_async(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        phase: Phase = "forward",
     ) -> PendingPieces:
-        """Begin an :meth:`all_gather`; ``x`` must not be changed until ``wait()`` of the result returns."""
+        """Begin an :meth:`all_gather`; ``x`` must not be changed until ``wait()`` of the result
+        returns.
+        """
         pending, flat = self._pending_pieces(x, dim, sizes, phase)
         if self.transport is not None:
-            pending.work = self._start("all_gather", x, self.transport.start_all_gather, flat, pending.rows)
+            pending.work = self._start(
+                "all_gather", x, self.transport.start_all_gather, flat, pending.rows
+            )
         return pending
 
-    def _pending_pieces(self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase) -> tuple[PendingPieces, Tensor]:
+    def _pending_pieces(
+        self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase
+    ) -> tuple[PendingPieces, Tensor]:
         """Room for the pieces of all members, and what this one gives. The call is counted."""
         if sizes is None:
             sizes = [x.shape[dim]] * self.size
         assert len(sizes) == self.size and sizes[self.index] == x.shape[dim], (
-            f"member {self.index} of {self.name} holds {x.shape[dim]} along dim {dim}, but the sizes are {list(sizes)}"
+            f"member {self.index} of {self.name} holds {x.shape[dim]} along dim {dim}, but "
+            f"the sizes are {list(sizes)}"
         )
         if self.transport is None:
             return PendingPieces(x.detach().reshape(1, -1).clone(), [tuple(x.shape)], dim), x
         shapes = [_with_length(x, dim, size) for size in sizes]
         lengths = [math.prod(shape) for shape in shapes]
         self._count(phase, "all_gather", x, sum(lengths), sum(lengths) - x.numel())
-        return PendingPieces(x.new_empty(self.size, max(lengths)), shapes, dim), _padded(x.detach(), max(lengths))
+        return PendingPieces(x.new_empty(self.size, max(lengths)), shapes, dim), _padded(
+            x.detach(), max(lengths)
+        )
 
     def all_gather_cat(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        phase: Phase = "forward",
     ) -> Tensor:
-        """:meth:`all_gather` with the pieces joined along ``dim``; they are copied only where they do not lie end to end."""
+        """:meth:`all_gather` with the pieces joined along ``dim``; they are copied only where they
+        do not lie end to end.
+        """
         end_to_end = math.prod(x.shape[:dim]) == 1 and (sizes is None or len(set(sizes)) == 1)
         if self.transport is None or not end_to_end:
             return torch.cat(self.all_gather(x, dim, sizes, phase=phase), dim)
@@ -177,74 +230,130 @@ class Communicator:
         return whole
 
     def reduce_scatter(
-        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        phase: Phase = "forward",
     ) -> Tensor:
-        """The caller's piece along ``dim`` of the sum over the group. ``sizes``: the pieces' lengths (default: equal)."""
+        """The caller's piece along ``dim`` of the sum over the group. ``sizes``: the pieces'
+        lengths (default: equal).
+        """
         if sizes is None:
-            assert x.shape[dim] % self.size == 0, f"{x.shape[dim]} does not divide into {self.size} equal pieces"
+            assert x.shape[dim] % self.size == 0, (
+                f"{x.shape[dim]} does not divide into {self.size} equal pieces"
+            )
             sizes = [x.shape[dim] // self.size] * self.size
         end_to_end = math.prod(x.shape[:dim]) == 1 and len(set(sizes)) == 1 and x.is_contiguous()
         if self.transport is not None and end_to_end:
-            self._count(phase, "reduce_scatter", x, x.numel(), x.numel() // self.size * (self.size - 1))
+            self._count(
+                phase, "reduce_scatter", x, x.numel(), x.numel() // self.size * (self.size - 1)
+            )
             result = x.new_empty(_with_length(x, dim, sizes[0]))
             rows = x.detach().view(self.size, result.numel())
             self._call("reduce_scatter", x, self.transport.reduce_scatter, rows, result.view(-1))
             return result
         return self.reduce_scatter_pieces(torch.split(x, list(sizes), dim), phase=phase)
 
-    def reduce_scatter_pieces(self, pieces: Sequence[Tensor], *, phase: Phase = "forward") -> Tensor:
-        """The sum over the group of everyone's ``pieces[index]``, where ``pieces`` has one tensor per member."""
+    def reduce_scatter_pieces(
+        self, pieces: Sequence[Tensor], *, phase: Phase = "forward"
+    ) -> Tensor:
+        """The sum over the group of everyone's ``pieces[index]``, where ``pieces`` has one tensor
+        per member.
+        """
         mine = pieces[self.index]
         if self.transport is None:
             return mine.detach().clone(memory_format=torch.contiguous_format)
         lengths = [piece.numel() for piece in pieces]
         self._count(phase, "reduce_scatter", mine, sum(lengths), (self.size - 1) * mine.numel())
         longest = max(lengths)
-        rows = mine.new_empty(self.size, longest)  # what stands behind the shorter ones is summed, and cut off below
+        rows = mine.new_empty(
+            self.size, longest
+        )  # what stands behind the shorter ones is summed, and cut off below
         for row, piece in zip(rows, pieces, strict=True):
             row[: piece.numel()].view(piece.shape).copy_(piece.detach())
         result = mine.new_empty(longest)
         self._call("reduce_scatter", mine, self.transport.reduce_scatter, rows, result)
         return result[: mine.numel()].view(mine.shape)
 
-    def reduce_scatter_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
-        """Begin to sum 1-D contiguous ``x [sum(sizes)]`` over the group; the caller's chunk of it becomes that of the sum.
+    def reduce_scatter_async_(
+        self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients"
+    ) -> Work:
+        """Begin to sum 1-D contiguous ``x [sum(sizes)]`` over the group; the caller's chunk of it
+        becomes that of the sum.
 
-        The other chunks are undefined then. ``x`` must not be touched until ``wait()`` of the result returns.
+        The other chunks are undefined then. ``x`` must not be touched until ``wait()`` of the
+        result returns.
         """
-        assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        assert x.is_contiguous() and x.shape == (sum(sizes),), (
+            f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        )
         if self.transport is None:
             return _Done()
         self._count(phase, "reduce_scatter", x, x.numel(), sizes[self.index] * (self.size - 1))
-        return self._start("reduce_scatter", x, self.transport.start_reduce_scatter_, x, list(sizes))
+        return self._start(
+            "reduce_scatter", x, self.transport.start_reduce_scatter_, x, list(sizes)
+        )
 
-    def all_gather_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
-        """Begin to fill 1-D contiguous ``x [sum(sizes)]``: chunk ``i`` is that of member ``i``, the caller's is there already.
+    def all_gather_async_(
+        self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients"
+    ) -> Work:
+        """Begin to fill 1-D contiguous ``x [sum(sizes)]``: chunk ``i`` is that of member ``i``, the
+        caller's is there already.
 
         ``x`` must not be touched until ``wait()`` of the result returns.
         """
-        assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        assert x.is_contiguous() and x.shape == (sum(sizes),), (
+            f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        )
         if self.transport is None:
             return _Done()
         self._count(phase, "all_gather", x, x.numel(), x.numel() - sizes[self.index])
         return self._start("all_gather", x, self.transport.start_all_gather_, x, list(sizes))
 
-    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], *, phase: Phase = "forward") -> list[Tensor]:
-        """Send ``pieces[i]`` to member ``i``; item ``i`` of the result came from it and has ``shapes[i]``."""
+    def all_to_all(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Shape], *, phase: Phase = "forward"
+    ) -> list[Tensor]:
+        """Send ``pieces[i]`` to member ``i``; item ``i`` of the result came from it and has
+        ``shapes[i]``.
+        """
         if self.transport is None:
             return [pieces[0].detach().clone(memory_format=torch.contiguous_format)]
-        send_sizes, receive_sizes = [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes]
-        self._count(phase, "all_to_all", pieces[0], sum(send_sizes), sum(receive_sizes) - receive_sizes[self.index])
+        send_sizes, receive_sizes = (
+            [piece.numel() for piece in pieces],
+            [math.prod(shape) for shape in shapes],
+        )
+        self._count(
+            phase,
+            "all_to_all",
+            pieces[0],
+            sum(send_sizes),
+            sum(receive_sizes) - receive_sizes[self.index],
+        )
         sent, result = pieces[0].new_empty(sum(send_sizes)), pieces[0].new_empty(sum(receive_sizes))
         for chunk, piece in zip(sent.split_with_sizes(send_sizes), pieces, strict=True):
             chunk.view(piece.shape).copy_(piece.detach())
-        self._call("all_to_all", pieces[0], self.transport.all_to_all, sent, send_sizes, result, receive_sizes)
+        self._call(
+            "all_to_all",
+            pieces[0],
+            self.transport.all_to_all,
+            sent,
+            send_sizes,
+            result,
+            receive_sizes,
+        )
         if len(set(map(tuple, shapes))) == 1:
             return _rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
-        return [chunk.view(tuple(shape)) for chunk, shape in zip(result.split_with_sizes(receive_sizes), shapes, strict=True)]
+        return [
+            chunk.view(tuple(shape))
+            for chunk, shape in zip(result.split_with_sizes(receive_sizes), shapes, strict=True)
+        ]
 
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
-        """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and dtype only."""
+        """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and
+        dtype only.
+        """
         result = x.detach().clone(memory_format=torch.contiguous_format)
         self.broadcast_(result, src_index, phase=phase)
         return result
@@ -253,17 +362,27 @@ class Communicator:
         """:meth:`broadcast` in place; ``x`` must be contiguous."""
         if self.transport is not None:
             assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
-            self._count(phase, "broadcast", x, x.numel(), 0 if src_index == self.index else x.numel())
+            self._count(
+                phase, "broadcast", x, x.numel(), 0 if src_index == self.index else x.numel()
+            )
             self._call("broadcast", x, self.transport.broadcast_, x, src_index)
 
     def send(self, x: Tensor, dst_index: int, *, phase: Phase = "forward") -> None:
-        """Send ``x`` to another member, which must :meth:`receive` it. May return before it does."""
+        """Send ``x`` to another member, which must :meth:`receive` it. May return before it
+        does.
+        """
         assert self.transport is not None and dst_index != self.index, "nobody sends to itself"
         self._count(phase, "send", x, x.numel(), 0)
         self._call("send", x, self.transport.send, x.detach().contiguous(), dst_index)
 
     def receive(
-        self, shape: Shape, dtype: torch.dtype, src_index: int, *, device: torch.device | str = "cpu", phase: Phase = "forward"
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        src_index: int,
+        *,
+        device: torch.device | str = "cpu",
+        phase: Phase = "forward",
     ) -> Tensor:
         """The next tensor that another member sent to this one."""
         assert self.transport is not None and src_index != self.index, "nobody receives from itself"
@@ -280,9 +399,12 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, index {self.index} of ranks {list(self.ranks)})"
 
-    # What a failure is called is worked out when there is one: nothing is kept for it. (torch.compile follows these too.)
+    # What a failure is called is worked out when there is one: nothing is kept for it.
+    # (torch.compile follows these too.)
 
-    def _call(self, collective: str, x: Tensor | None, function: Callable[..., None], *args: Any) -> None:
+    def _call(
+        self, collective: str, x: Tensor | None, function: Callable[..., None], *args: Any
+    ) -> None:
         """Make a call of the transport. ``x``: what this rank gives, as the caller knows it."""
         try:
             function(*args)
@@ -297,19 +419,25 @@ class Communicator:
             raise self.failure(collective, x, error) from error
 
     def failure(self, collective: str, x: Tensor | None, error: RuntimeError) -> Exception:
-        """What to raise for an error of the transport: who waited for whom in what, unless it says so itself."""
+        """What to raise for an error of the transport: who waited for whom in what, unless it says
+        so itself.
+        """
         if isinstance(error, ShardwrightError | torch.OutOfMemoryError) or self.transport is None:
             return error
         rank = self.ranks[self.index]
         others = [other for other in self.ranks if other != rank]
-        return collective_failed(collective, self.name, rank, others, x, error, self.transport.peers())
+        return collective_failed(
+            collective, self.name, rank, others, x, error, self.transport.peers()
+        )
 
     def _count_all_reduce(self, x: Tensor, op: ReduceOp, phase: Phase) -> None:
         assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
         assert op != "avg" or x.is_floating_point(), f"no average of {x.dtype}"
         self._count(phase, "all_reduce", x, x.numel(), 2 * (self.size - 1) / self.size * x.numel())
 
-    def _count(self, phase: Phase, collective: str, x: Tensor, elements: int, received: float) -> None:
+    def _count(
+        self, phase: Phase, collective: str, x: Tensor, elements: int, received: float
+    ) -> None:
         # torch.compile would trace the count once for many runs, or break the graph over it.
         if not torch.compiler.is_compiling():
             self.counters.add(phase, collective, self.name, elements, x.element_size(), received)
@@ -318,7 +446,8 @@ class Communicator:
 class PendingPieces:
     """The pieces of all members on their way into ``rows [size, longest]``.
 
-    ``shapes``: of the pieces, which differ along ``dim``. ``work``: the collective, unless it is complete.
+    ``shapes``: of the pieces, which differ along ``dim``. ``work``: the collective, unless it is
+    complete.
     """
 
     def __init__(self, rows: Tensor, shapes: Sequence[tuple[int, ...]], dim: int) -> None:
@@ -333,10 +462,15 @@ class PendingPieces:
         if len(set(self._shapes)) == 1:
             return _rows_as(self.rows, self._shapes[0])
         lengths = [math.prod(shape) for shape in self._shapes]
-        return [row[:length].view(shape) for row, length, shape in zip(self.rows, lengths, self._shapes, strict=True)]
+        return [
+            row[:length].view(shape)
+            for row, length, shape in zip(self.rows, lengths, self._shapes, strict=True)
+        ]
 
     def joined(self) -> Tensor:
-        """The pieces joined along ``dim``; they are copied only where they do not lie end to end."""
+        """The pieces joined along ``dim``; they are copied only where they do not lie end to
+        end.
+        """
         first, dim = self._shapes[0], self._dim
         if math.prod(first[:dim]) == 1 and len(set(self._shapes)) == 1:
             self._finish()

@@ -1,7 +1,8 @@
-"""Counting communication: what each rank sent over each mesh axis, in numbers a person or a test can read.
+"""Counting communication: what each rank sent over each mesh axis, in numbers a person or a test
+can read.
 
-Counting is always on (it costs a dictionary update per collective). ``counters()`` gives the totals of the calling rank since
-it started; ``count_communication()`` those of a ``with`` block:
+Counting is always on (it costs a dictionary update per collective). ``counters()`` gives the totals
+of the calling rank since it started; ``count_communication()`` those of a ``with`` block:
 
     with count_communication() as volume:
         module(x).backward()
@@ -19,8 +20,9 @@ from typing import Literal
 from shardwright.runtime.arguments import checked
 
 Phase = Literal["forward", "backward", "gradients", "setup"]
-"""When a collective ran: in the forward or backward pass of an operator or adapter, in the reduction of parameter gradients
-(and what optimizers do with them), or outside of training steps."""
+"""When a collective ran: in the forward or backward pass of an operator or adapter, in the
+reduction of parameter gradients (and what optimizers do with them), or outside of training steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,12 @@ class CommunicationKey:
 class CommunicationVolume:
     """The sum over the calls of one key, seen from one rank.
 
-    ``elements``: of the whole tensor a collective works on (what goes into an all-reduce or reduce-scatter, what comes out
-    of an all-gather, what one rank holds in an all-to-all, broadcast, send or receive). ``num_bytes``: the same in bytes.
-    ``received``: elements this rank must receive at least, that is with ring algorithms: ``2 (n-1)/n`` of an all-reduce, what
-    is not its own of an all-gather or all-to-all, ``n-1`` times its piece of a reduce-scatter.
+    ``elements``: of the whole tensor a collective works on (what goes into an all-reduce or
+    reduce-scatter, what comes out of an all-gather, what one rank holds in an all-to-all,
+    broadcast, send or receive). ``num_bytes``: the same in bytes.
+    ``received``: elements this rank must receive at least, that is with ring algorithms: ``2
+    (n-1)/n`` of an all-reduce, what is not its own of an all-gather or all-to-all, ``n-1`` times
+    its piece of a reduce-scatter.
     """
 
     calls: int = 0
@@ -63,7 +67,15 @@ class CommunicationCounters:
         self._volumes: dict[CommunicationKey, CommunicationVolume] = {}
         self._listeners: list[CommunicationCounters] = []
 
-    def add(self, phase: Phase, collective: str, axis: str, elements: int, element_bytes: int, received: float) -> None:
+    def add(
+        self,
+        phase: Phase,
+        collective: str,
+        axis: str,
+        elements: int,
+        element_bytes: int,
+        received: float,
+    ) -> None:
         """Count one call. Counters that listen (see :meth:`listen`) count it too."""
         volume = CommunicationVolume(1, elements, elements * element_bytes, received)
         self._add(CommunicationKey(phase, collective, axis), volume)
@@ -82,23 +94,33 @@ class CommunicationCounters:
         wanted = (phase, collective, axis)
         total = CommunicationVolume()
         for key, volume in self._volumes.items():
-            if all(want in (None, have) for want, have in zip(wanted, (key.phase, key.collective, key.axis), strict=True)):
+            if all(
+                want in (None, have)
+                for want, have in zip(wanted, (key.phase, key.collective, key.axis), strict=True)
+            ):
                 total += volume
         return total
 
     @checked
-    def calls(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
+    def calls(
+        self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None
+    ) -> int:
         """The number of calls over all keys that match, see :meth:`total`."""
         return self.total(collective, axis=axis, phase=phase).calls
 
     @checked
-    def elements(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
+    def elements(
+        self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None
+    ) -> int:
         """The elements of all calls that match, see :meth:`total`."""
         return self.total(collective, axis=axis, phase=phase).elements
 
     def items(self) -> list[tuple[CommunicationKey, CommunicationVolume]]:
         """All keys with their volumes, sorted by key."""
-        return sorted(self._volumes.items(), key=lambda item: (item[0].phase, item[0].collective, item[0].axis))
+        return sorted(
+            self._volumes.items(),
+            key=lambda item: (item[0].phase, item[0].collective, item[0].axis),
+        )
 
     def clear(self) -> None:
         """Begin at zero again."""
@@ -117,9 +139,18 @@ class CommunicationCounters:
     def __str__(self) -> str:
         rows = [("phase", "collective", "axis", "calls", "elements", "bytes")]
         rows += [
-            (key.phase, key.collective, key.axis, str(volume.calls), f"{volume.elements:,}", f"{volume.num_bytes:,}")
+            (
+                key.phase,
+                key.collective,
+                key.axis,
+                str(volume.calls),
+                f"{volume.elements:,}",
+                f"{volume.num_bytes:,}",
+            )
             for key, volume in self.items()
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        template = "  ".join(f"{{:{'<' if i < 3 else '>'}{width}}}" for i, width in enumerate(widths))
+        template = "  ".join(
+            f"{{:{'<' if i < 3 else '>'}{width}}}" for i, width in enumerate(widths)
+        )
         return "\n".join(template.format(*row) for row in rows)

@@ -1,4 +1,5 @@
-"""Exchanges: how ranks tell each other short texts while some of them work, however long that takes.
+"""Exchanges: how ranks tell each other short texts while some of them work, however long that
+takes.
 
 Collectives have a time limit, which work that takes long would exceed. So ranks that are processes
 go through the key-value store behind ``torch.distributed``, and give signs of life while they work.
@@ -26,7 +27,9 @@ Answer = TypeVar("Answer")
 
 _numbers = itertools.count()
 _LOOK_S = 0.5
-"""How long a rank waits before it looks how the one that it waits for is, and between two such looks, at most."""
+"""How long a rank waits before it looks how the one that it waits for is, and between two such
+looks, at most.
+"""
 CONFIRM_S = 30.0
 """How long rank 0 waits at most for ranks to read of an error."""
 
@@ -47,7 +50,9 @@ class Exchange(Protocol):
         """What every rank passed, by rank."""
 
     def confirm(self) -> None:
-        """Called on all ranks: rank 0 goes on when the others have called it, so have read what it sent."""
+        """Called on all ranks: rank 0 goes on when the others have called it, so have read what it
+        sent.
+        """
 
     def working(self) -> AbstractContextManager[object]:
         """Around work that takes its time: the others wait for this rank as long as it lives."""
@@ -57,7 +62,9 @@ class Exchange(Protocol):
 
 
 class WorldExchange:
-    """Through the collectives of a world whose ranks are threads of this process: none of them is gone unnoticed."""
+    """Through the collectives of a world whose ranks are threads of this process: none of them is
+    gone unnoticed.
+    """
 
     def __init__(self, world: Any) -> None:
         self.rank: int = world.rank
@@ -74,7 +81,9 @@ class WorldExchange:
 
 
 class StoreExchange:
-    """Through a key-value store that all ranks see. ``what``: what the ranks do together, for messages."""
+    """Through a key-value store that all ranks see. ``what``: what the ranks do together, for
+    messages.
+    """
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, size: int, what: str) -> None:
         self.rank = rank
@@ -87,11 +96,18 @@ class StoreExchange:
 
     @classmethod
     def of_process_group(cls, what: str) -> StoreExchange:
-        """Through the store of the default process group. All ranks make theirs in the same order."""
+        """Through the store of the default process group. All ranks make theirs in the same
+        order.
+        """
         # The store of the running process group has no public accessor.
         store = dist.distributed_c10d._get_default_store()
         prefix = f"shardwright/exchange{next(_numbers)}"
-        return cls(dist.distributed_c10d.PrefixStore(prefix, store), dist.get_rank(), dist.get_world_size(), what)
+        return cls(
+            dist.distributed_c10d.PrefixStore(prefix, store),
+            dist.get_rank(),
+            dist.get_world_size(),
+            what,
+        )
 
     def broadcast_object(self, value: Any) -> Any:
         key = self._next_key()
@@ -115,12 +131,16 @@ class StoreExchange:
         return gathered
 
     def confirm(self) -> None:
-        """The store may live in the process of rank 0, which is about to raise and perhaps to end."""
+        """The store may live in the process of rank 0, which is about to raise and perhaps to
+        end.
+        """
         key = self._next_key()
         if self.rank:
             self._set(f"{key}/{self.rank}", None)
             return
-        wait = Wait("rank 0 waits for the other ranks to read of an error", min(CONFIRM_S, timeout_s()))
+        wait = Wait(
+            "rank 0 waits for the other ranks to read of an error", min(CONFIRM_S, timeout_s())
+        )
         missing = set(range(1, self.size))
         while missing:
             missing -= self._ask(partial(self._done_with, key, tuple(missing)), wait)
@@ -132,9 +152,14 @@ class StoreExchange:
         return Pulse(self._beat)
 
     def leave(self, error: BaseException) -> None:
-        """See :meth:`Exchange.leave`. An error on the way is not told: the caller has one already."""
+        """See :meth:`Exchange.leave`. An error on the way is not told: the caller has one
+        already.
+        """
         try:
-            in_time(lambda: self._store.set(f"left/{self.rank}", json.dumps(describe(error))), Wait("", min(5.0, timeout_s())))
+            in_time(
+                lambda: self._store.set(f"left/{self.rank}", json.dumps(describe(error))),
+                Wait("", min(5.0, timeout_s())),
+            )
         except Exception:
             return
 
@@ -144,7 +169,10 @@ class StoreExchange:
         if number:
             self._store.set(f"alive/{self.rank}", text)
         else:
-            self._ask(lambda: self._store.set(f"alive/{self.rank}", text), Wait(f"rank {self.rank} waits for the job's store"))
+            self._ask(
+                lambda: self._store.set(f"alive/{self.rank}", text),
+                Wait(f"rank {self.rank} waits for the job's store"),
+            )
 
     def _next_key(self) -> str:
         self._num_calls += 1
@@ -152,7 +180,10 @@ class StoreExchange:
 
     def _set(self, key: str, value: Any) -> None:
         text = json.dumps(value)
-        self._ask(lambda: self._store.set(key, text), Wait(f"rank {self.rank} waits for the job's store: {self.what}"))
+        self._ask(
+            lambda: self._store.set(key, text),
+            Wait(f"rank {self.rank} waits for the job's store: {self.what}"),
+        )
 
     def _forget(self, keys: Sequence[str]) -> None:
         def delete() -> None:
@@ -163,8 +194,13 @@ class StoreExchange:
 
     def _read(self, key: str, src: int) -> Any:
         """What rank ``src`` puts under a key, once it is there."""
-        # Asking again and again: the store's own wait has a timeout, which torch logs, and does not see Ctrl-C.
-        wait, looked_s, process = Wait(f"rank {self.rank} waits for rank {src}: {self.what}"), 0.0, None
+        # Asking again and again: the store's own wait has a timeout, which torch logs, and does not
+        # see Ctrl-C.
+        wait, looked_s, process = (
+            Wait(f"rank {self.rank} waits for rank {src}: {self.what}"),
+            0.0,
+            None,
+        )
         while not self._ask(lambda: self._store.check([key]), wait):
             if wait.waited_s >= looked_s + min(_LOOK_S, wait.limit_s / 8):
                 looked_s = wait.waited_s
@@ -179,7 +215,9 @@ class StoreExchange:
         return json.loads(self._ask(lambda: self._store.get(key), wait))
 
     def _look(self, rank: int) -> tuple[str | None, Process | None]:
-        """The last sign of life of a rank, and its process. Raises the error with which the rank has left."""
+        """The last sign of life of a rank, and its process. Raises the error with which the rank
+        has left.
+        """
         if self._store.check([f"left/{rank}"]):
             raise rebuilt(json.loads(self._store.get(f"left/{rank}")), self.what, rank, self.size)
         if not self._store.check([f"alive/{rank}"]):
@@ -202,9 +240,14 @@ class StoreExchange:
         return answered(question, wait, self.rank, self.what)
 
     def _given_up(self, wait: Wait, src: int, process: Process | None) -> DistributedError:
-        more = f"; `kill -CONT {process.pid}` lets it go on" if process and process.state() == "is stopped" else ""
+        more = (
+            f"; `kill -CONT {process.pid}` lets it go on"
+            if process and process.state() == "is stopped"
+            else ""
+        )
         return DistributedError(
-            f"{self.what}: rank {self.rank} has waited {wait.waited_s:.0f} s for rank {src}, and nothing has come",
+            f"{self.what}: rank {self.rank} has waited {wait.waited_s:.0f} s for rank {src}, "
+            "and nothing has come",
             why=described(src, process),
             hint=f"look for the first error of rank {src}{more}; {LIMIT_HINT}",
         )
@@ -227,7 +270,9 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def rebuilt(description: dict[str, Any], what: str, rank: int, size: int) -> ShardwrightError:
-    """The error of another rank: the same class and text if it was one of ours, else its whole traceback."""
+    """The error of another rank: the same class and text if it was one of ours, else its whole
+    traceback.
+    """
     kind = getattr(errors, description["type"], None)
     if isinstance(kind, type) and issubclass(kind, ShardwrightError) and description["parts"]:
         error = kind(**description["parts"])

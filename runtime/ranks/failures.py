@@ -1,7 +1,8 @@
-"""What is said when ranks fail each other: who waited for whom, in which collective, for which part of the model.
+"""What is said when ranks fail each other: who waited for whom, in which collective, for which part
+of the model.
 
-All of this is worked out when a collective has failed. A step that goes well pays for a ``with`` block around each bucket of
-gradients and each gathered weight, and for nothing else.
+All of this is worked out when a collective has failed. A step that goes well pays for a ``with``
+block around each bucket of gradients and each gathered weight, and for nothing else.
 
     CollectiveError: rank 1: all_reduce over tp with rank 0 failed
       where: next to 'layers.0.mlp.down_proj.weight', gencode1.py:57: x = all_reduce(x, tp)
@@ -51,7 +52,9 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class concerning(AbstractContextManager[None]):
-    """What communication inside the ``with`` block is for, as text or as a function that makes it: named if it fails."""
+    """What communication inside the ``with`` block is for, as text or as a function that makes it:
+    named if it fails.
+    """
 
     __slots__ = ("_subject",)
 
@@ -83,7 +86,9 @@ def name_of(x: Tensor) -> str | None:
 
 
 def _named_tensors() -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of all models. Reading a parameter may wait for it to arrive, so modules are not asked."""
+    """The parameters and buffers of all models. Reading a parameter may wait for it to arrive, so
+    modules are not asked.
+    """
     for model in tuple(_models):
         for prefix, part in model.named_modules():
             for held in (part._parameters, part._buffers):
@@ -99,9 +104,17 @@ def listed(names: Sequence[str]) -> str:
 
 
 def collective_failed(
-    collective: str, axis: str, rank: int, others: Iterable[int], x: Tensor | None, error: BaseException, peers: str
+    collective: str,
+    axis: str,
+    rank: int,
+    others: Iterable[int],
+    x: Tensor | None,
+    error: BaseException,
+    peers: str,
 ) -> CollectiveError:
-    """The error of ``rank`` in a collective with ``others``. ``x``: what it gave. ``peers``: how the others are, in words."""
+    """The error of ``rank`` in a collective with ``others``. ``x``: what it gave. ``peers``: how
+    the others are, in words.
+    """
     whom = in_words(sorted(others))
     return CollectiveError(
         f"rank {rank}: {collective} over {axis} with {whom} failed",
@@ -119,7 +132,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _where(x: Tensor | None) -> str | None:
-    """The part of the model that communicates: what the caller has said, else what the graph of autograd and the stack tell."""
+    """The part of the model that communicates: what the caller has said, else what the graph of
+    autograd and the stack tell.
+    """
     parts = []
     if _subjects.stack:
         subject = _subjects.stack[-1]
@@ -136,7 +151,9 @@ def _where(x: Tensor | None) -> str | None:
 
 
 def _nearest_parameter(node: Any) -> str | None:
-    """The name of the parameter that autograd's graph reaches first from a node, towards the inputs."""
+    """The name of the parameter that autograd's graph reaches first from a node, towards the
+    inputs.
+    """
     waiting, seen = deque([node] if node is not None else []), {node}
     while waiting and len(seen) < _MANY_NODES:
         following = waiting.popleft()

@@ -1,8 +1,9 @@
 """Groups by role: the mesh of one unit laid over the ranks of the world.
 
-A **unit** is some consecutive ranks that run one program; the world holds one or several units, which run copies of it on
-their own data. Rank ``r`` of unit ``u`` is rank ``u * unit_size + r`` of the world. The mesh covers all ranks of the unit, in
-order; in a pipeline each stage has a mesh of its own, which covers the ranks of the stage.
+A **unit** is some consecutive ranks that run one program; the world holds one or several units,
+which run copies of it on their own data. Rank ``r`` of unit ``u`` is rank ``u * unit_size + r`` of
+the world. The mesh covers all ranks of the unit, in order; in a pipeline each stage has a mesh of
+its own, which covers the ranks of the stage.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ UNITS = "units"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup:
-    """The ranks that differ from this one along one mesh axis only, or along several, and this rank's index among them."""
+    """The ranks that differ from this one along one mesh axis only, or along several, and this
+    rank's index among them.
+    """
 
     name: str
     communicator: Communicator
@@ -49,18 +52,24 @@ class AxisGroup:
 
 
 class RankMesh:
-    """The groups of one rank of a mesh. Making it is collective: all ranks of the world, in the same order.
+    """The groups of one rank of a mesh. Making it is collective: all ranks of the world, in the
+    same order.
 
-    The mesh is that of a whole unit, or of a stage that lies on some of its ranks. ``ranks``: those unit ranks, in the order
-    of the mesh. ``coords``: this rank's index along each axis. ``rank``: its number within the unit. ``unit``, ``num_units``:
-    which unit it belongs to, of how many. ``units``: the ranks with the same coordinates in all units, as an
-    :class:`AxisGroup`. On a rank outside the stage ``coords`` is empty, and every group is that rank alone.
+    The mesh is that of a whole unit, or of a stage that lies on some of its ranks. ``ranks``: those
+    unit ranks, in the order of the mesh. ``coords``: this rank's index along each axis. ``rank``:
+    its number within the unit. ``unit``, ``num_units``: which unit it belongs to, of how many.
+    ``units``: the ranks with the same coordinates in all units, as an :class:`AxisGroup`. On a rank
+    outside the stage ``coords`` is empty, and every group is that rank alone.
 
     Raises :class:`DistributedError` if the ranks of the world do not divide into units.
     """
 
     def __init__(
-        self, mesh: Mesh, world: World | None = None, ranks: Sequence[int] | None = None, unit_size: int | None = None
+        self,
+        mesh: Mesh,
+        world: World | None = None,
+        ranks: Sequence[int] | None = None,
+        unit_size: int | None = None,
     ) -> None:
         self.mesh = mesh
         self.world = world if world is not None else current_world()
@@ -73,7 +82,8 @@ class RankMesh:
                 why=f"the mesh is {mesh}, and every unit of the plan needs all of it"
                 if ranks is None
                 else f"every unit of the plan needs {self.unit_size} ranks",
-                hint=f"start a multiple of {self.unit_size} ranks, e.g. torchrun --nproc_per_node={self.unit_size}",
+                hint=f"start a multiple of {self.unit_size} ranks, e.g. torchrun "
+                f"--nproc_per_node={self.unit_size}",
             )
         self.num_units = self.world.size // self.unit_size
         self.unit, self.rank = divmod(self.world.rank, self.unit_size)
@@ -88,7 +98,9 @@ class RankMesh:
         return self
 
     def axis(self, *names: str) -> AxisGroup:
-        """The group along one axis, or along several that were joined before; axes of size 1 have one too."""
+        """The group along one axis, or along several that were joined before; axes of size 1 have
+        one too.
+        """
         return self._axes["+".join(names)]
 
     def join(self, names: Sequence[str]) -> None:
@@ -103,28 +115,40 @@ class RankMesh:
         """
         wanted = {axes} if isinstance(axes, str) else set(axes)
         names = tuple(name for name in self.mesh.names if name in wanted)
-        assert len(names) == len(wanted), f"{sorted(wanted)} are not all axes of the mesh {self.mesh}"
+        assert len(names) == len(wanted), (
+            f"{sorted(wanted)} are not all axes of the mesh {self.mesh}"
+        )
         key = (names, across_units)
         if key not in self._groups:
             starts = [unit * self.unit_size for unit in range(self.num_units)]
-            inside = [tuple(self.ranks[index] for index in group) for group in self.mesh.groups(names)]
+            inside = [
+                tuple(self.ranks[index] for index in group) for group in self.mesh.groups(names)
+            ]
             if across_units:
-                groups = [tuple(start + rank for start in starts for rank in ranks) for ranks in inside]
+                groups = [
+                    tuple(start + rank for start in starts for rank in ranks) for ranks in inside
+                ]
             else:
-                groups = [tuple(start + rank for rank in ranks) for start in starts for ranks in inside]
+                groups = [
+                    tuple(start + rank for rank in ranks) for start in starts for ranks in inside
+                ]
             label = "+".join([*names, *([UNITS] if across_units else [])])
             self._groups[key] = self.world.partition(groups, label)
         return self._groups[key]
 
     def over_units(self, num_units: int) -> RankMesh:
-        """The same ranks of ``num_units`` neighbouring units together, with the axis ``zero`` over them. Collective.
+        """The same ranks of ``num_units`` neighbouring units together, with the axis ``zero`` over
+        them. Collective.
 
-        What is stored in pieces over units refers to this mesh; its ``units`` are the groups of units that hold copies.
+        What is stored in pieces over units refers to this mesh; its ``units`` are the groups of
+        units that hold copies.
         """
         if num_units == 1:
             return self
         ranks = [unit * self.unit_size + rank for unit in range(num_units) for rank in self.ranks]
-        return RankMesh(self.mesh.over_units(num_units), self.world, ranks, num_units * self.unit_size)
+        return RankMesh(
+            self.mesh.over_units(num_units), self.world, ranks, num_units * self.unit_size
+        )
 
     def alike(self, coords: Coords, axes: Iterable[str] = ()) -> tuple[int, ...]:
         """The unit ranks at ``coords``, and those that differ from it along ``axes`` only."""
@@ -135,7 +159,9 @@ class RankMesh:
     def world_ranks(self, unit_ranks: Iterable[int]) -> tuple[int, ...]:
         """These unit ranks in all units, as ranks of the world, ascending."""
         ranks = sorted(set(unit_ranks))
-        return tuple(unit * self.unit_size + rank for unit in range(self.num_units) for rank in ranks)
+        return tuple(
+            unit * self.unit_size + rank for unit in range(self.num_units) for rank in ranks
+        )
 
     def __repr__(self) -> str:
         coords = ", ".join(f"{name}={index}" for name, index in self.coords.items())

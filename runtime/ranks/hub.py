@@ -23,7 +23,9 @@ Combine = Callable[[list[Any]], Any]
 
 
 class RankAbortedError(Exception):
-    """Ends a rank because another one failed; :func:`~.threads.run_ranks` raises the other's exception."""
+    """Ends a rank because another one failed; :func:`~.threads.run_ranks` raises the other's
+    exception.
+    """
 
 
 @dataclass(eq=False)
@@ -33,7 +35,9 @@ class Meeting:
     what: str  # the collective, its group and its shapes: must be the same on all members
     ranks: tuple[int, ...]
     combine: Combine
-    given: dict[int, Any] = field(default_factory=dict)  # by index; no tensors any more once it is done
+    given: dict[int, Any] = field(
+        default_factory=dict
+    )  # by index; no tensors any more once it is done
     outcome: Any = None
     done: bool = False
     num_left: int = 0
@@ -54,7 +58,9 @@ class _Waiting:
 
 
 class Hub:
-    """Where the ranks of one :func:`~.threads.run_ranks` meet. All its state is guarded by the lock of its turns."""
+    """Where the ranks of one :func:`~.threads.run_ranks` meet. All its state is guarded by the lock
+    of its turns.
+    """
 
     def __init__(self, num_ranks: int, timeout_s: float | None) -> None:
         self.num_ranks = num_ranks
@@ -69,8 +75,18 @@ class Hub:
         self.working: set[int] = set()  # those for which the others wait as long as it takes
         self.interrupted: list[str] = []  # who waited for a message when some rank failed
 
-    def join(self, what: str, ranks: tuple[int, ...], index: int, number: int, given: Any, combine: Combine) -> Meeting:
-        """Give the part of member ``index`` to the group's call ``number``; the last one to join computes the outcome."""
+    def join(
+        self,
+        what: str,
+        ranks: tuple[int, ...],
+        index: int,
+        number: int,
+        given: Any,
+        combine: Combine,
+    ) -> Meeting:
+        """Give the part of member ``index`` to the group's call ``number``; the last one to join
+        computes the outcome.
+        """
         with self.turns.lock:
             self._raise_if_aborted()
             meeting = self._meetings.setdefault((ranks, number), Meeting(what, ranks, combine))
@@ -78,7 +94,8 @@ class Hub:
                 others = sorted(meeting.ranks[i] for i in meeting.given)
                 raise DistributedError(
                     f"the ranks {list(ranks)} disagree about their collective call {number}",
-                    why=f"rank {ranks[index]} calls {what}, but {in_words(others)} called {meeting.what}",
+                    why=f"rank {ranks[index]} calls {what}, but {in_words(others)} called "
+                    f"{meeting.what}",
                 )
             meeting.given[index] = given
             if len(meeting.given) == len(ranks):
@@ -92,7 +109,10 @@ class Hub:
     def outcome(self, meeting: Meeting, index: int, number: int) -> Any:
         """Wait for the outcome of a meeting. It is shared by all members: copy it."""
         with self.turns.lock:
-            self._wait(meeting.ranks[index], _Waiting(f"{meeting.what} for", lambda: meeting.done, meeting.missing))
+            self._wait(
+                meeting.ranks[index],
+                _Waiting(f"{meeting.what} for", lambda: meeting.done, meeting.missing),
+            )
             meeting.num_left -= 1
             if meeting.num_left == 0:
                 del self._meetings[meeting.ranks, number]
@@ -106,8 +126,12 @@ class Hub:
             self._mail.setdefault(address, deque()).append(x)
             self._call_ready()
 
-    def fetch(self, address: Hashable, rank: int, src: int, what: str, *, is_message: bool = False) -> Tensor:
-        """Wait, as ``rank``, for the next tensor that rank ``src`` posts to a mailbox. ``what``: the call, up to "rank 3"."""
+    def fetch(
+        self, address: Hashable, rank: int, src: int, what: str, *, is_message: bool = False
+    ) -> Tensor:
+        """Wait, as ``rank``, for the next tensor that rank ``src`` posts to a mailbox. ``what``:
+        the call, up to "rank 3".
+        """
         with self.turns.lock:
             box = self._mail.setdefault(address, deque())
             self._wait(rank, _Waiting(what, lambda: bool(box), lambda: {src}, is_message))
@@ -124,7 +148,9 @@ class Hub:
             self.turns.end()
 
     def abort(self, rank: int | None, error: BaseException) -> None:
-        """Wake all ranks and end them. Only the first call counts; ``rank`` is ``None`` where no single one is to blame."""
+        """Wake all ranks and end them. Only the first call counts; ``rank`` is ``None`` where no
+        single one is to blame.
+        """
         with self.turns.lock:
             if self.failure is None:
                 self.failure = (rank, error)
@@ -152,7 +178,9 @@ class Hub:
                     clock.heard(object())
                 if not clock.passed(pause_s):
                     late = f"ranks have waited {clock.limit_s:g} s in a collective"
-                    self.abort(None, DistributedError(late, why=self._who_waits(), hint=self._limit_hint))
+                    self.abort(
+                        None, DistributedError(late, why=self._who_waits(), hint=self._limit_hint)
+                    )
         except RankAbortedError:
             if waiting.is_message:
                 self.interrupted.append(_waits(rank, waiting))
@@ -169,19 +197,32 @@ class Hub:
     def _find_stuck(self) -> None:
         """Abort if some rank waits for one that has ended, or all wait for each other."""
         blocked = {rank: waiting for rank, waiting in self._waiting.items() if not waiting.ready()}
-        gone = sorted(set().union(*(waiting.missing() for waiting in blocked.values())) & self._ended)
+        gone = sorted(
+            set().union(*(waiting.missing() for waiting in blocked.values())) & self._ended
+        )
         if gone:
-            self.abort(None, DistributedError(f"{in_words(gone)} ended while others wait for it", why=self._who_waits()))
+            self.abort(
+                None,
+                DistributedError(
+                    f"{in_words(gone)} ended while others wait for it", why=self._who_waits()
+                ),
+            )
         elif len(blocked) + len(self._ended) == self.num_ranks and blocked:
-            self.abort(None, DistributedError("the ranks wait for each other", why=self._who_waits()))
+            self.abort(
+                None, DistributedError("the ranks wait for each other", why=self._who_waits())
+            )
 
     def _who_waits(self) -> str:
-        return "; ".join(_waits(rank, waiting) for rank, waiting in sorted(self._waiting.items()) if not waiting.ready())
+        return "; ".join(
+            _waits(rank, waiting)
+            for rank, waiting in sorted(self._waiting.items())
+            if not waiting.ready()
+        )
 
 
 def _on_its_way() -> AbstractContextManager[object]:
-    """Where a copy is made that lies between the ranks, in the thread of whichever comes last: a dispatch mode of that rank
-    (one that counts the bytes alive, say) must not take it for its own.
+    """Where a copy is made that lies between the ranks, in the thread of whichever comes last: a
+    dispatch mode of that rank (one that counts the bytes alive, say) must not take it for its own.
     """
     return _disable_current_modes()
 

@@ -1,9 +1,9 @@
 """Messages: tensors that go from one rank to another while both compute.
 
-All messages from one rank to another form a channel. Both ends count them, so the n-th receive that is posted gets the n-th
-message that was sent, whatever their shapes, and whichever end is earlier. Sends and receives only start here; ``wait()`` of
-what they return waits. A wait that cannot end raises :class:`~shardwright.runtime.errors.DistributedError` and says who
-waits for what.
+All messages from one rank to another form a channel. Both ends count them, so the n-th receive that
+is posted gets the n-th message that was sent, whatever their shapes, and whichever end is earlier.
+Sends and receives only start here; ``wait()`` of what they return waits. A wait that cannot end
+raises :class:`~shardwright.runtime.errors.DistributedError` and says who waits for what.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ class Sending(Work, Protocol):
 
 
 class MessageTransport(Protocol):
-    """What moves messages. Ranks are those of the world, tensors are contiguous and detached, and ``number`` counts the
-    messages of a channel. ``what`` is for the text of errors.
+    """What moves messages. Ranks are those of the world, tensors are contiguous and detached, and
+    ``number`` counts the messages of a channel. ``what`` is for the text of errors.
     """
 
     def start_send(self, x: Tensor, dst: int, number: int, what: str) -> Sending:
-        """``x`` must stay as it is until the message is completed. ``what``: like ``'hidden' of 0F3``."""
+        """``x`` must stay as it is until the message is completed. ``what``: like ``'hidden' of
+        0F3``.
+        """
 
     def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
-        """``x`` is filled when ``wait()`` returns. ``what``: the action that waits and for what, like ``1F3 for 'hidden'``."""
+        """``x`` is filled when ``wait()`` returns. ``what``: the action that waits and for what,
+        like ``1F3 for 'hidden'``.
+        """
 
 
 class Messages:
@@ -53,13 +57,17 @@ class Messages:
         return self
 
     def send(self, x: Tensor, dst: int, what: str, *, phase: Phase) -> Sending:
-        """Start to send ``x`` to rank ``dst`` of the world; it must not be changed until the message is completed."""
+        """Start to send ``x`` to rank ``dst`` of the world; it must not be changed until the
+        message is completed.
+        """
         number = self._num_sent[dst] = self._num_sent.get(dst, 0) + 1
         self._counters.add(phase, "send", STAGES, x.numel(), x.element_size(), 0)
         return self._transport.start_send(x.detach().contiguous(), dst, number, what)
 
     def receive_(self, x: Tensor, src: int, what: str, *, phase: Phase) -> Work:
-        """Post contiguous ``x`` for the next message of rank ``src``; it is filled when ``wait()`` returns."""
+        """Post contiguous ``x`` for the next message of rank ``src``; it is filled when ``wait()``
+        returns.
+        """
         number = self._num_received[src] = self._num_received.get(src, 0) + 1
         self._counters.add(phase, "receive", STAGES, x.numel(), x.element_size(), x.numel())
         return self._transport.start_receive_(x, src, number, what)
@@ -77,5 +85,7 @@ def lost(rank: int, what: str, src: int, why: str) -> CollectiveError:
 def undeliverable(rank: int, what: str, dst: int, why: str) -> CollectiveError:
     """The error of a rank that cannot send."""
     return CollectiveError(
-        f"rank {rank} cannot send {what} to rank {dst}", why=why, hint=f"look for the first error on rank {dst}"
+        f"rank {rank} cannot send {what} to rank {dst}",
+        why=why,
+        hint=f"look for the first error on rank {dst}",
     )

@@ -1,4 +1,6 @@
-"""Communication between processes: a transport over a ``torch.distributed`` process group (gloo or NCCL)."""
+"""Communication between processes: a transport over a ``torch.distributed`` process group (gloo or
+NCCL).
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,30 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 _holders: weakref.WeakSet[ProcessGroupTransport | ProcessMessages] = weakref.WeakSet()
 
-_WITH_DEFAULT_GROUPS = ("torch.distributed.nn.functional", "torch.distributed.optim.zero_redundancy_optimizer")
-"""Modules of torch whose functions have ``group=group.WORLD`` as a default argument: the default group of the moment at which
-they are imported, held from then on. Fake tensors and optimizers import torch._dynamo, and that imports them."""
+_WITH_DEFAULT_GROUPS = (
+    "torch.distributed.nn.functional",
+    "torch.distributed.optim.zero_redundancy_optimizer",
+)
+"""Modules of torch whose functions have ``group=group.WORLD`` as a default argument: the default
+group of the moment at which they are imported, held from then on. Fake tensors and optimizers
+import torch._dynamo, and that imports them.
+"""
 
 FREEING_S = 0.3
-"""How long gloo's threads get to free what the last collectives used, where the user has not destroyed the groups and there is
-no waiting for the threads to end. They are done within microseconds once they run."""
+"""How long gloo's threads get to free what the last collectives used, where the user has not
+destroyed the groups and there is no waiting for the threads to end. They are done within
+microseconds once they run.
+"""
 
 
 @atexit.register
 def _let_go() -> None:
-    """Drop the process groups before the interpreter ends, so that those that the user has destroyed join their threads now.
+    """Drop the process groups before the interpreter ends, so that those that the user has
+    destroyed join their threads now.
 
-    A thread of gloo frees the tensors of a collective after the collective is over. One that does so while Python is being
-    taken down waits for the interpreter and is ended in the middle of C++ code, which aborts the process ("terminate called
-    without an active exception").
+    A thread of gloo frees the tensors of a collective after the collective is over. One that does
+    so while Python is being taken down waits for the interpreter and is ended in the middle of C++
+    code, which aborts the process ("terminate called without an active exception").
     """
     if _holders and dist.is_initialized():
         time.sleep(FREEING_S)
@@ -55,19 +65,24 @@ def _let_go() -> None:
         for function in filter(inspect.isfunction, vars(module).values()):
             defaults = function.__defaults__ or ()
             if any(isinstance(default, dist.ProcessGroup) for default in defaults):
-                function.__defaults__ = tuple(None if isinstance(d, dist.ProcessGroup) else d for d in defaults)
+                function.__defaults__ = tuple(
+                    None if isinstance(d, dist.ProcessGroup) else d for d in defaults
+                )
 
 
 Peers = Callable[[], str]
 
 
 class ProcessGroupTransport:
-    """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors of this rank are.
+    """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors
+    of this rank are.
 
     ``peers``: says how the other members are, when something has failed.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peers: Peers = lambda: "") -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, device: torch.device, peers: Peers = lambda: ""
+    ) -> None:
         self.process_group = process_group
         self._device = device
         self._exchanges: deque[_AddingRows] = deque()
@@ -91,7 +106,9 @@ class ProcessGroupTransport:
         return _all_gather_single(result.view(-1), x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        if x.device.type == "cpu":  # as in _exchange_rows; torch.compile follows what is not asynchronous
+        if (
+            x.device.type == "cpu"
+        ):  # as in _exchange_rows; torch.compile follows what is not asynchronous
             rows = torch.empty_like(x)
             dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
             torch.sum(rows, 0, dtype=x.dtype, out=result)
@@ -103,22 +120,27 @@ class ProcessGroupTransport:
         if x.device.type == "cpu" or len(set(sizes)) > 1:
             return self._exchange_rows(x, sizes, mine)
         # NCCL works in place where the result is the rank's own chunk.
-        return _reduce_scatter_single(_real(mine), _real(x), group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        return _reduce_scatter_single(
+            _real(mine), _real(x), group=self.process_group, async_op=True
+        )  # type: ignore[no-any-return]
 
     def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
-        # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much,
-        # takes about half the time, and sums in rank order.
+        # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding
+        # here sends half as much, takes about half the time, and sums in rank order.
         while len(self._exchanges) >= EXCHANGES_UNDER_WAY:
             self._exchanges.popleft().wait()
         size = result.numel()
         rows = x.new_empty(len(sizes), size)
-        work = dist.all_to_all_single(rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True)
+        work = dist.all_to_all_single(
+            rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True
+        )
         self._exchanges.append(_AddingRows(work, rows, x, result))
         return self._exchanges[-1]
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         chunks = torch.split(x, sizes)
-        # Gloo's own all-gather works in a buffer as large as the result, and takes longer than everyone's broadcast.
+        # Gloo's own all-gather works in a buffer as large as the result, and takes longer than
+        # everyone's broadcast.
         if x.device.type != "cpu" and len(set(sizes)) == 1:
             mine = chunks[dist.get_rank(self.process_group)]
             return _all_gather_single(x, mine, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
@@ -129,7 +151,9 @@ class ProcessGroupTransport:
         ]
         return _All(works)
 
-    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
+    def all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> None:
         dist.all_to_all_single(result, x, receive_sizes, send_sizes, group=self.process_group)
 
     def broadcast_(self, x: Tensor, src_index: int) -> None:
@@ -148,12 +172,16 @@ class ProcessGroupTransport:
 
 
 def _real(x: Tensor) -> Tensor:
-    """The same memory as real numbers. Torch sees to it in all collectives but reduce-scatter; NCCL knows no others."""
+    """The same memory as real numbers. Torch sees to it in all collectives but reduce-scatter; NCCL
+    knows no others.
+    """
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
 class _AddingRows:
-    """Adds the rows that came from all members once they are there. Until then it keeps the tensor that is being sent alive."""
+    """Adds the rows that came from all members once they are there. Until then it keeps the tensor
+    that is being sent alive.
+    """
 
     def __init__(self, work: Any, rows: Tensor, sent: Tensor, result: Tensor) -> None:
         self._under_way: tuple[Any, Tensor, Tensor, Tensor] | None = (work, rows, sent, result)
@@ -184,10 +212,11 @@ _NUM_TAGS = 2**30
 class ProcessMessages:
     """See :class:`~shardwright.runtime.ranks.messages.MessageTransport`.
 
-    ``groups``: a process group for each channel ``(sender, receiver)`` of this rank. Gloo tells messages by their tag, so one
-    group may serve all channels. NCCL ignores tags and runs the calls of one group in order, so there each channel needs a
-    group of its own: then neither end waits for what the other one has not started yet. ``peers``: says how ranks are, when
-    something has failed.
+    ``groups``: a process group for each channel ``(sender, receiver)`` of this rank. Gloo tells
+    messages by their tag, so one group may serve all channels. NCCL ignores tags and runs the calls
+    of one group in order, so there each channel needs a group of its own: then neither end waits
+    for what the other one has not started yet. ``peers``: says how ranks are, when something has
+    failed.
     """
 
     def __init__(
@@ -210,14 +239,18 @@ class ProcessMessages:
             work = dist.isend(x, dst, self._groups[self._rank, dst], tag=number % _NUM_TAGS)
         except RuntimeError as error:
             raise undeliverable(self._rank, what, dst, self._why(error, dst)) from error
-        return _ProcessWork(work, x, lambda error: undeliverable(self._rank, what, dst, self._why(error, dst)))
+        return _ProcessWork(
+            work, x, lambda error: undeliverable(self._rank, what, dst, self._why(error, dst))
+        )
 
     def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
         try:
             work = dist.irecv(x, src, self._groups[src, self._rank], tag=number % _NUM_TAGS)
         except RuntimeError as error:
             raise lost(self._rank, what, src, self._why(error, src)) from error
-        return _ProcessWork(work, x, lambda error: lost(self._rank, what, src, self._why(error, src)))
+        return _ProcessWork(
+            work, x, lambda error: lost(self._rank, what, src, self._why(error, src))
+        )
 
     def _why(self, error: RuntimeError, peer: int) -> str:
         return "; ".join(filter(None, (first_line(error), self._peers([peer]))))
@@ -226,7 +259,9 @@ class ProcessMessages:
 class _ProcessWork:
     """A message under way. It keeps the tensor alive, and names who waits when it fails."""
 
-    def __init__(self, work: Any, x: Tensor, failure: Callable[[RuntimeError], DistributedError]) -> None:
+    def __init__(
+        self, work: Any, x: Tensor, failure: Callable[[RuntimeError], DistributedError]
+    ) -> None:
         self._work, self._x, self._failure = work, x, failure
 
     def is_completed(self) -> bool:

@@ -1,4 +1,6 @@
-"""Processes: how ranks say which process they are, and what another one on this machine can see of it."""
+"""Processes: how ranks say which process they are, and what another one on this machine can see of
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ State = Literal["runs", "is stopped", "is gone"]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process. ``machine``: equal where two processes can see each other under their numbers. ``started``: when, in
-    clock ticks of the machine, as numbers are used again; ``None`` where nothing tells.
+    """One process. ``machine``: equal where two processes can see each other under their numbers.
+    ``started``: when, in clock ticks of the machine, as numbers are used again; ``None`` where
+    nothing tells.
     """
 
     pid: int
@@ -86,7 +89,9 @@ class Roll:
         answered(sign, Wait(f"rank {rank} waits for the job's key-value store"), rank)
 
     def learn(self, ranks: Sequence[int]) -> None:
-        """Remember the processes of ranks that are in a group with the caller, while the store can tell."""
+        """Remember the processes of ranks that are in a group with the caller, while the store can
+        tell.
+        """
         unknown = [rank for rank in ranks if rank not in self._known and rank != self._rank]
         if 0 < len(unknown) <= _MANY_RANKS:
             self._known |= answered(lambda: self._read(unknown), Wait(_ASKING), self._rank)
@@ -96,18 +101,27 @@ class Roll:
         self._quickly(lambda: self._store.set(f"failed{self._rank}", text))
 
     def states(self, ranks: Sequence[int]) -> str:
-        """How other ranks are, in words: those first that are gone, stopped, or have failed themselves."""
+        """How other ranks are, in words: those first that are gone, stopped, or have failed
+        themselves.
+        """
         others = [rank for rank in ranks if rank != self._rank]
         deadline = time.monotonic() + _SETTLE_S
         while True:
             notes: dict[int, str] = self._quickly(lambda: self._failed(others)) or {}
             words = {rank: described(rank, self._process(rank)) for rank in others}
-            blamed = [rank for rank in others if rank in notes or words[rank].endswith(("is gone", "is stopped"))]
+            blamed = [
+                rank
+                for rank in others
+                if rank in notes or words[rank].endswith(("is gone", "is stopped"))
+            ]
             if blamed or time.monotonic() > deadline:
                 break
             time.sleep(_SETTLE_S / 20)  # a process that ends closes its connections first
         shown = (blamed or others)[:_MANY_WORDS]
-        return "; ".join(f"rank {rank} has failed: {notes[rank]}" if rank in notes else words[rank] for rank in shown)
+        return "; ".join(
+            f"rank {rank} has failed: {notes[rank]}" if rank in notes else words[rank]
+            for rank in shown
+        )
 
     def _process(self, rank: int) -> Process | None:
         if rank not in self._known:
@@ -123,7 +137,9 @@ class Roll:
         return {rank: self._store.get(f"failed{rank}").decode() for rank in there}
 
     def _quickly(self, question: Callable[[], Answer]) -> Answer | None:
-        """The store's answer, ``None`` if it has none: it may be as gone as the rank that is missed."""
+        """The store's answer, ``None`` if it has none: it may be as gone as the rank that is
+        missed.
+        """
         try:
             return in_time(question, Wait(_ASKING, min(2.0, timeout_s())))
         except (OutOfTimeError, RuntimeError):
@@ -133,7 +149,8 @@ class Roll:
 def answered(question: Callable[[], Answer], wait: Wait, rank: int, what: str = "") -> Answer:
     """The answer of the job's key-value store, which may lie in the process of another rank.
 
-    Raises :class:`DistributedError` where none comes. ``what``: what the ranks do together, for messages.
+    Raises :class:`DistributedError` where none comes. ``what``: what the ranks do together, for
+    messages.
     """
     try:
         return in_time(question, wait)
@@ -146,7 +163,8 @@ def answered(question: Callable[[], Answer], wait: Wait, rank: int, what: str = 
     raise DistributedError(
         f"{what}{': ' if what else ''}the job's key-value store does not answer rank {rank}",
         why=why,
-        hint="it lies in the process of torchrun, or else of rank 0: look for the first error there",
+        hint="it lies in the process of torchrun, or else of rank 0: look for the first error "
+        "there",
     )
 
 
@@ -155,7 +173,9 @@ def described(rank: int, process: Process | None) -> str:
     if process is None:
         return f"rank {rank} has not come so far"
     state = process.state()
-    return f"rank {rank} ({process})" + (f" {state}" if state else " is on another machine, which nothing is known of")
+    return f"rank {rank} ({process})" + (
+        f" {state}" if state else " is on another machine, which nothing is known of"
+    )
 
 
 def _machine() -> str:
@@ -168,7 +188,9 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, int] | None:
-    """The letter of a process's state and when it began, from /proc; ``None`` if it is not there."""
+    """The letter of a process's state and when it began, from /proc; ``None`` if it is not
+    there.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,16 +1,18 @@
 """Many ranks in one process: each rank is a thread, collectives are meetings.
 
-``run_ranks(4, fn)`` runs ``fn(rank)`` on four threads, each with a :class:`ThreadWorld` as its current world. Sums are taken
-in the order of the ranks, so they are exact, repeatable and identical on all ranks. What would hang a cluster is an error
-here: a rank that raises, a rank that ends while others wait for it, ranks that wait for each other in different collectives,
-and members of a group that call different collectives or the same one with different shapes.
+``run_ranks(4, fn)`` runs ``fn(rank)`` on four threads, each with a :class:`ThreadWorld` as its
+current world. Sums are taken in the order of the ranks, so they are exact, repeatable and identical
+on all ranks. What would hang a cluster is an error here: a rank that raises, a rank that ends while
+others wait for it, ranks that wait for each other in different collectives, and members of a group
+that call different collectives or the same one with different shapes.
 
-Threads take turns (:mod:`~.turns`), so that runs have one order and many small operators do not fight for the interpreter.
-What a rank holds does not depend on how fast the others are: a collective lets go of what members gave as soon as all have
-joined it, and what is on its way belongs to no rank, so dispatch modes of theirs do not see it.
+Threads take turns (:mod:`~.turns`), so that runs have one order and many small operators do not
+fight for the interpreter. What a rank holds does not depend on how fast the others are: a
+collective lets go of what members gave as soon as all have joined it, and what is on its way
+belongs to no rank, so dispatch modes of theirs do not see it.
 
-CPU only: autograd runs a CPU backward in the thread that called it, so collectives in a backward meet like those in a
-forward; a CUDA device has one backward thread for all ranks.
+CPU only: autograd runs a CPU backward in the thread that called it, so collectives in a backward
+meet like those in a forward; a CUDA device has one backward thread for all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ Result = TypeVar("Result")
 
 
 class ThreadTransport:
-    """See :class:`~.communicator.Transport`. One per group and rank, as it numbers the group's calls."""
+    """See :class:`~.communicator.Transport`. One per group and rank, as it numbers the group's
+    calls.
+    """
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...], rank: int) -> None:
         self._hub = hub
@@ -48,7 +52,9 @@ class ThreadTransport:
         self.start_all_reduce_(x, op).wait()
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
-        number, meeting = self._join(f"all_reduce({op}, {_describe(x)})", x, lambda given: _reduce(given, op))
+        number, meeting = self._join(
+            f"all_reduce({op}, {_describe(x)})", x, lambda given: _reduce(given, op)
+        )
         return _ThreadWork(self._hub, meeting, self._index, number, x)
 
     def all_gather(self, x: Tensor, result: Tensor) -> None:
@@ -59,28 +65,46 @@ class ThreadTransport:
         return _ThreadWork(self._hub, meeting, self._index, number, result)
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        rows = self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum").unbind())
+        rows = self._meet(
+            f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum").unbind()
+        )
         result.copy_(rows[self._index])
 
     def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         what = f"reduce_scatter({_describe(x)} as {sizes})"
-        number, meeting = self._join(what, x, lambda given: torch.split(_reduce(given, "sum"), sizes))
+        number, meeting = self._join(
+            what, x, lambda given: torch.split(_reduce(given, "sum"), sizes)
+        )
         mine = torch.split(x, sizes)[self._index]
-        return _ThreadWork(self._hub, meeting, self._index, number, mine, lambda chunks: chunks[self._index])
+        return _ThreadWork(
+            self._hub, meeting, self._index, number, mine, lambda chunks: chunks[self._index]
+        )
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         mine = torch.split(x, sizes)[self._index]
         number, meeting = self._join(f"all_gather({_describe(x)} as {sizes})", mine, torch.cat)
         return _ThreadWork(self._hub, meeting, self._index, number, x)
 
-    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
+    def all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> None:
         assert x.is_contiguous() and result.is_contiguous(), "NCCL sends contiguous tensors only"
-        sizes, received = self._meet(f"all_to_all({x.dtype})", (x, send_sizes), _exchanged)[self._index]
-        assert sizes == receive_sizes, f"{sizes} elements came in where {receive_sizes} were expected"
+        sizes, received = self._meet(f"all_to_all({x.dtype})", (x, send_sizes), _exchanged)[
+            self._index
+        ]
+        assert sizes == receive_sizes, (
+            f"{sizes} elements came in where {receive_sizes} were expected"
+        )
         result.copy_(received)
 
     def broadcast_(self, x: Tensor, src_index: int) -> None:
-        x.copy_(self._meet(f"broadcast({_describe(x)}, from index {src_index})", x, lambda given: given[src_index].clone()))
+        x.copy_(
+            self._meet(
+                f"broadcast({_describe(x)}, from index {src_index})",
+                x,
+                lambda given: given[src_index].clone(),
+            )
+        )
 
     def send(self, x: Tensor, dst_index: int) -> None:
         self._hub.post((self._ranks, self._index, dst_index), x)
@@ -88,7 +112,9 @@ class ThreadTransport:
     def receive_(self, x: Tensor, src_index: int) -> None:
         rank, src = self._ranks[self._index], self._ranks[src_index]
         address = (self._ranks, src_index, self._index)
-        _take_over(x, rank, self._hub.fetch(address, rank, src, f"receive({_describe(x)}) for"), src)
+        _take_over(
+            x, rank, self._hub.fetch(address, rank, src, f"receive({_describe(x)}) for"), src
+        )
 
     def barrier(self) -> None:
         self._meet("barrier()", None, lambda given: None)
@@ -99,7 +125,9 @@ class ThreadTransport:
     def _join(self, what: str, given: Any, combine: Combine) -> tuple[int, Meeting]:
         number = self._num_calls
         self._num_calls += 1
-        return number, self._hub.join(f"{what} {self._of_whom}", self._ranks, self._index, number, given, combine)
+        return number, self._hub.join(
+            f"{what} {self._of_whom}", self._ranks, self._index, number, given, combine
+        )
 
     def _meet(self, what: str, given: Any, combine: Combine) -> Any:
         number, meeting = self._join(what, given, combine)
@@ -108,7 +136,9 @@ class ThreadTransport:
 
 @dataclass(frozen=True, eq=False)
 class _ThreadWork:
-    """A collective under way: joined, not yet waited for. ``mine`` takes from its outcome what fills ``x``."""
+    """A collective under way: joined, not yet waited for. ``mine`` takes from its outcome what
+    fills ``x``.
+    """
 
     hub: Hub
     meeting: Meeting
@@ -159,7 +189,9 @@ class _Expected:
 
     def wait(self) -> None:
         address = (self.src, self.rank, self.number)
-        received = self.hub.fetch(address, self.rank, self.src, f"{self.what} from", is_message=True)
+        received = self.hub.fetch(
+            address, self.rank, self.src, f"{self.what} from", is_message=True
+        )
         _take_over(self.x, self.rank, received, self.src)
 
 
@@ -172,7 +204,9 @@ def _take_over(x: Tensor, rank: int, received: Tensor, src: int) -> None:
 
 
 def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
-    """Combine in the order of the members, so that every rank, and every run, gets the same bits."""
+    """Combine in the order of the members, so that every rank, and every run, gets the same
+    bits.
+    """
     result = given[0].clone()
     for x in given[1:]:
         if op == "sum":
@@ -185,7 +219,10 @@ def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
 def _exchanged(given: list[tuple[Tensor, list[int]]]) -> list[tuple[list[int], Tensor]]:
     """By member, how much came from each, and what, end to end."""
     rows = [x.split_with_sizes(sizes) for x, sizes in given]
-    return [([chunk.numel() for chunk in column], torch.cat(column)) for column in zip(*rows, strict=True)]
+    return [
+        ([chunk.numel() for chunk in column], torch.cat(column))
+        for column in zip(*rows, strict=True)
+    ]
 
 
 _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
@@ -193,7 +230,9 @@ _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 def _describe(x: Tensor) -> str:
     """What a call sends, as text. What NCCL would refuse to send is refused here too."""
-    assert x.is_contiguous(), f"NCCL sends contiguous tensors only, this one of {list(x.shape)} has strides {x.stride()}"
+    assert x.is_contiguous(), (
+        f"NCCL sends contiguous tensors only, this one of {list(x.shape)} has strides {x.stride()}"
+    )
     assert x.dtype not in _NOT_SENT, f"NCCL sends no {x.dtype}"
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
@@ -207,7 +246,9 @@ class ThreadWorld(World):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """See :meth:`World.working`. A thread that ends is noticed, so whoever lives is waited for."""
+        """See :meth:`World.working`. A thread that ends is noticed, so whoever lives is waited
+        for.
+        """
         with self._hub.turns.lock:
             self._hub.working.add(self.rank)
         try:
@@ -224,17 +265,21 @@ class ThreadWorld(World):
 
 
 @checked
-def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float | None = None) -> list[Result]:
+def run_ranks(
+    num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float | None = None
+) -> list[Result]:
     """Run ``fn(rank, *args)`` on one thread per rank and return the results by rank.
 
-    The first exception of a rank ends all others at their next collective and is raised here, with a note that names the
-    rank, and one for each rank that waited for a message then. ``timeout_s`` bounds how long a rank waits in one collective
-    (default: the limit of all waits, see :mod:`~shardwright.runtime.waiting`); compiling may take longer.
+    The first exception of a rank ends all others at their next collective and is raised here, with
+    a note that names the rank, and one for each rank that waited for a message then. ``timeout_s``
+    bounds how long a rank waits in one collective (default: the limit of all waits, see
+    :mod:`~shardwright.runtime.waiting`); compiling may take longer.
 
     Raises :class:`DistributedError` where the ranks' collectives do not fit together.
     """
-    # A mode of fake tensors replaces the guard of CUDA devices where there are none. With torch 2.11 the guard dies with the
-    # thread that did so first, and the next one crashes: so that is the thread that outlives the ranks.
+    # A mode of fake tensors replaces the guard of CUDA devices where there are none. With torch
+    # 2.11 the guard dies with the thread that did so first, and the next one crashes: so that is
+    # the thread that outlives the ranks.
     if not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
     hub = Hub(num_ranks, timeout_s)
@@ -242,7 +287,11 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
 
     # Modes of each thread.
     with_grad = torch.is_grad_enabled()
-    cast_to = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    cast_to = {
+        kind: torch.get_autocast_dtype(kind)
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    }
 
     def run(rank: int) -> None:
         hub.turns.begin(rank)
@@ -260,7 +309,10 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
         finally:
             hub.end(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -272,7 +324,9 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
         hub.abort(None, error)
     if hub.failure is not None:
         for thread in threads:
-            thread.join(5.0)  # a rank that never reaches a collective is left behind: daemon threads do not keep a process up
+            thread.join(
+                5.0
+            )  # a rank that never reaches a collective is left behind: daemon threads do not keep a process up
         failed_rank, failure = hub.failure
         if failed_rank is not None:
             failure.add_note(f"raised on rank {failed_rank} of {num_ranks}")

@@ -1,8 +1,9 @@
 """Which of the threads of one process runs: one at a time, in the order in which they could go on.
 
-Threads that all could run take the interpreter's lock from each other at every operator of torch, which lets go of it while it
-computes: many small operators then take much longer than on one thread. Here a rank runs until it has to wait for others, so
-that runs have one order too. Only where a rank keeps others from running for long, by a large operator or because it waits for
+Threads that all could run take the interpreter's lock from each other at every operator of torch,
+which lets go of it while it computes: many small operators then take much longer than on one
+thread. Here a rank runs until it has to wait for others, so that runs have one order too. Only
+where a rank keeps others from running for long, by a large operator or because it waits for
 something that is none of its turns, the next one runs beside it.
 """
 
@@ -16,9 +17,11 @@ PATIENCE_S = 0.05
 
 
 class Turns:
-    """Whose turn it is. A rank has its turn from :meth:`begin` to :meth:`end`, but not while it is in :meth:`wait`.
+    """Whose turn it is. A rank has its turn from :meth:`begin` to :meth:`end`, but not while it is
+    in :meth:`wait`.
 
-    ``lock`` guards this object, and what changes together with it: ``wait``, ``call`` and ``end`` are called by its holder.
+    ``lock`` guards this object, and what changes together with it: ``wait``, ``call`` and ``end``
+    are called by its holder.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -38,7 +41,9 @@ class Turns:
         self._gates[rank].acquire()
 
     def wait(self, rank: int, timeout_s: float) -> bool:
-        """Let others run until ``rank`` has been called, and then has its turn. Whether that was so in time; it runs anyhow."""
+        """Let others run until ``rank`` has been called, and then has its turn. Whether that was so
+        in time; it runs anyhow.
+        """
         self._asleep.add(rank)
         self.end()
         self.lock.release()
@@ -72,7 +77,9 @@ class Turns:
                 self._give_next()
 
     def hurry(self) -> None:
-        """Give one more turn if nobody has passed one on since the last call; for a clock of :data:`PATIENCE_S`."""
+        """Give one more turn if nobody has passed one on since the last call; for a clock of
+        :data:`PATIENCE_S`.
+        """
         with self.lock:
             if self._num_turns == self._num_seen:
                 self._give_next()

@@ -1,8 +1,9 @@
 """The world: all ranks of one run, seen from one of them.
 
-Three kinds: :class:`SoloWorld` (one process, nothing initialised), :class:`DistributedWorld` (``torch.distributed``, one
-process per rank) and :class:`~.threads.ThreadWorld` (one thread per rank). :func:`current_world` finds the
-one the calling code runs in; :func:`use_world` sets it for a ``with`` block of one thread.
+Three kinds: :class:`SoloWorld` (one process, nothing initialised), :class:`DistributedWorld`
+(``torch.distributed``, one process per rank) and :class:`~.threads.ThreadWorld` (one thread per
+rank). :func:`current_world` finds the one the calling code runs in; :func:`use_world` sets it for a
+``with`` block of one thread.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout, 
 class World(ABC):
     """All ranks, seen from one.
 
-    ``rank``, ``size``: the caller's number and how many there are. ``device``: where this rank's tensors live. ``counters``:
-    what this rank has communicated.
+    ``rank``, ``size``: the caller's number and how many there are. ``device``: where this rank's
+    tensors live. ``counters``: what this rank has communicated.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -51,38 +52,50 @@ class World(ABC):
 
     @abstractmethod
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
-        """What moves the messages of these ``(sender, receiver)``; the same on all ranks, in the same order."""
+        """What moves the messages of these ``(sender, receiver)``; the same on all ranks, in the
+        same order.
+        """
 
     def connect(self, channels: Iterable[tuple[int, int]]) -> Messages:
-        """Messages along ``channels``: the pairs ``(sender, receiver)`` of all ranks that will ever send to each other.
+        """Messages along ``channels``: the pairs ``(sender, receiver)`` of all ranks that will ever
+        send to each other.
 
         Collective: all ranks of the world call it with the same pairs.
         """
         return Messages(self._make_message_transport(sorted(set(channels))), self.counters)
 
     def group(self, ranks: Sequence[int], name: str) -> Communicator | None:
-        """The communicator of ``ranks``, counted under ``name``; ``None`` if this rank is not one of them.
+        """The communicator of ``ranks``, counted under ``name``; ``None`` if this rank is not one
+        of them.
 
-        All ranks of the world must call it, members or not, in the same order: creating a process group is collective.
-        Groups of the same ranks share one process group.
+        All ranks of the world must call it, members or not, in the same order: creating a process
+        group is collective. Groups of the same ranks share one process group.
         """
         key = tuple(sorted(ranks))
         if len(set(key)) != len(key) or not key or key[0] < 0 or key[-1] >= self.size:
             raise DistributedError(
-                f"a group of ranks {list(ranks)} cannot be made", why=f"the world has ranks 0 to {self.size - 1}, each once"
+                f"a group of ranks {list(ranks)} cannot be made",
+                why=f"the world has ranks 0 to {self.size - 1}, each once",
             )
         if len(key) > 1 and key not in self._transports:
             self._transports[key] = self._make_transport(key)
         if self.rank not in key:
             return None
-        return Communicator(self._transports.get(key), key, key.index(self.rank), name, self.counters)
+        return Communicator(
+            self._transports.get(key), key, key.index(self.rank), name, self.counters
+        )
 
     def partition(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
-        """Make all ``groups``, of which every rank is in at most one, and return this rank's, or else one of it alone.
+        """Make all ``groups``, of which every rank is in at most one, and return this rank's, or
+        else one of it alone.
 
         Collective, see :meth:`group`.
         """
-        mine = [communicator for ranks in groups if (communicator := self.group(ranks, name)) is not None]
+        mine = [
+            communicator
+            for ranks in groups
+            if (communicator := self.group(ranks, name)) is not None
+        ]
         assert len(mine) <= 1, f"rank {self.rank} is in {len(mine)} of the groups {groups}"
         return mine[0] if mine else Communicator(None, (self.rank,), 0, name, self.counters)
 
@@ -106,20 +119,31 @@ class World(ABC):
         return WorldExchange(self)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """What rank ``src`` passed, on every rank. It must be plain JSON (tuples arrive as lists)."""
+        """What rank ``src`` passed, on every rank. It must be plain JSON (tuples arrive as
+        lists).
+        """
         if self.size == 1:
             return json.loads(json.dumps(value))
         text = json.dumps(value).encode() if self.rank == src else b""
         length = self.everyone.broadcast(torch.tensor([len(text)], device=self.device), src)
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+        data = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if text
+            else torch.empty(int(length), dtype=torch.uint8)
+        )
         return json.loads(bytes(self.everyone.broadcast(data.to(self.device), src).tolist()))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank passed, by rank. It must be plain JSON (tuples arrive as lists)."""
         text = json.dumps(value).encode()
-        lengths = torch.cat(self.everyone.all_gather(torch.tensor([len(text)], device=self.device), phase="setup")).tolist()
+        lengths = torch.cat(
+            self.everyone.all_gather(torch.tensor([len(text)], device=self.device), phase="setup")
+        ).tolist()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
-        return [json.loads(bytes(item.tolist())) for item in self.everyone.all_gather(data, 0, lengths, phase="setup")]
+        return [
+            json.loads(bytes(item.tolist()))
+            for item in self.everyone.all_gather(data, 0, lengths, phase="setup")
+        ]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
@@ -139,28 +163,33 @@ class SoloWorld(World):
         return ProcessMessages(self.rank, {})
 
 
-# [Note: Communicators are made at once]
-# NCCL makes the communicator of a group in the group's first call (unless init_process_group was given a device_id), and that
-# call waits in the host for all members, even if it is asynchronous. A rank that posts a receive ahead would wait for a
-# sender that waits for this rank; so would one that begins to sum the gradients of a shared parameter before others do. So
-# every group makes one call where it is created, which all ranks do in one order.
+# [Note: Communicators are made at once] NCCL makes the communicator of a group in the group's first
+# call (unless init_process_group was given a device_id), and that call waits in the host for all
+# members, even if it is asynchronous. A rank that posts a receive ahead would wait for a sender
+# that waits for this rank; so would one that begins to sum the gradients of a shared parameter
+# before others do. So every group makes one call where it is created, which all ranks do in one
+# order.
 
 
 class DistributedWorld(World):
     """The ranks of ``torch.distributed``, which must be initialised.
 
-    Where NCCL serves CUDA tensors and there are any GPUs the device is the current CUDA device, else the CPU. Raises
-    :class:`DistributedError` if another rank has the same GPU.
+    Where NCCL serves CUDA tensors and there are any GPUs the device is the current CUDA device,
+    else the CPU. Raises :class:`DistributedError` if another rank has the same GPU.
     """
 
     def __init__(self) -> None:
         if not dist.is_initialized():
             raise DistributedError(
-                "torch.distributed is not initialised", hint="run under torchrun and call torch.distributed.init_process_group"
+                "torch.distributed is not initialised",
+                hint="run under torchrun and call torch.distributed.init_process_group",
             )
-        # init_process_group() without a backend takes NCCL for CUDA tensors and gloo for others, GPUs or not.
+        # init_process_group() without a backend takes NCCL for CUDA tensors and gloo for others,
+        # GPUs or not.
         on_cuda = "nccl" in dist.get_backend_config() and torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        )
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
         self._roll = Roll(dist.distributed_c10d._get_default_store(), self.rank)
         self._exchange: StoreExchange | None = None
@@ -168,7 +197,9 @@ class DistributedWorld(World):
             self._claim_gpu()
 
     def _claim_gpu(self) -> None:
-        """Refuse a GPU that another rank has claimed: NCCL would fail at its first call, or wait for ever."""
+        """Refuse a GPU that another rank has claimed: NCCL would fail at its first call, or wait
+        for ever.
+        """
         gpu = torch.cuda.get_device_properties(self.device).uuid
         store = dist.distributed_c10d._get_default_store()
         wait = Wait(f"rank {self.rank} waits for the job's key-value store")
@@ -177,8 +208,10 @@ class DistributedWorld(World):
         if holder != self.rank:
             raise DistributedError(
                 f"ranks {holder} and {self.rank} have the same GPU",
-                why=f"both made it their current device ({self.device} on rank {self.rank}), and NCCL wants one GPU per rank",
-                hint="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks "
+                why=f"both made it their current device ({self.device} on rank {self.rank}), and "
+                "NCCL wants one GPU per rank",
+                hint="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+                "init_process_group; with more ranks "
                 "than GPUs initialise 'gloo', and they run on the CPU",
             )
 
@@ -196,7 +229,11 @@ class DistributedWorld(World):
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
         if self.device.type == "cpu":
             everyone = self.everyone.transport
-            groups = dict.fromkeys(channels, everyone.process_group) if isinstance(everyone, ProcessGroupTransport) else {}
+            groups = (
+                dict.fromkeys(channels, everyone.process_group)
+                if isinstance(everyone, ProcessGroupTransport)
+                else {}
+            )
             return ProcessMessages(self.rank, groups, self._states)
         groups = {channel: self._new_group(channel) for channel in channels}
         for sender, receiver in channels:  # see [Note: Communicators are made at once]
@@ -204,13 +241,22 @@ class DistributedWorld(World):
                 dist.send(torch.zeros(1, device=self.device), receiver, groups[sender, receiver])
             elif self.rank == receiver:
                 dist.recv(torch.zeros(1, device=self.device), sender, groups[sender, receiver])
-        mine = {channel: group for channel, group in groups.items() if self.rank in channel and group is not None}
+        mine = {
+            channel: group
+            for channel, group in groups.items()
+            if self.rank in channel and group is not None
+        }
         return ProcessMessages(self.rank, mine, self._states)
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
-        """A process group with our time limit. The default one serves all ranks where its limit is ours."""
+        """A process group with our time limit. The default one serves all ranks where its limit is
+        ours.
+        """
         limit = timeout()
-        if len(ranks) == self.size and timeout_of(dist.distributed_c10d._get_default_store()) == limit:
+        if (
+            len(ranks) == self.size
+            and timeout_of(dist.distributed_c10d._get_default_store()) == limit
+        ):
             return dist.group.WORLD
         with concerning(f"making the process group of {in_words(ranks)}"):
             desc = f"shardwright {in_words(ranks[:8])}"
@@ -219,19 +265,27 @@ class DistributedWorld(World):
                 if self.device.type != "cpu":  # the current device belongs to this thread
                     return make()
                 # Torch keeps to the limit itself, unless the store stands still.
-                return in_time(make, Wait(f"rank {self.rank}: {desc} is being made", 2 * limit.total_seconds()))
+                return in_time(
+                    make, Wait(f"rank {self.rank}: {desc} is being made", 2 * limit.total_seconds())
+                )
             except (RuntimeError, OutOfTimeError) as error:
                 others = [rank for rank in range(self.size) if rank != self.rank]
-                raise collective_failed("new_group", "world", self.rank, others, None, error, self._states(others)) from error
+                raise collective_failed(
+                    "new_group", "world", self.rank, others, None, error, self._states(others)
+                ) from error
 
     def _states(self, ranks: Sequence[int]) -> str:
         """How other ranks are, now that something has failed here; they are told of it."""
         found = self._roll.states(ranks)
-        self._roll.say_failed(f"it missed {in_words([rank for rank in ranks if rank != self.rank])}")
+        self._roll.say_failed(
+            f"it missed {in_words([rank for rank in ranks if rank != self.rank])}"
+        )
         return found
 
     def exchange(self) -> Exchange:
-        """See :meth:`World.exchange`: through the store, as ranks may write for longer than a collective may take."""
+        """See :meth:`World.exchange`: through the store, as ranks may write for longer than a
+        collective may take.
+        """
         if self._exchange is None:
             self._exchange = StoreExchange.of_process_group("a checkpoint")
         return self._exchange
@@ -244,7 +298,9 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_of_process: dict[int, tuple[object, World]] = {}  # at most one entry: the default process group and its world
+_of_process: dict[
+    int, tuple[object, World]
+] = {}  # at most one entry: the default process group and its world
 _solo = SoloWorld()
 
 # Before the interpreter ends, with what transports hold (runtime/ranks/process_group.py says why).
@@ -257,7 +313,9 @@ def world_of_thread() -> World | None:
 
 
 def current_world() -> World:
-    """The calling thread's world: that of :func:`use_world`, else torch.distributed's if it is initialised, else a solo one."""
+    """The calling thread's world: that of :func:`use_world`, else torch.distributed's if it is
+    initialised, else a solo one.
+    """
     if _current.world is not None:
         return _current.world
     if not (dist.is_available() and dist.is_initialized()):

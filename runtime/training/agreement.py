@@ -1,17 +1,19 @@
 """Checks, every so many steps, that ranks agree on what has to be the same on all of them.
 
-Nothing stops a script from setting another learning rate on one rank, from stepping twice there, or from giving it another
-batch. The collectives still meet, and the numbers are wrong. So ranks compare, in the first step and then in every
-``ComputeConfig.check_ranks_every``-th one:
+Nothing stops a script from setting another learning rate on one rank, from stepping twice there, or
+from giving it another batch. The collectives still meet, and the numbers are wrong. So ranks
+compare, in the first step and then in every ``ComputeConfig.check_ranks_every``-th one:
 
-- all ranks: how many steps they have taken, and the options of their optimizer, which schedulers change;
-- the ranks of a unit: the arguments of the next call (:mod:`shardwright.runtime.module.call_checks`).
+- all ranks: how many steps they have taken, and the options of their optimizer, which schedulers
+  change;
+- the ranks of a unit: the arguments of the next call
+  (:mod:`shardwright.runtime.module.call_checks`).
 
-[Note: When ranks compare]
-A comparison is a collective, so all ranks must come to it at the same place among their collectives, also where they do not
-agree on anything else. So steps are not counted to find that place, since a rank may have taken one more. Counted are sums
-of gradients, which ranks can only take together. Nor do modules count their calls: ``torch.compile`` would compile a call
-again for every new count, while a flag that is set now and then has two values.
+[Note: When ranks compare] A comparison is a collective, so all ranks must come to it at the same
+place among their collectives, also where they do not agree on anything else. So steps are not
+counted to find that place, since a rank may have taken one more. Counted are sums of gradients,
+which ranks can only take together. Nor do modules count their calls: ``torch.compile`` would
+compile a call again for every new count, while a flag that is set now and then has two values.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """Where a rank stands in its training. ``groups``: the options of each parameter group, which all ranks have alike."""
+    """Where a rank stands in its training. ``groups``: the options of each parameter group, which
+    all ranks have alike.
+    """
 
     num_steps: int
     step: int
@@ -58,7 +62,8 @@ class _Standing:
 
 
 class TrainingAgreement:
-    """Compares how all ranks train one model, with each ``interval``-th sum of gradients; with 0 with the first one only.
+    """Compares how all ranks train one model, with each ``interval``-th sum of gradients; with 0
+    with the first one only.
 
     ``parts``: the compiled parts of the model.
     """
@@ -92,7 +97,9 @@ class TrainingAgreement:
             for part in self._living_parts():
                 part.expect_comparison()
         mine = self._standing()
-        digests = self._world.everyone.all_gather(torch.tensor(mine.digest(), device=self._world.device), phase="setup")
+        digests = self._world.everyone.all_gather(
+            torch.tensor(mine.digest(), device=self._world.device), phase="setup"
+        )
         if all(torch.equal(digests[0], other) for other in digests):
             return
         self._refuse([_Standing(*found) for found in self._world.all_gather_object(mine.to_json())])
@@ -111,7 +118,8 @@ class TrainingAgreement:
         _compare(
             "the number of steps that the optimizer has taken",
             {rank: str(standings[rank].num_steps) for rank in ranks},
-            "call optimizer.step() equally often on all ranks: what one rank skips, all of them must skip",
+            "call optimizer.step() equally often on all ranks: what one rank skips, all of "
+            "them must skip",
         )
         _compare(
             "the step at which training stands",
@@ -124,7 +132,8 @@ class TrainingAgreement:
                 _compare(
                     f"{name!r} of parameter group {index}",
                     {rank: group.get(name, "no such option") for rank, group in groups.items()},
-                    "set options and step schedulers alike on all ranks; what follows from a loss or a metric must "
+                    "set options and step schedulers alike on all ranks; what follows from a "
+                    "loss or a metric must "
                     "follow from that of all ranks",
                 )
         raise AssertionError(f"these ranks agree, and their digests do not: {standings}")
@@ -140,7 +149,8 @@ def _compare(what: str, values: Mapping[int, str], hint: str) -> None:
         alike.setdefault(value, []).append(rank)
     if len(alike) > 1:
         found = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}" for value, ranks in alike.items()
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}"
+            for value, ranks in alike.items()
         )
         raise UsageError(f"the ranks do not agree on {what}", why=found, hint=hint)
 

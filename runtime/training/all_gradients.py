@@ -1,8 +1,9 @@
-"""All gradients of a model together, as this rank sees them: their names, their sum over the ranks, their norm.
+"""All gradients of a model together, as this rank sees them: their names, their sum over the ranks,
+their norm.
 
-A tensor that somebody holds in hand, a parameter or what an optimizer of ours has in its place, leads here by
-:func:`gradients_of`. That is how functions that were not written for many ranks are served
-(see :mod:`shardwright.runtime.training.clipping`).
+A tensor that somebody holds in hand, a parameter or what an optimizer of ours has in its place,
+leads here by :func:`gradients_of`. That is how functions that were not written for many ranks are
+served (see :mod:`shardwright.runtime.training.clipping`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shardwright.runtime.bucket import Named
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.ranks.world import World, current_world
-from shardwright.runtime.training.bucket import Named
 from shardwright.runtime.training.gradnorm import global_norm, norm_dtype
 from shardwright.runtime.training.reducer import Reducer
 
 
 class GradientKeeper(Protocol):
-    """What has the gradients of a model: its optimizer, or a reducer where there is no optimizer."""
+    """What has the gradients of a model: its optimizer, or a reducer where there is no
+    optimizer.
+    """
 
     @property
     def gradient_holders(self) -> list[Named]:
@@ -39,8 +42,9 @@ class GradientKeeper(Protocol):
 class AllGradients:
     """The gradients that one reducer looks after.
 
-    ``is_staged``: ranks have different parameters, as they run different stages of a pipeline. ``keeper`` is held weakly
-    beside the reducer: an optimizer that nobody needs any more leaves the reducer behind.
+    ``is_staged``: ranks have different parameters, as they run different stages of a pipeline.
+    ``keeper`` is held weakly beside the reducer: an optimizer that nobody needs any more leaves the
+    reducer behind.
     """
 
     def __init__(self, world: World, reducer: Reducer, *, is_staged: bool) -> None:
@@ -63,7 +67,9 @@ class AllGradients:
         )
 
     def kept_by(self, keeper: GradientKeeper, tensors: Sequence[Named]) -> None:
-        """Let ``keeper`` have the gradients from now on, and ``tensors`` stand for the parameters they are named by."""
+        """Let ``keeper`` have the gradients from now on, and ``tensors`` stand for the parameters
+        they are named by.
+        """
         self._keeper = weakref.ref(keeper)
         for name, tensor in tensors:
             self._names[id(tensor)] = name
@@ -74,13 +80,24 @@ class AllGradients:
         setattr(parameter, _GRADIENTS, self)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The name of the parameter that ``tensor`` is or stands for; ``None`` for one of another pipeline stage."""
+        """The name of the parameter that ``tensor`` is or stands for; ``None`` for one of another
+        pipeline stage.
+        """
         return self._names.get(id(tensor))
 
     def names_of_gradients(self) -> dict[tuple[int, int], str]:
-        """The name of each gradient that is there now, by its place in memory and its number of elements."""
-        named = [*((name, p) for bucket in self.reducer.buckets for name, p in bucket.parameters), *self._kept.gradient_holders]
-        return {memory_of(tensor.grad): name for name, tensor in named if tensor.grad is not None and tensor.grad.numel()}
+        """The name of each gradient that is there now, by its place in memory and its number of
+        elements.
+        """
+        named = [
+            *((name, p) for bucket in self.reducer.buckets for name, p in bucket.parameters),
+            *self._kept.gradient_holders,
+        ]
+        return {
+            memory_of(tensor.grad): name
+            for name, tensor in named
+            if tensor.grad is not None and tensor.grad.numel()
+        }
 
     @property
     def is_attached(self) -> bool:
@@ -89,7 +106,9 @@ class AllGradients:
 
     @property
     def leaves_gradients(self) -> bool:
-        """Whether all parameters have their gradients as ``grad``, from the backward to the step."""
+        """Whether all parameters have their gradients as ``grad``, from the backward to the
+        step.
+        """
         return self.reducer.leaves_gradients and not self.reducer.frees_gradients
 
     @property
@@ -105,7 +124,8 @@ class AllGradients:
         if not self.is_attached:
             raise UsageError(
                 "the optimizer of these gradients was replaced",
-                why="build_optimizer was called again with some of its parameters, and gradients are summed once",
+                why="build_optimizer was called again with some of its parameters, and gradients "
+                "are summed once",
                 hint="use the parameters of the newer optimizer's module",
             )
         self._kept.sum_gradients()
@@ -115,16 +135,19 @@ class AllGradients:
         return [tensor for name, tensor in self._kept.gradient_holders if name in names]
 
     def norm(self, names: Collection[str], order: float) -> Tensor:
-        """The norm of the gradients of these names, each distinct element counted once; the same on all ranks. Collective.
+        """The norm of the gradients of these names, each distinct element counted once; the same on
+        all ranks. Collective.
 
-        They have been summed. Raises :class:`UsageError` where ranks would add up norms of different parts of the model.
+        They have been summed. Raises :class:`UsageError` where ranks would add up norms of
+        different parts of the model.
         """
         mine = set(self._names.values())
         if self.is_staged and mine != set(names):
             missing = min(mine - set(names))
             raise UsageError(
                 "the norm of some gradients of a pipeline is not known on this rank",
-                why=f"rank {self.world.rank} was given {len(set(names))} of its {len(mine)} trained parameters, {missing!r} is "
+                why=f"rank {self.world.rank} was given {len(set(names))} of its {len(mine)} "
+                f"trained parameters, {missing!r} is "
                 "not among them, and what the ranks of other stages were given it cannot see",
                 hint="pass model.parameters(), or call optimizer.clip_gnorm(max_norm)",
             )
@@ -139,7 +162,9 @@ class AllGradients:
 
 
 def gradients_of(tensor: Tensor) -> AllGradients | None:
-    """The gradients among which that of ``tensor`` is: a parameter, or what an optimizer has in its place."""
+    """The gradients among which that of ``tensor`` is: a parameter, or what an optimizer has in its
+    place.
+    """
     found: AllGradients | None = getattr(tensor, _GRADIENTS, None)
     return found
 
@@ -154,9 +179,11 @@ def live_gradients() -> list[AllGradients]:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies, and its number of elements: alike for a tensor and what ``detach`` makes of it.
+    """Where a tensor lies, and its number of elements: alike for a tensor and what ``detach`` makes
+    of it.
 
-    No gradient of ours is of another class than torch's own; tensors of others may have no memory to speak of.
+    No gradient of ours is of another class than torch's own; tensors of others may have no memory
+    to speak of.
     """
     return (tensor.data_ptr(), tensor.numel()) if type(tensor) in (Tensor, nn.Parameter) else (0, 0)
 

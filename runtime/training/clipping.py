@@ -2,16 +2,18 @@
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      # the norm of one device, the same on all ranks
 
-[Note: Why functions of torch are changed]
-On one rank ``p.grad`` is a piece of a gradient, or all of it where other ranks have the same, and before the step it is a
-summand that nobody has summed. What these functions make of such tensors is wrong, differs between ranks, and looks right.
-Nothing about the tensors can prevent that: where ZeRO scatters gradients ``p.grad`` is ``None``, so the functions see no
-tensor at all and return 0. So the functions have to know what parameters they were given.
+[Note: Why functions of torch are changed] On one rank ``p.grad`` is a piece of a gradient, or all
+of it where other ranks have the same, and before the step it is a summand that nobody has summed.
+What these functions make of such tensors is wrong, differs between ranks, and looks right. Nothing
+about the tensors can prevent that: where ZeRO scatters gradients ``p.grad`` is ``None``, so the
+functions see no tensor at all and return 0. So the functions have to know what parameters they were
+given.
 
-People reach them by many names: ``torch.nn.utils.clip_grad_norm_``, a name imported before shardwright was, trainers of other
-libraries. Replacing one name would miss the others. But each of these functions is a closure around the function that does
-the work, and all names lead to that closure. :func:`watch_clipping` exchanges what is in it, when the first parallel module
-or optimizer is made. For parameters that shardwright does not know the original runs with the same arguments.
+People reach them by many names: ``torch.nn.utils.clip_grad_norm_``, a name imported before
+shardwright was, trainers of other libraries. Replacing one name would miss the others. But each of
+these functions is a closure around the function that does the work, and all names lead to that
+closure. :func:`watch_clipping` exchanges what is in it, when the first parallel module or optimizer
+is made. For parameters that shardwright does not know the original runs with the same arguments.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.training.all_gradients import AllGradients, gradients_of, live_gradients, memory_of
+from shardwright.runtime.training.all_gradients import (
+    AllGradients,
+    gradients_of,
+    live_gradients,
+    memory_of,
+)
 
 Tensors = Tensor | Iterable[Tensor]
 
 Found = tuple[AllGradients, str | None] | None
-"""The gradients that a tensor belongs to, and its name there; ``None`` for one that is this rank's own."""
+"""The gradients that a tensor belongs to, and its name there; ``None`` for one that is this rank's
+own.
+"""
 
 
 def watch_clipping() -> None:
-    """Let torch's functions that clip gradients look at whose gradients they are. A second call does nothing."""
+    """Let torch's functions that clip gradients look at whose gradients they are. A second call
+    does nothing.
+    """
     with _lock:
         for name, function in _FUNCTIONS.items():
             cell = _cell_of(name)
@@ -44,14 +55,20 @@ def watch_clipping() -> None:
                 cell.cell_contents = functools.wraps(_ORIGINALS[name])(function)
 
 
-def clip_by_norm(holders: list[Tensor], max_norm: float, norm: Tensor, foreach: bool | None = None) -> None:
-    """Scale the gradients of ``holders``, tensors of this rank, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
+def clip_by_norm(
+    holders: list[Tensor], max_norm: float, norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale the gradients of ``holders``, tensors of this rank, as
+    ``torch.nn.utils.clip_grads_with_norm_`` does.
+    """
     with torch.no_grad():
         _ORIGINALS["_clip_grads_with_norm_"](holders, max_norm, norm, foreach)
 
 
 class _Given:
-    """What a function was given: names of gradients that lie on many ranks, and tensors that are this rank's own."""
+    """What a function was given: names of gradients that lie on many ranks, and tensors that are
+    this rank's own.
+    """
 
     def __init__(self, tensors: Tensors, found_of: Callable[[list[Tensor]], list[Found]]) -> None:
         self.all = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -77,7 +94,11 @@ class _Given:
 
     @property
     def holders(self) -> list[Tensor]:
-        return [tensor for gradients, names in self.parallel.items() for tensor in gradients.holders(names)]
+        return [
+            tensor
+            for gradients, names in self.parallel.items()
+            for tensor in gradients.holders(names)
+        ]
 
 
 def _by_parameters(tensors: list[Tensor]) -> list[Found]:
@@ -92,7 +113,9 @@ def _by_parameters(tensors: list[Tensor]) -> list[Found]:
 
 def _by_gradients(tensors: list[Tensor]) -> list[Found]:
     live = live_gradients()
-    if not tensors and any(item.reducer.is_synced and not item.leaves_gradients and not item.is_empty for item in live):
+    if not tensors and any(
+        item.reducer.is_synced and not item.leaves_gradients and not item.is_empty for item in live
+    ):
         _refuse_scattered()
     names = [(item, item.names_of_gradients()) for item in live]
     found: list[Found] = []
@@ -116,7 +139,9 @@ def _clip_grad_norm_(
 ) -> Tensor:
     given = _Given(parameters, _by_parameters)
     if not given.all and not given.parallel:
-        empty: Tensor = _ORIGINALS["clip_grad_norm_"](parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        empty: Tensor = _ORIGINALS["clip_grad_norm_"](
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
         return empty
     given.sync()
     own = [tensor.grad for tensor in given.ordinary if tensor.grad is not None]
@@ -126,14 +151,19 @@ def _clip_grad_norm_(
 
 
 def _get_total_norm(
-    tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     given = _Given(tensors, _by_gradients)
     given.sync()
     return _total(given, given.ordinary, norm_type, error_if_nonfinite, foreach)
 
 
-def _clip_grads_with_norm_(parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+def _clip_grads_with_norm_(
+    parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
     given = _Given(parameters, _by_parameters)
     given.sync()
     clip_by_norm([*given.holders, *given.ordinary], max_norm, total_norm, foreach)
@@ -145,8 +175,12 @@ def _clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | No
     _ORIGINALS["clip_grad_value_"]([*given.holders, *given.ordinary], clip_value, foreach)
 
 
-def _total(given: _Given, own: list[Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
-    """The norm of everything: the norm of a norm is itself, so torch's function joins them, and checks them as it does."""
+def _total(
+    given: _Given, own: list[Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None
+) -> Tensor:
+    """The norm of everything: the norm of a norm is itself, so torch's function joins them, and
+    checks them as it does.
+    """
     norms = given.norms(float(order))
     norm: Tensor = _ORIGINALS["_get_total_norm"]([*norms, *own], order, error_if_nonfinite, foreach)
     return norm
@@ -155,15 +189,18 @@ def _total(given: _Given, own: list[Tensor], order: float, error_if_nonfinite: b
 def _refuse_unsummed(owner: str) -> None:
     raise UsageError(
         f"gradients of {owner} were to be clipped, and nobody sums them over the ranks",
-        why="each rank has a piece or a summand of a gradient, and no optimizer was made by build_optimizer, which sums them",
-        hint="optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) before the first backward",
+        why="each rank has a piece or a summand of a gradient, and no optimizer was made by "
+        "build_optimizer, which sums them",
+        hint="optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) before "
+        "the first backward",
     )
 
 
 def _refuse_scattered() -> None:
     raise UsageError(
         "the norm of scattered gradients cannot be had from p.grad",
-        why="with ZeRO a rank has the sum for the part that it updates, and p.grad of the parameters is None",
+        why="with ZeRO a rank has the sum for the part that it updates, and p.grad of the "
+        "parameters is None",
         hint="pass the parameters, torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
         "or call optimizer.clip_gnorm(max_norm)",
     )
@@ -173,14 +210,17 @@ def _refuse_values() -> None:
     raise UsageError(
         "get_total_norm was given parameters of a parallel module, not gradients",
         why="this rank has pieces of them, and other ranks may have the same pieces",
-        hint="pass gradients, or merge the parameters with shardwright.merge_state_dicts and take their norm there",
+        hint="pass gradients, or merge the parameters with shardwright.merge_state_dicts and take "
+        "their norm there",
     )
 
 
 def _cell_of(name: str) -> Any:
     """Where a function of torch keeps the function that does its work."""
     function = getattr(clip_grad, name)
-    assert function.__code__.co_freevars == ("func",), f"torch.nn.utils.clip_grad.{name} is no closure of one function"
+    assert function.__code__.co_freevars == ("func",), (
+        f"torch.nn.utils.clip_grad.{name} is no closure of one function"
+    )
     return function.__closure__[0]
 
 
@@ -188,8 +228,8 @@ def _cell_of(name: str) -> Any:
 class PartOfModel:
     """The mark of a parameter of a parallel module that runs on several ranks.
 
-    ``owner``: the class of the module. ``name``: of the parameter. ``needs_sum``: when backward is done, other ranks have
-    summands of its gradient.
+    ``owner``: the class of the module. ``name``: of the parameter. ``needs_sum``: when backward is
+    done, other ranks have summands of its gradient.
     """
 
     owner: str
@@ -206,5 +246,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_clip_grads_with_norm_": _clip_grads_with_norm_,
     "clip_grad_value_": _clip_grad_value_,
 }
-_ORIGINALS: dict[str, Callable[..., Any]] = {name: _cell_of(name).cell_contents for name in _FUNCTIONS}
+_ORIGINALS: dict[str, Callable[..., Any]] = {
+    name: _cell_of(name).cell_contents for name in _FUNCTIONS
+}
 _lock = threading.Lock()

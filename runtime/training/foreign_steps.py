@@ -1,9 +1,11 @@
-"""Steps of optimizers that :func:`~shardwright.runtime.training.optimizer.build_optimizer` has not made.
+"""Steps of optimizers that :func:`~shardwright.runtime.training.optimizer.build_optimizer` has not
+made.
 
-``torch.optim.AdamW(model.parameters())`` updates each rank's parameters along what this rank has of their gradients. Where
-other ranks have summands of them that is wrong, and the copies of a parameter drift apart. torch calls a hook before every
-step of every optimizer, and there such a step is refused. Gradients that are sums already, such as those that ``train_step``
-leaves behind, may be stepped along by anybody.
+``torch.optim.AdamW(model.parameters())`` updates each rank's parameters along what this rank has of
+their gradients. Where other ranks have summands of them that is wrong, and the copies of a
+parameter drift apart. torch calls a hook before every step of every optimizer, and there such a
+step is refused. Gradients that are sums already, such as those that ``train_step`` leaves behind,
+may be stepped along by anybody.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwright.runtime.bucket import is_reduced
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.training.bucket import is_reduced
 from shardwright.runtime.training.clipping import PART
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
@@ -35,14 +37,22 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             mark = getattr(parameter, PART, None)
-            if mark is None or not mark.needs_sum or parameter.grad is None or is_reduced(parameter.grad):
+            if (
+                mark is None
+                or not mark.needs_sum
+                or parameter.grad is None
+                or is_reduced(parameter.grad)
+            ):
                 continue
             raise UsageError(
-                f"{type(optimizer).__name__}.step() would follow gradients of {mark.owner} that nobody has summed over "
+                f"{type(optimizer).__name__}.step() would follow gradients of {mark.owner} "
+                "that nobody has summed over "
                 "the ranks",
-                why=f"that of {mark.name!r} is the sum of what several ranks compute, and build_optimizer has not made this "
+                why=f"that of {mark.name!r} is the sum of what several ranks compute, and "
+                "build_optimizer has not made this "
                 "optimizer",
-                hint=f"optimizer = shardwright.build_optimizer(model, torch.optim.{type(optimizer).__name__}, lr=...)",
+                hint="optimizer = shardwright.build_optimizer(model, "
+                f"torch.optim.{type(optimizer).__name__}, lr=...)",
             )
 
 

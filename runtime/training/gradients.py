@@ -1,4 +1,6 @@
-"""What is trained, and how its gradients lie on the ranks: the compiled and the ordinary parts of one model."""
+"""What is trained, and how its gradients lie on the ranks: the compiled and the ordinary parts of
+one model.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.bucket import Bucket, DtypeRule, GradientSum, hold_gradients_in, pack
 from shardwright.runtime.config import CHECK_RANKS_EVERY, ComputeConfig
 from shardwright.runtime.dealing import in_use_order
 from shardwright.runtime.errors import ConfigError, UsageError
@@ -19,30 +22,31 @@ from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.agreement import TrainingAgreement
 from shardwright.runtime.training.all_gradients import AllGradients
-from shardwright.runtime.training.bucket import Bucket, DtypeRule, GradientSum, hold_gradients_in, pack
 from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.gradnorm import counts_here
 from shardwright.runtime.training.reducer import Reducer
 from shardwright.runtime.zero.build import sharded_buckets
 from shardwright.runtime.zero.settings import ReductionSettings
-from shardwright.runtime.zero.wholes import CutParameter
+from shardwright.runtime.zero.whole_tensors import CutParameter
 
 
 class TrainedModel:
-    """A module to be trained. Making one is collective: it makes the groups that gradients are summed over.
+    """A module to be trained. Making one is collective: it makes the groups that gradients are
+    summed over.
 
-    ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``: over which ranks each
-    gradient is summed. ``cut``: the parameters of which this rank holds a piece only. ``settings``: how gradients are reduced,
-    and optimizer state is split.
+    ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``:
+    over which ranks each gradient is summed. ``cut``: the parameters of which this rank holds a
+    piece only. ``settings``: how gradients are reduced, and optimizer state is split.
 
-    The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, over the pipeline
-    stages that hold it, and over the units.
-    Ordinary parts run alike on all ranks of a unit, so their gradients are summed over the units only.
+    The gradient of a compiled parameter is summed over the axes on which its layout is
+    gradient-partial, over the pipeline stages that hold it, and over the units. Ordinary parts run
+    alike on all ranks of a unit, so their gradients are summed over the units only.
 
-    How gradients are reduced is what the compiled parts were compiled with, or what ``config`` says where there are none.
+    How gradients are reduced is what the compiled parts were compiled with, or what ``config`` says
+    where there are none.
 
-    Raises :class:`ConfigError` if the compiled parts, ``config`` and the world do not agree on the size of a unit or on how
-    gradients are reduced, or if a part was compiled for inference.
+    Raises :class:`ConfigError` if the compiled parts, ``config`` and the world do not agree on the
+    size of a unit or on how gradients are reduced, or if a part was compiled for inference.
     """
 
     gradients: AllGradients  # once there is a reducer
@@ -51,7 +55,9 @@ class TrainedModel:
     def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
         watch_clipping()
         self.world = current_world()
-        self.parallel_modules = [part for part in module.modules() if isinstance(part, CompiledModule)]
+        self.parallel_modules = [
+            part for part in module.modules() if isinstance(part, CompiledModule)
+        ]
         self.ranks = self._unit(config)
         self._config = self._agreed(config)
         self.settings = ReductionSettings.of(self._config, self.ranks.num_units)
@@ -61,24 +67,48 @@ class TrainedModel:
         self._compiled: dict[str, Tensor] = {}
         self._shared: list[tuple[str, Tensor, Communicator]] = []
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        compiled = {id(parameter) for part in self.parallel_modules for parameter in part.parameters()}
-        # Ordinary parts come first, so that their buckets are the last: backward reaches them before and after the compiled
-        # ones, and a bucket that completes late must not hold up others.
+        compiled = {
+            id(parameter) for part in self.parallel_modules for parameter in part.parameters()
+        }
+        # Ordinary parts come first, so that their buckets are the last: backward reaches them
+        # before and after the compiled ones, and a bucket that completes late must not hold up
+        # others.
         for name, parameter in module.named_parameters():
             if id(parameter) not in compiled and parameter.requires_grad:
                 layout = Layout.whole(tuple(parameter.shape))
-                self._add(name, parameter, layout, self.ranks, self.ranks.units.communicator, counts_here(layout, self.ranks))
+                self._add(
+                    name,
+                    parameter,
+                    layout,
+                    self.ranks,
+                    self.ranks.units.communicator,
+                    counts_here(layout, self.ranks),
+                )
                 self._ordinary[name] = parameter
         for part in self.parallel_modules:
             groups = part.gradient_groups()
-            # Backward reaches last what forward uses first. What it never reaches must not hold up others either.
+            # Backward reaches last what forward uses first. What it never reaches must not hold up
+            # others either.
             trained = list(part.trained_parameters())
-            for index in in_use_order([declaration.name for declaration, _ in trained], part.use_order):
+            for index in in_use_order(
+                [declaration.name for declaration, _ in trained], part.use_order
+            ):
                 declaration, parameter = trained[index]
                 name, group = names[id(parameter)], groups[declaration.name]
                 is_counted = part.is_counted(declaration)
-                is_shared, over_units = declaration.name in part.shared, ZERO in declaration.layout.cut_axes
-                self._add(name, parameter, declaration.layout, part.ranks_of(declaration), group, is_counted, is_shared)
+                is_shared, over_units = (
+                    declaration.name in part.shared,
+                    ZERO in declaration.layout.cut_axes,
+                )
+                self._add(
+                    name,
+                    parameter,
+                    declaration.layout,
+                    part.ranks_of(declaration),
+                    group,
+                    is_counted,
+                    is_shared,
+                )
                 if not over_units:
                     self._compiled[name] = parameter
                 if is_shared or (over_units and group.size > 1):
@@ -96,38 +126,56 @@ class TrainedModel:
         return None
 
     def check_copies(self) -> None:
-        """Compare, by checksums, the trained parameters of which several ranks hold copies that nothing else keeps equal:
-        ordinary ones on all ranks, compiled ones between the units and pipeline stages that hold the same. Collective.
+        """Compare, by checksums, the trained parameters of which several ranks hold copies that
+        nothing else keeps equal: ordinary ones on all ranks, compiled ones between the units and
+        pipeline stages that hold the same. Collective.
 
-        Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would stay different.
+        Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would
+        stay different.
         """
         units = self.ranks.units.communicator
-        differences = [differing(self._ordinary, self.world.everyone), differing(self._compiled, units)]
-        differences += [differing({name: parameter}, group) for name, parameter, group in self._shared]
+        differences = [
+            differing(self._ordinary, self.world.everyone),
+            differing(self._compiled, units),
+        ]
+        differences += [
+            differing({name: parameter}, group) for name, parameter, group in self._shared
+        ]
         mine = next((found for found in differences if found is not None), None)
-        for found in self.world.all_gather_object(mine):  # ranks outside the group that differs must not go on alone
+        for found in self.world.all_gather_object(
+            mine
+        ):  # ranks outside the group that differs must not go on alone
             if found is not None:
                 name, alike = found
                 raise UsageError(
                     f"parameter {name!r} does not start with the same values everywhere",
-                    why="these ranks agree with each other: " + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
+                    why="these ranks agree with each other: "
+                    + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
                     hint="seed all ranks alike before making the module, or call "
-                    f"broadcast_weights(module, {1 if name in self._ordinary else self.ranks.mesh.size}) before the first step",
+                    "broadcast_weights(module, "
+                    f"{1 if name in self._ordinary else self.ranks.mesh.size}) before the "
+                    "first step",
                 )
 
     def total_loss(self, loss: Tensor | float, divisor: int) -> Tensor | float:
         """The sum over the units of each one's scalar loss, divided by ``divisor``. Collective."""
         if self.ranks.num_units == 1:
             return loss
-        total = self.ranks.units.communicator.all_reduce(torch.as_tensor(loss, device=self.world.device), phase="gradients")
+        total = self.ranks.units.communicator.all_reduce(
+            torch.as_tensor(loss, device=self.world.device), phase="gradients"
+        )
         return total / divisor if isinstance(loss, Tensor) else float(total) / divisor
 
-    def make_reducer(self, whole_parameters: bool | None = None, exchanged: Collection[str] = ()) -> Reducer:
-        """A reducer for all gradients. It takes the parameters over from reducers made earlier. Collective.
+    def make_reducer(
+        self, whole_parameters: bool | None = None, exchanged: Collection[str] = ()
+    ) -> Reducer:
+        """A reducer for all gradients. It takes the parameters over from reducers made earlier.
+        Collective.
 
-        ``whole_parameters``: where optimizer state is split, whether each parameter goes to one rank; ``None`` for a reducer
-        without an optimizer, which gives all ranks all gradients, in the dtype of the parameters. ``exchanged``: names of
-        parameters whose whole tensors the optimizer gets from several ranks.
+        ``whole_parameters``: where optimizer state is split, whether each parameter goes to one
+        rank; ``None`` for a reducer without an optimizer, which gives all ranks all gradients, in
+        the dtype of the parameters. ``exchanged``: names of parameters whose whole tensors the
+        optimizer gets from several ranks.
         """
         for item in self.sums:
             older = getattr(item.parameter, _REDUCER, None)
@@ -137,11 +185,15 @@ class TrainedModel:
         sharded = whole_parameters is not None and settings.makes_shards
         # Filled from the end, as backward does.
         dtype_of: DtypeRule = settings.gradient_dtype if sharded else _unchanged
-        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of, apart=exchanged)
+        packed = pack(
+            list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of, apart=exchanged
+        )
         buckets: list[Bucket]
         if sharded:
             owned = bool(whole_parameters)
-            buckets = sharded_buckets(self.world, packed, settings, whole_parameters=owned, exchanged=exchanged)
+            buckets = sharded_buckets(
+                self.world, packed, settings, whole_parameters=owned, exchanged=exchanged
+            )
         else:
             buckets = [Bucket(members) for members in packed]
         reducer = Reducer(
@@ -152,8 +204,12 @@ class TrainedModel:
             cause=settings.early_cause if sharded else "use_async_reducer",
         )
         interval = CHECK_RANKS_EVERY if self._config is None else self._config.check_ranks_every
-        reducer.agreement = self.agreement = TrainingAgreement(self.world, self.parallel_modules, interval)
-        self.gradients = AllGradients(self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules))
+        reducer.agreement = self.agreement = TrainingAgreement(
+            self.world, self.parallel_modules, interval
+        )
+        self.gradients = AllGradients(
+            self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules)
+        )
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)
         for part in self.parallel_modules:
@@ -176,7 +232,9 @@ class TrainedModel:
     ) -> None:
         # The first pieces of a cut are the largest.
         largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
-        self.sums.append(GradientSum(name, parameter, group, largest, layout, is_counted, is_shared))
+        self.sums.append(
+            GradientSum(name, parameter, group, largest, layout, is_counted, is_shared)
+        )
         if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
             self.cut.append(CutParameter(name, parameter, layout, ranks, is_counted))
 
@@ -188,7 +246,8 @@ class TrainedModel:
             if compiled.inference_only:
                 raise ConfigError(
                     f"{title} was compiled for inference and cannot be trained",
-                    why="it has inference_only=True: no backward was made, and its parameters get no gradients",
+                    why="it has inference_only=True: no backward was made, and its parameters "
+                    "get no gradients",
                     hint="compile it without inference_only",
                 )
         asked = config
@@ -205,8 +264,11 @@ class TrainedModel:
             if len(values) > 1:
                 raise ConfigError(
                     f"the compiled modules disagree on {name}",
-                    why=", ".join(f"{title} is compiled with {value}" for value, title in values.items()),
-                    hint=f"compile all of them with one {name}: their gradients are reduced together",
+                    why=", ".join(
+                        f"{title} is compiled with {value}" for value, title in values.items()
+                    ),
+                    hint=f"compile all of them with one {name}: their gradients are reduced "
+                    "together",
                 )
             if asked is not None and known and getattr(asked, name) != getattr(known[0][1], name):
                 raise ConfigError(
@@ -221,14 +283,20 @@ class TrainedModel:
         if len(sizes) > 1:
             raise ConfigError(
                 "the compiled modules disagree on the number of ranks in a unit",
-                why=", ".join(f"{name} is compiled for {size}" for size, name in sorted(sizes.items())),
+                why=", ".join(
+                    f"{name} is compiled for {size}" for size, name in sorted(sizes.items())
+                ),
                 hint="compile all of them with one plan_ngpus",
             )
         plan_ngpus = next(iter(sizes), 1 if config is None else config.plan_ngpus)
-        if config is not None and (config.plan_ngpus, config.runtime_ngpus) != (plan_ngpus, self.world.size):
+        if config is not None and (config.plan_ngpus, config.runtime_ngpus) != (
+            plan_ngpus,
+            self.world.size,
+        ):
             raise ConfigError(
                 "compute_config does not describe this run",
-                why=f"it has plan_ngpus={config.plan_ngpus} and runtime_ngpus={config.runtime_ngpus}; "
+                why=f"it has plan_ngpus={config.plan_ngpus} and "
+                f"runtime_ngpus={config.runtime_ngpus}; "
                 f"units have {plan_ngpus} rank(s) here and {self.world.size} are running",
                 hint="pass the config that the module was compiled with, or leave it out",
             )

@@ -1,7 +1,9 @@
-"""Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2), alike on all ranks.
+"""Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", 2018, section
+3.2), alike on all ranks.
 
-Small gradients vanish in float16. So the loss is multiplied by a large scale before backward and gradients are divided by it
-afterwards. Where they have overflowed the step is skipped and the scale shrinks; after many good steps it grows.
+Small gradients vanish in float16. So the loss is multiplied by a large scale before backward and
+gradients are divided by it afterwards. Where they have overflowed the step is skipped and the scale
+shrinks; after many good steps it grows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """``torch.amp.GradScaler`` for optimizers of :func:`build_optimizer`: the same methods, numbers and state dict.
+    """``torch.amp.GradScaler`` for optimizers of :func:`build_optimizer`: the same methods, numbers
+    and state dict.
 
         scaler = LossScaler()
         model.train_step(samples, scale_fn=scaler.scale)      # or: scaler.scale(model(x)).backward()
@@ -31,14 +34,15 @@ class LossScaler:
         scaler.step(optimizer)
         scaler.update()
 
-    Each rank holds its own pieces of the gradients, and one overflow is a reason for all ranks to skip the step. Torch's
-    scaler looks at one rank's tensors, synchronised or not, and has no hook by which it could be told what others found; in a
-    pipeline most ranks never see a loss, without which it refuses to step. This one synchronises first, sums what the ranks
-    have found (one number), and has its scale from the beginning.
+    Each rank holds its own pieces of the gradients, and one overflow is a reason for all ranks to
+    skip the step. Torch's scaler looks at one rank's tensors, synchronised or not, and has no hook
+    by which it could be told what others found; in a pipeline most ranks never see a loss, without
+    which it refuses to step. This one synchronises first, sums what the ranks have found (one
+    number), and has its scale from the beginning.
 
-    ``init_scale``: the first scale. ``backoff_factor``: what it is multiplied by after an overflow. ``growth_factor``: after
-    ``growth_interval`` steps in a row without one. With ``enabled=False`` losses and gradients are left alone and every
-    step is taken.
+    ``init_scale``: the first scale. ``backoff_factor``: what it is multiplied by after an overflow.
+    ``growth_factor``: after ``growth_interval`` steps in a row without one. With ``enabled=False``
+    losses and gradients are left alone and every step is taken.
     """
 
     @checked
@@ -66,21 +70,24 @@ class LossScaler:
         """The loss times the scale. It is what ``train_step(scale_fn=...)`` takes."""
         if not self._enabled:
             return loss
-        # A tensor as in torch's scaler: by a plain number a float16 loss would be multiplied in float16.
+        # A tensor as in torch's scaler: by a plain number a float16 loss would be multiplied in
+        # float16.
         return loss * torch.full((), self._scale, dtype=torch.float32, device=loss.device)
 
     @checked
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Synchronise the gradients and divide them by the scale, all that the reducer looks after. Collective.
+        """Synchronise the gradients and divide them by the scale, all that the reducer looks after.
+        Collective.
 
-        Raises :class:`UsageError` for a second call before :meth:`update`, for an optimizer that :func:`build_optimizer` has
-        not made, and if gradients are float16 themselves.
+        Raises :class:`UsageError` for a second call before :meth:`update`, for an optimizer that
+        :func:`build_optimizer` has not made, and if gradients are float16 themselves.
         """
         if not self._enabled:
             return
         if not isinstance(optimizer, ParallelOptimizer):
             raise UsageError(
-                f"LossScaler was given a {type(optimizer).__name__} that build_optimizer has not made",
+                f"LossScaler was given a {type(optimizer).__name__} that build_optimizer has "
+                "not made",
                 why="only its optimizers know which gradients are summed over which ranks",
                 hint="make it by build_optimizer(module, ...), or use torch.amp.GradScaler for it",
             )
@@ -97,13 +104,17 @@ class LossScaler:
     def step(self, optimizer: Optimizer) -> Any:
         """Take a step, unless a gradient on any rank is infinite or not a number. Collective.
 
-        Calls :meth:`unscale_` if that has not happened. What ``optimizer.step()`` returns, ``None`` where it is skipped: then
-        parameters, optimizer state and the step count of random numbers stay as they are.
+        Calls :meth:`unscale_` if that has not happened. What ``optimizer.step()`` returns, ``None``
+        where it is skipped: then parameters, optimizer state and the step count of random numbers
+        stay as they are.
         """
         if not self._enabled:
             return optimizer.step()
         if id(optimizer) in self._stepped:
-            raise UsageError("step() was called twice for one optimizer", hint="call scaler.update() at the end of every step")
+            raise UsageError(
+                "step() was called twice for one optimizer",
+                hint="call scaler.update() at the end of every step",
+            )
         if id(optimizer) not in self._overflowed:
             self.unscale_(optimizer)
         self._stepped.add(id(optimizer))
@@ -144,7 +155,9 @@ class LossScaler:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, the same on all ranks, under the keys of ``torch.amp.GradScaler``; empty if not enabled."""
+        """Plain numbers, the same on all ranks, under the keys of ``torch.amp.GradScaler``; empty
+        if not enabled.
+        """
         if not self._enabled:
             return {}
         return {
@@ -169,22 +182,37 @@ class LossScaler:
                 why="it was saved by a scaler with enabled=False",
                 hint="do not load it, or make this scaler with enabled=False too",
             )
-        with malformed(UsageError, "this is no state dict of a loss scaler", hint="load what state_dict() gave"):
+        with malformed(
+            UsageError, "this is no state dict of a loss scaler", hint="load what state_dict() gave"
+        ):
             scale, num_good = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
             names = ("growth_factor", "backoff_factor", "growth_interval")
             growth_factor, backoff_factor, growth_interval = (state_dict[name] for name in names)
             _check_options(scale, growth_factor, backoff_factor, growth_interval)
         self._scale, self._num_good = scale, num_good
-        self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
+        self._growth_factor, self._backoff_factor, self._growth_interval = (
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+        )
 
 
 @checked
-def _check_options(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+def _check_options(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
+) -> None:
     if not (0 < init_scale <= _LARGEST and math.isfinite(init_scale)):
         raise ConfigError("init_scale is a positive finite number", why=f"it is {init_scale!r}")
     if growth_factor <= 1:
-        raise ConfigError("growth_factor is above 1", why=f"it is {growth_factor!r}: the scale would never grow")
+        raise ConfigError(
+            "growth_factor is above 1", why=f"it is {growth_factor!r}: the scale would never grow"
+        )
     if not 0 < backoff_factor < 1:
-        raise ConfigError("backoff_factor is between 0 and 1", why=f"it is {backoff_factor!r}: the scale would never shrink")
+        raise ConfigError(
+            "backoff_factor is between 0 and 1",
+            why=f"it is {backoff_factor!r}: the scale would never shrink",
+        )
     if growth_interval < 1:
-        raise ConfigError("growth_interval is a number of steps, at least 1", why=f"it is {growth_interval!r}")
+        raise ConfigError(
+            "growth_interval is a number of steps, at least 1", why=f"it is {growth_interval!r}"
+        )

@@ -1,11 +1,12 @@
 """The reducer: sums parameter gradients over the ranks that hold summands of them.
 
-Which ranks those are follows from the plan: the mesh axes on which a parameter's layout is gradient-partial (G), times the
-units. Each gradient is summed exactly once between ``zero_grad`` and ``step``.
+Which ranks those are follows from the plan: the mesh axes on which a parameter's layout is
+gradient-partial (G), times the units. Each gradient is summed exactly once between ``zero_grad``
+and ``step``.
 
-With ``asynchronous`` the sum of a bucket starts in backward, as soon as all its gradients are there and all buckets before it
-have started: the order of collectives is the same on all ranks, whatever each of them used. What has not started by then
-starts in :meth:`Reducer.sum_gradients`.
+With ``asynchronous`` the sum of a bucket starts in backward, as soon as all its gradients are there
+and all buckets before it have started: the order of collectives is the same on all ranks, whatever
+each of them used. What has not started by then starts in :meth:`Reducer.sum_gradients`.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.runtime.bucket import Bucket, Named
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.training.agreement import TrainingAgreement
-from shardwright.runtime.training.bucket import Bucket, Named
 
 ReducerHook = Callable[["Reducer", Tensor], Any]
-"""Called with the reducer and the flat gradients [elements] of one bucket, which it may change in place."""
+"""Called with the reducer and the flat gradients [elements] of one bucket, which it may change in
+place.
+"""
 
-Hooks = OrderedDict[int, ReducerHook]  # handles hold a weak reference to it, which a plain dict does not allow
+Hooks = OrderedDict[
+    int, ReducerHook
+]  # handles hold a weak reference to it, which a plain dict does not allow
 
 
 class Reducer:
     """Sums gradients over ranks, in buckets.
 
-    ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of units where gradients are
-    averaged over them, else 1. ``asynchronous``: buckets are summed while backward runs. ``frees_gradients``: they are summed
-    in backward in any case, and freed then. ``cause``: the setting that one of these comes from, for messages.
-    ``num_rounds``: how often gradients have been asked for anew, after a step or when they were cleared. ``agreement``
-    compares now and then, after a sum, how the ranks train.
+    ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of
+    units where gradients are averaged over them, else 1. ``asynchronous``: buckets are summed while
+    backward runs. ``frees_gradients``: they are summed in backward in any case, and freed then.
+    ``cause``: the setting that one of these comes from, for messages.
+    ``num_rounds``: how often gradients have been asked for anew, after a step or when they were
+    cleared. ``agreement`` compares now and then, after a sum, how the ranks train.
     """
 
     def __init__(
@@ -91,7 +97,8 @@ class Reducer:
         return all(bucket.leaves_gradients for bucket in self.buckets)
 
     def sum_gradients(self) -> None:
-        """Sum every gradient that has not been summed since it was cleared. Collective; a second call does nothing.
+        """Sum every gradient that has not been summed since it was cleared. Collective; a second
+        call does nothing.
 
         Raises :class:`UsageError` inside :meth:`no_sync`.
         """
@@ -110,14 +117,19 @@ class Reducer:
             if bucket.started:
                 bucket.finish(self.divisor, self._after)
         self.is_synced = True
-        # A rank without parameters has no buckets that start; it takes part once after each time they are cleared.
-        if self.agreement is not None and (any(b.started for b in self.buckets) or (not self.buckets and self._is_cleared)):
+        # A rank without parameters has no buckets that start; it takes part once after each time
+        # they are cleared.
+        if self.agreement is not None and (
+            any(b.started for b in self.buckets) or (not self.buckets and self._is_cleared)
+        ):
             self.agreement.check()
         self._is_cleared = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside the block only accumulate; the sums are taken with those of the first one after it."""
+        """Backward passes inside the block only accumulate; the sums are taken with those of the
+        first one after it.
+        """
         previous, self._holding = self._holding, True
         try:
             yield
@@ -125,7 +137,9 @@ class Reducer:
             self._holding = previous
 
     def end_round(self) -> None:
-        """After one of several backward passes: reduce and free what it has brought, where gradients are freed. Collective."""
+        """After one of several backward passes: reduce and free what it has brought, where
+        gradients are freed. Collective.
+        """
         if not self.frees_gradients:
             return
         for bucket in self.buckets:
@@ -146,7 +160,8 @@ class Reducer:
         """Expect new gradients: after a step."""
         if not self.is_synced:
             for bucket in self.buckets:
-                bucket.wait()  # for sums under way that nobody asked for: their buffers must not be touched before
+                # For sums under way that nobody asked for: their buffers must not be touched before
+                bucket.wait()
         self.is_synced = False
         self.num_rounds += 1
         self._expect()
@@ -177,16 +192,21 @@ class Reducer:
         return bool(self._handles) or not self.buckets
 
     def _arrive(self, bucket: Bucket, index: int) -> None:
-        """Backward has come to a member of a bucket, and accumulated its gradient if it has brought one: an autograd Function
-        may return ``None`` for a parameter.
+        """Backward has come to a member of a bucket, and accumulated its gradient if it has brought
+        one: an autograd Function may return ``None`` for a parameter.
         """
         if bucket.has_reduced(index):
             raise UsageError(
-                f"backward reached {bucket.members[index].name!r} after its gradient was synchronised",
-                why="each gradient is summed over the ranks once; adding to a sum would count it again",
-                hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise after the last one",
+                f"backward reached {bucket.members[index].name!r} after its gradient was "
+                "synchronised",
+                why="each gradient is summed over the ranks once; adding to a sum would count it "
+                "again",
+                hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise "
+                "after the last one",
             )
-        if self.is_synced:  # the user cleared the gradients by other means than the optimizer's zero_grad
+        if (
+            self.is_synced
+        ):  # the user cleared the gradients by other means than the optimizer's zero_grad
             self.reopen()
         if (self.asynchronous or self.frees_gradients) and not self._holding:
             self._refuse_second_backward(bucket, index)
@@ -209,7 +229,8 @@ class Reducer:
                 self._free(self._next - 2 if self.asynchronous else self._next - 1)
 
     def _free(self, index: int) -> None:
-        # Other stages reduce what they share at another point of their programs, which may come after what this one does next.
+        # Other stages reduce what they share at another point of their programs, which may come
+        # after what this one does next.
         if index >= 0 and not self.buckets[index].members[0].is_shared:
             self.buckets[index].end_round()
 
@@ -217,8 +238,10 @@ class Reducer:
         if bucket.started or index in bucket.arrived:
             raise UsageError(
                 f"a second backward reached {bucket.members[index].name!r} before the step",
-                why=f"with {self._cause} the first one already started to sum gradients over the ranks",
-                hint=f"run all backward passes but the last inside `with optimizer.no_sync():`, or train without {self._cause}",
+                why=f"with {self._cause} the first one already started to sum gradients over the "
+                "ranks",
+                hint="run all backward passes but the last inside `with optimizer.no_sync():`, "
+                f"or train without {self._cause}",
             )
 
     def _before(self, gradients: Tensor) -> None:
@@ -235,8 +258,8 @@ class Reducer:
 def _arrival(reducer: weakref.ref[Reducer], position: int, index: int) -> Callable[[Tensor], None]:
     """The hook of member ``index`` of a reducer's bucket ``position``.
 
-    It holds nothing that leads to its parameter: the garbage collector does not see through hooks of this kind, and neither
-    would ever be let go.
+    It holds nothing that leads to its parameter: the garbage collector does not see through hooks
+    of this kind, and neither would ever be let go.
     """
 
     def arrive(parameter: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""The user's optimizer, as far as it must be known before shards are made for it: its kind, and what it is called with."""
+"""The user's optimizer, as far as it must be known before shards are made for it: its kind, and
+what it is called with.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,19 @@ def made_of(
     groups: Sequence[AskedGroup] | None,
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """What ``optimizer_fn`` makes of ``tensors``: all in order, or the ``groups`` that were asked for, empty ones too.
+    """What ``optimizer_fn`` makes of ``tensors``: all in order, or the ``groups`` that were asked
+    for, empty ones too.
 
     ``tensors``: by the name of the parameter, what the optimizer sees of it.
 
-    A rank of a pipeline may hold no parameters at all, or none that is trained. Optimizers refuse an empty list, and a function
-    may leave out what is not trained. So there it gets one parameter more, of no element, which is taken out again.
+    A rank of a pipeline may hold no parameters at all, or none that is trained. Optimizers refuse
+    an empty list, and a function may leave out what is not trained. So there it gets one parameter
+    more, of no element, which is taken out again.
     """
     if groups:
-        asked = [{"params": [tensors[name] for name in group.names], **group.options} for group in groups]
+        asked = [
+            {"params": [tensors[name] for name in group.names], **group.options} for group in groups
+        ]
         return _made(optimizer_fn, asked, options)
     params = [tensors[name] for name in parameters]
     if any(tensor.requires_grad for tensor in params):
@@ -43,9 +49,15 @@ def made_of(
     return optimizer
 
 
-def _made(optimizer_fn: Callable[..., Optimizer], params: Sequence[Any], options: Mapping[str, Any]) -> Optimizer:
+def _made(
+    optimizer_fn: Callable[..., Optimizer], params: Sequence[Any], options: Mapping[str, Any]
+) -> Optimizer:
     title = getattr(optimizer_fn, "__name__", type(optimizer_fn).__name__)
-    with malformed(ConfigError, f"{title} cannot be made with these options", hint=f"options: {', '.join(options) or 'none'}"):
+    with malformed(
+        ConfigError,
+        f"{title} cannot be made with these options",
+        hint=f"options: {', '.join(options) or 'none'}",
+    ):
         return _checked(optimizer_fn(params, **options))
 
 
@@ -57,8 +69,9 @@ def made_again(
     groups: Sequence[AskedGroup] | None,
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """What ``optimizer_fn`` makes of ``tensors``, with the groups and options of ``made``, which it has made of the parameters
-    themselves: it may have looked at their shapes, and ``tensors`` have others.
+    """What ``optimizer_fn`` makes of ``tensors``, with the groups and options of ``made``, which it
+    has made of the parameters themselves: it may have looked at their shapes, and ``tensors`` have
+    others.
 
     Raises :class:`ConfigError` if it fails, or makes another number of groups.
     """
@@ -71,9 +84,11 @@ def made_again(
         problem, is_alike = f"{type(cause).__name__}: {cause}", False
     if not is_alike:
         raise ConfigError(
-            "optimizer_fn makes something else of the pieces that this rank updates than of the parameters",
+            "optimizer_fn makes something else of the pieces that this rank updates than of "
+            "the parameters",
             why=f"{problem}; pieces are flat under ZeRO, whatever the shape of the parameter",
-            hint="pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class as optimizer_fn",
+            hint="pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class "
+            "as optimizer_fn",
         )
     names = updated_names(made, parameters)
     for group, original in zip(optimizer.param_groups, made.param_groups, strict=True):
@@ -106,7 +121,8 @@ def _checked(optimizer: Any) -> Optimizer:
         raise ConfigError(
             "optimizer_fn did not return an optimizer",
             why=f"it returned a {type(optimizer).__name__}",
-            hint="pass a torch.optim class, or a function that takes parameters and returns one of its objects",
+            hint="pass a torch.optim class, or a function that takes parameters and returns one "
+            "of its objects",
         )
     return optimizer
 
@@ -117,7 +133,9 @@ def kind_of(
     groups: Sequence[AskedGroup] | None,
     options: Mapping[str, Any],
 ) -> tuple[type[Optimizer], Collection[str], Optimizer | None]:
-    """The class of the optimizer, and the names of what it updates. A function must be called to know: then also its result."""
+    """The class of the optimizer, and the names of what it updates. A function must be called to
+    know: then also its result.
+    """
     called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
     if isinstance(called, type) and issubclass(called, Optimizer):
         return called, parameters.keys(), None
@@ -126,7 +144,8 @@ def kind_of(
 
 
 def check_kind(kind: type[Optimizer], model: TrainedModel, is_elementwise: bool) -> None:
-    """Refuse optimizers for which it matters that ranks update different parts of the model. On all ranks alike.
+    """Refuse optimizers for which it matters that ranks update different parts of the model. On all
+    ranks alike.
 
     Raises :class:`ConfigError`.
     """

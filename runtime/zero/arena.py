@@ -10,7 +10,9 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """A flat buffer of ``dtype``. Places are reserved first; it is made, of zeros, when the first one of them is taken."""
+    """A flat buffer of ``dtype``. Places are reserved first; it is made, of zeros, when the first
+    one of them is taken.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -25,7 +27,9 @@ class Arena:
         return start
 
     def take(self, start: int, length: int, device: torch.device) -> Tensor:
-        """The place that was reserved, on ``device``: on another one than before the buffer is made again."""
+        """The place that was reserved, on ``device``: on another one than before the buffer is made
+        again.
+        """
         if self._buffer is None or self._buffer.device != device:
             self._buffer = torch.zeros(self._length, dtype=self._dtype, device=device)
         return self._buffer[start : start + length]

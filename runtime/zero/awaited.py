@@ -1,4 +1,6 @@
-"""Parameters that are on their way: whoever reads one from its module waits for it, and for nothing else."""
+"""Parameters that are on their way: whoever reads one from its module waits for it, and for nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ class Arrival(Protocol):
 
 
 def await_parameters(module: nn.Module, arrivals: Sequence[Arrival]) -> None:
-    """From now on, reading a parameter of ``arrivals`` from the module that has it finishes its arrival.
+    """From now on, reading a parameter of ``arrivals`` from the module that has it finishes its
+    arrival.
 
-    That is the one moment that every forward has, whether it is generated, a user's or a hook's, so that nobody has to be
-    told which module runs next. When all have arrived the modules are what they were.
+    That is the one moment that every forward has, whether it is generated, a user's or a hook's, so
+    that nobody has to be told which module runs next. When all have arrived the modules are what
+    they were.
     """
-    by_parameter = {id(parameter): arrival for arrival in arrivals for parameter in arrival.parameters}
+    by_parameter = {
+        id(parameter): arrival for arrival in arrivals for parameter in arrival.parameters
+    }
     for part in module.modules():
         parameters = part._parameters
         if isinstance(parameters, _Awaited):
@@ -43,9 +49,13 @@ def await_parameters(module: nn.Module, arrivals: Sequence[Arrival]) -> None:
 
 
 class _Awaited(dict[str, Any]):
-    """The parameters of ``module`` while those named in ``expected`` are on their way: the same, but reading waits."""
+    """The parameters of ``module`` while those named in ``expected`` are on their way: the same,
+    but reading waits.
+    """
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Any], expected: dict[str, Arrival]) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: dict[str, Any], expected: dict[str, Arrival]
+    ) -> None:
         super().__init__(parameters)
         self._module, self._original, self._expected = module, parameters, expected
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.runtime.bucket import Bucket, GradientSum, hold_gradients_in
 from shardwright.runtime.dealing import balanced_owners, even_sizes
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.world import World
-from shardwright.runtime.training.bucket import Bucket, GradientSum, hold_gradients_in
 from shardwright.runtime.zero.arena import Arenas
-from shardwright.runtime.zero.bucket import ShardedBucket
+from shardwright.runtime.zero.copy_groups import ZeroGroup, deal, undivided
 from shardwright.runtime.zero.gathering import make_contiguous
-from shardwright.runtime.zero.groups import ZeroGroup, deal, undivided
 from shardwright.runtime.zero.remainders import Remainder
 from shardwright.runtime.zero.settings import ReductionSettings
+from shardwright.runtime.zero.sharded_bucket import ShardedBucket
 from shardwright.runtime.zero.shards import ParameterShard, shard_tensor
-from shardwright.runtime.zero.split import owned_sizes, pieces
+from shardwright.runtime.zero.update_split import owned_sizes, pieces
 
 
 def sharded_buckets(
@@ -32,19 +32,26 @@ def sharded_buckets(
 ) -> list[Bucket]:
     """The buckets of ``packed``, with this rank's shards of their parameters. Collective.
 
-    ``whole_parameters``: each parameter is updated by one rank; else ranks update equal slices of a bucket. A parameter that no
-    other rank has a copy of stays what it is. Without a stage each rank updates all of every parameter, in its own shape.
+    ``whole_parameters``: each parameter is updated by one rank; else ranks update equal slices of a
+    bucket. A parameter that no other rank has a copy of stays what it is. Without a stage each rank
+    updates all of every parameter, in its own shape.
 
-    ``exchanged``: names of parameters that the optimizer gets from several ranks, see :mod:`exchange`; their shards are pieces
-    on the way, with gradients in the dtype in which they are reduced.
+    ``exchanged``: names of parameters that the optimizer gets from several ranks, see
+    :mod:`exchange`; their shards are pieces on the way, with gradients in the dtype in which they
+    are reduced.
 
-    Raises :class:`ConfigError` if masters are to be kept as remainders of parameters that cannot be a part of them.
+    Raises :class:`ConfigError` if masters are to be kept as remainders of parameters that cannot be
+    a part of them.
     """
     sums = [item for members in packed for item in members]
     if settings.stores_remainders:
         _check_remainders(world, sums)
     communicators = [item.communicator for item in sums]
-    groups = deal(world, communicators, settings.num_groups) if settings.stage else undivided(communicators)
+    groups = (
+        deal(world, communicators, settings.num_groups)
+        if settings.stage
+        else undivided(communicators)
+    )
     leaders = _counting_ranks(world, sums)
     owners = _owners(sums, groups) if whole_parameters or not settings.stage else None
     laid = [_lay(members, groups[members[0].communicator.ranks], owners) for members in packed]
@@ -67,13 +74,19 @@ def sharded_buckets(
         if settings.keeps_gradient_buffer:
             arena = gradients.of(settings.gradient_dtype(item.dtype))
         shards = _shards(item, settings, leaders, flat=owners is None, exchanged=exchanged)
-        buckets.append(ShardedBucket(item.members, item.group, item.slice_sizes, shards, settings, buffer, arena))
+        buckets.append(
+            ShardedBucket(
+                item.members, item.group, item.slice_sizes, shards, settings, buffer, arena
+            )
+        )
     return buckets
 
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """The members of a bucket in the order in which they lie in it, and the slices of the ranks of ``group.inside``."""
+    """The members of a bucket in the order in which they lie in it, and the slices of the ranks of
+    ``group.inside``.
+    """
 
     members: Sequence[GradientSum]
     group: ZeroGroup
@@ -88,16 +101,31 @@ class _Laid:
         return self.members[0].parameter.dtype
 
 
-def _lay(members: Sequence[GradientSum], group: ZeroGroup, owners: Mapping[str, int] | None) -> _Laid:
+def _lay(
+    members: Sequence[GradientSum], group: ZeroGroup, owners: Mapping[str, int] | None
+) -> _Laid:
     if owners is None:
-        return _Laid(members, group, even_sizes(sum(item.parameter.numel() for item in members), group.inside.size))
+        return _Laid(
+            members,
+            group,
+            even_sizes(sum(item.parameter.numel() for item in members), group.inside.size),
+        )
     members = sorted(members, key=lambda item: owners[item.name])
     sizes = [item.parameter.numel() for item in members]
-    return _Laid(members, group, owned_sizes(sizes, [owners[item.name] for item in members], group.inside.size))
+    return _Laid(
+        members,
+        group,
+        owned_sizes(sizes, [owners[item.name] for item in members], group.inside.size),
+    )
 
 
 def _shards(
-    laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[int]], *, flat: bool, exchanged: Collection[str]
+    laid: _Laid,
+    settings: ReductionSettings,
+    leaders: Mapping[str, set[int]],
+    *,
+    flat: bool,
+    exchanged: Collection[str],
 ) -> list[ParameterShard]:
     group, shards = laid.group, []
     for item, ranges in zip(laid.members, pieces(laid.sizes, laid.slice_sizes), strict=True):
@@ -108,9 +136,15 @@ def _shards(
             hold_gradients_in(tensor, settings.gradient_dtype(laid.dtype))
         remainder = None
         if settings.stores_remainders and laid.dtype == torch.bfloat16 and start < stop:
-            remainder = Remainder(torch.zeros(stop - start, dtype=torch.int16, device=tensor.device))
-        is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(group.everyone.ranks)
-        held = tuple((rank, a, b) for rank, (a, b) in zip(group.inside.ranks, ranges, strict=True) if a < b)
+            remainder = Remainder(
+                torch.zeros(stop - start, dtype=torch.int16, device=tensor.device)
+            )
+        is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(
+            group.everyone.ranks
+        )
+        held = tuple(
+            (rank, a, b) for rank, (a, b) in zip(group.inside.ranks, ranges, strict=True) if a < b
+        )
         shards.append(
             ParameterShard(
                 name=item.name,
@@ -131,7 +165,11 @@ def _shards(
 
 def shards_of(buckets: Sequence[Bucket]) -> list[ParameterShard]:
     """All shards of this rank."""
-    return list(itertools.chain.from_iterable(bucket.shards for bucket in buckets if isinstance(bucket, ShardedBucket)))
+    return list(
+        itertools.chain.from_iterable(
+            bucket.shards for bucket in buckets if isinstance(bucket, ShardedBucket)
+        )
+    )
 
 
 def _check_remainders(world: World, sums: Sequence[GradientSum]) -> None:
@@ -141,13 +179,15 @@ def _check_remainders(world: World, sums: Sequence[GradientSum]) -> None:
     if "torch.float16" in names:
         raise ConfigError(
             "store_param_remainders is not possible for float16 parameters",
-            why=f"{names['torch.float16']!r} is one, and no part of a float32 number: its exponent has fewer bits",
+            why=f"{names['torch.float16']!r} is one, and no part of a float32 number: its "
+            "exponent has fewer bits",
             hint="leave out store_param_remainders, or train in bfloat16",
         )
     if "torch.bfloat16" not in names:
         raise ConfigError(
             "store_param_remainders has nothing to do",
-            why="no trained parameter is of bfloat16: " + ", ".join(f"{name!r} is {dtype}" for dtype, name in names.items()),
+            why="no trained parameter is of bfloat16: "
+            + ", ".join(f"{name!r} is {dtype}" for dtype, name in names.items()),
             hint="leave it out, or convert the module to bfloat16 before it is compiled",
         )
 
@@ -162,8 +202,12 @@ def _counting_ranks(world: World, sums: Sequence[GradientSum]) -> dict[str, set[
     return leaders
 
 
-def _owners(sums: Sequence[GradientSum], groups: Mapping[tuple[int, ...], ZeroGroup]) -> dict[str, int]:
-    """By name, the index of the rank that owns a parameter, balanced over all parameters of a group."""
+def _owners(
+    sums: Sequence[GradientSum], groups: Mapping[tuple[int, ...], ZeroGroup]
+) -> dict[str, int]:
+    """By name, the index of the rank that owns a parameter, balanced over all parameters of a
+    group.
+    """
     by_group: dict[tuple[int, ...], list[GradientSum]] = {}
     for item in sums:
         by_group.setdefault(item.communicator.ranks, []).append(item)

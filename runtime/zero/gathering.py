@@ -1,4 +1,6 @@
-"""Gathering: after a step, what each rank has updated of a bucket's parameters goes to all ranks of the group."""
+"""Gathering: after a step, what each rank has updated of a bucket's parameters goes to all ranks of
+the group.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,19 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.failures import concerning, listed
-from shardwright.runtime.training.bucket import Bucket, GradientSum
 from shardwright.runtime.zero.awaited import await_parameters
-from shardwright.runtime.zero.bucket import ShardedBucket
+from shardwright.runtime.zero.sharded_bucket import ShardedBucket
 from shardwright.runtime.zero.shards import fill, note_written
 
 
 class BucketGathering:
-    """Brings the parameters of one bucket to all ranks of its group, in the dtype of the parameters."""
+    """Brings the parameters of one bucket to all ranks of its group, in the dtype of the
+    parameters.
+    """
 
     def __init__(self, bucket: ShardedBucket) -> None:
         self._bucket = bucket
@@ -52,7 +56,10 @@ class BucketGathering:
 
     def _subject(self) -> str:
         """What the collective is for, in messages."""
-        return f"gathering the new values of {listed([member.name for member in self._bucket.members])}"
+        return (
+            "gathering the new values of "
+            f"{listed([member.name for member in self._bucket.members])}"
+        )
 
     def _write(self) -> None:
         """The parameters of which this rank has all of the optimizer's state."""
@@ -70,7 +77,9 @@ class BucketGathering:
             work.wait()
         bucket, buffer, self._buffer = self._bucket, self._buffer, None
         with torch.no_grad():
-            for member, piece in zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True):
+            for member, piece in zip(
+                bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True
+            ):
                 fill(member.parameter, piece.view(member.parameter.shape))
                 note_written(member.parameter)
 
@@ -78,21 +87,27 @@ class BucketGathering:
 class ParameterGathering:
     """The gathering of all buckets of ``module``.
 
-    At most :data:`EXCHANGES_UNDER_WAY` buckets are under way at a time, in their order; with ``overlaps`` all of them are,
-    those first that forward uses first, until :meth:`finish` is called or somebody reads one of their parameters from the
-    module that has it.
+    At most :data:`EXCHANGES_UNDER_WAY` buckets are under way at a time, in their order; with
+    ``overlaps`` all of them are, those first that forward uses first, until :meth:`finish` is
+    called or somebody reads one of their parameters from the module that has it.
     """
 
-    def __init__(self, module: nn.Module, buckets: Iterable[Bucket], *, overlaps: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, buckets: Iterable[Bucket], *, overlaps: bool = False
+    ) -> None:
         self._module = module
-        self._gatherings = [BucketGathering(bucket) for bucket in buckets if isinstance(bucket, ShardedBucket)]
+        self._gatherings = [
+            BucketGathering(bucket) for bucket in buckets if isinstance(bucket, ShardedBucket)
+        ]
         self._overlaps = overlaps
 
     def run(self) -> None:
         """Gather everything, or begin to. Collective."""
         self.finish()
         if self._overlaps:
-            for gathering in reversed(self._gatherings):  # buckets come in the order of the backward
+            for gathering in reversed(
+                self._gatherings
+            ):  # buckets come in the order of the backward
                 gathering.start()
             await_parameters(self._module, self._gatherings)
             return
@@ -110,7 +125,9 @@ class ParameterGathering:
 
 
 def make_contiguous(members: Sequence[GradientSum], buffer: Tensor) -> None:
-    """Move the parameters of ``members`` end to end into ``buffer``; they are views of it from then on."""
+    """Move the parameters of ``members`` end to end into ``buffer``; they are views of it from then
+    on.
+    """
     sizes = [member.parameter.numel() for member in members]
     for member, piece in zip(members, torch.split(buffer[: sum(sizes)], sizes), strict=True):
         view = piece.view(member.parameter.shape)
@@ -119,7 +136,8 @@ def make_contiguous(members: Sequence[GradientSum], buffer: Tensor) -> None:
 
 
 def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
-    """The reduced gradients by name of the parameter, on every rank all of its local piece. Collective.
+    """The reduced gradients by name of the parameter, on every rank all of its local piece.
+    Collective.
 
     For looking at them: where gradients are scattered, this holds in memory what ZeRO saves.
     """
@@ -134,10 +152,14 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
             if shard.tensor.grad is not None:
                 start = bucket.low + offset
                 buffer[start : start + shard.num_elements].copy_(shard.tensor.grad.view(-1))
-        with concerning(f"gathering the gradients of {listed([member.name for member in bucket.members])}"):
+        with concerning(
+            f"gathering the gradients of {listed([member.name for member in bucket.members])}"
+        ):
             bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes).wait()
         for index, (member, piece) in enumerate(
             zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True)
         ):
-            gradients[member.name] = piece.view(member.parameter.shape) if bucket.is_used(index) else None
+            gradients[member.name] = (
+                piece.view(member.parameter.shape) if bucket.is_used(index) else None
+            )
     return gradients

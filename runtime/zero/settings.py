@@ -1,4 +1,6 @@
-"""How gradients are reduced and optimizer state is split, in one set of terms whichever options the user gave."""
+"""How gradients are reduced and optimizer state is split, in one set of terms whichever options the
+user gave.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ DEFAULT_BUCKET_CAP_MB = 25.0
 class ReductionSettings:
     """What a reducer and a distributed optimizer do.
 
-    ``divisor``: the number of units where gradients are averaged over them, else 1. ``bucket_cap_mb``: MiB of gradients in a
-    bucket. ``asynchronous``: buckets are reduced while backward runs. ``stage``: of ZeRO, as far as the optimizer takes part in
-    it: 0 without, and with stage 3, where the parameters themselves lie in pieces on the ranks. ``num_groups``: of ranks
-    that split the state among themselves, if there is a stage. ``scatters``: gradients go to the ranks that need them only.
-    ``table``: the options of the distributed optimizer, without which nothing changes its dtype and parameters and gradients
-    lie as they always do.
+    ``divisor``: the number of units where gradients are averaged over them, else 1.
+    ``bucket_cap_mb``: MiB of gradients in a bucket. ``asynchronous``: buckets are reduced while
+    backward runs. ``stage``: of ZeRO, as far as the optimizer takes part in it: 0 without, and with
+    stage 3, where the parameters themselves lie in pieces on the ranks. ``num_groups``: of ranks
+    that split the state among themselves, if there is a stage. ``scatters``: gradients go to the
+    ranks that need them only.
+    ``table``: the options of the distributed optimizer, without which nothing changes its dtype and
+    parameters and gradients lie as they always do.
     """
 
     divisor: int = 1
@@ -47,7 +51,8 @@ class ReductionSettings:
             asynchronous=config.use_async_reducer if table is None else table.overlap_grad_sync,
             stage=stage,
             num_groups=config.zero_ngroups,
-            scatters=stage > 0 and (config.zero_use_reduce_scatter or stage >= 2 or table is not None),
+            scatters=stage > 0
+            and (config.zero_use_reduce_scatter or stage >= 2 or table is not None),
             table=table,
         )
 
@@ -57,14 +62,19 @@ class ReductionSettings:
 
     @property
     def makes_shards(self) -> bool:
-        """Whether the optimizer updates shards: parts of the parameters, or all of them in the precision of the table."""
+        """Whether the optimizer updates shards: parts of the parameters, or all of them in the
+        precision of the table.
+        """
         return self.stage > 0 or self.table is not None
 
     def updates_shards(self, dtype: torch.dtype, num_shards: int) -> bool:
-        """Whether the optimizer gets shards of a parameter of ``dtype``, and not the parameter. ``num_shards``: among which its
-        state is split; one alone is made for a master, or where the table says how gradients lie.
+        """Whether the optimizer gets shards of a parameter of ``dtype``, and not the parameter.
+        ``num_shards``: among which its state is split; one alone is made for a master, or where the
+        table says how gradients lie.
         """
-        return self.makes_shards and (num_shards > 1 or not self.stage or self.state_dtype(dtype) != dtype)
+        return self.makes_shards and (
+            num_shards > 1 or not self.stage or self.state_dtype(dtype) != dtype
+        )
 
     @property
     def frees_gradients(self) -> bool:
@@ -86,7 +96,11 @@ class ReductionSettings:
     @property
     def keeps_gradient_buffer(self) -> bool:
         """Whether the gradients of all buckets are views of one buffer."""
-        return self.table is not None and self.table.contiguous_grad_buffer and not self.frees_gradients
+        return (
+            self.table is not None
+            and self.table.contiguous_grad_buffer
+            and not self.frees_gradients
+        )
 
     @property
     def contiguous_parameters(self) -> bool:
@@ -104,7 +118,9 @@ class ReductionSettings:
         return self.table is not None and self.table.overlap_param_sync
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the gradient of a parameter of ``dtype`` is held and reduced, where the optimizer updates shards."""
+        """In which the gradient of a parameter of ``dtype`` is held and reduced, where the
+        optimizer updates shards.
+        """
         if self.table is None or self.table.grad_sync_dtype is None:
             return self.state_dtype(dtype)
         return _dtype(self.table.grad_sync_dtype)

@@ -1,4 +1,6 @@
-"""Shards: the tensors that the user's optimizer is made of under ZeRO, one for each trained parameter, never a bucket."""
+"""Shards: the tensors that the user's optimizer is made of under ZeRO, one for each trained
+parameter, never a bucket.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ from shardwright.runtime.zero.remainders import Remainder, is_rounded, placehold
 class ParameterShard:
     """What the optimizer of this rank updates of one trained parameter.
 
-    ``name``: the parameter's FQN in the module. ``parameter``: what the module holds of it on this rank, a piece as
-    ``layout`` says, here called the local piece. ``tensor``: what the optimizer sees: elements ``start`` to ``stop`` of the
-    flattened local piece [stop - start], or all of it in its own shape where optimizers need whole tensors. It shares the
-    memory of the local piece where ``is_view``; otherwise it is a copy, such as a float32 master of a bfloat16 parameter. Where
-    ``remainder`` holds what the parameter lacks of the master, ``tensor`` has values while the optimizer steps only.
+    ``name``: the parameter's FQN in the module. ``parameter``: what the module holds of it on this
+    rank, a piece as ``layout`` says, here called the local piece. ``tensor``: what the optimizer
+    sees: elements ``start`` to ``stop`` of the flattened local piece [stop - start], or all of it
+    in its own shape where optimizers need whole tensors. It shares the memory of the local piece
+    where ``is_view``; otherwise it is a copy, such as a float32 master of a bfloat16 parameter.
+    Where ``remainder`` holds what the parameter lacks of the master, ``tensor`` has values while
+    the optimizer steps only.
 
-    ``pieces``: the same range of every rank that has a part of the state of this local piece, ``(rank, start, stop)`` by rank
-    of the world; together they tile it. ``copies``: the ranks of the world that have exactly this rank's part, ascending; more
-    than one where ``zero_ngroups`` is above 1. ``is_counted``: this rank counts its part where every distinct element of the
-    model is counted once.
+    ``pieces``: the same range of every rank that has a part of the state of this local piece,
+    ``(rank, start, stop)`` by rank of the world; together they tile it. ``copies``: the ranks of
+    the world that have exactly this rank's part, ascending; more than one where ``zero_ngroups`` is
+    above 1. ``is_counted``: this rank counts its part where every distinct element of the model is
+    counted once.
     """
 
     name: str
@@ -60,7 +65,8 @@ class ParameterShard:
             self.remainder.is_current = False
 
     def read(self) -> None:
-        """Take over the values of the parameter, after somebody else than the optimizer has set them.
+        """Take over the values of the parameter, after somebody else than the optimizer has set
+        them.
 
         Raises :class:`UsageError` if the parameter is of another dtype or on another device by now.
         """
@@ -75,9 +81,10 @@ class ParameterShard:
             self.tensor.data = mine.view(self.tensor.shape)
 
     def refresh(self) -> None:
-        """Make ``tensor`` what the optimizer is to step on. A view is seen to be one still: the parameter may have been given
-        other memory. A copy takes over what somebody else has written into the parameter since, where that is not just its
-        own value, rounded; where there is a remainder, it is added to what was written.
+        """Make ``tensor`` what the optimizer is to step on. A view is seen to be one still: the
+        parameter may have been given other memory. A copy takes over what somebody else has written
+        into the parameter since, where that is not just its own value, rounded; where there is a
+        remainder, it is added to what was written.
         """
         if self.is_view:
             self.read()
@@ -109,7 +116,13 @@ class ParameterShard:
     def _mine(self) -> Tensor:
         """What the parameter has in the range, flat."""
         data = self.parameter.detach()
-        dtype = self.tensor.dtype if self.is_view else data.dtype if self.remainder is None else torch.bfloat16
+        dtype = (
+            self.tensor.dtype
+            if self.is_view
+            else data.dtype
+            if self.remainder is None
+            else torch.bfloat16
+        )
         if data.device != self.tensor.device or data.dtype != dtype:
             raise UsageError(
                 f"parameter {self.name!r} has moved since the optimizer was built",
@@ -120,7 +133,8 @@ class ParameterShard:
         return data.reshape(-1)[self.start : self.stop]
 
 
-# Torch counts how often a tensor was written in place. The mark on a parameter is that count when the optimizer wrote it last.
+# Torch counts how often a tensor was written in place. The mark on a parameter is that count when
+# the optimizer wrote it last.
 _WRITTEN = "_shardwright_written"
 
 
@@ -140,7 +154,8 @@ def shard_tensor(
 ) -> tuple[nn.Parameter, bool]:
     """What an optimizer updates of a local piece, and whether it is a view of it.
 
-    ``flat``: one-dimensional; else the whole piece in its shape, or nothing of it with as many dims.
+    ``flat``: one-dimensional; else the whole piece in its shape, or nothing of it with as many
+    dims.
     """
     data = parameter.detach()
     shape = (stop - start,) if flat else tuple(data.shape)

@@ -1,4 +1,6 @@
-"""Masters in an optimizer's state dict: the copies of low-precision parameters that the optimizer updates in their place."""
+"""Masters in an optimizer's state dict: the copies of low-precision parameters that the optimizer
+updates in their place.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from shardwright.runtime.arguments import param_groups_of
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.zero.shards import ParameterShard
-from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
+from shardwright.runtime.zero.whole_tensors import WHOLE, WholeParameter
 
 if TYPE_CHECKING:
     from shardwright.runtime.training.optimizer import ParallelOptimizer
@@ -40,18 +42,28 @@ def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer)
             raise CheckpointError(
                 "the optimizer state is of other shards of the parameters",
                 why=_first_difference(group["param_names"], there, here),
-                hint="load it on the rank that saved it, under the same plan, number of units and options of use_zero",
+                hint="load it on the rank that saved it, under the same plan, number of units and "
+                "options of use_zero",
             )
     masters = {number for number, _ in _masters(optimizer)}
     state = {
-        number: {key: value for key, value in values.items() if key != MASTER} if number in masters else values
+        number: {key: value for key, value in values.items() if key != MASTER}
+        if number in masters
+        else values
         for number, values in state_dict["state"].items()
     }
-    return {**state_dict, "state": {number: values for number, values in state.items() if values or number not in masters}}
+    return {
+        **state_dict,
+        "state": {
+            number: values for number, values in state.items() if values or number not in masters
+        },
+    }
 
 
 def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) -> None:
-    """Give the shards the masters of ``state_dict``; those that it lacks are the parameters as they are."""
+    """Give the shards the masters of ``state_dict``; those that it lacks are the parameters as they
+    are.
+    """
     for number, owner in _masters(optimizer):
         master = state_dict["state"].get(number, {}).get(MASTER)
         if isinstance(master, Tensor):
@@ -61,9 +73,13 @@ def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) ->
 
 
 def _masters(optimizer: ParallelOptimizer) -> Iterator[tuple[int, ParameterShard | WholeParameter]]:
-    """The shards that are no views and the whole tensors that stay, with the numbers of their tensors in a state dict."""
+    """The shards that are no views and the whole tensors that stay, with the numbers of their
+    tensors in a state dict.
+    """
     owners: dict[int, ParameterShard | WholeParameter] = {
-        id(shard.tensor): shard for shard in optimizer.shards if not shard.is_view and shard.num_elements
+        id(shard.tensor): shard
+        for shard in optimizer.shards
+        if not shard.is_view and shard.num_elements
     }
     owners |= {id(whole.tensor): whole for whole in optimizer.wholes if whole.has_master}
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])

@@ -1,4 +1,6 @@
-"""A small model, and what the ranks of a job do with parallelize: for tests that start processes."""
+"""A small model, and what the ranks of a job do with parallelize: for tests that start
+processes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.compiler.api import parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
@@ -72,7 +74,14 @@ def fail_on_rank_zero(savedir: str) -> Any:
 
 def fail_on_rank_one(savedir: str) -> Any:
     """An argument that is wrong on rank 1 only."""
-    return parallelize(net(), {"x": X}, "tp", config(), gen_savedir=savedir, reuse=["match", "mtach"][dist.get_rank()])
+    return parallelize(
+        net(),
+        {"x": X},
+        "tp",
+        config(),
+        gen_savedir=savedir,
+        reuse=["match", "mtach"][dist.get_rank()],
+    )
 
 
 def disagree(savedir: str) -> Any:
@@ -97,24 +106,40 @@ def send(savedir: str, strategy: str) -> Any:
 
 
 def stale_on_the_other_node(savedir: str) -> tuple[Any, list[float]]:
-    """Files of other initial weights lie on the second node: refused, and with a broadcast replaced."""
+    """Files of other initial weights lie on the second node: refused, and with a broadcast
+    replaced.
+    """
     rank = dist.get_rank()
     for node in range(2):  # both ranks make both, as a call is the whole job's
-        parallelize(net(seed=node), {"x": X}, "tp", config(), gen_savedir=Path(savedir) / f"node{node}", load_module=False)
+        parallelize(
+            net(seed=node),
+            {"x": X},
+            "tp",
+            config(),
+            gen_savedir=Path(savedir) / f"node{node}",
+            load_module=False,
+        )
     folder = Path(savedir) / f"node{rank}"
     first = outcome(lambda: parallelize(net(), {"x": X}, "tp", config(), gen_savedir=folder))
-    module = parallelize(net(), {"x": X}, "tp", config(), gen_savedir=folder, broadcast_strategy="all")
+    module = parallelize(
+        net(), {"x": X}, "tp", config(), gen_savedir=folder, broadcast_strategy="all"
+    )
     return first, module(X).flatten().tolist()
 
 
 def everything(savedir: str) -> dict[str, Any]:
-    """All of the above in one job, each in a folder of its own; starting processes is what takes the time."""
+    """All of the above in one job, each in a folder of its own; starting processes is what takes
+    the time.
+    """
     acts = {
         "load": load_and_run,
         "fail on 0": fail_on_rank_zero,
         "fail on 1": fail_on_rank_one,
         "disagree": disagree,
-        **{strategy: partial(send, strategy=strategy) for strategy in ("none", "all", "no_weights", "code")},
+        **{
+            strategy: partial(send, strategy=strategy)
+            for strategy in ("none", "all", "no_weights", "code")
+        },
         "stale": stale_on_the_other_node,
     }
     return {name: outcome(partial(act, str(Path(savedir) / name))) for name, act in acts.items()}

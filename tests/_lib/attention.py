@@ -1,4 +1,6 @@
-"""A hand-written attention block with query, key and value in one product, cut by slices of unequal size, as in Phi-3."""
+"""A hand-written attention block with query, key and value in one product, cut by slices of unequal
+size, as in Phi-3.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ from torch import Tensor, nn
 
 
 class FusedAttention(nn.Module):
-    """``num_heads`` query heads share ``num_kv_heads`` key and value heads; residual, loss is the mean square."""
+    """``num_heads`` query heads share ``num_kv_heads`` key and value heads; residual, loss is the
+    mean square.
+    """
 
-    def __init__(self, hidden: int = 12, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 3) -> None:
+    def __init__(
+        self, hidden: int = 12, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 3
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.qkv_proj = nn.Linear(hidden, (num_heads + 2 * num_kv_heads) * head_size, bias=False)
@@ -43,4 +49,6 @@ def fused_attention(**sizes: int) -> FusedAttention:
 
 def hidden_states(batch: int = 4, seq: int = 5, hidden: int = 12) -> Tensor:
     """[B, S, H] in float64."""
-    return torch.randn(batch, seq, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        batch, seq, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )

@@ -1,8 +1,9 @@
 """Bad values for every argument of everything public, and what came of them.
 
-Each argument of each target is replaced by each value of :data:`VALUES`, the others stay good. A call is *refused* where one of
-our errors says so in words, *accepted* where it returns, and *raw* where any other exception comes out: that is a defect, and
-so is a call that takes longer than :data:`LONGEST_S`.
+Each argument of each target is replaced by each value of :data:`VALUES`, the others stay good. A
+call is *refused* where one of our errors says so in words, *accepted* where it returns, and *raw*
+where any other exception comes out: that is a defect, and so is a call that takes longer than
+:data:`LONGEST_S`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ import shardwright
 from shardwright import ComputeConfig, ShardwrightError
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.collectives import collective_s
-from shardwright.compiler.cost.hardware import Device, Hardware, Link, Tier, load_hardware
+from shardwright.compiler.cost.machine.hardware import Device, Hardware, Link, Tier, load_hardware
+from shardwright.compiler.cost.time.collectives import collective_s
 from shardwright.compiler.ops.prover import prove
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule import files as schedule_files
 from shardwright.compiler.schedule.draw import draw_text
-from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.compiler.schedule.validate import validate
 from shardwright.compiler.trace import trace
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 from shardwright.policies.registry import find_policy
-from shardwright.policies.saved import read_plan_file
+from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.errors import brief
 from shardwright.runtime.manifest import accept
 
@@ -142,7 +143,8 @@ VALUES: Mapping[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """``good`` gives arguments, by name, with which ``function`` returns. ``also``: names beside those of its signature;
+    """``good`` gives arguments, by name, with which ``function`` returns. ``also``: names beside
+    those of its signature;
     ``without``: names that are left alone.
     """
 
@@ -156,7 +158,11 @@ class Target:
     @property
     def arguments(self) -> list[str]:
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        named = [p.name for p in inspect.signature(self.function).parameters.values() if p.kind not in kinds]
+        named = [
+            p.name
+            for p in inspect.signature(self.function).parameters.values()
+            if p.kind not in kinds
+        ]
         return [name for name in dict.fromkeys((*named, *self.also)) if name not in self.without]
 
 
@@ -186,12 +192,21 @@ class Counts:
         rows = ["| | calls | refused in words | accepted | raw |", "|---|---|---|---|---|"]
         groups = list(dict.fromkeys((*self.refused, *self.accepted, *self.raw)))
         for name, chosen in [*((group, [group]) for group in groups), ("all", groups)]:
-            numbers = [sum(counter[group] for group in chosen) for counter in (self.refused, self.accepted, self.raw)]
-            rows.append(f"| {name} | {sum(numbers):,} | " + " | ".join(f"{number:,}" for number in numbers) + " |")
+            numbers = [
+                sum(counter[group] for group in chosen)
+                for counter in (self.refused, self.accepted, self.raw)
+            ]
+            rows.append(
+                f"| {name} | {sum(numbers):,} | "
+                + " | ".join(f"{number:,}" for number in numbers)
+                + " |"
+            )
         return "\n".join(rows)
 
 
-def attempt(counts: Counts, target: Target, argument: str, value: str, call: Callable[[], Any]) -> None:
+def attempt(
+    counts: Counts, target: Target, argument: str, value: str, call: Callable[[], Any]
+) -> None:
     """Call, and count what comes of it."""
     start = time.monotonic()
     try:
@@ -201,16 +216,23 @@ def attempt(counts: Counts, target: Target, argument: str, value: str, call: Cal
     except ShardwrightError as error:
         counts.refused[target.group] += 1
         if type(error) is shardwright.InternalError:
-            counts.troubles.append(Trouble(target.name, argument, value, f"an internal error: {error.what}"))
+            counts.troubles.append(
+                Trouble(target.name, argument, value, f"an internal error: {error.what}")
+            )
     except Exception as error:
-        frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
+        frames = [
+            f"{Path(f.filename).name}:{f.lineno}"
+            for f in traceback.extract_tb(error.__traceback__)[-4:]
+        ]
         counts.raw[target.group] += 1
         text = f"{type(error).__name__}: {_text_of(error)} ({' > '.join(frames)})"
         counts.troubles.append(Trouble(target.name, argument, value, text))
     else:
         counts.accepted[target.group] += 1
     if time.monotonic() - start > LONGEST_S:
-        counts.troubles.append(Trouble(target.name, argument, value, f"it took {time.monotonic() - start:.0f} s"))
+        counts.troubles.append(
+            Trouble(target.name, argument, value, f"it took {time.monotonic() - start:.0f} s")
+        )
 
 
 def _text_of(error: Exception) -> str:
@@ -226,8 +248,8 @@ def try_all(
     share: float = 1.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Counts:
-    """Try the values on every argument; with ``share`` below 1 a random part of all calls, the same each time. ``tell`` gets
-    each failure when it is there, and the names of the targets.
+    """Try the values on every argument; with ``share`` below 1 a random part of all calls, the same
+    each time. ``tell`` gets each failure when it is there, and the names of the targets.
     """
     counts, dice = Counts(), random.Random(0)
     for target in targets:
@@ -236,18 +258,31 @@ def try_all(
         for argument, value in calls_of(target, values):
             if dice.random() <= share:
                 given = {**target.good(), argument: values[value]()} if argument else None
-                attempt(counts, target, argument or "<other arguments>", value, _call(target, given, value))
+                attempt(
+                    counts,
+                    target,
+                    argument or "<other arguments>",
+                    value,
+                    _call(target, given, value),
+                )
         for trouble in counts.troubles[known:]:
             tell(str(trouble))
-        tell(f"# {target.name}: {len(counts.troubles) - known} defects, {time.monotonic() - start:.1f} s")
+        tell(
+            f"# {target.name}: {len(counts.troubles) - known} defects, "
+            f"{time.monotonic() - start:.1f} s"
+        )
     return counts
 
 
 def calls_of(target: Target, values: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, str]]:
-    """Argument and value of each call; an empty argument for calls with too few, too many or unknown ones."""
+    """Argument and value of each call; an empty argument for calls with too few, too many or
+    unknown ones.
+    """
     if target.function.__module__ != __name__:
         hows = ("none", "unknown") if target.name == "Mesh" else ("none", "unknown", "too many")
-        yield from (("", how) for how in hows)  # Mesh is made too often to count its arguments: Python's own words stand
+        yield from (
+            ("", how) for how in hows
+        )  # Mesh is made too often to count its arguments: Python's own words stand
     calls = ((argument, value) for argument in target.arguments for value in values)
     yield from (call for call in calls if call not in OWN)
 
@@ -291,18 +326,42 @@ ARGS = {"x": torch.ones(2, 4)}
 def config_targets(folder: Path) -> list[Target]:
     return [
         Target("configs", "ComputeConfig", ComputeConfig, lambda: dict(CONFIG)),
-        Target("configs", "DistributedOptimizerConfig", shardwright.DistributedOptimizerConfig, dict),
-        Target("configs", "ComputeConfig.of", ComputeConfig.of, lambda: {"config": dict(CONFIG)}),
-        Target("configs", "ComputeConfig.from_json", ComputeConfig.from_json, lambda: {"data": dict(CONFIG)}),
         Target(
-            "configs", "ComputeConfig.with_zero", ComputeConfig(plan_ngpus=1, runtime_ngpus=2).with_zero, lambda: {"stage": 1}
+            "configs", "DistributedOptimizerConfig", shardwright.DistributedOptimizerConfig, dict
+        ),
+        Target("configs", "ComputeConfig.of", ComputeConfig.of, lambda: {"config": dict(CONFIG)}),
+        Target(
+            "configs",
+            "ComputeConfig.from_json",
+            ComputeConfig.from_json,
+            lambda: {"data": dict(CONFIG)},
+        ),
+        Target(
+            "configs",
+            "ComputeConfig.with_zero",
+            ComputeConfig(plan_ngpus=1, runtime_ngpus=2).with_zero,
+            lambda: {"stage": 1},
         ),
         Target("configs", "Mesh", shardwright.Mesh, lambda: {"axes": (("tp", 2),)}),
         Target("configs", "Mesh.of", shardwright.Mesh.of, lambda: {"axes": {"tp": 2}}),
-        Target("configs", "Mesh.axis_size", shardwright.Mesh.of({"tp": 2}).axis_size, lambda: {"axis": "tp"}),
-        Target("configs", "Mesh.coords", shardwright.Mesh.of({"tp": 2}).coords, lambda: {"rank": 1}),
-        Target("configs", "Mesh.rank", shardwright.Mesh.of({"tp": 2}).rank, lambda: {"coords": {"tp": 1}}),
-        Target("configs", "Mesh.groups", shardwright.Mesh.of({"tp": 2}).groups, lambda: {"axes": "tp"}),
+        Target(
+            "configs",
+            "Mesh.axis_size",
+            shardwright.Mesh.of({"tp": 2}).axis_size,
+            lambda: {"axis": "tp"},
+        ),
+        Target(
+            "configs", "Mesh.coords", shardwright.Mesh.of({"tp": 2}).coords, lambda: {"rank": 1}
+        ),
+        Target(
+            "configs",
+            "Mesh.rank",
+            shardwright.Mesh.of({"tp": 2}).rank,
+            lambda: {"coords": {"tp": 1}},
+        ),
+        Target(
+            "configs", "Mesh.groups", shardwright.Mesh.of({"tp": 2}).groups, lambda: {"axes": "tp"}
+        ),
         Target("configs", "Layout.parse", shardwright.Layout.parse, lambda: {"text": "[4/tp]"}),
         Target("configs", "Layout.whole", shardwright.Layout.whole, lambda: {"shape": (4,)}),
         Target(
@@ -323,16 +382,31 @@ def hardware_targets(folder: Path) -> list[Target]:
         "name": "d", "memory_bytes": 10**9, "flops_per_s": {"float32": 1e9}, "bytes_per_s": 1e9, "launch_s": 1e-6,
     }  # fmt: skip
     return [
-        Target("hardware", "load_hardware", load_hardware, lambda: {"name_or_path": "a100-80gb", "num_devices": 8}),
+        Target(
+            "hardware",
+            "load_hardware",
+            load_hardware,
+            lambda: {"name_or_path": "a100-80gb", "num_devices": 8},
+        ),
         Target("hardware", "Hardware.from_json", Hardware.from_json, lambda: {"data": dict(data)}),
         *(
-            Target("hardware files", f"hardware file, {key}", _hardware_of(data, key), lambda key=key: {"value": data[key]})
+            Target(
+                "hardware files",
+                f"hardware file, {key}",
+                _hardware_of(data, key),
+                lambda key=key: {"value": data[key]},
+            )
             for key in data
         ),
         Target("hardware", "Link", Link, lambda: dict(link)),
         Target("hardware", "Tier", Tier, lambda: {"name": "t", "sizes": (8,), **link}),
         Target("hardware", "Device", Device, lambda: dict(device)),
-        Target("hardware", "Hardware", Hardware, lambda: {"name": "h", "device": hardware.device, "tiers": hardware.tiers}),
+        Target(
+            "hardware",
+            "Hardware",
+            Hardware,
+            lambda: {"name": "h", "device": hardware.device, "tiers": hardware.tiers},
+        ),
         Target(
             "hardware",
             "collective_s",
@@ -355,20 +429,50 @@ def schedule_targets(folder: Path) -> list[Target]:
     schedule_files.save_schedule(schedule, csv)
     good = {"schedule": schedule}
     return [
-        Target("schedules", "generate", generate, lambda: {"name": "1f1b", "num_ranks": 2, "num_microbatches": 4}),
-        Target("schedules", "Schedule", _validated, lambda: {"num_microbatches": 1, "placement": (0,), "actions": _actions()}),
+        Target(
+            "schedules",
+            "generate",
+            generate,
+            lambda: {"name": "1f1b", "num_ranks": 2, "num_microbatches": 4},
+        ),
+        Target(
+            "schedules",
+            "Schedule",
+            _validated,
+            lambda: {"num_microbatches": 1, "placement": (0,), "actions": _actions()},
+        ),
         Target("schedules", "validate", validate, lambda: dict(good)),
         Target("schedules", "simulate", simulate, lambda: dict(good)),
         Target("schedules", "StageTimes", _simulated, lambda: {"forward_s": 1.0}),
         Target("schedules", "draw_text", draw_text, lambda: {"timeline": simulate(schedule)}),
-        Target("schedules", "save_schedule", schedule_files.save_schedule, lambda: {**good, "path": file}),
+        Target(
+            "schedules",
+            "save_schedule",
+            schedule_files.save_schedule,
+            lambda: {**good, "path": file},
+        ),
         Target("schedules", "load_schedule", schedule_files.load_schedule, lambda: {"path": csv}),
         Target("schedules", "to_csv", schedule_files.to_csv, lambda: dict(good)),
         Target("schedules", "to_json", schedule_files.to_json, lambda: dict(good)),
-        Target("schedules", "from_csv", schedule_files.from_csv, lambda: {"text": schedule_files.to_csv(schedule)}),
-        Target("schedules", "from_json", schedule_files.from_json, lambda: {"text": schedule_files.to_json(schedule)}),
+        Target(
+            "schedules",
+            "from_csv",
+            schedule_files.from_csv,
+            lambda: {"text": schedule_files.to_csv(schedule)},
+        ),
+        Target(
+            "schedules",
+            "from_json",
+            schedule_files.from_json,
+            lambda: {"text": schedule_files.to_json(schedule)},
+        ),
         *(
-            Target("schedule files", f"schedule file, {key}", _schedule_of(data, key), lambda key=key: {"value": data[key]})
+            Target(
+                "schedule files",
+                f"schedule file, {key}",
+                _schedule_of(data, key),
+                lambda key=key: {"value": data[key]},
+            )
             for key in data
         ),
         Target("schedule files", "schedule cell", _cell, lambda: {"cell": "0F0"}),
@@ -383,8 +487,16 @@ def _validated(num_microbatches: Any, placement: Any, actions: Any, name: Any = 
     validate(Schedule(num_microbatches, placement, actions, name))
 
 
-def _simulated(forward_s: Any = 1.0, input_gradient_s: Any = 1.0, weight_gradient_s: Any = 1.0, backward_s: Any = None) -> None:
-    simulate(generate("1f1b", 2, 4), StageTimes(forward_s, input_gradient_s, weight_gradient_s, backward_s))
+def _simulated(
+    forward_s: Any = 1.0,
+    input_gradient_s: Any = 1.0,
+    weight_gradient_s: Any = 1.0,
+    backward_s: Any = None,
+) -> None:
+    simulate(
+        generate("1f1b", 2, 4),
+        StageTimes(forward_s, input_gradient_s, weight_gradient_s, backward_s),
+    )
 
 
 def _schedule_of(data: Mapping[str, Any], key: str) -> Callable[..., Any]:
@@ -395,11 +507,17 @@ def _schedule_of(data: Mapping[str, Any], key: str) -> Callable[..., Any]:
 
 
 def _cell(cell: Any) -> None:
-    validate(schedule_files.from_csv(f"{brief(cell)},0B0" if not isinstance(cell, str) else f"{cell},0B0"))
+    validate(
+        schedule_files.from_csv(
+            f"{brief(cell)},0B0" if not isinstance(cell, str) else f"{cell},0B0"
+        )
+    )
 
 
 def as_json(value: Any) -> str:
-    """JSON as a person might write it: what has no form is written as its text, however deep it is."""
+    """JSON as a person might write it: what has no form is written as its text, however deep it
+    is.
+    """
     parts: list[str] = []
     stack: list[Any] = [value]
     seen: set[int] = set()
@@ -440,7 +558,11 @@ def _scalar(item: Any) -> str:
     if isinstance(item, float):
         return {"nan": "NaN", "inf": "Infinity"}.get(str(item), str(item))
     text = item if isinstance(item, str) else type(item).__name__
-    return '"' + "".join(c if c.isalnum() or c in " .[]*/+-()" else f"\\u{ord(c):04x}" for c in text) + '"'
+    return (
+        '"'
+        + "".join(c if c.isalnum() or c in " .[]*/+-()" else f"\\u{ord(c):04x}" for c in text)
+        + '"'
+    )
 
 
 def graph_targets(folder: Path) -> list[Target]:
@@ -455,11 +577,23 @@ def graph_targets(folder: Path) -> list[Target]:
     torch.manual_seed(0)
     return [
         Target("builder", "builder", graph.builder, lambda: {"mesh": {"tp": 2}}),
-        Target("builder", "strategy", builder.strategy, lambda: {"op": op, "axis": "tp", "strategy": "R"}),
-        Target("builder", "partition", builder.partition, lambda: {"op": op, "factor": op.rule.factors[0].name, "axis": "tp"}),  # type: ignore[union-attr]
+        Target(
+            "builder",
+            "strategy",
+            builder.strategy,
+            lambda: {"op": op, "axis": "tp", "strategy": "R"},
+        ),
+        Target(
+            "builder",
+            "partition",
+            builder.partition,
+            lambda: {"op": op, "factor": op.rule.factors[0].name, "axis": "tp"},
+        ),  # type: ignore[union-attr]
         Target("builder", "replicate", builder.replicate, lambda: {"op": op, "axis": "tp"}),
         Target("builder", "split", builder.split, lambda: {"dim": dim, "axis": "tp"}),
-        Target("builder", "store", builder.store, lambda: {"fqn": "up.weight", "layout": "[6/tp, 4]"}),
+        Target(
+            "builder", "store", builder.store, lambda: {"fqn": "up.weight", "layout": "[6/tp, 4]"}
+        ),
         Target("builder", "output", builder.output, lambda: {"path": "", "wish": "whole"}),
         Target("builder", "pieces", builder.pieces, lambda: {"op": op}),
         Target("builder", "note", builder.note, lambda: {"op": op, "axis": "tp", "reason": "x"}),
@@ -469,20 +603,48 @@ def graph_targets(folder: Path) -> list[Target]:
         Target("plans", "trace", trace, lambda: {"module": Net(), "dummy_args": dict(ARGS)}),
         Target("plans", "Plan.from_json", Plan.from_json, lambda: {"data": dict(plan)}),
         *(
-            Target("plan files", f"plan file, {key}", _plan_of(folder, plan, key), lambda key=key: {"value": plan[key]})
+            Target(
+                "plan files",
+                f"plan file, {key}",
+                _plan_of(folder, plan, key),
+                lambda key=key: {"value": plan[key]},
+            )
             for key in plan
         ),
-        Target("plans", "read_plan_file", read_plan_file, lambda: {"path": _written(folder / "plan.json", as_json(plan))}),
-        Target("plans", "audit", audit, lambda: {"program": compiled.program, "config": config, "hardware": hardware}),
+        Target(
+            "plans",
+            "read_plan_file",
+            read_plan_file,
+            lambda: {"path": _written(folder / "plan.json", as_json(plan))},
+        ),
+        Target(
+            "plans",
+            "audit",
+            audit,
+            lambda: {"program": compiled.program, "config": config, "hardware": hardware},
+        ),
         Target("plans", "find_policy", find_policy, lambda: {"policy": "tp"}),
         Target("plans", "register_policy", _registered_policy, lambda: {"name": "mine"}),
-        Target("operators", "register_op", _registered, lambda: {"annotation": "a -> a"}, also=REGISTER_OPTIONS),
-        Target("operators", "prove", prove, lambda: {"operator": torch.relu, "args": (torch.ones(4, dtype=torch.float64),)}),
+        Target(
+            "operators",
+            "register_op",
+            _registered,
+            lambda: {"annotation": "a -> a"},
+            also=REGISTER_OPTIONS,
+        ),
+        Target(
+            "operators",
+            "prove",
+            prove,
+            lambda: {"operator": torch.relu, "args": (torch.ones(4, dtype=torch.float64),)},
+        ),
     ]
 
 
 def _plan_of(folder: Path, plan: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    return lambda value: read_plan_file(_written(folder / "bad_plan.json", as_json({**plan, key: value})))
+    return lambda value: read_plan_file(
+        _written(folder / "bad_plan.json", as_json({**plan, key: value}))
+    )
 
 
 def _written(path: Path, text: str) -> Path:
@@ -499,7 +661,9 @@ def _registered(annotation: Any, name: Any = None, **options: Any) -> None:
     shardwright.register_op(annotation, name, **options)(double)
 
 
-def _registered_policy(name: Any, options: Any = None, function: Any = lambda graph, config: graph) -> None:
+def _registered_policy(
+    name: Any, options: Any = None, function: Any = lambda graph, config: graph
+) -> None:
     shardwright.register_policy(name, options=options)(function)
 
 
@@ -516,7 +680,11 @@ def compile_targets(folder: Path) -> list[Target]:
         "module_or_module_class": model, "dummy_forward_args": ARGS, "pas_policy": "dp", "compute_config": config,
         "gen_savedir": folder / "compiled", "reuse": "moo", "load_module": False,
     }  # fmt: skip
-    search = {"module": model, "dummy_args": ARGS, "compute_config": {**CONFIG, "pas_config": {"hardware": "cpu"}}}
+    search = {
+        "module": model,
+        "dummy_args": ARGS,
+        "compute_config": {**CONFIG, "pas_config": {"hardware": "cpu"}},
+    }
     check = {"model": model, "dummy_args": ARGS, "policy": "dp", "config": config, "steps": 1}
     return [
         Target("compile", "parallelize", shardwright.parallelize, lambda: dict(compile_good)),
@@ -524,7 +692,12 @@ def compile_targets(folder: Path) -> list[Target]:
         Target("compile", "verify", verify, lambda: dict(check), without=("directory",)),
         Target("compile", "compile_graph", _compile, lambda: {"config": config}),
         *(
-            Target("options", f"pas_config of {policy}, {option}", _option(policy, option), lambda good=good: {"value": good})
+            Target(
+                "options",
+                f"pas_config of {policy}, {option}",
+                _option(policy, option),
+                lambda good=good: {"value": good},
+            )
             for policy, option, good in OPTIONS
         ),
     ]
@@ -547,7 +720,12 @@ def _option(policy: str, option: str) -> Callable[..., Any]:
         ranks = 2 if policy in ("pp", "hybrid") else 1
         base: dict[str, Any] = {"hardware": "cpu"} if policy == "autodist" else {}
         base |= {"num_stages": 2} if policy == "hybrid" else {}
-        config = ComputeConfig(plan_ngpus=ranks, runtime_ngpus=ranks, use_end2end=True, pas_config={**base, option: value})
+        config = ComputeConfig(
+            plan_ngpus=ranks,
+            runtime_ngpus=ranks,
+            use_end2end=True,
+            pas_config={**base, option: value},
+        )
         found = find_policy(policy)
         found.check(config)
         compile_graph(trace(Net(), ARGS), found.apply, config, policy_name=policy)
@@ -556,7 +734,9 @@ def _option(policy: str, option: str) -> Callable[..., Any]:
 
 
 def _compile(config: Any) -> None:
-    compile_graph(trace(Net(), ARGS), find_policy("dp").apply, ComputeConfig.of(config), policy_name="dp")
+    compile_graph(
+        trace(Net(), ARGS), find_policy("dp").apply, ComputeConfig.of(config), policy_name="dp"
+    )
 
 
 def training_targets(folder: Path) -> list[Target]:
@@ -671,7 +851,9 @@ def _scaler_state(state: Mapping[str, Any], key: str) -> Callable[..., Any]:
 
 def _pretrained(folder: Path, module: Any) -> dict[str, Any]:
     if not (folder / "pretrained").is_dir():
-        shardwright.export_pretrained(folder / "checkpoints", folder / "pretrained", {"model_type": "x"})
+        shardwright.export_pretrained(
+            folder / "checkpoints", folder / "pretrained", {"model_type": "x"}
+        )
     return {"directory": folder / "pretrained", "module": module}
 
 
@@ -679,7 +861,10 @@ def rank_targets(folder: Path) -> list[Target]:
     """What starts ranks."""
     return [
         Target(
-            "ranks", "run_ranks", shardwright.run_ranks, lambda: {"num_ranks": 1, "fn": lambda rank: rank, "timeout_s": 5.0}
+            "ranks",
+            "run_ranks",
+            shardwright.run_ranks,
+            lambda: {"num_ranks": 1, "fn": lambda rank: rank, "timeout_s": 5.0},
         ),
     ]
 
@@ -698,5 +883,11 @@ MAKERS: Mapping[Callable[[Path], list[Target]], Sequence[str]] = {
 
 def targets_of(folder: Path, *groups: str) -> list[Target]:
     """The targets of these groups, or of all."""
-    made = [make(folder) for make, found in MAKERS.items() if not groups or not set(groups).isdisjoint(found)]
-    return [target for targets in made for target in targets if not groups or target.group in groups]
+    made = [
+        make(folder)
+        for make, found in MAKERS.items()
+        if not groups or not set(groups).isdisjoint(found)
+    ]
+    return [
+        target for targets in made for target in targets if not groups or target.group in groups
+    ]

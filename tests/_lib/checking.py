@@ -1,4 +1,6 @@
-"""Functions that check values, and some that decide by them; in test files pytest writes other code for ``assert``."""
+"""Functions that check values, and some that decide by them; in test files pytest writes other code
+for ``assert``.
+"""
 
 from __future__ import annotations
 

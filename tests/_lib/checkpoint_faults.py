@@ -35,7 +35,11 @@ def save(directory: Path, value: int, zero: int = 0, **options: Any) -> Checkpoi
     """``zero``: the stage, for two ranks that share the optimizer's state."""
     net = Net(value)
     config = {"plan_ngpus": 1, "runtime_ngpus": 2, "grad_reduction": "mean", "use_zero": zero}
-    optimizer = build_optimizer(net, torch.optim.Adam, config) if zero else torch.optim.Adam(net.parameters())
+    optimizer = (
+        build_optimizer(net, torch.optim.Adam, config)
+        if zero
+        else torch.optim.Adam(net.parameters())
+    )
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)  # autograd does not survive a fork
     optimizer.step()
@@ -47,25 +51,46 @@ def current_step(directory: Path) -> int:
     net = Net(0)
     loaded = shardwright.load_checkpoint(directory, net, torch.optim.Adam(net.parameters()))
     assert loaded.step is not None
-    after_one_step = torch.full((4, 3), loaded.step - 0.001)  # Adam's first step is its learning rate
-    torch.testing.assert_close(net.weight.detach(), after_one_step, rtol=1e-6, atol=0)  # some roundings of float32
+    after_one_step = torch.full(
+        (4, 3), loaded.step - 0.001
+    )  # Adam's first step is its learning rate
+    torch.testing.assert_close(
+        net.weight.detach(), after_one_step, rtol=1e-6, atol=0
+    )  # some roundings of float32
     return loaded.step
 
 
-TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir")
+TOUCHING = (
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "shutil.rmtree",
+    "os.listdir",
+    "os.scandir",
+)
 """What Python reports of a process that changes or reads a file system."""
 
 
 def dies_at(directory: Path, number: int, act: Callable[[], Any]) -> bool:
-    """Run ``act`` in a process that is killed when it touches ``directory`` for the ``number``-th time. Whether it was."""
+    """Run ``act`` in a process that is killed when it touches ``directory`` for the ``number``-th
+    time. Whether it was.
+    """
     release_all()  # the other process is to be the only one that saves
     child = os.fork()
     if child == 0:
         count = itertools.count(1)  # threads count too, at once
 
         def kill(event: str, arguments: tuple[Any, ...]) -> None:
-            relative = event == "os.remove" and arguments[1] != -1  # shutil.rmtree names files by their open folder
-            if event in TOUCHING and (relative or str(directory) in str(arguments[0])) and next(count) == number:
+            relative = (
+                event == "os.remove" and arguments[1] != -1
+            )  # shutil.rmtree names files by their open folder
+            if (
+                event in TOUCHING
+                and (relative or str(directory) in str(arguments[0]))
+                and next(count) == number
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(kill)
@@ -83,12 +108,23 @@ def dies_at(directory: Path, number: int, act: Callable[[], Any]) -> bool:
 
 
 def killed_at(
-    directory: Path, number: int, num_ranks: int, asynchronous: bool, zero: int, value: int = 3, keep: int | None = 1
+    directory: Path,
+    number: int,
+    num_ranks: int,
+    asynchronous: bool,
+    zero: int,
+    value: int = 3,
+    keep: int | None = 1,
 ) -> bool:
-    """Save in a process that is killed when it touches ``directory`` for the ``number``-th time. Whether it was."""
+    """Save in a process that is killed when it touches ``directory`` for the ``number``-th time.
+    Whether it was.
+    """
 
     def act() -> None:
-        run_ranks(num_ranks, lambda rank: save(directory, value, zero, keep=keep, async_save=asynchronous).wait())
+        run_ranks(
+            num_ranks,
+            lambda rank: save(directory, value, zero, keep=keep, async_save=asynchronous).wait(),
+        )
 
     return dies_at(directory, number, act)
 
@@ -98,7 +134,9 @@ def killed_at(
 
 def alter_files(folder: Path, rng: random.Random) -> str:
     """Damage files as disks, copies and people do. In words, what was done."""
-    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "OWNER"))
+    path = rng.choice(
+        sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "OWNER")
+    )
     data = bytearray(path.read_bytes())
     kind = rng.choice(["flip", "flip", "flip", "cut", "grow", "delete", "empty", "swap"])
     if kind == "flip":
@@ -114,7 +152,9 @@ def alter_files(folder: Path, rng: random.Random) -> str:
     elif kind == "empty":
         path.write_bytes(b"")
     else:
-        others = sorted(other for other in path.parent.iterdir() if other.is_file() and other.name != "OWNER")
+        others = sorted(
+            other for other in path.parent.iterdir() if other.is_file() and other.name != "OWNER"
+        )
         other = rng.choice(others)
         content = other.read_bytes()
         other.write_bytes(data)
@@ -130,7 +170,9 @@ JUNK: tuple[Any, ...] = (
 
 
 def alter_index(path: Path, rng: random.Random) -> str:
-    """Change one entry of an index, and give it the digest of what it says then. In words, what was done."""
+    """Change one entry of an index, and give it the digest of what it says then. In words, what was
+    done.
+    """
     content = json.loads(path.read_text())
     content.pop("sha256")
     places = list(_places(content))

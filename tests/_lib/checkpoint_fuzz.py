@@ -1,4 +1,6 @@
-"""Fuzzing checkpoints: a trained job is saved, its folder is altered or its process killed, and what loads is compared."""
+"""Fuzzing checkpoints: a trained job is saved, its folder is altered or its process killed, and
+what loads is compared.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,19 @@ from shardwright.runtime.checkpoint.folders import complete_folders
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ranks.threads import run_ranks
 
-CONFIG = {"plan_ngpus": 1, "runtime_ngpus": 2, "grad_reduction": "mean", "use_zero": 1, "reducer_bucket_cap_mb": 1e-4}
+CONFIG = {
+    "plan_ngpus": 1,
+    "runtime_ngpus": 2,
+    "grad_reduction": "mean",
+    "use_zero": 1,
+    "reducer_bucket_cap_mb": 1e-4,
+}
 
 
 class Counting(nn.Module):
-    """A module with tied weights, a buffer, parameters of two dtypes, and something beside its tensors."""
+    """A module with tied weights, a buffer, parameters of two dtypes, and something beside its
+    tensors.
+    """
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -69,13 +79,24 @@ def trained(value: float) -> tuple[Counting, Any, Any]:
 def everything(module: Counting, optimizer: Any, scheduler: Any) -> list[Any]:
     """All that loading changes, as values to compare."""
     state = optimizer.state_dict()
-    return _values([module.state_dict(), state, scheduler.state_dict(), [f.start for f in scheduler.lr_lambdas]])
+    return _values(
+        [
+            module.state_dict(),
+            state,
+            scheduler.state_dict(),
+            [f.start for f in scheduler.lr_lambdas],
+        ]
+    )
 
 
 def _values(value: Any) -> Any:
     """Copies in which tensors are their bytes."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), list(value.shape), value.detach().reshape(-1).clone().view(torch.uint8).tolist()
+        return (
+            str(value.dtype),
+            list(value.shape),
+            value.detach().reshape(-1).clone().view(torch.uint8).tolist(),
+        )
     if isinstance(value, dict):
         return {key: _values(item) for key, item in value.items()}
     return [_values(item) for item in value] if isinstance(value, list | tuple) else value
@@ -89,14 +110,18 @@ def write_original(directory: Path) -> list[Any]:
 
     def rank(_: int) -> Any:
         module, optimizer, scheduler = trained(3.0)
-        shardwright.save_checkpoint(directory, module, optimizer, scheduler=scheduler, step=7, extra=EXTRA)
+        shardwright.save_checkpoint(
+            directory, module, optimizer, scheduler=scheduler, step=7, extra=EXTRA
+        )
         return everything(module, optimizer, scheduler)
 
     return run_ranks(2, rank)
 
 
 def check_corruption(original: Path, expected: list[Any], directory: Path, seed: int) -> str:
-    """Alter a copy of the checkpoint and load it. ``"refused"`` or ``"loaded"``; whatever else comes is a failure."""
+    """Alter a copy of the checkpoint and load it. ``"refused"`` or ``"loaded"``; whatever else
+    comes is a failure.
+    """
     rng = random.Random(seed)
     shutil.copytree(original, directory)
     folder = directory / "000001-step-7"
@@ -108,10 +133,14 @@ def check_corruption(original: Path, expected: list[Any], directory: Path, seed:
         module, optimizer, scheduler = trained(5.0)
         before = everything(module, optimizer, scheduler)
         try:
-            loaded = shardwright.load_checkpoint(directory, module, optimizer, scheduler=scheduler, verify=verify)
+            loaded = shardwright.load_checkpoint(
+                directory, module, optimizer, scheduler=scheduler, verify=verify
+            )
         except ShardwrightError as error:
             assert str(error), done
-            assert everything(module, optimizer, scheduler) == before, f"seed {seed}, {done}: refused, and changed"
+            assert everything(module, optimizer, scheduler) == before, (
+                f"seed {seed}, {done}: refused, and changed"
+            )
             return "refused", None
         after = everything(module, optimizer, scheduler)
         if not by_entry and verify:
@@ -122,16 +151,26 @@ def check_corruption(original: Path, expected: list[Any], directory: Path, seed:
     assert outcomes[0][0] == outcomes[1][0], f"seed {seed}, {done}: ranks disagree"
     outcome = outcomes[0][0]
     if outcome == "loaded" and not by_entry and verify:
-        assert [after for _, after in outcomes] == expected, f"seed {seed}, {done}: another checkpoint was loaded"
+        assert [after for _, after in outcomes] == expected, (
+            f"seed {seed}, {done}: another checkpoint was loaded"
+        )
     try:
         whole = shardwright.read_checkpoint(directory)
     except ShardwrightError:
-        assert outcome == "refused" or not verify, f"seed {seed}, {done}: read_checkpoint refuses what loads"
+        assert outcome == "refused" or not verify, (
+            f"seed {seed}, {done}: read_checkpoint refuses what loads"
+        )
     else:
-        if outcome == "loaded" and verify:  # an index that tells another story is believed, by all in the same way
-            mine = {name: _values(x) for name, x in whole.module.items() if isinstance(x, torch.Tensor)}
+        if (
+            outcome == "loaded" and verify
+        ):  # an index that tells another story is believed, by all in the same way
+            mine = {
+                name: _values(x) for name, x in whole.module.items() if isinstance(x, torch.Tensor)
+            }
             theirs = outcomes[0][1][0]
-            assert mine and all(theirs[name] == value for name, value in mine.items()), f"seed {seed}, {done}"
+            assert mine and all(theirs[name] == value for name, value in mine.items()), (
+                f"seed {seed}, {done}"
+            )
     return outcome
 
 
@@ -147,7 +186,9 @@ def corruption(trials: int, first_seed: int, folder: Path) -> Counter[str]:
 
 
 def kills(trials: int, first_seed: int, folder: Path) -> Counter[str]:
-    """How often which checkpoint was current after a kill: the one before, or the one that was being saved."""
+    """How often which checkpoint was current after a kill: the one before, or the one that was
+    being saved.
+    """
     counts: Counter[str] = Counter()
     rng = random.Random(first_seed)
     step = 0
@@ -157,8 +198,12 @@ def kills(trials: int, first_seed: int, folder: Path) -> Counter[str]:
         save(folder, step, keep=keep)
         for _ in range(rng.randint(1, 4)):
             step += 1
-            ranks, asynchronous, zero = rng.choice([(1, False, 0), (2, False, 0), (2, True, 0), (2, False, 1), (2, True, 2)])
-            was_killed = killed_at(folder, rng.randint(1, 45), ranks, asynchronous, zero, step, keep)
+            ranks, asynchronous, zero = rng.choice(
+                [(1, False, 0), (2, False, 0), (2, True, 0), (2, False, 1), (2, True, 2)]
+            )
+            was_killed = killed_at(
+                folder, rng.randint(1, 45), ranks, asynchronous, zero, step, keep
+            )
             newest = current_step(folder)
             assert newest <= step and (was_killed or newest == step)
             for complete in complete_folders(folder):

@@ -22,7 +22,9 @@ from shardwright.runtime.training.optimizer import ParallelOptimizer, build_opti
 
 
 def save_and_resume(files: str, directory: str) -> dict[str, bool]:
-    """Whether the hand-made model, loaded from its checkpoint, goes on as it does without; the same for deduped state."""
+    """Whether the hand-made model, loaded from its checkpoint, goes on as it does without; the same
+    for deduped state.
+    """
     module, optimizer = _built(files)
     _train(module, optimizer, range(2))
     save = shardwright.save_checkpoint(directory, module, optimizer, step=2, async_save=True)
@@ -76,7 +78,9 @@ def save_until_killed(directory: str, victim: int, phase: str) -> None:
 
 
 def save_in_background_until_killed(directory: str, victim: int) -> None:
-    """Save twice, the second time in the background; one process is killed while it writes, and nobody waits for the save."""
+    """Save twice, the second time in the background; one process is killed while it writes, and
+    nobody waits for the save.
+    """
     owner: Any = saving
     owner.PATIENCE_S, owner._BEAT_S = 5.0, 0.2
     module = torch.nn.Linear(3, 3)

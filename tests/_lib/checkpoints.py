@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from traces import shared_traces
 
 import shardwright
-import shardwright.runtime.checkpoint.save  # (not later: under float64_casts its table of dtypes would be wrong)
+
+# (not later: under float64_casts its table of dtypes would be wrong)
+import shardwright.runtime.checkpoint.save
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.optimizer import build_optimizer
 
 Plan = tuple[str, int, int]
-"""Policy, ranks of the plan, ranks in all. ``"tp+zero1"``: policy ``tp``, optimizer state split; ``"tp+zero3"``: parameters in
-pieces over the units."""
+"""Policy, ranks of the plan, ranks in all. ``"tp+zero1"``: policy ``tp``, optimizer state split;
+``"tp+zero3"``: parameters in pieces over the units.
+"""
 
 ADAMW = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}
 
@@ -47,13 +50,20 @@ def compiled(name: str, policy: str, plan_ngpus: int, units: int = 1) -> Path:
     """The generated files of a model of the zoo under a policy."""
     folder = tempfile.TemporaryDirectory()
     _folders.append(folder)
-    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, "outputs": "loss", "grad_reduction": "mean"}
+    config = {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": plan_ngpus * units,
+        "outputs": "loss",
+        "grad_reduction": "mean",
+    }
     policy, _, stage = policy.partition("+zero")
     config["use_zero"] = int(stage or 0)
     with warnings.catch_warnings(), float64_casts(), shared_traces(name):
         warnings.simplefilter("ignore")
         model, inputs = copy.deepcopy(model_of(name)), zoo.get(name).inputs()
-        shardwright.parallelize(model, inputs, policy, config, gen_savedir=folder.name, load_module=False)
+        shardwright.parallelize(
+            model, inputs, policy, config, gen_savedir=folder.name, load_module=False
+        )
     (manifest,) = Path(folder.name).rglob("manifest.json")
     return manifest.parent
 
@@ -65,7 +75,9 @@ def directory_of(name: str, plan: Plan) -> Path:
 
 @dataclass
 class Trainer:
-    """One rank's module and optimizer. All units get the same batch and average gradients, as if there were one."""
+    """One rank's module and optimizer. All units get the same batch and average gradients, as if
+    there were one.
+    """
 
     name: str
     module: nn.Module
@@ -105,7 +117,11 @@ def on(name: str, plan: Plan, fn: Callable[[], Any]) -> list[Any]:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        key: value.clone()
+        for key, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -116,7 +132,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def assert_same(ours: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float = 0.0) -> None:
+def assert_same(
+    ours: Mapping[str, Any], reference: Mapping[str, Any], tolerance: float = 0.0
+) -> None:
     """All tensors equal: bit for bit, or up to ``tolerance`` of the largest element."""
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
     for name, expected in reference.items():
@@ -127,6 +145,8 @@ def assert_same(ours: Mapping[str, Any], reference: Mapping[str, Any], tolerance
         assert value.shape == expected.shape and value.dtype == expected.dtype, name
         if tolerance and expected.numel() and expected.dtype.is_floating_point:
             bound = tolerance * max(1.0, expected.abs().max().item())
-            assert (value - expected).abs().max().item() <= bound, f"{name}: {(value - expected).abs().max().item():.3g}"
+            assert (value - expected).abs().max().item() <= bound, (
+                f"{name}: {(value - expected).abs().max().item():.3g}"
+            )
         else:
             assert torch.equal(value, expected), name

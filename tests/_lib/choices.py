@@ -22,13 +22,17 @@ def random_problem(
     forbidden: float = 0.05,
     most: int = 40_000,
 ) -> Problem:
-    """Any graph (cycles, dead ends, parallel edges, edges to itself), some entries inf, rows from impossible to loose.
+    """Any graph (cycles, dead ends, parallel edges, edges to itself), some entries inf, rows from
+    impossible to loose.
 
-    Costs are multiples of 1/8 up to 20 so that sums are exact and ties are frequent; at most ``most`` choices.
+    Costs are multiples of 1/8 up to 20 so that sums are exact and ties are frequent; at most
+    ``most`` choices.
     """
     rng = np.random.default_rng(seed)
     while True:
-        sizes = rng.integers(least_strategies, max_strategies + 1, rng.integers(least_nodes, max_nodes + 1))
+        sizes = rng.integers(
+            least_strategies, max_strategies + 1, rng.integers(least_nodes, max_nodes + 1)
+        )
         if math.prod(sizes.tolist()) <= most:
             break
 
@@ -42,20 +46,42 @@ def random_problem(
     edges = tuple((int(a), int(b), costs(sizes[a], sizes[b])) for a, b in ends)
     rows = []
     for _ in range(num_rows):
-        usage = {node: rng.integers(0, 64, size) / 8.0 for node, size in enumerate(sizes) if rng.random() < 0.8}
-        least, most_used = (sum(float(end(used)) for used in usage.values()) for end in (np.min, np.max))
+        usage = {
+            node: rng.integers(0, 64, size) / 8.0
+            for node, size in enumerate(sizes)
+            if rng.random() < 0.8
+        }
+        least, most_used = (
+            sum(float(end(used)) for used in usage.values()) for end in (np.min, np.max)
+        )
         rows.append(Row(least + (rng.random() * 0.8 - 0.05) * (most_used - least), usage))
     for _ in range(num_interval_rows):
-        usage = {node: rng.integers(0, 64, size) / 8.0 for node, size in enumerate(sizes) if rng.random() < 0.9}
-        intervals = {node: (start, start + int(rng.integers(0, 8))) for node in usage for start in [int(rng.integers(0, 12))]}
-        least, most_used = (_peak(intervals, {n: float(end(u)) for n, u in usage.items()}) for end in (np.min, np.max))
-        rows.append(Row(least + (rng.random() * 0.8 - 0.05) * (most_used - least), usage, intervals))
+        usage = {
+            node: rng.integers(0, 64, size) / 8.0
+            for node, size in enumerate(sizes)
+            if rng.random() < 0.9
+        }
+        intervals = {
+            node: (start, start + int(rng.integers(0, 8)))
+            for node in usage
+            for start in [int(rng.integers(0, 12))]
+        }
+        least, most_used = (
+            _peak(intervals, {n: float(end(u)) for n, u in usage.items()})
+            for end in (np.min, np.max)
+        )
+        rows.append(
+            Row(least + (rng.random() * 0.8 - 0.05) * (most_used - least), usage, intervals)
+        )
     return Problem(nodes, edges, tuple(rows))
 
 
 def _peak(intervals: dict[int, tuple[int, int]], used: dict[int, float]) -> float:
     moments = range(max((end for _, end in intervals.values()), default=0))
-    live = ((node for node, (start, end) in intervals.items() if start <= moment < end) for moment in moments)
+    live = (
+        (node for node, (start, end) in intervals.items() if start <= moment < end)
+        for moment in moments
+    )
     return max((sum(used[node] for node in nodes) for nodes in live), default=0.0)
 
 
@@ -83,15 +109,23 @@ def best_by_trying(problem: Problem) -> float:
     return float(total.min())
 
 
-def repeated_chain(seed: int, *, num_blocks: int, block_size: int, num_strategies: int = 3, shared: bool = False) -> Problem:
-    """Equal blocks in a chain, the first and the last a little different; optionally a node that every block reads."""
+def repeated_chain(
+    seed: int, *, num_blocks: int, block_size: int, num_strategies: int = 3, shared: bool = False
+) -> Problem:
+    """Equal blocks in a chain, the first and the last a little different; optionally a node that
+    every block reads.
+    """
     rng = np.random.default_rng(seed)
     nodes = [rng.integers(0, 99, num_strategies) / 8.0 for _ in range(block_size)]
 
     def table() -> Array:
         return rng.integers(0, 99, (num_strategies, num_strategies)) / 8.0
 
-    inside = [(a, b, table()) for a, b in itertools.combinations(range(block_size), 2) if b == a + 1 or rng.random() < 0.4]
+    inside = [
+        (a, b, table())
+        for a, b in itertools.combinations(range(block_size), 2)
+        if b == a + 1 or rng.random() < 0.4
+    ]
     link, read = table(), table()
     ends = rng.integers(0, 99, num_strategies) / 8.0
     all_nodes, edges = [], []

@@ -18,11 +18,11 @@ from precision import float64_casts
 from torch import nn
 
 import shardwright
-from shardwright.compiler.api import parallelize
-from shardwright.compiler.calibrate.calibrate import describe, measure
-from shardwright.compiler.calibrate.effort import Effort
-from shardwright.compiler.verification.deviation import deviations
-from shardwright.compiler.verification.reference import adamw
+from shardwright.frontend.calibrate.calibrate import describe, measure
+from shardwright.frontend.calibrate.effort import Effort
+from shardwright.frontend.parallelize import parallelize
+from shardwright.frontend.verification.deviation import deviations
+from shardwright.frontend.verification.one_device import adamw
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.world import current_world
@@ -46,7 +46,9 @@ def collectives() -> tuple[str, dict[str, Any]]:
 
 
 def calibrated() -> tuple[str, list[str]]:
-    """The hardware file that the ranks measure together with next to no effort, and what was measured of it."""
+    """The hardware file that the ranks measure together with next to no effort, and what was
+    measured of it.
+    """
     effort = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5)
     measured = measure(current_world(), effort)
     return describe(measured).dumps(), sorted(measured)
@@ -62,7 +64,9 @@ def same_gpu() -> str:
     return ""
 
 
-def _built(folder: Path, model: nn.Module, inputs: dict[str, Any], policy: str, **fields: Any) -> Any:
+def _built(
+    folder: Path, model: nn.Module, inputs: dict[str, Any], policy: str, **fields: Any
+) -> Any:
     world = current_world()
     config = ComputeConfig(**{"plan_ngpus": world.size, "runtime_ngpus": world.size, **fields})
     return parallelize(model, inputs, policy, config, gen_savedir=folder)
@@ -79,8 +83,8 @@ def _run(module: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def resumed(folder: Path, policy: str, **fields: Any) -> float:
-    """How far training that goes on from a checkpoint, or from a deduped state, is from training that just goes on, in units of
-    what is allowed.
+    """How far training that goes on from a checkpoint, or from a deduped state, is from training
+    that just goes on, in units of what is allowed.
     """
     entry = zoo.get("gpt2")
     inputs = entry.inputs()
@@ -112,12 +116,19 @@ def resumed(folder: Path, policy: str, **fields: Any) -> float:
         else:
             shardwright.load_deduped_state_dict(fresh, deduped[0], stepper, deduped[1])
         train(fresh, stepper, 1)
-        excess = max(excess, *(d.excess for d in deviations(host(fresh.state_dict()), host(module.state_dict()))))
+        excess = max(
+            excess,
+            *(d.excess for d in deviations(host(fresh.state_dict()), host(module.state_dict()))),
+        )
     return excess
 
 
-def mixed(folder: Path, policy: str, dtype: torch.dtype, **fields: Any) -> tuple[list[float], list[float]]:
-    """The losses of some steps in autocast with a scaled loss, and those of the model alone on this rank's device."""
+def mixed(
+    folder: Path, policy: str, dtype: torch.dtype, **fields: Any
+) -> tuple[list[float], list[float]]:
+    """The losses of some steps in autocast with a scaled loss, and those of the model alone on this
+    rank's device.
+    """
     model, inputs = zoo.get("gpt2").build().float(), zoo.get("gpt2").inputs()
     device = current_world().device
     autocast = partial(torch.autocast, device.type, dtype=dtype)
@@ -178,7 +189,11 @@ def evaluated(folder: Path, policy: str, **fields: Any) -> tuple[float, float]:
         model = entry.build()
         module = _built(folder, model, entry.inputs(), policy, **fields).eval()
         given = on_device(entry.inputs())
-        outputs = module.infer_step([given] * getattr(module, "num_microbatches", 2))[0] if module.end2end else module(**given)
+        outputs = (
+            module.infer_step([given] * getattr(module, "num_microbatches", 2))[0]
+            if module.end2end
+            else module(**given)
+        )
         return zoo.loss_of(outputs).item(), zoo.loss_of(model.eval()(**entry.inputs())).item()
 
 

@@ -1,7 +1,8 @@
-"""Training plans on the device of the current world, and comparing each rank's pieces with one device.
+"""Training plans on the device of the current world, and comparing each rank's pieces with one
+device.
 
-Every rank trains the reference for itself and compares what it holds, so nothing but verdicts travels. Used on fake CUDA
-devices by tests, and on GPUs by ``tests/product/gpus.py``.
+Every rank trains the reference for itself and compares what it holds, so nothing but verdicts
+travels. Used on fake CUDA devices by tests, and on GPUs by ``tests/product/gpus.py``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 import zoo
 from torch import Tensor
 
-from shardwright.compiler.api import parallelize
-from shardwright.compiler.cache import read_plan
-from shardwright.compiler.verification.deviation import deviations, tensors_of
-from shardwright.compiler.verification.precision import float64_casts
-from shardwright.compiler.verification.ranks import Held, train_rank
-from shardwright.compiler.verification.reference import Reference, adamw, reference_run
-from shardwright.compiler.verification.samples import rolled
+from shardwright.frontend.files.cache import read_plan
+from shardwright.frontend.parallelize import parallelize
+from shardwright.frontend.verification.deviation import deviations, tensors_of
+from shardwright.frontend.verification.one_device import Reference, adamw, reference_run
+from shardwright.frontend.verification.precision import float64_casts
+from shardwright.frontend.verification.sample_inputs import rolled
+from shardwright.frontend.verification.trained_ranks import Held, train_rank
 from shardwright.runtime import structure
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.ranks.world import current_world
@@ -29,7 +30,9 @@ from shardwright.runtime.ranks.world import current_world
 
 @dataclass(frozen=True)
 class Case:
-    """One training that is compared. ``config``: fields besides the numbers of ranks; ``plan_ngpus``: 0 means all ranks."""
+    """One training that is compared. ``config``: fields besides the numbers of ranks;
+    ``plan_ngpus``: 0 means all ranks.
+    """
 
     name: str
     model: str
@@ -42,10 +45,22 @@ def cases(num_ranks: int) -> list[Case]:
     """What ``num_ranks`` ranks can run."""
     everywhere = [
         Case("dp, all-reduced", "gpt2", "dp", 1),
-        Case("dp, overlapped, small buckets", "llama", "dp", 1, {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-3}),
+        Case(
+            "dp, overlapped, small buckets",
+            "llama",
+            "dp",
+            1,
+            {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-3},
+        ),
         Case("dp, batch norm", "resnet", "dp", 1),
         Case("ZeRO-1", "gpt2", "dp", 1, {"use_zero": 1}),
-        Case("ZeRO-2, overlapped", "llama", "dp", 1, {"use_zero": 2, "use_async_reducer": True, "reducer_bucket_cap_mb": 1e-3}),
+        Case(
+            "ZeRO-2, overlapped",
+            "llama",
+            "dp",
+            1,
+            {"use_zero": 2, "use_async_reducer": True, "reducer_bucket_cap_mb": 1e-3},
+        ),
         Case("ZeRO-3", "gpt2", "dp", 1, {"use_zero": 3}),
     ]
     if num_ranks == 1:
@@ -58,9 +73,21 @@ def cases(num_ranks: int) -> list[Case]:
         Case("data, batch norm", "resnet", "data"),
         Case("pp, 1F1B", "gpt2-untied", "pp", 2, end2end),
         Case("pp, tied embeddings", "gpt2", "pp", 2, end2end),
-        Case("pp, ZB-H1", "llama", "pp", 2, {**end2end, "pas_config": {"schedule": "zb_h1", "num_microbatches": 4}}),
+        Case(
+            "pp, ZB-H1",
+            "llama",
+            "pp",
+            2,
+            {**end2end, "pas_config": {"schedule": "zb_h1", "num_microbatches": 4}},
+        ),
         Case("pp, interleaved, tied", "gpt2", "pp", 2, {**end2end, "pas_config": _INTERLEAVED}),
-        Case("pp, recomputed", "gpt2", "pp", 2, {**end2end, "pas_config": {"recompute": ["transformer.h.*"]}}),
+        Case(
+            "pp, recomputed",
+            "gpt2",
+            "pp",
+            2,
+            {**end2end, "pas_config": {"recompute": ["transformer.h.*"]}},
+        ),
         Case("pp, encoder and decoder", "t5", "pp", 2, end2end),
     ]
     if num_ranks < 4:
@@ -79,28 +106,38 @@ _INTERLEAVED = {"schedule": "1f1b_interleaved", "chunks": 2, "num_microbatches":
 
 
 def compare(case: Case, folder: Path, steps: int = 3) -> dict[str, float]:
-    """Train ``case`` on this rank; by kind of tensor, the farthest of them from one device in units of what is allowed.
+    """Train ``case`` on this rank; by kind of tensor, the farthest of them from one device in units
+    of what is allowed.
 
     ``folder`` is the same on all ranks. Collective.
     """
     world = current_world()
-    config = ComputeConfig(plan_ngpus=case.plan_ngpus or world.size, runtime_ngpus=world.size, **case.config)
+    config = ComputeConfig(
+        plan_ngpus=case.plan_ngpus or world.size, runtime_ngpus=world.size, **case.config
+    )
     entry = zoo.get(case.model)
     with float64_casts():
         model = entry.build()
-        parallelize(model, entry.inputs(), case.policy, config, gen_savedir=folder, load_module=False)
+        parallelize(
+            model, entry.inputs(), case.policy, config, gen_savedir=folder, load_module=False
+        )
         (directory,) = {path.parent for path in folder.rglob("manifest.json")}
         num_samples = num_samples_of(directory, config)
         samples = [
-            [rolled(entry.inputs(), u + n * config.num_units) for n in range(num_samples)] for u in range(config.num_units)
+            [rolled(entry.inputs(), u + n * config.num_units) for n in range(num_samples)]
+            for u in range(config.num_units)
         ]
-        held = train_rank(directory, config, on_device(samples), world.rank, steps, adamw, training=True)
+        held = train_rank(
+            directory, config, on_device(samples), world.rank, steps, adamw, training=True
+        )
     reference = reference_run(model, samples, adamw, steps)
     return farthest(held, reference, world.rank // config.plan_ngpus, num_samples)
 
 
 def farthest(held: Held, reference: Reference, unit: int, num_samples: int) -> dict[str, float]:
-    """By kind, the largest excess of what a rank holds. Buffers are compared on unit 0, losses with those of the unit."""
+    """By kind, the largest excess of what a rank holds. Buffers are compared on unit 0, losses with
+    those of the unit.
+    """
     mine = slice(unit * num_samples, (unit + 1) * num_samples)
     pairs: dict[str, tuple[Any, Any]] = {
         "losses": (held.losses, [losses[mine] for losses in reference.losses]),
@@ -116,7 +153,9 @@ def farthest(held: Held, reference: Reference, unit: int, num_samples: int) -> d
 def _placed(
     held: Held, pieces: Mapping[str, Tensor | None], wholes: Mapping[str, Tensor | None]
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """The pieces of a rank in their places in copies of the reference, and the reference of those tensors."""
+    """The pieces of a rank in their places in copies of the reference, and the reference of those
+    tensors.
+    """
     ours: dict[str, Tensor | None] = {}
     for name, piece in pieces.items():
         whole = wholes[name]
@@ -124,10 +163,13 @@ def _placed(
             ours[name] = piece
             continue
         runs = [
-            torch.tensor([i for start, stop in span for i in range(start, stop)], dtype=torch.long) for span in held.spans[name]
+            torch.tensor([i for start, stop in span for i in range(start, stop)], dtype=torch.long)
+            for span in held.spans[name]
         ]
         ours[name] = whole.clone()
-        ours[name][torch.meshgrid(*runs, indexing="ij") if runs else ...] = piece.to("cpu", whole.dtype)
+        ours[name][torch.meshgrid(*runs, indexing="ij") if runs else ...] = piece.to(
+            "cpu", whole.dtype
+        )
     return ours, {name: wholes[name] for name in pieces}
 
 
@@ -138,7 +180,9 @@ def num_samples_of(directory: Path, config: ComputeConfig) -> int:
 
 def on_device(tree: Any) -> Any:
     """The same with tensors on the device of this rank."""
-    return structure.map_leaves(tree, lambda path, x: x.to(current_world().device) if isinstance(x, Tensor) else x, "")
+    return structure.map_leaves(
+        tree, lambda path, x: x.to(current_world().device) if isinstance(x, Tensor) else x, ""
+    )
 
 
 def host(tree: Any) -> Any:
@@ -146,9 +190,13 @@ def host(tree: Any) -> Any:
 
 
 def compare_all(folder: str, names: list[str]) -> dict[str, dict[str, float]]:
-    """:func:`compare` for the cases of these names. What one raises has a note that names the case. Collective."""
+    """:func:`compare` for the cases of these names. What one raises has a note that names the case.
+    Collective.
+    """
     results = {}
-    for number, case in enumerate(case for case in cases(current_world().size) if case.name in names):
+    for number, case in enumerate(
+        case for case in cases(current_world().size) if case.name in names
+    ):
         try:
             results[case.name] = compare(case, Path(folder) / str(number))
         except Exception as error:

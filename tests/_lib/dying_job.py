@@ -1,4 +1,5 @@
-"""A job under torchrun: trains a compiled pipeline of three ranks; the last goes away in the middle of its second step.
+"""A job under torchrun: trains a compiled pipeline of three ranks; the last goes away in the middle
+of its second step.
 
 torchrun --nproc-per-node 3 dying_job.py FOLDER
 """
@@ -20,7 +21,9 @@ import shardwright
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config = shardwright.ComputeConfig(plan_ngpus=3, runtime_ngpus=3, use_end2end=True, pas_config={"num_microbatches": 4})
+    config = shardwright.ComputeConfig(
+        plan_ngpus=3, runtime_ngpus=3, use_end2end=True, pas_config={"num_microbatches": 4}
+    )
     module = shardwright.parallelize(Tied(), SAMPLES[0], "pp", config, gen_savedir=folder)
     module.train_step(SAMPLES)
     leaving.tell_of_waiting(Path(folder))

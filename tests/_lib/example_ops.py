@@ -1,4 +1,6 @@
-"""The calls of ``op_examples`` as operators of a graph, with rules and with real tensors to run them on."""
+"""The calls of ``op_examples`` as operators of a graph, with rules and with real tensors to run
+them on.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from shardwright.compiler.ops.render import call_source, imports_of
 
 def all_calls() -> list[Any]:
     """Every example: ``(name, call)``."""
-    return [(f"{group}-{index}", call) for group, calls in EXAMPLES.items() for index, call in enumerate(calls)]
+    return [
+        (f"{group}-{index}", call)
+        for group, calls in EXAMPLES.items()
+        for index, call in enumerate(calls)
+    ]
 
 
 def example_op(call: Call) -> tuple[IROp, list[Tensor]]:
@@ -38,9 +44,15 @@ def example_op(call: Call) -> tuple[IROp, list[Tensor]]:
     bound = dict(opdef.bind(bound_args, bound_kwargs))
     operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
     values = iter([_value(f"x{i}", x) for i, x in enumerate(operands)])
-    named = map_leaves(tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf)
+    named = map_leaves(
+        tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf
+    )
     op = IROp(opdef.name, opdef.name, tuple(zip(bound, named, strict=True)), ())
-    plain = run_op(op, operands) if isinstance(function, OpDef) else getattr(function, "apply", function)(*args, **kwargs)
+    plain = (
+        run_op(op, operands)
+        if isinstance(function, OpDef)
+        else getattr(function, "apply", function)(*args, **kwargs)
+    )
     results = tensors_of(plain)
     op = replace(op, results=tuple(_value(f"y{i}", y) for i, y in enumerate(results)))
     return replace(op, rule=instantiate(opdef, op)), operands
@@ -63,4 +75,8 @@ def tensors_of(result: Any) -> list[Tensor]:
     """The tensors of a result, in order."""
     if isinstance(result, Tensor):
         return [result]
-    return [tensor for item in result for tensor in tensors_of(item)] if isinstance(result, tuple | list) else []
+    return (
+        [tensor for item in result for tensor in tensors_of(item)]
+        if isinstance(result, tuple | list)
+        else []
+    )

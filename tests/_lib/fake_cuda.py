@@ -1,12 +1,15 @@
-"""CUDA devices on a build of torch without CUDA, with real values: for finding what would fail on GPUs.
+"""CUDA devices on a build of torch without CUDA, with real values: for finding what would fail on
+GPUs.
 
-:func:`install` gives this process :data:`NUM_DEVICES` devices, ``cuda:0`` and on. Their tensors are ordinary ones, with CUDA's
-dispatch key and the host's memory (``fake_cuda.cpp``), so views, storages, ``.data``, autograd and optimizers do what they
-do on a GPU: operators refuse tensors of two devices, the CUDA list of autocast holds, a backward runs in a thread of its
-device, and generators belong to a device. The kernels are the CPU's, so values are equal to those on a CPU bit by bit.
+:func:`install` gives this process :data:`NUM_DEVICES` devices, ``cuda:0`` and on. Their tensors are
+ordinary ones, with CUDA's dispatch key and the host's memory (``fake_cuda.cpp``), so views,
+storages, ``.data``, autograd and optimizers do what they do on a GPU: operators refuse tensors of
+two devices, the CUDA list of autocast holds, a backward runs in a thread of its device, and
+generators belong to a device. The kernels are the CPU's, so values are equal to those on a CPU bit
+by bit.
 
-:mod:`fake_nccl` has a process group that refuses what NCCL refuses. What neither shows: streams and their races, the
-kernels that only GPUs have, speed, memory.
+:mod:`fake_nccl` has a process group that refuses what NCCL refuses. What neither shows: streams and
+their races, the kernels that only GPUs have, speed, memory.
 """
 
 from __future__ import annotations
@@ -40,17 +43,34 @@ def build() -> Path:
     library = Path(tempfile.gettempdir()) / f"shardwright_fake_cuda_{os.getuid()}_{digest}.so"
     if not library.exists():
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        paths = [part for path in cpp_extension.library_paths() for part in (f"-L{path}", f"-Wl,-rpath,{path}")]
+        paths = [
+            part
+            for path in cpp_extension.library_paths()
+            for part in (f"-L{path}", f"-Wl,-rpath,{path}")
+        ]
         with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as made:
             pass
-        command = [compiler() or "g++", "-shared", "-fPIC", "-O0", "-w", "-std=c++20", *includes, str(SOURCE), "-o", made.name]
+        command = [
+            compiler() or "g++",
+            "-shared",
+            "-fPIC",
+            "-O0",
+            "-w",
+            "-std=c++20",
+            *includes,
+            str(SOURCE),
+            "-o",
+            made.name,
+        ]
         subprocess.run([*command, *paths, "-lc10", "-ltorch_cpu", "-ltorch"], check=True)
         os.replace(made.name, library)
     return library
 
 
 def install() -> None:
-    """Give this process CUDA devices, for the rest of its life. It must not have had a backward before."""
+    """Give this process CUDA devices, for the rest of its life. It must not have had a backward
+    before.
+    """
     torch.ops.load_library(build())
     ours: Any = torch.ops.fake_cuda
     cuda: Any = torch.cuda
@@ -68,8 +88,12 @@ def install() -> None:
     cuda.Event = _Event
     storage: Any = torch.UntypedStorage  # which makes none of a device that torch was not built for
     on_cpu = storage.clone
-    storage.clone = lambda self: on_cpu(self) if self.device.type == "cpu" else _bytes_of(self).clone().untyped_storage()
-    storage.cpu = lambda self: self if self.device.type == "cpu" else _bytes_of(self).cpu().untyped_storage()
+    storage.clone = lambda self: (
+        on_cpu(self) if self.device.type == "cpu" else _bytes_of(self).clone().untyped_storage()
+    )
+    storage.cpu = lambda self: (
+        self if self.device.type == "cpu" else _bytes_of(self).cpu().untyped_storage()
+    )
 
 
 class _Event:
@@ -90,12 +114,16 @@ class _Event:
 
 
 def synchronisations() -> list[str]:
-    """For what the host has waited for the device since the last call: operators, ``to host``, ``to device``."""
+    """For what the host has waited for the device since the last call: operators, ``to host``, ``to
+    device``.
+    """
     return list(torch.ops.fake_cuda.synchronisations())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),)
+    )
 
 
 def _index(device: torch.device | int | str | None) -> int:

@@ -1,15 +1,20 @@
-"""A process group for fake CUDA tensors that does what NCCL's does, and refuses what NCCL's refuses.
+"""A process group for fake CUDA tensors that does what NCCL's does, and refuses what NCCL's
+refuses.
 
 :func:`start` makes it the backend ``nccl_stand_in``. Values travel through gloo. What is NCCL's:
 
-- tensors are contiguous, on the CUDA device of this rank, and of a type that NCCL has; no tags, no object of the CPU;
-- the calls of a communicator run one after the other, in the order in which they were made, whatever each does;
-- a communicator is made in its first call, in which the host waits for all members, asynchronous or not; a send or receive
-  makes one for the two ranks that it is between (so it is without ``device_id`` in ``init_process_group``);
-- results are there after ``wait()``, not before: until then they are not numbers here. What is sent must not change until
-  then: here that is an error, on a GPU a race.
+- tensors are contiguous, on the CUDA device of this rank, and of a type that NCCL has; no tags, no
+  object of the CPU;
+- the calls of a communicator run one after the other, in the order in which they were made,
+  whatever each does;
+- a communicator is made in its first call, in which the host waits for all members, asynchronous or
+  not; a send or receive makes one for the two ranks that it is between (so it is without
+  ``device_id`` in ``init_process_group``);
+- results are there after ``wait()``, not before: until then they are not numbers here. What is sent
+  must not change until then: here that is an error, on a GPU a race.
 
-Taken from torch's ``ProcessGroupNCCL.cpp`` (``pointToPoint``, ``initNCCLComm``, ``getNcclDataType``).
+Taken from torch's ``ProcessGroupNCCL.cpp`` (``pointToPoint``, ``initNCCLComm``,
+``getNcclDataType``).
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ DTYPES = frozenset({*_floats, torch.int8, torch.uint8, torch.int32, torch.int64,
 
 
 def start(local_rank: int) -> str:
-    """Give this process fake CUDA devices, of which it uses ``local_rank``, and return the backend to initialise."""
+    """Give this process fake CUDA devices, of which it uses ``local_rank``, and return the backend
+    to initialise.
+    """
     install()
     torch.cuda.set_device(local_rank)
     dist.Backend.register_backend(BACKEND, _make, devices=["cuda"])
@@ -55,7 +62,9 @@ class StandIn(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._timeout = timeout
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("values", store), rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore("values", store), rank, size, timeout
+        )
         self._queues: dict[str, ThreadPoolExecutor] = {}
 
     def getBackendName(self) -> str:
@@ -67,18 +76,28 @@ class StandIn(dist.ProcessGroup):
         (x,) = tensors
         if x.dtype == torch.bool and opts.reduceOp == dist.ReduceOp.AVG:
             raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
-        return self._collective("all_reduce", [x], [x], lambda given, made: self._gloo.allreduce([made[0]], opts), opts)
+        return self._collective(
+            "all_reduce", [x], [x], lambda given, made: self._gloo.allreduce([made[0]], opts), opts
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         (x,) = tensors
         given = [x] if opts.rootRank == self.rank() else []
-        return self._collective("broadcast", given, [x], lambda _, made: self._gloo.broadcast([made[0]], opts), opts)
+        return self._collective(
+            "broadcast", given, [x], lambda _, made: self._gloo.broadcast([made[0]], opts), opts
+        )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         if output.numel() != input.numel() * self.size() or output.dtype != input.dtype:
-            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+            raise ValueError(
+                "output tensor size must be equal to world_size times input tensor size"
+            )
         return self._collective(
-            "all_gather", [input], [output], lambda given, made: self._gloo._allgather_base(made[0], given[0], opts), opts
+            "all_gather",
+            [input],
+            [output],
+            lambda given, made: self._gloo._allgather_base(made[0], given[0], opts),
+            opts,
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
@@ -93,10 +112,17 @@ class StandIn(dist.ProcessGroup):
         )
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any,
     ) -> Any:
         def run(given: list[Tensor], made: list[Tensor]) -> Any:
-            return self._gloo.alltoall_base(made[0], given[0], list(output_sizes), list(input_sizes), opts)
+            return self._gloo.alltoall_base(
+                made[0], given[0], list(output_sizes), list(input_sizes), opts
+            )
 
         return self._collective("all_to_all", [input], [output], run, opts)
 
@@ -115,15 +141,24 @@ class StandIn(dist.ProcessGroup):
     # How it goes
 
     def _collective(
-        self, what: str, given: list[Tensor], made: list[Tensor], run: Callable[[list[Tensor], list[Tensor]], Any], opts: Any
+        self,
+        what: str,
+        given: list[Tensor],
+        made: list[Tensor],
+        run: Callable[[list[Tensor], list[Tensor]], Any],
+        opts: Any,
     ) -> Any:
         for x in (*given, *made):
             _check(what, x)
         self._connect("everyone", self.size())
         inputs, outputs = [_host(x) for x in given], [_host(x) for x in made]
-        return self._queued("everyone", lambda: run(inputs, outputs), given, inputs, made, outputs, opts.asyncOp)
+        return self._queued(
+            "everyone", lambda: run(inputs, outputs), given, inputs, made, outputs, opts.asyncOp
+        )
 
-    def _message(self, tensors: Sequence[Tensor], peer: int, run: Callable[[Tensor], Any], *, received: bool) -> Any:
+    def _message(
+        self, tensors: Sequence[Tensor], peer: int, run: Callable[[Tensor], Any], *, received: bool
+    ) -> Any:
         (x,) = tensors
         _check("receive" if received else "send", x)
         pair = f"{min(peer, self.rank())}:{max(peer, self.rank())}"
@@ -142,7 +177,10 @@ class StandIn(dist.ProcessGroup):
         end = time.monotonic() + self._timeout.total_seconds()
         while self._store.add(key, 0) < num_members:
             if time.monotonic() > end:
-                raise RuntimeError(f"rank {self.rank()} waits for the others of a communicator ({communicator}) to make it")
+                raise RuntimeError(
+                    f"rank {self.rank()} waits for the others of a communicator "
+                    f"({communicator}) to make it"
+                )
             time.sleep(0.002)
 
     def _queued(
@@ -157,7 +195,11 @@ class StandIn(dist.ProcessGroup):
     ) -> Any:
         # In place, the input is a part of the output.
         written = {x.untyped_storage()._cdata for x in made}
-        sent = [(x, copy.clone()) for x, copy in zip(given, inputs, strict=True) if x.untyped_storage()._cdata not in written]
+        sent = [
+            (x, copy.clone())
+            for x, copy in zip(given, inputs, strict=True)
+            if x.untyped_storage()._cdata not in written
+        ]
         future = self._queues[communicator].submit(lambda: start().wait())
         for x in made if is_async else ():
             _on_host(x).fill_(math.nan if x.is_floating_point() else 113)
@@ -171,13 +213,19 @@ class _Work:
     """A call that is queued."""
 
     def __init__(
-        self, future: Future[Any], sent: list[tuple[Tensor, Tensor]], made: list[Tensor], outputs: list[Tensor]
+        self,
+        future: Future[Any],
+        sent: list[tuple[Tensor, Tensor]],
+        made: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
         self._future, self._sent, self._made, self._outputs = future, sent, made, outputs
         self._waited = False
 
     def is_completed(self) -> bool:
-        """Whether the device is done; what was received is not seen by other streams before ``wait()``."""
+        """Whether the device is done; what was received is not seen by other streams before
+        ``wait()``.
+        """
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -196,11 +244,16 @@ def _check(what: str, x: Tensor) -> None:
     if not x.is_cuda:
         raise RuntimeError(f"No backend type associated with device type {x.device.type} ({what})")
     if x.device.index != torch.cuda.current_device():
-        raise RuntimeError(f"{what} of a tensor on {x.device}, but this rank has cuda:{torch.cuda.current_device()}")
+        raise RuntimeError(
+            f"{what} of a tensor on {x.device}, but this rank has "
+            f"cuda:{torch.cuda.current_device()}"
+        )
     if not x.is_contiguous():
         raise ValueError(f"Tensors must be contiguous ({what})")
     if x.dtype not in DTYPES:
-        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {x.dtype} ({what})")
+        raise TypeError(
+            f"Input tensor data type is not supported for NCCL process group: {x.dtype} ({what})"
+        )
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Real processes of which one is killed or stopped at a chosen moment: what do the others say, and do they end?
+"""Real processes of which one is killed or stopped at a chosen moment: what do the others say, and
+do they end?
 
-``run(job, fault)`` starts a process per rank. Each trains a small compiled model over gloo; the victim sends itself a signal
-when it comes to the chosen communication. What the survivors raised is returned by rank.
+``run(job, fault)`` starts a process per rank. Each trains a small compiled model over gloo; the
+victim sends itself a signal when it comes to the chosen communication. What the survivors raised is
+returned by rank.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ DEADLINE_S = 900.0
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks train. ``config``: fields of the ComputeConfig. ``saves``: with checkpoints."""
+    """What the ranks train. ``config``: fields of the ComputeConfig. ``saves``: with
+    checkpoints.
+    """
 
     policy: str
     config: dict[str, Any]
@@ -53,7 +57,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Fault:
-    """``moment``: a word of :data:`MOMENTS`, the number of a communication, or none: the parent sends the signal then."""
+    """``moment``: a word of :data:`MOMENTS`, the number of a communication, or none: the parent
+    sends the signal then.
+    """
 
     victim: int
     moment: str | int | None
@@ -62,7 +68,9 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """``errors``: text by surviving rank, empty where it ended without. ``said``: what its waits logged."""
+    """``errors``: text by surviving rank, empty where it ended without. ``said``: what its waits
+    logged.
+    """
 
     errors: dict[int, str] = field(default_factory=dict)
     said: dict[int, list[str]] = field(default_factory=dict)
@@ -83,7 +91,9 @@ MOMENTS: dict[str, Callable[[str], bool]] = {
     "clip": lambda told: told == "the norm of all gradients",
     "save": lambda told: told == "a checkpoint",
 }
-"""Collectives of a step. The victim leaves before it joins the first one of these in its second step."""
+"""Collectives of a step. The victim leaves before it joins the first one of these in its second
+step.
+"""
 
 
 class Net(nn.Module):
@@ -104,26 +114,44 @@ def compiled(folder: Path, job: Job) -> str:
     """Compile what the ranks train."""
     config = shardwright.ComputeConfig(**job.config)
     torch.manual_seed(0)
-    shardwright.parallelize(Net(), ARGUMENTS, job.policy, config, gen_savedir=folder, load_module=False)
+    shardwright.parallelize(
+        Net(), ARGUMENTS, job.policy, config, gen_savedir=folder, load_module=False
+    )
     return str(next(folder.rglob("manifest.json")).parent)
 
 
 def run(
-    folder: Path, job: Job, fault: Fault, *, timeout_s: float = 600.0, after_s: float = 0.0, target: str = "train"
+    folder: Path,
+    job: Job,
+    fault: Fault,
+    *,
+    timeout_s: float = 600.0,
+    after_s: float = 0.0,
+    target: str = "train",
 ) -> Outcome:
-    """Run a job with a fault. ``after_s``: when the parent sends the signal, counted from when all ranks have begun.
+    """Run a job with a fault. ``after_s``: when the parent sends the signal, counted from when all
+    ranks have begun.
 
-    ``timeout_s``: the limit of all waits. ``target``: the function of this file that each rank runs.
+    ``timeout_s``: the limit of all waits. ``target``: the function of this file that each rank
+    runs.
     """
     multiprocessing.set_forkserver_preload([*spawn.PRELOADED, "faults"])
     context = multiprocessing.get_context("forkserver")
-    environment = {**os.environ, "SHARDWRIGHT_TIMEOUT_S": str(timeout_s), "SHARDWRIGHT_NOTICE_S": "1"}
+    environment = {
+        **os.environ,
+        "SHARDWRIGHT_TIMEOUT_S": str(timeout_s),
+        "SHARDWRIGHT_NOTICE_S": "1",
+    }
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     if job.has_store:
         del store  # the port is free now
     processes = [
-        context.Process(target=_rank, args=(rank, port, str(folder), job, fault, environment, target), daemon=True)
+        context.Process(
+            target=_rank,
+            args=(rank, port, str(folder), job, fault, environment, target),
+            daemon=True,
+        )
         for rank in range(job.num_ranks)
     ]
     for process in processes:
@@ -146,12 +174,22 @@ def run(
             process.join()
     for rank in survivors:
         path = folder / f"outcome{rank}.json"
-        told = json.loads(path.read_text()) if path.exists() else {"error": "(no outcome)", "said": []}
+        told = (
+            json.loads(path.read_text()) if path.exists() else {"error": "(no outcome)", "said": []}
+        )
         outcome.errors[rank], outcome.said[rank] = told["error"], told["said"]
     return outcome
 
 
-def _rank(rank: int, port: int, folder: str, job: Job, fault: Fault, environment: dict[str, str], target: str) -> None:
+def _rank(
+    rank: int,
+    port: int,
+    folder: str,
+    job: Job,
+    fault: Fault,
+    environment: dict[str, str],
+    target: str,
+) -> None:
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
@@ -207,14 +245,16 @@ def compile_and_train(folder: Path, job: Job, fault: Fault | None) -> None:
 
 PLACES = {
     "world": "shardwright.runtime.ranks.world.DistributedWorld.__init__",
-    "arguments": "shardwright.compiler.api.find_policy",
-    "compile": "shardwright.compiler.api.generate",
-    "packing": "shardwright.compiler.broadcast.Parcel.pack",
-    "loading": "shardwright.compiler.api.load_class",
+    "arguments": "shardwright.frontend.parallelize.find_policy",
+    "compile": "shardwright.frontend.parallelize.generate",
+    "packing": "shardwright.frontend.files.broadcast_files.Parcel.pack",
+    "loading": "shardwright.frontend.parallelize.load_class",
     "weights": "shardwright.runtime.module.parallel_module.ParallelModule._make_tensors",
     "groups": "shardwright.runtime.module.parallel_module.ParallelModule._make_groups",
 }
-"""Functions that a compile calls, by stage; with one of them as its moment the victim raises there in the place of leaving."""
+"""Functions that a compile calls, by stage; with one of them as its moment the victim raises there
+in the place of leaving.
+"""
 
 
 def _broken(*arguments: Any, **kwargs: Any) -> None:
@@ -222,17 +262,23 @@ def _broken(*arguments: Any, **kwargs: Any) -> None:
 
 
 def compile_together(folder: Path, job: Job, fault: Fault | None) -> None:
-    """Compile and load, with the fault at its number of an exchange, before the first one, or at a place."""
+    """Compile and load, with the fault at its number of an exchange, before the first one, or at a
+    place.
+    """
     (folder / f"began{dist.get_rank()}").touch()
     config = shardwright.ComputeConfig(**job.config)
     at = fault.moment if fault is not None and fault.moment in PLACES else None
     with mock.patch(PLACES[at], _broken) if at else faulty(fault, 1):
-        shardwright.parallelize(Net(), ARGUMENTS, job.policy, config, gen_savedir=folder, broadcast_strategy="all")
+        shardwright.parallelize(
+            Net(), ARGUMENTS, job.policy, config, gen_savedir=folder, broadcast_strategy="all"
+        )
 
 
 @contextmanager
 def faulty(fault: Fault | None, step: int) -> Any:
-    """Inside the ``with`` block of its second step the victim leaves at its moment; with a number, at that communication."""
+    """Inside the ``with`` block of its second step the victim leaves at its moment; with a number,
+    at that communication.
+    """
     if fault is None or fault.moment is None or (step != 1 and isinstance(fault.moment, str)):
         yield
         return

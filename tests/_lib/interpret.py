@@ -21,7 +21,8 @@ from shardwright.runtime import structure
 
 
 def run_graph(graph: IRGraph, module: torch.nn.Module, args: Mapping[str, Any]) -> Any:
-    """The result of ``graph`` for the parameters and buffers of ``module``, whose ``training`` flag is honoured.
+    """The result of ``graph`` for the parameters and buffers of ``module``, whose ``training`` flag
+    is honoured.
 
     Buffer updates are written to ``module``; gradients flow to its parameters.
     """
@@ -64,12 +65,18 @@ class _Run:
         cast = torch.autocast("cpu", dtype=op.autocast) if op.autocast else contextlib.nullcontext()
         with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
             result = self._call(op)
-        tensors = [leaf for leaf in structure.flatten(result).values() if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf for leaf in structure.flatten(result).values() if isinstance(leaf, torch.Tensor)
+        ]
         assert len(tensors) == len(op.results), f"{op.name} gave {len(tensors)} tensors"
         for value, tensor in zip(op.results, tensors, strict=True):
             expected = tuple(self._leaf(size) for size in value.shape)
-            assert tuple(tensor.shape) == expected, f"{value.name}: {tuple(tensor.shape)} is not {expected} ({op.target})"
-            assert tensor.dtype == value.dtype, f"{value.name}: {tensor.dtype} is not {value.dtype} ({op.target})"
+            assert tuple(tensor.shape) == expected, (
+                f"{value.name}: {tuple(tensor.shape)} is not {expected} ({op.target})"
+            )
+            assert tensor.dtype == value.dtype, (
+                f"{value.name}: {tensor.dtype} is not {value.dtype} ({op.target})"
+            )
             self.values[value.name] = tensor
 
     def _call(self, op: IROp) -> Any:
@@ -94,7 +101,11 @@ class _Run:
 
     def _tree(self, tree: Tree) -> Any:
         if tree.kind == "leaf":
-            return self._leaf(tree.value) if not isinstance(tree.value, tuple) else map_leaves(tree.value, self._leaf)
+            return (
+                self._leaf(tree.value)
+                if not isinstance(tree.value, tuple)
+                else map_leaves(tree.value, self._leaf)
+            )
         items = {key: self._tree(child) for key, child in tree.children}
         if tree.kind == "dict":
             return items

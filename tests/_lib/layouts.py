@@ -1,4 +1,6 @@
-"""What a layout means, by brute force: encode a value into the tensors of all ranks, decode it, with copies compared."""
+"""What a layout means, by brute force: encode a value into the tensors of all ranks, decode it,
+with copies compared.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,22 @@ def dim_indices(layout: Layout, dim: int, mesh: Mesh, coords: dict[str, int]) ->
 
 
 def encode(value: Tensor, layout: Layout, mesh: Mesh, seed: int = 7) -> list[Tensor]:
-    """The local tensor of every rank. Summands of a partial value are random, alike on ranks that hold copies."""
+    """The local tensor of every rank. Summands of a partial value are random, alike on ranks that
+    hold copies.
+    """
     generator = torch.Generator().manual_seed(seed)
     terms = list(itertools.product(*(range(mesh.axis_size(axis)) for axis in layout.partial)))
-    summands = {key: torch.randn(value.shape, dtype=value.dtype, generator=generator) for key in terms[1:]}
+    summands = {
+        key: torch.randn(value.shape, dtype=value.dtype, generator=generator) for key in terms[1:]
+    }
     summands[terms[0]] = value - sum(summands.values())
     pieces = []
     for coords in mesh.all_coords():
         piece = summands[tuple(coords[axis] for axis in layout.partial)]
         for dim in range(value.ndim):
-            piece = piece.index_select(dim, torch.tensor(dim_indices(layout, dim, mesh, coords), dtype=torch.long))
+            piece = piece.index_select(
+                dim, torch.tensor(dim_indices(layout, dim, mesh, coords), dtype=torch.long)
+            )
         pieces.append(piece)
     return pieces
 
@@ -59,7 +67,10 @@ def decode(pieces: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
             torch.testing.assert_close(piece, copies[key], rtol=0, atol=1e-12, msg="copies differ")
             continue
         copies[key] = piece
-        grids = [torch.tensor(dim_indices(layout, dim, mesh, coords), dtype=torch.long) for dim in range(total.ndim)]
+        grids = [
+            torch.tensor(dim_indices(layout, dim, mesh, coords), dtype=torch.long)
+            for dim in range(total.ndim)
+        ]
         assert piece.shape == tuple(len(g) for g in grids)
         if total.ndim == 0:
             total += piece

@@ -1,4 +1,5 @@
-"""A rank that goes away in a step, at a moment that does not depend on how fast the others are: when they wait for gradients.
+"""A rank that goes away in a step, at a moment that does not depend on how fast the others are:
+when they wait for gradients.
 
 Until then they send, and what fails first would be a message to the rank that is gone.
 """

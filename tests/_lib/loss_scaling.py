@@ -1,4 +1,6 @@
-"""Steps with a loss scaler in which gradients overflow at one place, on some ranks and on one device for comparison."""
+"""Steps with a loss scaler in which gradients overflow at one place, on some ranks and on one
+device for comparison.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def train(
     poisoned: tuple[nn.Parameter, int] | None,
     steps: range = range(STEPS),
 ) -> Record:
-    """Steps of ``backward(step)``, unscaled, clipped and scaled. What happened in each, and what is left in the end."""
+    """Steps of ``backward(step)``, unscaled, clipped and scaled. What happened in each, and what is
+    left in the end.
+    """
     record: Record = {"scales": [], "norms": [], "taken": []}
     taken: list[bool] = []
     hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
@@ -64,7 +68,10 @@ def train(
         record["taken"].append(bool(taken))
         record["scales"].append(scaler.get_scale())
     hook.remove()
-    return {**record, "parameters": {name: p.detach().clone() for name, p in module.named_parameters()}}
+    return {
+        **record,
+        "parameters": {name: p.detach().clone() for name, p in module.named_parameters()},
+    }
 
 
 def assert_same_course(record: Record, expected: Record) -> None:
@@ -72,5 +79,8 @@ def assert_same_course(record: Record, expected: Record) -> None:
     assert record["taken"] == expected["taken"] == [step not in OVERFLOWS for step in range(STEPS)]
     assert record["scales"] == expected["scales"]
     torch.testing.assert_close(
-        torch.stack(record["norms"]), torch.stack(expected["norms"]).to(record["norms"][0].dtype), rtol=1e-12, atol=0
+        torch.stack(record["norms"]),
+        torch.stack(expected["norms"]).to(record["norms"][0].dtype),
+        rtol=1e-12,
+        atol=0,
     )

@@ -1,4 +1,6 @@
-"""Models trained in low precision with masters: on the ranks of a plan, on one device, and in float64 for comparison."""
+"""Models trained in low precision with masters: on the ranks of a plan, on one device, and in
+float64 for comparison.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from traces import shared_traces
 
 import shardwright
-from shardwright.compiler.verification.samples import rolled
+from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -37,7 +39,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the zoo under a plan. ``policy``: its name. ``options``: further fields of the config."""
+    """A model of the zoo under a plan. ``policy``: its name. ``options``: further fields of the
+    config.
+    """
 
     name: str
     policy: str
@@ -58,7 +62,11 @@ class Case:
                 "use_end2end": end2end,
                 "use_zero": 0,
                 "distributed_optimizer": {},
-                **({"pas_config": {"num_stages": 2, "num_microbatches": SAMPLES}} if end2end else {}),
+                **(
+                    {"pas_config": {"num_stages": 2, "num_microbatches": SAMPLES}}
+                    if end2end
+                    else {}
+                ),
                 **self.options,
             }
         )
@@ -69,7 +77,10 @@ class Case:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.name} {dtype} {self.policy} {self.plan_ngpus}x{self.num_units} {dict(self.options)}"
+        return (
+            f"{self.name} {dtype} {self.policy} {self.plan_ngpus}x{self.num_units} "
+            f"{dict(self.options)}"
+        )
 
     def inputs(self, step: int, unit: int, sample: int) -> dict[str, Any]:
         """Token ids and the like: no floating tensors."""
@@ -83,7 +94,8 @@ def model_of(name: str, dtype: torch.dtype) -> nn.Module:
     return zoo.get(name).build().to(dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------- one device
+# -------------------------------------------------------------------------------------------------------------
+# one device
 
 
 def exact(case: Case, steps: int = STEPS) -> dict[str, Tensor]:
@@ -95,7 +107,9 @@ def exact(case: Case, steps: int = STEPS) -> dict[str, Tensor]:
             optimizer.zero_grad()
             for unit in range(case.num_units):
                 for sample in range(case.num_samples):
-                    (zoo.loss_of(model(**case.inputs(step, unit, sample))) / case.num_units).backward()
+                    (
+                        zoo.loss_of(model(**case.inputs(step, unit, sample))) / case.num_units
+                    ).backward()
             optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -113,7 +127,11 @@ def eager(case: Case, steps: int = STEPS) -> dict[str, Tensor]:
                 for name, p in model.named_parameters():
                     if p.grad is not None:
                         gradient = p.grad.float() / case.num_units
-                        masters[name].grad = gradient if masters[name].grad is None else masters[name].grad + gradient
+                        masters[name].grad = (
+                            gradient
+                            if masters[name].grad is None
+                            else masters[name].grad + gradient
+                        )
                         p.grad = None
         optimizer.step()
         with torch.no_grad():
@@ -125,11 +143,14 @@ def eager(case: Case, steps: int = STEPS) -> dict[str, Tensor]:
 def error(found: Tensors, reference: Tensors) -> float:
     """The 2-norm over all parameters of the difference."""
     assert found.keys() == reference.keys()
-    squares = [(found[name].double() - reference[name].double()).square().sum() for name in reference]
+    squares = [
+        (found[name].double() - reference[name].double()).square().sum() for name in reference
+    ]
     return torch.stack(squares).sum().sqrt().item()
 
 
-# ------------------------------------------------------------------------------------------------------------------ ranks
+# ------------------------------------------------------------------------------------------------------------------
+# ranks
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -142,20 +163,29 @@ def compiled(case: Case) -> Path:
         warnings.simplefilter("ignore")
         model = copy.deepcopy(model_of(case.name, case.dtype))
         shardwright.parallelize(
-            model, case.inputs(0, 0, 0), case.policy, case.config, gen_savedir=folder.name, load_module=False
+            model,
+            case.inputs(0, 0, 0),
+            case.policy,
+            case.config,
+            gen_savedir=folder.name,
+            load_module=False,
         )
     (manifest,) = Path(folder.name).rglob("manifest.json")
     return manifest.parent
 
 
 def train_steps(case: Case, module: Any, optimizer: ParallelOptimizer, steps: range) -> None:
-    """Train one rank's part. The loss is averaged over units, and summed over the samples of a step."""
+    """Train one rank's part. The loss is averaged over units, and summed over the samples of a
+    step.
+    """
     unit = module.ranks.unit
     for step in steps:
         optimizer.zero_grad()
         samples = [case.inputs(step, unit, sample) for sample in range(case.num_samples)]
         if case.config.use_end2end:
-            module.train_step([s[module.arguments[0]] if len(module.arguments) == 1 else s for s in samples])
+            module.train_step(
+                [s[module.arguments[0]] if len(module.arguments) == 1 else s for s in samples]
+            )
         else:
             zoo.loss_of(module(**samples[0])).backward()
         optimizer.step()
@@ -163,7 +193,9 @@ def train_steps(case: Case, module: Any, optimizer: ParallelOptimizer, steps: ra
 
 @dataclass
 class Rank:
-    """What one rank has after training: its state dicts, and what ``look`` said of its module and optimizer."""
+    """What one rank has after training: its state dicts, and what ``look`` said of its module and
+    optimizer.
+    """
 
     module: dict[str, Any]
     optimizer: dict[str, Any]
@@ -188,7 +220,9 @@ def train(
     return run_ranks(case.config.runtime_ngpus, on_rank)
 
 
-def merged_masters(name: str, module: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
+def merged_masters(
+    name: str, module: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """By name, the masters in merged state dicts."""
     names = [parameter for parameter, _ in model_of(name, torch.bfloat16).named_parameters()]
     return {names[number]: master for number, master in optimizer["masters"].items()}

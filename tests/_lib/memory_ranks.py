@@ -11,7 +11,7 @@ from plans import write
 from torch import nn
 
 from shardwright.compiler.compile import Compiled
-from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -27,8 +27,8 @@ def measured_peaks(
     num_microbatches: int | None = None,
     make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
 ) -> list[int]:
-    """The most bytes that live at once on each rank, in a step that is not the first. Every such step must have the
-    same, however the threads take turns.
+    """The most bytes that live at once on each rank, in a step that is not the first. Every such
+    step must have the same, however the threads take turns.
     """
     write(directory, compiled, module)
 
@@ -36,8 +36,13 @@ def measured_peaks(
         part = load_class(directory)()
         with LiveBytes() as live:
             optimizer = build_optimizer(part, make, config)
-            samples = [dict(inputs) for _ in range(num_microbatches or compiled.plan.num_microbatches)]
-            samples = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in samples]
+            samples = [
+                dict(inputs) for _ in range(num_microbatches or compiled.plan.num_microbatches)
+            ]
+            samples = [
+                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
+                for s in samples
+            ]
             live.watch([*part.parameters(), *part.buffers()])
             peaks = []
             for _ in range(4):
@@ -46,7 +51,9 @@ def measured_peaks(
                 optimizer.step()
                 optimizer.zero_grad()
                 peaks.append(live.peak)
-            assert len(set(peaks[1:])) == 1, f"the peak of rank {index} differs from step to step: {peaks[1:]}"
+            assert len(set(peaks[1:])) == 1, (
+                f"the peak of rank {index} differs from step to step: {peaks[1:]}"
+            )
             return peaks[-1]
 
     return run_ranks(config.runtime_ngpus, rank)

@@ -1,4 +1,6 @@
-"""A small model, and the files a compile of it would write, by hand: mesh ``dp x tp``, hidden units over tp, batch over dp."""
+"""A small model, and the files a compile of it would write, by hand: mesh ``dp x tp``, hidden units
+over tp, batch over dp.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WIDTH, HIDDEN, BATCH = 6, 10, 4
 
 
 class MLP(nn.Module):
-    """Two linears with what else a module can hold: tied, frozen and awkwardly named parameters, both kinds of buffers."""
+    """Two linears with what else a module can hold: tied, frozen and awkwardly named parameters,
+    both kinds of buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +43,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         h = torch.tanh(self.layers[0](x * self.norm.weight))
-        y = self.layers[1](h) * self.mesh.weight + self.shift * self.gain + self.captured + self.head.bias
+        y = (
+            self.layers[1](h) * self.mesh.weight
+            + self.shift * self.gain
+            + self.captured
+            + self.head.bias
+        )
         if self.training:
             with torch.no_grad():
                 self.mean.mul_(0.9).add_(0.1 * y.mean(0))
@@ -53,7 +62,9 @@ def make_model(seed: int = 0) -> MLP:
 
 def make_batch(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)
+    )  # type: ignore[return-value]
 
 
 def declarations() -> list[Declaration]:
@@ -61,7 +72,9 @@ def declarations() -> list[Declaration]:
     dtype = torch.float64
 
     def parameter(name: str, layout: str, **kwargs: object) -> Declaration:
-        return Declaration(name, "parameter", Layout.parse(layout), dtype, **{"requires_grad": True, **kwargs})  # type: ignore[arg-type]
+        return Declaration(
+            name, "parameter", Layout.parse(layout), dtype, **{"requires_grad": True, **kwargs}
+        )  # type: ignore[arg-type]
 
     return [
         parameter("gain", "[6]", requires_grad=False),
@@ -123,7 +136,9 @@ class MLP(ParallelModule):
 """
 
 
-def write_files(directory: Path, model: MLP, dp: int = 1, tp: int = 2, config: Mapping[str, Any] | None = None) -> Path:
+def write_files(
+    directory: Path, model: MLP, dp: int = 1, tp: int = 2, config: Mapping[str, Any] | None = None
+) -> Path:
     """What a compile of ``model`` would leave in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
     mesh = Mesh((("dp", dp), ("tp", tp)))
@@ -132,9 +147,15 @@ def write_files(directory: Path, model: MLP, dp: int = 1, tp: int = 2, config: M
         text = source(rank, dp, tp).encode()
         (directory / code_file(rank)).write_bytes(text)
         files[code_file(rank)] = sha256(text)
-    weights = {d.name: model.get_parameter(d.name).detach() for d in declarations() if d.kind == "parameter"}
+    weights = {
+        d.name: model.get_parameter(d.name).detach()
+        for d in declarations()
+        if d.kind == "parameter"
+    }
     save_file({**weights, "mean": model.mean}, directory / "weights.safetensors")
-    save_file({"shift": model.shift, "const_0": model.captured}, directory / "constants.safetensors")
+    save_file(
+        {"shift": model.shift, "const_0": model.captured}, directory / "constants.safetensors"
+    )
     Manifest(
         key="0" * 64,
         class_name="MLP",

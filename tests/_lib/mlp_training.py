@@ -23,7 +23,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, **ADAMW)
 
 
-def train_reference(model: MLP, num_units: int, *, mean: bool = False, steps: int = STEPS) -> dict[str, Any]:
+def train_reference(
+    model: MLP, num_units: int, *, mean: bool = False, steps: int = STEPS
+) -> dict[str, Any]:
     """One device: the loss is the sum (or mean) of the units' losses."""
     optimizer = adamw(model.parameters())
     norms, gradients = [], {}
@@ -32,13 +34,17 @@ def train_reference(model: MLP, num_units: int, *, mean: bool = False, steps: in
         losses = torch.stack([model(*make_batch(10 * step + unit)) for unit in range(num_units)])
         (losses.mean() if mean else losses.sum()).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         optimizer.step()
     return {"norms": norms, "gradients": gradients, "parameters": dict(model.named_parameters())}
 
 
 def train_rank(directory: str, config: dict[str, Any] | None, steps: int = STEPS) -> dict[str, Any]:
-    """What one rank has after the same steps: its pieces of parameters and gradients, and the norms."""
+    """What one rank has after the same steps: its pieces of parameters and gradients, and the
+    norms.
+    """
     module = load_class(directory)()
     optimizer = build_optimizer(module, adamw, config)
     unit = module.ranks.unit
@@ -47,13 +53,22 @@ def train_rank(directory: str, config: dict[str, Any] | None, steps: int = STEPS
         optimizer.zero_grad()
         module(*make_batch(10 * step + unit)).backward()
         norms.append(optimizer.clip_gnorm(MAX_NORM))
-        gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+        }
         optimizer.step()
     parameters = {name: p.detach() for name, p in module.named_parameters()}
-    return {"norms": norms, "gradients": gradients, "parameters": parameters, "rank": current_world().rank}
+    return {
+        "norms": norms,
+        "gradients": gradients,
+        "parameters": parameters,
+        "rank": current_world().rank,
+    }
 
 
-def assert_equal_pieces(directory: Path, reference: dict[str, Any], results: list[dict[str, Any]], rtol: float = 1e-12) -> None:
+def assert_equal_pieces(
+    directory: Path, reference: dict[str, Any], results: list[dict[str, Any]], rtol: float = 1e-12
+) -> None:
     """Every rank's tensors are its pieces of the reference's."""
     for rank, result in enumerate(results):
         cls = load_class(directory, rank)
@@ -64,7 +79,9 @@ def assert_equal_pieces(directory: Path, reference: dict[str, Any], results: lis
             for name, tensor in result[kind].items():
                 expected = piece_of(cls, rank, name, reference[kind][name].detach())
                 difference = (tensor - expected).abs().max().item() if tensor.numel() else 0.0
-                assert difference <= rtol * max(1.0, expected.abs().max().item()), f"{kind} {name}: off by {difference}"
+                assert difference <= rtol * max(1.0, expected.abs().max().item()), (
+                    f"{kind} {name}: off by {difference}"
+                )
 
 
 def piece_of(cls: Any, rank: int, name: str, whole: Tensor) -> Tensor:
@@ -78,10 +95,14 @@ def piece_of(cls: Any, rank: int, name: str, whole: Tensor) -> Tensor:
 
 
 def _linear(width: int, phase: float) -> nn.Linear:
-    """With fixed weights: threads share the global generator, so ranks that draw at once draw different numbers."""
+    """With fixed weights: threads share the global generator, so ranks that draw at once draw
+    different numbers.
+    """
     linear = nn.Linear(width, width).double()
     with torch.no_grad():
-        linear.weight.copy_(torch.sin(torch.arange(float(width * width)) + phase).view(width, width))
+        linear.weight.copy_(
+            torch.sin(torch.arange(float(width * width)) + phase).view(width, width)
+        )
         linear.bias.fill_(phase)
     return linear
 

@@ -1,4 +1,6 @@
-"""A model whose every name, key and constant is given, and the shape of the files generated for it without them."""
+"""A model whose every name, key and constant is given, and the shape of the files generated for it
+without them.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Texts:
-    """What is called how. ``layers`` is a list of layers, in each of which are a module ``inner``, a parameter ``scale`` and a
-    buffer ``count``; ``words`` is an embedding. ``sample``, ``deep`` and ``loss`` are keys of dicts that go in and come out.
-    ``cls`` and ``file``: the class, and the file its source claims to be. ``axis``: of the mesh. ``constant`` is returned.
+    """What is called how. ``layers`` is a list of layers, in each of which are a module ``inner``,
+    a parameter ``scale`` and a buffer ``count``; ``words`` is an embedding. ``sample``, ``deep``
+    and ``loss`` are keys of dicts that go in and come out. ``cls`` and ``file``: the class, and the
+    file its source claims to be. ``axis``: of the mesh. ``constant`` is returned.
     """
 
     layers: str = "layers"
@@ -66,21 +69,150 @@ class Texts:
 
 
 PLAIN = Texts()
-NAMES = ("layers", "inner", "scale", "count", "words", "sample", "deep", "loss", "cls", "file", "axis")
+NAMES = (
+    "layers",
+    "inner",
+    "scale",
+    "count",
+    "words",
+    "sample",
+    "deep",
+    "loss",
+    "cls",
+    "file",
+    "axis",
+)
 AWKWARD = (
-    *('"', "'", '"""', "\\", "a\\", "a\nb", "\r", "a\r\n    raise", "\x0c", "\u2028x", "\x85", "\x00", "\u202e", "é", "ﬁ", "½"),
-    *("class", "None", "__class__", "__dict__", "__x", "_x", "self", "torch", "F", "math", "dist", "block", "layer", "float"),
-    *("01", "²", "7", "a b", "a  b", " ", "#", "# fmt: off", "{layer}", "{0}", "}", "{{ seed }}", "%s", "␂nan", "a-b"),
-    *('"); raise SystemExit("', "\nimport os\n", "forward", "weights", "mesh", "rank", "x", "ids", "tp", "हिन्दी"),
-    *("x" * 130, "long name " * 15, "Model", "Segment", "all_reduce", "embedding", "axis_", "operand_0", "x1", "loss", "nan"),
+    *(
+        '"',
+        "'",
+        '"""',
+        "\\",
+        "a\\",
+        "a\nb",
+        "\r",
+        "a\r\n    raise",
+        "\x0c",
+        "\u2028x",
+        "\x85",
+        "\x00",
+        "\u202e",
+        "é",
+        "ﬁ",
+        "½",
+    ),
+    *(
+        "class",
+        "None",
+        "__class__",
+        "__dict__",
+        "__x",
+        "_x",
+        "self",
+        "torch",
+        "F",
+        "math",
+        "dist",
+        "block",
+        "layer",
+        "float",
+    ),
+    *(
+        "01",
+        "²",
+        "7",
+        "a b",
+        "a  b",
+        " ",
+        "#",
+        "# fmt: off",
+        "{layer}",
+        "{0}",
+        "}",
+        "{{ seed }}",
+        "%s",
+        "␂nan",
+        "a-b",
+    ),
+    *(
+        '"); raise SystemExit("',
+        "\nimport os\n",
+        "forward",
+        "weights",
+        "mesh",
+        "rank",
+        "x",
+        "ids",
+        "tp",
+        "हिन्दी",
+    ),
+    *(
+        "x" * 130,
+        "long name " * 15,
+        "Model",
+        "Segment",
+        "all_reduce",
+        "embedding",
+        "axis_",
+        "operand_0",
+        "x1",
+        "loss",
+        "nan",
+    ),
 )
 """Texts that have broken something somewhere, or could."""
-AXES = tuple(t for t in AWKWARD if t.isidentifier() and t != "ﬁ") + ("layers_inner", "sample_leaves", "linear", "h", "S", "N")
+AXES = tuple(t for t in AWKWARD if t.isidentifier() and t != "ﬁ") + (
+    "layers_inner",
+    "sample_leaves",
+    "linear",
+    "h",
+    "S",
+    "N",
+)
 CONSTANTS = (
-    *(math.nan, math.inf, -math.inf, -0.0, 0.0, 1e300, 5e-324, 10**4200, -(2**70), True, None, 1j, complex(-0.0, math.nan)),
-    *(complex(math.inf, -0.0), "a\nb", '"', "{layer}", "", b"\x00'", torch.bfloat16, torch.strided, torch.channels_last),
-    *(slice(None, 3), slice(1, None, -2), ..., range(1, 9, 2), (), (1,), [(), [1.5]], {1: 2, "1 ": {None: (-0.0,)}}),
-    *({(1, "a"): {1.5: True}}, Colour.RED, Colour.RED | Colour.BLUE, Pair(1, "'"), Record({"\\": -0.0})),
+    *(
+        math.nan,
+        math.inf,
+        -math.inf,
+        -0.0,
+        0.0,
+        1e300,
+        5e-324,
+        10**4200,
+        -(2**70),
+        True,
+        None,
+        1j,
+        complex(-0.0, math.nan),
+    ),
+    *(
+        complex(math.inf, -0.0),
+        "a\nb",
+        '"',
+        "{layer}",
+        "",
+        b"\x00'",
+        torch.bfloat16,
+        torch.strided,
+        torch.channels_last,
+    ),
+    *(
+        slice(None, 3),
+        slice(1, None, -2),
+        ...,
+        range(1, 9, 2),
+        (),
+        (1,),
+        [(), [1.5]],
+        {1: 2, "1 ": {None: (-0.0,)}},
+    ),
+    *(
+        {(1, "a"): {1.5: True}},
+        Colour.RED,
+        Colour.RED | Colour.BLUE,
+        Pair(1, "'"),
+        Record({"\\": -0.0}),
+    ),
 )
 
 SOURCE = """
@@ -113,12 +245,20 @@ def model_of(texts: Texts) -> nn.Module:
         made._buffers[texts.count] = torch.zeros(())
         return made
 
-    model = type(texts.cls.replace("\x00", "\\0"), (nn.Module,), {"forward": scope["forward"], "__module__": __name__})()
-    model._modules.update({texts.words: nn.Embedding(9, 6), texts.layers: nn.ModuleList([layer(), layer()])})
+    model = type(
+        texts.cls.replace("\x00", "\\0"),
+        (nn.Module,),
+        {"forward": scope["forward"], "__module__": __name__},
+    )()
+    model._modules.update(
+        {texts.words: nn.Embedding(9, 6), texts.layers: nn.ModuleList([layer(), layer()])}
+    )
     model.double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5
+            )
     return model
 
 
@@ -126,7 +266,12 @@ def sample_of(texts: Texts) -> dict[str, Any]:
     """The arguments of its forward."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return {"sample": {texts.sample: x, "more": {texts.deep: torch.randint(9, (4,), generator=generator)}}}
+    return {
+        "sample": {
+            texts.sample: x,
+            "more": {texts.deep: torch.randint(9, (4,), generator=generator)},
+        }
+    }
 
 
 def harmless(texts: Texts) -> Texts:
@@ -139,13 +284,25 @@ def with_axis(plan: Plan, axis: str) -> Plan:
 
     def renamed(layout: Layout) -> Layout:
         rename = {"tp": axis}
-        dims = tuple(tuple(Atom(a.segments, tuple(rename.get(n, n) for n in a.axes)) for a in dim) for dim in layout.dims)
-        return Layout(dims, *(tuple(rename.get(n, n) for n in names) for names in (layout.partial, layout.grad_partial)))
+        dims = tuple(
+            tuple(Atom(a.segments, tuple(rename.get(n, n) for n in a.axes)) for a in dim)
+            for dim in layout.dims
+        )
+        return Layout(
+            dims,
+            *(
+                tuple(rename.get(n, n) for n in names)
+                for names in (layout.partial, layout.grad_partial)
+            ),
+        )
 
     return dataclasses.replace(
         plan,
         mesh=Mesh(((axis, plan.mesh.size),)),
-        strategies={op: dict(zip([axis], found.values(), strict=False)) for op, found in plan.strategies.items()},
+        strategies={
+            op: dict(zip([axis], found.values(), strict=False))
+            for op, found in plan.strategies.items()
+        },
         stored={fqn: renamed(layout) for fqn, layout in plan.stored.items()},
         notes=(),
         policy=f"policy {axis}",
@@ -153,8 +310,8 @@ def with_axis(plan: Plan, axis: str) -> Plan:
 
 
 def skeleton(source: str) -> str:
-    """What a file does, whatever things are called: its syntax tree with names numbered by their first use, strings left out,
-    and reads of weights alike.
+    """What a file does, whatever things are called: its syntax tree with names numbered by their
+    first use, strings left out, and reads of weights alike.
     """
     return ast.dump(_Skeleton().visit(ast.parse(source)), indent=1)
 
@@ -198,9 +355,15 @@ class _Skeleton(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and _root(node.func.value) == "self":
             if node.func.attr == "weights":
                 return ast.Name("W", ast.Load())
-            called = node.func.attr if not node.func.attr.endswith(("_block", "_block_2")) else "block"
+            called = (
+                node.func.attr if not node.func.attr.endswith(("_block", "_block_2")) else "block"
+            )
             node.func = ast.Name(called, ast.Load())
-            return ast.Call(node.func, [self.visit(a) for a in node.args], [self.visit(k) for k in node.keywords])
+            return ast.Call(
+                node.func,
+                [self.visit(a) for a in node.args],
+                [self.visit(k) for k in node.keywords],
+            )
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -209,14 +372,22 @@ class _Skeleton(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        return ast.Name("W", ast.Load()) if _root(node) in ("self", "block") else self.generic_visit(node)
+        return (
+            ast.Name("W", ast.Load())
+            if _root(node) in ("self", "block")
+            else self.generic_visit(node)
+        )
 
 
 def _root(node: ast.AST) -> str | None:
     """The variable at the start of a chain of attributes, items and calls of ``self.weights``."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "weights":
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "weights"
+    ):
         return _root(node.func.value)
     return node.id if isinstance(node, ast.Name) else None
 
@@ -257,11 +428,19 @@ def check_numbers(texts: Texts, directory: Path) -> None:
         module = load_class(directory)()
         found = module(**sample)
         found[texts.loss].backward()
-        return found[texts.loss].detach(), found["constant"], {name: p.grad for name, p in module.named_parameters()}
+        return (
+            found[texts.loss].detach(),
+            found["constant"],
+            {name: p.grad for name, p in module.named_parameters()},
+        )
 
     results = run_ranks(2, rank)
-    layouts = {d.value.fqn: d.layout for d in made.program.declarations if d.value.fqn in results[0][2]}
-    pieces = {str(fqn): ([grads[fqn] for *_, grads in results], layout) for fqn, layout in layouts.items()}
+    layouts = {
+        d.value.fqn: d.layout for d in made.program.declarations if d.value.fqn in results[0][2]
+    }
+    pieces = {
+        str(fqn): ([grads[fqn] for *_, grads in results], layout) for fqn, layout in layouts.items()
+    }
     outcome = plans.Outcome(results[0][0], pieces, [], made.plan.mesh)
     assert all(same_constant(constant, texts.constant) for _, constant, _ in results)
     assert_close_tree({"loss": outcome.loss}, {"loss": loss.detach()})
@@ -272,16 +451,35 @@ SIGNS = tuple("\"'\\\n\r{}# ")
 
 
 def texts() -> SearchStrategy[Texts]:
-    """Names of all kinds. Those of modules have no dot in them, and are not ``training``, for torch has it so."""
+    """Names of all kinds. Those of modules have no dot in them, and are not ``training``, for torch
+    has it so.
+    """
     free = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
-    some = st.one_of(st.sampled_from(AWKWARD), free, st.text(st.sampled_from(SIGNS), min_size=1, max_size=5))
+    some = st.one_of(
+        st.sampled_from(AWKWARD), free, st.text(st.sampled_from(SIGNS), min_size=1, max_size=5)
+    )
     name = some.filter(lambda text: "." not in text and text not in ("training", "down"))
-    keys = st.one_of(some, st.integers(), st.none(), st.booleans(), st.floats(), st.binary(max_size=2), st.just((1, "a")))
+    keys = st.one_of(
+        some,
+        st.integers(),
+        st.none(),
+        st.booleans(),
+        st.floats(),
+        st.binary(max_size=2),
+        st.just((1, "a")),
+    )
     leaves = st.one_of(
-        st.sampled_from(CONSTANTS), st.floats(), st.complex_numbers(), st.integers(), some, st.binary(max_size=9)
+        st.sampled_from(CONSTANTS),
+        st.floats(),
+        st.complex_numbers(),
+        st.integers(),
+        some,
+        st.binary(max_size=9),
     )
     constants = st.recursive(
-        leaves, lambda inner: st.one_of(st.lists(inner), st.dictionaries(some, inner), st.tuples(inner)), max_leaves=4
+        leaves,
+        lambda inner: st.one_of(st.lists(inner), st.dictionaries(some, inner), st.tuples(inner)),
+        max_leaves=4,
     )
     made = st.builds(
         Texts,

@@ -1,6 +1,8 @@
-"""Example calls of operators, on which the prover runs: small, with sizes that do and do not divide.
+"""Example calls of operators, on which the prover runs: small, with sizes that do and do not
+divide.
 
-A call is a tuple ``(function, args)`` or ``(function, args, kwargs)``; the function may be an entry of the registry.
+A call is a tuple ``(function, args)`` or ``(function, args, kwargs)``; the function may be an entry
+of the registry.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ def checks() -> list[Call]:
 
 
 def products() -> list[Call]:
-    offs, f32 = torch.tensor([3, 8], dtype=torch.int32), torch.float32  # torch has it for neither float64 nor odd sizes
+    offs, f32 = (
+        torch.tensor([3, 8], dtype=torch.int32),
+        torch.float32,
+    )  # torch has it for neither float64 nor odd sizes
     return [
         (F.linear, (X, _randn(5, 7), _randn(5))),
         (F.linear, (X, _randn(5, 7))),
@@ -176,9 +181,17 @@ def attention() -> list[Call]:
         (sdpa, (q, k, v, _randn(3, 1, 1, 5) > -1)),
         (sdpa, (q, q, q), {"is_causal": True}),
         (sdpa, (q, k, v), {"is_causal": True, "scale": 0.3}),
-        (sdpa, (_randn(2, 4, 5, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3)), {"is_causal": True, "enable_gqa": True}),
+        (
+            sdpa,
+            (_randn(2, 4, 5, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3)),
+            {"is_causal": True, "enable_gqa": True},
+        ),
         (sdpa, (_randn(2, 8, 4, 3), _randn(2, 4, 5, 3), _randn(2, 4, 5, 3)), {"enable_gqa": True}),
-        (sdpa, (_randn(2, 6, 4, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3), _randn(6, 4, 5)), {"enable_gqa": True}),
+        (
+            sdpa,
+            (_randn(2, 6, 4, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3), _randn(6, 4, 5)),
+            {"enable_gqa": True},
+        ),
         (sdpa, (_randn(6, 3), _randn(5, 3), _randn(5, 3))),
         (sdpa, (q, k, v), {"dropout_p": 0.5}),
         (sdpa, (q, q, q), {"dropout_p": 0.5, "is_causal": True}),
@@ -247,7 +260,10 @@ def tables() -> list[Call]:
 
 
 def _reductions_of(function: Any, args: tuple[Any, ...], **kwargs: Any) -> list[Call]:
-    return [(function, args, {**kwargs, "reduction": reduction}) for reduction in ("mean", "sum", "none")]
+    return [
+        (function, args, {**kwargs, "reduction": reduction})
+        for reduction in ("mean", "sum", "none")
+    ]
 
 
 def losses() -> list[Call]:
@@ -264,7 +280,9 @@ def losses() -> list[Call]:
         *_reductions_of(F.smooth_l1_loss, (x, y)),
         *_reductions_of(F.huber_loss, (x, y)),
         *_reductions_of(F.binary_cross_entropy, (chances, p), weight=_rand(5)),
-        *_reductions_of(F.binary_cross_entropy_with_logits, (x, p), pos_weight=_rand(5), weight=_rand(4, 1)),
+        *_reductions_of(
+            F.binary_cross_entropy_with_logits, (x, p), pos_weight=_rand(5), weight=_rand(4, 1)
+        ),
         *_reductions_of(F.kl_div, (x, p)),
         (F.kl_div, (x, p), {"reduction": "batchmean"}),
         *_reductions_of(F.poisson_nll_loss, (x, p)),
@@ -279,14 +297,18 @@ def losses() -> list[Call]:
         (F.triplet_margin_loss, (x, y, _randn(4, 1))),
         *_reductions_of(F.multi_margin_loss, (x, _ints(5, 4)), weight=_rand(5)),
         *_reductions_of(F.multilabel_margin_loss, (x, _ints(5, 4, 5))),
-        *_reductions_of(F.multilabel_soft_margin_loss, (_randn(3, 4, 5), _rand(3, 4, 5)), weight=_rand(5)),
+        *_reductions_of(
+            F.multilabel_soft_margin_loss, (_randn(3, 4, 5), _rand(3, 4, 5)), weight=_rand(5)
+        ),
         (F.multilabel_soft_margin_loss, (x, p), {"weight": _rand(4, 1)}),
         *_reductions_of(F.nll_loss, (logits, classes), weight=_rand(7)),
         (F.nll_loss, (images, labels), {"ignore_index": -100, "weight": _rand(6)}),
         *_reductions_of(F.cross_entropy, (logits, classes), weight=_rand(7), label_smoothing=0.1),
         *_reductions_of(F.cross_entropy, (logits, classes)),
         *_reductions_of(F.cross_entropy, (images, labels)),
-        *_reductions_of(F.cross_entropy, (logits, _rand(5, 7)), weight=_rand(7), label_smoothing=0.1),
+        *_reductions_of(
+            F.cross_entropy, (logits, _rand(5, 7)), weight=_rand(7), label_smoothing=0.1
+        ),
         (F.cross_entropy, (images, _randn(4, 6, 3).detach().softmax(1).requires_grad_())),
         (F.cross_entropy, (_randn(7), torch.tensor(3))),
     ]
@@ -371,7 +393,12 @@ INTEGERS = [
 
 
 def pointwise() -> list[Call]:
-    p, q, row, n = _rand(3, 5).requires_grad_(), _rand(3, 1).requires_grad_(), _rand(5).requires_grad_(), _ints(6, 3, 5) + 1
+    p, q, row, n = (
+        _rand(3, 5).requires_grad_(),
+        _rand(3, 1).requires_grad_(),
+        _rand(5).requires_grad_(),
+        _ints(6, 3, 5) + 1,
+    )
     mask = _rand(3, 5) > 0.5
     return [
         *[(getattr(torch, name), (p,)) for name in UNARY],
@@ -503,7 +530,10 @@ def views() -> list[Call]:
 
 
 def fourier() -> list[Call]:
-    x, z = _randn(4, 5, 8), torch.randn(4, 5, 8, dtype=torch.complex128, generator=_GENERATOR).requires_grad_()
+    x, z = (
+        _randn(4, 5, 8),
+        torch.randn(4, 5, 8, dtype=torch.complex128, generator=_GENERATOR).requires_grad_(),
+    )
     one_dim, two_dims = ("fft", "ifft", "rfft", "ihfft"), ("fft2", "ifft2", "rfft2", "ihfft2")
     return [
         *((getattr(torch.fft, name), (x,)) for name in (*one_dim, *two_dims)),
@@ -529,7 +559,10 @@ def matrices() -> list[Call]:
     positive = (a @ a.mT + 5 * torch.eye(3, dtype=torch.float64)).detach().requires_grad_()
     triangle = {"upper": True}
     return [
-        *((getattr(torch.linalg, name), (positive,)) for name in ("cholesky", "inv", "det", "slogdet", "eigh", "eigvalsh")),
+        *(
+            (getattr(torch.linalg, name), (positive,))
+            for name in ("cholesky", "inv", "det", "slogdet", "eigh", "eigvalsh")
+        ),
         *((getattr(torch.linalg, name), (tall,)) for name in ("qr", "svdvals", "pinv")),
         (torch.linalg.svd, (tall, False)),
         (torch.inverse, (positive,)),

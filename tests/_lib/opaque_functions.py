@@ -1,4 +1,6 @@
-"""Functions that tests keep as one operator: at the top level of a module, as generated code must import them."""
+"""Functions that tests keep as one operator: at the top level of a module, as generated code must
+import them.
+"""
 
 from __future__ import annotations
 

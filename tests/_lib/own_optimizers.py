@@ -41,7 +41,9 @@ class Preconditioned(_OneByOne):
 
     def update(self, p: Tensor, state: dict[str, Any], lr: float) -> None:
         if not state:
-            state["squares"] = [torch.zeros(size, size, dtype=p.dtype, device=p.device) for size in p.shape]
+            state["squares"] = [
+                torch.zeros(size, size, dtype=p.dtype, device=p.device) for size in p.shape
+            ]
             state["momentum"], state["updates"] = torch.zeros_like(p), p.detach().view(-1)
             state["flat"] = state["momentum"].view(-1)
         state["squares"][0].add_(p.grad @ p.grad.T)

@@ -1,4 +1,6 @@
-"""Predicted and measured peaks of many plans of one GPT-2, on ranks that are processes: all plans in the same ones."""
+"""Predicted and measured peaks of many plans of one GPT-2, on ranks that are processes: all plans
+in the same ones.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,36 @@ import zoo
 from plans import random_plan
 from torch import nn
 
-from shardwright.compiler.api import parallelize
 from shardwright.compiler.compile import compile_graph
-from shardwright.compiler.cost.live_bytes import LiveBytes
-from shardwright.compiler.cost.memory import program_memory
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.optimizer_state import NamedOptimizer
-from shardwright.compiler.cost.pipeline_memory import pipeline_memory
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
+from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
+from shardwright.compiler.cost.memory.step_memory import program_memory
+from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
+from shardwright.frontend.parallelize import parallelize
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.training.optimizer import build_optimizer
 
-SIZES = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 32, "use_cache": False}
+SIZES = {
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "vocab_size": 256,
+    "n_positions": 32,
+    "use_cache": False,
+}
 SAMPLES = 16
 
 
 @dataclass(frozen=True)
 class PeakCase:
-    """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the policy. Policy ``random``
-    draws a plan by its ``seed``. ``optimizer``: a class, as command lines name it.
+    """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the
+    policy. Policy ``random`` draws a plan by its ``seed``. ``optimizer``: a class, as command lines
+    name it.
     """
 
     policy: str
@@ -54,19 +64,29 @@ class PeakCase:
         words += [f"seed={self.seed}"] if self.policy == "random" else []
         words += [self.optimizer] if self.optimizer != "Adam" else []
         words += ["bfloat16"] if self.dtype == torch.bfloat16 else []
-        return " ".join([*words, *(["recompute"] if self.recompute else []), f"x{self.num_microbatches}"])
+        return " ".join(
+            [*words, *(["recompute"] if self.recompute else []), f"x{self.num_microbatches}"]
+        )
 
     def config(self, num_ranks: int) -> ComputeConfig:
-        staged = {"num_microbatches": self.num_microbatches} if self.policy in ("pp", "hybrid") else {}
+        staged = (
+            {"num_microbatches": self.num_microbatches} if self.policy in ("pp", "hybrid") else {}
+        )
         unit = self.unit or num_ranks
         return ComputeConfig(
-            plan_ngpus=unit, runtime_ngpus=num_ranks, use_end2end=True, pas_config={**self.options, **staged}, **self.fields
+            plan_ngpus=unit,
+            runtime_ngpus=num_ranks,
+            use_end2end=True,
+            pas_config={**self.options, **staged},
+            **self.fields,
         )
 
     def plan(self, graph: Any, config: Any) -> Any:
         if self.policy == "random":
             mesh = Mesh(tuple((axis, 2) for axis in "abc"[: config.plan_ngpus.bit_length() - 1]))
-            return replace(random_plan(graph, mesh, random.Random(self.seed)), recompute=self.recompute)
+            return replace(
+                random_plan(graph, mesh, random.Random(self.seed)), recompute=self.recompute
+            )
         found = find_policy(self.policy).apply(graph, config)
         return replace(getattr(found, "plan", found), recompute=self.recompute)
 
@@ -84,11 +104,17 @@ class PeakCase:
 def predicted(case: PeakCase, num_ranks: int) -> list[int]:
     """By rank of the unit, what the cost model says."""
     config = case.config(num_ranks)
-    compiled = compile_graph(trace(case.model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy)
+    compiled = compile_graph(
+        trace(case.model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy
+    )
     optimizer = OptimizerMemory(named=NamedOptimizer(case.optimizer))
     if isinstance(compiled.program, PipelineProgram):
-        return [memory.peak_bytes for memory in pipeline_memory(compiled.program, config, optimizer)]
-    found = program_memory(compiled.program, config, optimizer, num_microbatches=case.num_microbatches)
+        return [
+            memory.peak_bytes for memory in pipeline_memory(compiled.program, config, optimizer)
+        ]
+    found = program_memory(
+        compiled.program, config, optimizer, num_microbatches=case.num_microbatches
+    )
     return [found.peak_bytes] * config.plan_ngpus
 
 
@@ -99,10 +125,12 @@ def _named(text: str) -> Any:
 
 
 def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
-    """By case, the most bytes that live at once on this rank in a step. Results are kept up to its end.
+    """By case, the most bytes that live at once on this rank in a step. Results are kept up to its
+    end.
 
-    Of three steps after the second the least: a thread of gloo that has sent what a bucket held lets go of it when it runs
-    again, which on a machine with other work may be far into the optimizer's step.
+    Of three steps after the second the least: a thread of gloo that has sent what a bucket held
+    lets go of it when it runs again, which on a machine with other work may be far into the
+    optimizer's step.
     """
     return [_peak(Path(folder, str(number)), case) for number, case in enumerate(cases)]
 
@@ -111,10 +139,14 @@ def _peak(folder: Path, case: PeakCase) -> int:
     num_ranks = dist.get_world_size()
     config, sample = case.config(num_ranks), case.sample(num_ranks)
     model = parallelize(case.model(), sample, case.plan, config, gen_savedir=str(folder))
-    samples = [{name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)]
+    samples = [
+        {name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)
+    ]
     with LiveBytes() as live:
         optimizer = build_optimizer(model, _named(case.optimizer), config, lr=1e-4)
-        live.watch([*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())])
+        live.watch(
+            [*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())]
+        )
         peaks = []
         for _ in range(5):
             live.restart()

@@ -1,8 +1,9 @@
 """A small model in pipeline stages, and the files a compile of it would write, by hand.
 
-What crosses stages: the hidden state (of every stage), a skip connection and a mask without gradient (from the first stage to
-the last), an embedding tied to the head. Results are made by the first stage (``count``) and the last (all others). Each
-stage has a batch norm, and an MLP that tp cuts.
+What crosses stages: the hidden state (of every stage), a skip connection and a mask without
+gradient (from the first stage to the last), an embedding tied to the head. Results are made by the
+first stage (``count``) and the last (all others). Each stage has a batch norm, and an MLP that tp
+cuts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ WORDS, WIDTH, HIDDEN, BATCH = 9, 6, 10, 4
 
 @dataclass(frozen=True)
 class Pipe:
-    """A pipeline of the model. ``ranks``: of each stage; as many ranks as that are its tp axis. ``cut``: the stages that
-    send their hidden state in slices. ``actions``: by mode and rank.
+    """A pipeline of the model. ``ranks``: of each stage; as many ranks as that are its tp axis.
+    ``cut``: the stages that send their hidden state in slices. ``actions``: by mode and rank.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -78,7 +79,9 @@ class Net(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5
+                )
 
     def forward(self, sample: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = sample["tokens"]
@@ -88,14 +91,19 @@ class Net(nn.Module):
             hidden = hidden + block.down(torch.tanh(block.up(hidden)))
             hidden = block.norm(hidden)
         logits = self.head(hidden + skip)
-        loss = ((logits - sample["target"]) ** 2 * even[:, None]).mean() + 0.1 * logits.square().mean()
+        loss = (
+            (logits - sample["target"]) ** 2 * even[:, None]
+        ).mean() + 0.1 * logits.square().mean()
         return loss, {"logits": logits, "count": even.sum(), "any": even.any()}
 
 
 def make_sample(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(WORDS, (BATCH,), generator=generator)
-    return {"tokens": tokens, "target": torch.randn(BATCH, WORDS, generator=generator, dtype=torch.float64)}
+    return {
+        "tokens": tokens,
+        "target": torch.randn(BATCH, WORDS, generator=generator, dtype=torch.float64),
+    }
 
 
 def declarations(pipe: Pipe, rank: int | None = None) -> list[Declaration]:
@@ -106,14 +114,26 @@ def declarations(pipe: Pipe, rank: int | None = None) -> list[Declaration]:
     def add(kind: str, name: str, layout: str, stage: int, **keywords: object) -> None:
         found.append(
             Declaration(
-                name, kind, Layout.parse(layout), torch.float64, requires_grad=kind == "parameter", stage=stage, **keywords
+                name,
+                kind,
+                Layout.parse(layout),
+                torch.float64,
+                requires_grad=kind == "parameter",
+                stage=stage,
+                **keywords,
             )
         )
 
     last = pipe.num_stages - 1
     if 0 in own or (last in own and pipe.tied):
         aliases = ("head.weight",) if pipe.tied else ()
-        add("parameter", "emb.weight", f"[{WORDS}, {WIDTH}]", 0 if 0 in own else last, aliases=aliases)
+        add(
+            "parameter",
+            "emb.weight",
+            f"[{WORDS}, {WIDTH}]",
+            0 if 0 in own else last,
+            aliases=aliases,
+        )
     for k in own:
         add("parameter", f"blocks.{k}.up.weight", f"[{HIDDEN}/tp, {WIDTH}]", k)
         add("parameter", f"blocks.{k}.up.bias", f"[{HIDDEN}/tp]", k)
@@ -133,7 +153,9 @@ Pieces = dict[tuple[int, int], list[tuple[Box, Box]]]
 """(sender, receiver) to (box at the sender, box at the receiver)."""
 
 
-def _route(pipe: Pipe, name: str, source: int, target: int, shape: tuple[int, ...]) -> tuple[Pieces, Pieces]:
+def _route(
+    pipe: Pipe, name: str, source: int, target: int, shape: tuple[int, ...]
+) -> tuple[Pieces, Pieces]:
     """Who sends which part forward and backward."""
     senders, receivers = pipe.ranks[source], pipe.ranks[target]
     forward: Pieces = {}
@@ -152,7 +174,9 @@ def _route(pipe: Pipe, name: str, source: int, target: int, shape: tuple[int, ..
     for j, receiver in enumerate(receivers):
         if receiver in senders:
             forward[receiver, receiver] = [(whole, whole)]
-        elif name == "hidden" and len(senders) > 1:  # each copy sends some columns, so that they share the work
+        elif (
+            name == "hidden" and len(senders) > 1
+        ):  # each copy sends some columns, so that they share the work
             for i, sender in enumerate(senders):
                 start, size = piece(shape[1], len(senders), i)
                 box = ((0, shape[0]), (start, start + size))
@@ -188,17 +212,36 @@ def segment(pipe: Pipe, stage: int, rank: int) -> Segment:
         if source == stage:
             local = shape
             if name == "hidden" and source in pipe.cut:
-                local = (shape[0], piece(shape[1], len(pipe.ranks[source]), pipe.ranks[source].index(rank))[1])
+                local = (
+                    shape[0],
+                    piece(shape[1], len(pipe.ranks[source]), pipe.ranks[source].index(rank))[1],
+                )
             out = [(r, here) for (s, r), boxes in forward.items() if s == rank for here, _ in boxes]
-            back = [(s, there) for (s, r), boxes in backward.items() if r == rank for _, there in boxes]
-            sends.append(Transfer(name, target, dtype, local, differentiable, tuple(out), tuple(back)))
+            back = [
+                (s, there) for (s, r), boxes in backward.items() if r == rank for _, there in boxes
+            ]
+            sends.append(
+                Transfer(name, target, dtype, local, differentiable, tuple(out), tuple(back))
+            )
         if target == stage:
-            come = [(s, there) for (s, r), boxes in forward.items() if r == rank for _, there in boxes]
-            back = [(r, here) for (s, r), boxes in backward.items() if s == rank for here, _ in boxes]
-            receives.append(Transfer(name, source, dtype, shape, differentiable, tuple(come), tuple(back)))
+            come = [
+                (s, there) for (s, r), boxes in forward.items() if r == rank for _, there in boxes
+            ]
+            back = [
+                (r, here) for (s, r), boxes in backward.items() if s == rank for here, _ in boxes
+            ]
+            receives.append(
+                Transfer(name, source, dtype, shape, differentiable, tuple(come), tuple(back))
+            )
     last = pipe.num_stages - 1
-    reads = (*(["sample.tokens"] if stage == 0 else []), *(["sample.target"] if stage == last else []))
-    outputs = (*(["0", "1.logits", "1.any"] if stage == last else []), *(["1.count"] if stage == 0 else []))
+    reads = (
+        *(["sample.tokens"] if stage == 0 else []),
+        *(["sample.target"] if stage == last else []),
+    )
+    outputs = (
+        *(["0", "1.logits", "1.any"] if stage == last else []),
+        *(["1.count"] if stage == 0 else []),
+    )
     return Segment(reads, tuple(receives), tuple(sends), outputs)
 
 
@@ -208,12 +251,21 @@ def _stage_lines(pipe: Pipe, stage: int, rank: int) -> list[str]:
     arguments = [path.rpartition(".")[2] for path in seg.reads] + [t.name for t in seg.receives]
     lines = ["tp = self.axis('tp')"]
     if stage == 0:
-        lines += ["hidden = F.embedding(tokens, self.emb.weight)", "skip = hidden", "even = tokens % 2 == 0"]
+        lines += [
+            "hidden = F.embedding(tokens, self.emb.weight)",
+            "skip = hidden",
+            "even = tokens % 2 == 0",
+        ]
     lines += [
         f"block = self.blocks[{stage}]",
-        "hidden = recompute(self.mlp, block, hidden, rng=self.rng)" if pipe.recompute else "hidden = self.mlp(block, hidden)",
+        "hidden = recompute(self.mlp, block, hidden, rng=self.rng)"
+        if pipe.recompute
+        else "hidden = self.mlp(block, hidden)",
         "mean, var = block.norm.running_mean.clone(), block.norm.running_var.clone()",
-        "hidden = F.batch_norm(hidden, mean, var, block.norm.weight, block.norm.bias, self.training, 0.1, 1e-5)",
+        (
+            "hidden = F.batch_norm(hidden, mean, var, block.norm.weight, block.norm.bias, "
+            "self.training, 0.1, 1e-5)"
+        ),
         "if self.training:",
         f"    self.update_buffer('blocks.{stage}.norm.running_mean', mean)",
         f"    self.update_buffer('blocks.{stage}.norm.running_var', var)",
@@ -246,8 +298,13 @@ def source(pipe: Pipe, rank: int) -> str:
     declared = []
     for d in declarations(pipe, rank):
         aliases = f", aliases={d.aliases!r}" if d.aliases else ""
-        declared.append(f"        self.{d.kind}({d.name!r}, {str(d.layout)!r}, torch.float64{aliases}, stage={d.stage})")
-    methods = "\n\n".join("\n".join(f"    {line}" for line in _stage_lines(pipe, k, rank)) for k in own)
+        declared.append(
+            f"        self.{d.kind}({d.name!r}, {str(d.layout)!r}, torch.float64{aliases}, "
+            f"stage={d.stage})"
+        )
+    methods = "\n\n".join(
+        "\n".join(f"    {line}" for line in _stage_lines(pipe, k, rank)) for k in own
+    )
     loss_shape = (BATCH, WORDS) if pipe.hidden_loss else ()
     return f"""import torch
 import torch.nn.functional as F
@@ -309,5 +366,7 @@ def write_files(directory: Path, pipe: Pipe, model: Net) -> Path:
     state = model.state_dict()
     save_file({name: state[name].clone() for name in tensors}, directory / "weights.safetensors")
     mesh = Mesh((("rank", pipe.num_ranks),))
-    Manifest(key="0" * 64, class_name="Net", mesh=mesh, policy="by hand", files=files, tensors=tensors).write(directory)
+    Manifest(
+        key="0" * 64, class_name="Net", mesh=mesh, policy="by hand", files=files, tensors=tensors
+    ).write(directory)
     return directory

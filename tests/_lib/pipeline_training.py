@@ -60,7 +60,9 @@ def train_reference(
         record["logits"].append(rest["logits"].detach())
         record["counts"].append(int(rest["count"]))
         record["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        record["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        record["gradients"] = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         optimizer.step()
     record["tensors"] = {name: x.detach().clone() for name, x in model.state_dict().items()}
     return record
@@ -81,28 +83,42 @@ def train_rank(
         samples = samples_of(step, module.ranks.unit, module.num_microbatches)
         reads = any(segment.reads for segment in module.segments.values())
         results = module.train_step(
-            samples if reads else [None] * len(samples), [m in dummies for m in range(len(samples))], scale
+            samples if reads else [None] * len(samples),
+            [m in dummies for m in range(len(samples))],
+            scale,
         )
         record["losses"].append([loss.item() for loss, _ in results])
         record["logits"].append(results[-1][1]["logits"])
         record["counts"].append(int(results[-1][1]["count"]))
         assert results[-1][1]["any"].dtype == torch.bool and results[-1][1]["dropped"] is None
         record["norms"].append(optimizer.clip_gnorm(0.5))
-        record["gradients"] = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        record["gradients"] = {
+            name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+        }
         optimizer.step()
-    record["tensors"] = {name: x.detach().clone() for name, x in module.state_dict().items() if name != "_extra_state"}
+    record["tensors"] = {
+        name: x.detach().clone()
+        for name, x in module.state_dict().items()
+        if name != "_extra_state"
+    }
     record["rank"] = current_world().rank
     record["runs"] = module.runs
     record["peak"] = dict(module.in_flight.peak)
     return record
 
 
-def assert_equal(pipe: Pipe, reference: dict[str, Any], results: list[dict[str, Any]], rtol: float = 1e-12) -> None:
-    """Every rank's losses, norms, gradients, parameters and buffers are those of one device, or its pieces of them."""
+def assert_equal(
+    pipe: Pipe, reference: dict[str, Any], results: list[dict[str, Any]], rtol: float = 1e-12
+) -> None:
+    """Every rank's losses, norms, gradients, parameters and buffers are those of one device, or its
+    pieces of them.
+    """
     for result in results:
         rank = result["rank"] % pipe.num_ranks
         if result["rank"] < pipe.num_ranks:
-            _close("losses", torch.tensor(result["losses"]), torch.tensor(reference["losses"]), rtol)
+            _close(
+                "losses", torch.tensor(result["losses"]), torch.tensor(reference["losses"]), rtol
+            )
             for mine, expected in zip(result["logits"], reference["logits"], strict=True):
                 _close("logits", mine, expected, rtol)
             assert result["counts"] == reference["counts"]
@@ -129,7 +145,9 @@ def piece_of(pipe: Pipe, rank: int, declaration: Any, whole: Tensor) -> Tensor:
 def _close(title: str, mine: Tensor, expected: Tensor, rtol: float) -> None:
     assert mine.shape == expected.shape, f"{title}: {mine.shape} is not {expected.shape}"
     difference = (mine - expected).abs().max().item()
-    assert difference <= rtol * max(1.0, expected.abs().max().item()), f"{title}: off by {difference}"
+    assert difference <= rtol * max(1.0, expected.abs().max().item()), (
+        f"{title}: off by {difference}"
+    )
 
 
 def write(directory: Path, pipe: Pipe) -> str:

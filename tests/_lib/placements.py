@@ -1,4 +1,5 @@
-"""What a placement along one axis means, written without the code under test: encode a value into local tensors, decode it.
+"""What a placement along one axis means, written without the code under test: encode a value into
+local tensors, decode it.
 
 Used by the tests of adapters, of parallel operators, and by those that run on real processes.
 """
@@ -28,7 +29,9 @@ Placement = str | Sharded
 
 
 def indices(cut: Cut, num_ranks: int, rank: int) -> list[int]:
-    """The global indices of a rank's piece, by brute force: deal every element of every segment to its owner."""
+    """The global indices of a rank's piece, by brute force: deal every element of every segment to
+    its owner.
+    """
     kept, position = [], 0
     for _ in range(cut.outer):
         for segment in cut.segments:
@@ -40,14 +43,19 @@ def indices(cut: Cut, num_ranks: int, rank: int) -> list[int]:
     return kept
 
 
-def encode(x: Tensor, placement: Placement, num_ranks: int, generator: torch.Generator | None = None) -> list[Tensor]:
+def encode(
+    x: Tensor, placement: Placement, num_ranks: int, generator: torch.Generator | None = None
+) -> list[Tensor]:
     """What the ranks hold of ``x``. Summands are random."""
     if isinstance(placement, Sharded):
         return [
-            x.index_select(placement.dim, torch.tensor(indices(placement.cut, num_ranks, r)).long()) for r in range(num_ranks)
+            x.index_select(placement.dim, torch.tensor(indices(placement.cut, num_ranks, r)).long())
+            for r in range(num_ranks)
         ]
     if placement == "P":
-        summands = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(num_ranks - 1)]
+        summands = [
+            torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(num_ranks - 1)
+        ]
         return [*summands, x - sum(summands)]
     return [x.clone() for _ in range(num_ranks)]
 
@@ -66,7 +74,9 @@ def decode(pieces: list[Tensor], placement: Placement) -> Tensor:
     if placement == "P":
         return torch.stack(pieces).sum(0).to(pieces[0].dtype)
     for piece in pieces:
-        torch.testing.assert_close(piece, pieces[0], rtol=0, atol=0, equal_nan=True, msg=lambda m: f"copies differ: {m}")
+        torch.testing.assert_close(
+            piece, pieces[0], rtol=0, atol=0, equal_nan=True, msg=lambda m: f"copies differ: {m}"
+        )
     return pieces[0]
 
 
@@ -82,11 +92,15 @@ def convert(x: Tensor, axis: AxisGroup, source: Placement, target: Placement) ->
             return adapters.all_to_all(x, axis, source.dim, source.cut, target.dim, target.cut)
         if target == "P":
             return adapters.pad(x, axis, source.dim, source.cut)
-        return adapters.all_gather(x, axis, source.dim, source.cut, backward="slice" if target == "R" else "reduce_scatter")
+        return adapters.all_gather(
+            x, axis, source.dim, source.cut, backward="slice" if target == "R" else "reduce_scatter"
+        )
     if isinstance(target, Sharded):
         if source == "P":
             return adapters.reduce_scatter(x, axis, target.dim, target.cut)
-        return adapters.narrow(x, axis, target.dim, target.cut, backward="all_gather" if source == "R" else "pad")
+        return adapters.narrow(
+            x, axis, target.dim, target.cut, backward="all_gather" if source == "R" else "pad"
+        )
     return {
         "RG": lambda: adapters.grad_all_reduce(x, axis),
         "RP": lambda: adapters.keep_one(x, axis),

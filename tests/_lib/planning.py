@@ -9,9 +9,9 @@ from typing import Any
 from plans import annotated, traced
 from torch import nn
 
-from shardwright.compiler.cost.body_time import body_time
-from shardwright.compiler.cost.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.cost.time.body_time import body_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
@@ -22,11 +22,25 @@ from shardwright.runtime.layout import Mesh
 
 @functools.cache
 def slow_machine(num_devices: int, *, bytes_per_s: float = 1e8) -> Hardware:
-    """Devices that take long to compute and no time to start, with links of any rate: tiny models are worth splitting."""
+    """Devices that take long to compute and no time to start, with links of any rate: tiny models
+    are worth splitting.
+    """
     found = load_hardware("a100-80gb", num_devices)
-    device = replace(found.device, flops_per_s=dict.fromkeys(found.device.flops_per_s, 1e7), bytes_per_s=1e7, launch_s=1e-9)
+    device = replace(
+        found.device,
+        flops_per_s=dict.fromkeys(found.device.flops_per_s, 1e7),
+        bytes_per_s=1e7,
+        launch_s=1e-9,
+    )
     tiers = tuple(
-        replace(tier, latency_s=1e-9, bytes_per_s=bytes_per_s, kinds={}, uplink_bytes_per_s=None, fabric_bytes_per_s=None)
+        replace(
+            tier,
+            latency_s=1e-9,
+            bytes_per_s=bytes_per_s,
+            kinds={},
+            uplink_bytes_per_s=None,
+            fabric_bytes_per_s=None,
+        )
         for tier in found.tiers
     )
     return replace(found, name="slow", device=device, tiers=tiers)
@@ -50,15 +64,25 @@ def graph_of(module: nn.Module, inputs: dict[str, Any]) -> PlannableGraph:
     return annotated(traced(module, inputs))
 
 
-def request(graph: PlannableGraph, mesh: Mesh, hardware: Hardware | None = None, **options: Any) -> PlacementRequest:
+def request(
+    graph: PlannableGraph, mesh: Mesh, hardware: Hardware | None = None, **options: Any
+) -> PlacementRequest:
     """On all ranks of a job that is one unit."""
-    config = options.pop("config", None) or ComputeConfig(plan_ngpus=mesh.size, runtime_ngpus=mesh.size)
-    return PlacementRequest(graph, mesh, tuple(range(mesh.size)), hardware or slow_machine(mesh.size), config, **options)
+    config = options.pop("config", None) or ComputeConfig(
+        plan_ngpus=mesh.size, runtime_ngpus=mesh.size
+    )
+    return PlacementRequest(
+        graph, mesh, tuple(range(mesh.size)), hardware or slow_machine(mesh.size), config, **options
+    )
 
 
 def audited_s(graph: PlannableGraph, plan: Plan, wanted: PlacementRequest) -> float:
-    """What a plan takes by its lowered program: what the audit adds up, without the walk of its memory."""
+    """What a plan takes by its lowered program: what the audit adds up, without the walk of its
+    memory.
+    """
     program = lower(graph, plan)
     body = body_time(program, wanted.hardware, wanted.ranks)
-    reduction = Reduction.of(program.declarations, wanted.mesh, wanted.config, wanted.hardware, wanted.optimizer)
+    reduction = Reduction.of(
+        program.declarations, wanted.mesh, wanted.config, wanted.hardware, wanted.optimizer
+    )
     return body.forward_s + body.backward_s + reduction.end_s

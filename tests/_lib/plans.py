@@ -1,4 +1,6 @@
-"""Run a plan of a model on ranks that are threads, from the files a compile writes, and hold it to one device."""
+"""Run a plan of a model on ranks that are threads, from the files a compile writes, and hold it to
+one device.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from torch import Tensor, nn
 from traces import shared_trace
 
 from shardwright.compiler.compile import Compiled, annotate, compile_graph, pass_manager
-from shardwright.compiler.generate import declared
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ops.strategy import allowed, strategies
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.trace.api import trace
-from shardwright.compiler.weights import initial_values
+from shardwright.compiler.trace.entry import trace
+from shardwright.frontend.files.module_files import declared
+from shardwright.frontend.files.weight_files import initial_values
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.checkpoint.tensor_files import write_tensors
@@ -74,12 +76,16 @@ def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
         digests[name] = write_tensors(directory / name, tensors, flushes=False).sha256
     plan, graph = compiled.plan, compiled.program.graph
     use_order = tuple(value.fqn or value.name for value in graph.used_parameters)
-    Manifest("test", graph.name, plan.mesh, plan.policy, digests, declared(compiled), use_order=use_order).write(directory)
+    Manifest(
+        "test", graph.name, plan.mesh, plan.policy, digests, declared(compiled), use_order=use_order
+    ).write(directory)
 
 
 @dataclass
 class Outcome:
-    """What the ranks computed in one step. ``pieces``: by parameter, the gradient of each rank and the layout of all."""
+    """What the ranks computed in one step. ``pieces``: by parameter, the gradient of each rank and
+    the layout of all.
+    """
 
     loss: Tensor
     pieces: dict[str, tuple[list[Tensor | None], Layout]]
@@ -88,14 +94,19 @@ class Outcome:
 
     @functools.cached_property
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradients put together, as their layouts say. Asserts that ranks that should hold copies do."""
+        """The gradients put together, as their layouts say. Asserts that ranks that should hold
+        copies do.
+        """
         return {name: self._whole(*found) for name, found in self.pieces.items()}
 
     def _whole(self, pieces: list[Tensor | None], layout: Layout) -> Tensor | None:
         if all(piece is None for piece in pieces):
             return None
         shapes = [layout.local_shape(self.mesh, coords) for coords in self.mesh.all_coords()]
-        found = [torch.zeros(shape, dtype=torch.float64) if p is None else p for p, shape in zip(pieces, shapes, strict=True)]
+        found = [
+            torch.zeros(shape, dtype=torch.float64) if p is None else p
+            for p, shape in zip(pieces, shapes, strict=True)
+        ]
         return layouts.decode(found, Layout(layout.dims, layout.grad_partial, ()), self.mesh)
 
 
@@ -103,20 +114,34 @@ def run_once(directory: Path, compiled: Compiled, inputs: Mapping[str, Any]) -> 
     """One forward and backward on all ranks, without the reducer."""
     mesh = compiled.plan.mesh
 
-    def rank(index: int) -> tuple[Tensor, dict[str, Tensor | None], dict[CommunicationKey, CommunicationVolume]]:
+    def rank(
+        index: int,
+    ) -> tuple[Tensor, dict[str, Tensor | None], dict[CommunicationKey, CommunicationVolume]]:
         module = load_class(directory)()
         with count_communication() as volume:
             loss = zoo.loss_of(module(**inputs))
             loss.backward()
-        grads = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
-        return loss.detach(), grads, {key: total for key, total in volume.items() if key.phase != "setup"}
+        grads = {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in module.named_parameters()
+        }
+        return (
+            loss.detach(),
+            grads,
+            {key: total for key, total in volume.items() if key.phase != "setup"},
+        )
 
     with float64_casts():
         results = run_ranks(mesh.size, rank)
     for loss, _, _ in results[1:]:
         torch.testing.assert_close(loss, results[0][0], rtol=1e-12, atol=1e-12)
-    declared = {d.value.fqn: d.layout for d in compiled.program.declarations if d.value.fqn in results[0][1]}
-    pieces = {str(fqn): ([grads[fqn] for _, grads, _ in results], layout) for fqn, layout in declared.items()}
+    declared = {
+        d.value.fqn: d.layout for d in compiled.program.declarations if d.value.fqn in results[0][1]
+    }
+    pieces = {
+        str(fqn): ([grads[fqn] for _, grads, _ in results], layout)
+        for fqn, layout in declared.items()
+    }
     return Outcome(results[0][0], pieces, [traffic for _, _, traffic in results], mesh)
 
 
@@ -125,9 +150,13 @@ def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
     assignments = {}
     for op in graph.ops:
         assert op.rule is not None
-        every = [s for s in strategies(op.rule) if allowed(op.rule, dict.fromkeys(mesh.names, s), mesh)]
+        every = [
+            s for s in strategies(op.rule) if allowed(op.rule, dict.fromkeys(mesh.names, s), mesh)
+        ]
         found = [s for s in every if s not in ("R", "G")] or every
-        assignments[op.name] = {axis: rng.choice(found if rng.random() < 0.8 else every) for axis in mesh.names}
+        assignments[op.name] = {
+            axis: rng.choice(found if rng.random() < 0.8 else every) for axis in mesh.names
+        }
     stored = {}
     for value in graph.parameters:
         assert value.fqn is not None
@@ -146,11 +175,19 @@ def random_storage(shape: tuple[int, ...], mesh: Mesh, rng: random.Random, train
         elif kind == "G" and trained:
             grad_partial.append(axis)
     return Layout(
-        tuple((Atom((size,), tuple(axes)),) for size, axes in zip(shape, dims, strict=True)), (), tuple(sorted(grad_partial))
+        tuple((Atom((size,), tuple(axes)),) for size, axes in zip(shape, dims, strict=True)),
+        (),
+        tuple(sorted(grad_partial)),
     )
 
 
-def check(module: nn.Module, inputs: Mapping[str, Any], compiled: Compiled, directory: Path, reference: Reference) -> Outcome:
+def check(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    compiled: Compiled,
+    directory: Path,
+    reference: Reference,
+) -> Outcome:
     """Loss and every gradient against one device."""
     write(directory, compiled, module)
     outcome = run_once(directory, compiled, inputs)
@@ -160,10 +197,16 @@ def check(module: nn.Module, inputs: Mapping[str, Any], compiled: Compiled, dire
     return outcome
 
 
-def without_none(gradients: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Zeros for a gradient that is missing here and not in ``others``: a rank may hold an empty piece."""
+def without_none(
+    gradients: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Zeros for a gradient that is missing here and not in ``others``: a rank may hold an empty
+    piece.
+    """
     return {
-        name: torch.zeros_like(other) if grad is None and (other := others.get(name)) is not None else grad
+        name: torch.zeros_like(other)
+        if grad is None and (other := others.get(name)) is not None
+        else grad
         for name, grad in gradients.items()
     }
 
@@ -174,7 +217,9 @@ def compile_plan(graph: IRGraph, plan: Plan) -> Compiled:
     return compile_graph(graph, lambda g, c: plan, config, policy_name=plan.policy)
 
 
-def compile_with(graph: IRGraph, policy: str | PolicyFunction, num_ranks: int, **options: Any) -> Compiled:
+def compile_with(
+    graph: IRGraph, policy: str | PolicyFunction, num_ranks: int, **options: Any
+) -> Compiled:
     """Compile with a policy; ``options`` are further fields of the config."""
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, **options)
     found = find_policy(policy)

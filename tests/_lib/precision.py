@@ -1,5 +1,5 @@
 """The product's own helper under the name tests use."""
 
-from shardwright.compiler.verification.precision import float64_casts
+from shardwright.frontend.verification.precision import float64_casts
 
 __all__ = ["float64_casts"]

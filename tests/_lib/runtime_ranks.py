@@ -15,7 +15,9 @@ from shardwright.runtime.ranks.world import count_communication, current_world
 
 
 def collectives() -> dict[str, Any]:
-    """Every collective of a communicator once, on 4 ranks as dp=2 x tp=2, with uneven and empty pieces."""
+    """Every collective of a communicator once, on 4 ranks as dp=2 x tp=2, with uneven and empty
+    pieces.
+    """
     world = current_world()
     mesh = RankMesh(Mesh((("dp", 2), ("tp", 2))))
     everyone, tp = world.everyone, mesh.axis("tp").communicator
@@ -33,7 +35,9 @@ def collectives() -> dict[str, Any]:
         results["gather"] = everyone.all_gather_cat(x, 0)
         results["gather_dim_1"] = everyone.all_gather_cat(x, 1)
         sizes = [2, 0, 1, 3]
-        results["gather_uneven"] = everyone.all_gather_cat(x[:, :1].expand(2, sizes[world.rank]), 1, sizes)
+        results["gather_uneven"] = everyone.all_gather_cat(
+            x[:, :1].expand(2, sizes[world.rank]), 1, sizes
+        )
         whole = torch.arange(24.0).view(4, 6) * (world.rank + 1)
         results["reduce_scatter"] = everyone.reduce_scatter(whole)
         results["reduce_scatter_uneven"] = everyone.reduce_scatter(whole, 1, sizes)
@@ -67,22 +71,30 @@ def collectives() -> dict[str, Any]:
 
 
 def all_adapters(num_ranks: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Output and input gradient of every adapter of the table, uneven and segmented, from fixed values and gradients."""
+    """Output and input gradient of every adapter of the table, uneven and segmented, from fixed
+    values and gradients.
+    """
     axis = RankMesh(Mesh((("tp", num_ranks),))).axis("tp")
     sharded = [Sharded(0, Cut((4,))), Sharded(1, Cut((5, 4))), Sharded(1, Cut((9,)))]
     results = {}
     generator = torch.Generator().manual_seed(0)
     for source, target in itertools.permutations([*sharded, "R", "P", "G"], 2):
-        value, gradient = (torch.randn(4, 9, dtype=torch.float64, generator=generator) for _ in range(2))
+        value, gradient = (
+            torch.randn(4, 9, dtype=torch.float64, generator=generator) for _ in range(2)
+        )
         x = encode(value, source, num_ranks, generator)[axis.index].clone().requires_grad_()
         y = convert(x, axis, source, target)
-        (grad,) = torch.autograd.grad(y, x, encode(gradient, transposed(target), num_ranks, generator)[axis.index])
+        (grad,) = torch.autograd.grad(
+            y, x, encode(gradient, transposed(target), num_ranks, generator)[axis.index]
+        )
         results[f"{source} -> {target}"] = y.detach(), grad
     return results
 
 
 def compiled_adapters() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Loss and gradients of a function of all adapters on 2 ranks, eager and compiled into one graph."""
+    """Loss and gradients of a function of all adapters on 2 ranks, eager and compiled into one
+    graph.
+    """
     axis = RankMesh(Mesh((("tp", 2),))).axis("tp")
 
     def loss_of(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -92,11 +104,16 @@ def compiled_adapters() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         whole = adapters.all_gather(columns * 2, axis, 1, backward="reduce_scatter")
         rows = adapters.reduce_scatter(whole / 2, axis, 0)
         back = adapters.all_to_all(rows, axis, 0, Cut((6,)), 1, Cut((8,)))
-        kept = adapters.keep_one(adapters.grad_keep_one(adapters.grad_all_reduce(y, axis), axis), axis)
+        kept = adapters.keep_one(
+            adapters.grad_keep_one(adapters.grad_all_reduce(y, axis), axis), axis
+        )
         return (back**2).sum() + kept.sin().sum() + adapters.pad(columns, axis, 1).cos().sum()
 
     generator = torch.Generator().manual_seed(axis.index)
-    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((6, 8), (8, 16), (16, 8))]
+    values = [
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((6, 8), (8, 16), (16, 8))
+    ]
     results = []
     for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
         operands = [value.clone().requires_grad_() for value in values]

@@ -18,17 +18,21 @@ PRELOADED = [
     "torch._dynamo",
     "shardwright.runtime.loader",
     "shardwright.runtime.training.optimizer",
-    "shardwright.compiler.api",
+    "shardwright.frontend.parallelize",
     "transformers.models.gpt2.modeling_gpt2",
 ]
-"""What the process that forks the ranks has imported before: many need it, and importing takes longer than their work."""
+"""What the process that forks the ranks has imported before: many need it, and importing takes
+longer than their work.
+"""
 
 
 def run_processes(num_ranks: int, target: str, *args: Any, fake_cuda: bool = False) -> list[Any]:
-    """Run ``module:function(*args)`` in one process per rank, with torch.distributed initialised; return what each returned.
+    """Run ``module:function(*args)`` in one process per rank, with torch.distributed initialised;
+    return what each returned.
 
-    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or of an installed package. With
-    ``fake_cuda`` each rank has a fake CUDA device (see :mod:`fake_cuda`) and the process group stands in for NCCL's.
+    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or of
+    an installed package. With ``fake_cuda`` each rank has a fake CUDA device (see :mod:`fake_cuda`)
+    and the process group stands in for NCCL's.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,13 +53,20 @@ def _run(
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+    )
     backend = "gloo"
     if fake_cuda:
         import fake_nccl
 
         backend = fake_nccl.start(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+    )
     try:
         module, function = target.split(":")
         result = getattr(importlib.import_module(module), function)(*args)

@@ -14,7 +14,9 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(12, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3)
+        )
         self.head = nn.Linear(6, 12, bias=False)
         self.head.weight = self.words.weight
         self.double()

@@ -1,7 +1,9 @@
-"""Tiny models of transformers, with inputs for them, by a recipe that knows names of settings and not single models.
+"""Tiny models of transformers, with inputs for them, by a recipe that knows names of settings and
+not single models.
 
-A model's default config is made small by :data:`SMALL`, a table of setting names and sizes; the arguments of ``forward`` are
-made by name, too. The recipe does not reach every model: what it makes may fail on one device, and the caller finds out.
+A model's default config is made small by :data:`SMALL`, a table of setting names and sizes; the
+arguments of ``forward`` are made by name, too. The recipe does not reach every model: what it makes
+may fail on one device, and the caller finds out.
 """
 
 from __future__ import annotations
@@ -44,29 +46,55 @@ PREFERRED = (
     "ForTextToSpeech",
     "ForSpeechToText",
 )
-"""Which class of a folder is taken: the first of these that a name has, else the first model there is."""
+"""Which class of a folder is taken: the first of these that a name has, else the first model there
+is.
+"""
 
 SMALL: tuple[tuple[str, Any], ...] = (
     (r"vocab_size|num_embeddings|entity_vocab_size|vocab_size_or_config_json_file", VOCAB),
     (r"(num_)?(key_value_heads|kv_heads|kv_head|multi_query_groups)|num_query_groups", 2),
     (r"num_key_value_heads|n_kv_heads", 2),
     (r".*(num_attention_heads|attention_heads|n_heads?|num_heads|n_head|num_head)", HEADS),
-    (r"head_dim|global_head_dim|v_head_dim|linear_key_head_dim|linear_value_head_dim|d_kv|attention_head_dim", HEAD_DIM),
-    (r"qk_nope_head_dim|qk_rope_head_dim|qk_head_dim|index_head_dim|rope_head_dim|nope_head_dim", HEAD_DIM),
+    (
+        r"head_dim|global_head_dim|v_head_dim|linear_key_head_dim|linear_value_head_dim|d_kv|attention_head_dim",
+        HEAD_DIM,
+    ),
+    (
+        r"qk_nope_head_dim|qk_rope_head_dim|qk_head_dim|index_head_dim|rope_head_dim|nope_head_dim",
+        HEAD_DIM,
+    ),
     (r"rotary_dim|rotary_ndims", HEAD_DIM),
     (r"num_kv_shared_layers", 0),
     (r"vocab_size_per_layer_input", VOCAB),
     (r"hidden_size_per_layer_input", HEAD_DIM),
     (r".*_lora_rank|lora_rank|.*_low_rank|lora_dim", 16),
-    (r"moe_intermediate_size|shared_expert_intermediate_size|expert_intermediate_size|expert_ffn_dim|expert_hidden_size", 24),
-    (r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feed_forward_size)", 48),
+    (
+        r"moe_intermediate_size|shared_expert_intermediate_size|expert_intermediate_size|expert_ffn_dim|expert_hidden_size",
+        24,
+    ),
+    (
+        r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feed_forward_size)",
+        48,
+    ),
     (r"(word_|char_)?embedding_size|embed_dim|emb_dim|d_embed|decoder_embed_dim|n_embed", WIDTH),
-    (r"(.*_)?(hidden_size|hidden_dim|d_model|n_embd|dim|width|projection_dim|hidden_channels|proj_size|output_size)", WIDTH),
-    (r"(.*_)?(num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|depth|num_blocks|layers)", 2),
-    (r"num_experts_per_tok|moe_topk|moe_k|num_selected_experts|top_k_experts|experts_per_token|moe_top_k", 2),
+    (
+        r"(.*_)?(hidden_size|hidden_dim|d_model|n_embd|dim|width|projection_dim|hidden_channels|proj_size|output_size)",
+        WIDTH,
+    ),
+    (
+        r"(.*_)?(num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|depth|num_blocks|layers)",
+        2,
+    ),
+    (
+        r"num_experts_per_tok|moe_topk|moe_k|num_selected_experts|top_k_experts|experts_per_token|moe_top_k",
+        2,
+    ),
     (r"(num_|n_routed_|num_local_|moe_num_|n_)experts|num_routed_experts|moe_num_experts", 4),
     (r"n_group|topk_group|num_expert_group|num_groups_moe", 1),
-    (r"max_position_embeddings|n_positions|max_sequence_length|max_seq_len|max_length_positions", 128),
+    (
+        r"max_position_embeddings|n_positions|max_sequence_length|max_seq_len|max_length_positions",
+        128,
+    ),
     (r"image_size|input_size|img_size|resolution", 32),
     (r"patch_size|patch_height|patch_width", 8),
     (r"num_mel_bins|num_mels|feature_size_mel|n_mels|input_feat_per_channel", 16),
@@ -81,17 +109,23 @@ SMALL: tuple[tuple[str, Any], ...] = (
     (r"relative_attention_num_buckets", 8),
     (r"num_frames|frames_per_clip", 4),
 )
-"""Settings whose names match an expression as a whole get the value, if it is smaller than theirs."""
+"""Settings whose names match an expression as a whole get the value, if it is smaller than
+theirs.
+"""
 
 _PATTERNS = tuple((re.compile(expression), value) for expression, value in SMALL)
-_WIDTH_LISTS = re.compile(r".*(hidden_sizes|embed_dims?|dims|channels|widths|conv_dim|out_channels|neck_hidden_sizes|filters)")
+_WIDTH_LISTS = re.compile(
+    r".*(hidden_sizes|embed_dims?|dims|channels|widths|conv_dim|out_channels|neck_hidden_sizes|filters)"
+)
 _AMOUNTS = re.compile(
     r".*(vocab_size|num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|depth|num_queries|num_experts)"
 )
 """Settings that are made small where widths are kept."""
 _COUNTED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS}
 """Settings that follow from others where they are not given."""
-_RATES = re.compile(r"dropout|drop_path|drop_rate|layerdrop|_drop$|pdrop|jitter_noise|^mask_(time|feature)_prob$")
+_RATES = re.compile(
+    r"dropout|drop_path|drop_rate|layerdrop|_drop$|pdrop|jitter_noise|^mask_(time|feature)_prob$"
+)
 """Settings of what happens at random."""
 _DEPTH_LISTS = re.compile(r"(.*_)?(depths?|layer_repeats|stage_repeats|num_blocks|encoder_layers)")
 
@@ -119,7 +153,9 @@ def place(name: str) -> int:
 
 
 def tiny_config(model: type[nn.Module], *, narrow: bool = True) -> Any:
-    """The model's default config, made small; parts of it too. Without ``narrow`` it keeps its widths, and is not as deep."""
+    """The model's default config, made small; parts of it too. Without ``narrow`` it keeps its
+    widths, and is not as deep.
+    """
     config = _config_class(model)()
     _shrink(config, set(), narrow=narrow)
     _number_special_tokens(config)
@@ -138,7 +174,11 @@ def _resnet() -> transformers.PreTrainedConfig:
     stages = ["stage2", "stage3", "stage4"]
     sizes = [16, 16, 32, 32]
     return transformers.ResNetConfig(
-        embedding_size=16, hidden_sizes=sizes, depths=[1, 1, 1, 1], layer_type="basic", out_features=stages
+        embedding_size=16,
+        hidden_sizes=sizes,
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=stages,
     )
 
 
@@ -150,7 +190,11 @@ def _config_class(model: type[nn.Module]) -> Any:
         hints = parameter.annotation
     elif parameter is not None and isinstance(parameter.annotation, str):
         hints = getattr(transformers, parameter.annotation, hints)
-    return hints if isinstance(hints, type) and issubclass(hints, transformers.PreTrainedConfig) else model.config_class
+    return (
+        hints
+        if isinstance(hints, type) and issubclass(hints, transformers.PreTrainedConfig)
+        else model.config_class
+    )
 
 
 def _shrink(config: Any, seen: set[int], *, narrow: bool) -> None:
@@ -158,7 +202,9 @@ def _shrink(config: Any, seen: set[int], *, narrow: bool) -> None:
         return
     seen.add(id(config))
     settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    old_layers = next((settings[key] for key in ("num_hidden_layers", "n_layer") if key in settings), None)
+    old_layers = next(
+        (settings[key] for key in ("num_hidden_layers", "n_layer") if key in settings), None
+    )
     for name, value in settings.items():
         if isinstance(value, transformers.PreTrainedConfig):
             _shrink(value, seen, narrow=narrow)
@@ -175,7 +221,9 @@ def _shrink(config: Any, seen: set[int], *, narrow: bool) -> None:
             _set(config, name, 0.0)
         elif isinstance(value, dict) and "mrope_section" in value and narrow:
             _set(config, name, {**value, "mrope_section": _sections(value)})
-    if narrow and "kv_lora_rank" in settings:  # all heads have keys of their own, made of one latent
+    if (
+        narrow and "kv_lora_rank" in settings
+    ):  # all heads have keys of their own, made of one latent
         _set(config, "num_key_value_heads", HEADS)
     for name in ("use_cache", "apply_spec_augment"):
         if settings.get(name) is True:
@@ -226,13 +274,24 @@ def _set(config: Any, name: str, value: Any) -> None:
 
 
 def _number_special_tokens(config: Any) -> None:
-    """Give ids of special tokens places in the small vocabulary, the same in all parts of the config."""
+    """Give ids of special tokens places in the small vocabulary, the same in all parts of the
+    config.
+    """
     places: dict[str, int] = {}
     for part in _parts(config):
         for name, value in list(vars(part).items()):
-            if not (name.endswith(("_token_id", "_token_index", "_token_ids")) and isinstance(value, int)):
+            if not (
+                name.endswith(("_token_id", "_token_index", "_token_ids"))
+                and isinstance(value, int)
+            ):
                 continue
-            if name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id"):
+            if name in (
+                "pad_token_id",
+                "bos_token_id",
+                "eos_token_id",
+                "decoder_start_token_id",
+                "sep_token_id",
+            ):
                 if value >= FIRST_SPECIAL:
                     _set(part, name, {"pad_token_id": 0, "bos_token_id": 1}.get(name, 2))
                 continue
@@ -251,7 +310,9 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def working_inputs(model: Any, *, mask: bool = True, labels: bool = True) -> dict[str, Any]:
-    """Arguments that ``model.forward`` takes, of all :data:`FORMS` the first that it takes. Raises what the first one met."""
+    """Arguments that ``model.forward`` takes, of all :data:`FORMS` the first that it takes. Raises
+    what the first one met.
+    """
     errors: list[Exception] = []
     for form in FORMS:
         try:
@@ -265,7 +326,13 @@ def working_inputs(model: Any, *, mask: bool = True, labels: bool = True) -> dic
                     return given
                 except ValueError as error:  # says how many placeholders it wants
                     wanted = re.search(r"tokens: (\d+), features:? (\d+)", str(error))
-                    token = _find(model.config, "image_token_id", "audio_token_id", "image_token_index", "audio_token_index")
+                    token = _find(
+                        model.config,
+                        "image_token_id",
+                        "audio_token_id",
+                        "image_token_index",
+                        "audio_token_index",
+                    )
                     if wanted is None or token is None:
                         raise
                     given |= _placed([int(wanted[2]) // BATCH] * BATCH, token, given)
@@ -282,10 +349,14 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"images": "large"},
     {"images": "frames"},
 )
-"""Forms of inputs that names do not tell: whether spectrograms count time or pitch first, and the like."""
+"""Forms of inputs that names do not tell: whether spectrograms count time or pitch first, and the
+like.
+"""
 
 
-def tiny_inputs(model: Any, form: Mapping[str, Any] = FORMS[0], *, mask: bool = True) -> dict[str, Any]:
+def tiny_inputs(
+    model: Any, form: Mapping[str, Any] = FORMS[0], *, mask: bool = True
+) -> dict[str, Any]:
     """Arguments for ``model.forward`` in training, made by the names of its parameters."""
     torch.manual_seed(1)
     config, signature = model.config, inspect.signature(model.forward).parameters
@@ -309,8 +380,13 @@ def tiny_inputs(model: Any, form: Mapping[str, Any] = FORMS[0], *, mask: bool = 
         _place_features(model, given, names)
     if mask and "attention_mask" in names and "input_ids" in given:
         given["attention_mask"] = torch.ones_like(given["input_ids"])
-    if {"token_type_ids", "pixel_values"} <= names and "input_ids" in given:  # a prompt, then what is learned
-        given["token_type_ids"] = (torch.arange(given["input_ids"].shape[1]) >= 8).long().repeat(BATCH, 1)
+    if {
+        "token_type_ids",
+        "pixel_values",
+    } <= names and "input_ids" in given:  # a prompt, then what is learned
+        given["token_type_ids"] = (
+            (torch.arange(given["input_ids"].shape[1]) >= 8).long().repeat(BATCH, 1)
+        )
     if "mm_token_type_ids" in names and "input_ids" in given:
         given["mm_token_type_ids"] = (given["input_ids"] >= FIRST_SPECIAL).long()
     _add_labels(model, given, names)
@@ -321,16 +397,22 @@ def _in_form(config: Any, given: dict[str, Any], form: Mapping[str, Any], names:
     if form.get("audio") == "bins first" and "input_features" in given:
         given["input_features"] = given["input_features"].transpose(1, 2).contiguous()
         if "input_features_mask" in given:
-            given["input_features_mask"] = torch.ones(BATCH, given["input_features"].shape[1], dtype=torch.long)
+            given["input_features_mask"] = torch.ones(
+                BATCH, given["input_features"].shape[1], dtype=torch.long
+            )
     if form.get("audio") == "one channel" and "input_values" in given:
         given["input_values"] = torch.randn(BATCH, 1, 1600)
     if form.get("images") == "a list" and "pixel_values" in given:
         given["pixel_values"] = pixels = given["pixel_values"][:, None].contiguous()
         if "pixel_attention_mask" in names:
-            given["pixel_attention_mask"] = torch.ones(*pixels.shape[:2], *pixels.shape[-2:], dtype=torch.bool)
+            given["pixel_attention_mask"] = torch.ones(
+                *pixels.shape[:2], *pixels.shape[-2:], dtype=torch.bool
+            )
     if form.get("images") == "frames" and "pixel_values" in given:
         frames = _find(config, "num_frames", default=4)
-        given["pixel_values"] = given["pixel_values"][:, None] + 0.1 * torch.rand(BATCH, frames, 1, 1, 1)
+        given["pixel_values"] = given["pixel_values"][:, None] + 0.1 * torch.rand(
+            BATCH, frames, 1, 1, 1
+        )
     if form.get("images") == "large" and "pixel_values" in given:
         given["pixel_values"] = torch.rand(*given["pixel_values"].shape[:-2], 64, 64)
 
@@ -347,7 +429,9 @@ def _find(config: Any, *names: str, default: Any = None) -> Any:
 
 def _part(config: Any, *names: str) -> Any:
     """The first part of these names that a config has, or the config itself."""
-    return next((part for name in names if (part := getattr(config, name, None)) is not None), config)
+    return next(
+        (part for name in names if (part := getattr(config, name, None)) is not None), config
+    )
 
 
 def _image(config: Any) -> Tensor:
@@ -366,7 +450,10 @@ def _video(config: Any) -> Tensor:
 def _patches(config: Any) -> dict[str, Tensor]:
     """Images of 4 x 4 and 4 x 8 patches, in one row after the other, and their grids."""
     vision = _part(config, "vision_config")
-    size, frames = _find(vision, "patch_size", default=8), _find(vision, "temporal_patch_size", default=1)
+    size, frames = (
+        _find(vision, "patch_size", default=8),
+        _find(vision, "temporal_patch_size", default=1),
+    )
     channels = _find(vision, "in_channels", "num_channels", default=3)
     grids = torch.tensor([[1, 4, 4], [1, 4, 8]] * (BATCH // 2))
     shape = (int(grids.prod(-1).sum()), channels * frames * size * size)
@@ -376,7 +463,10 @@ def _patches(config: Any) -> dict[str, Tensor]:
 def _flat_images(config: Any) -> dict[str, Tensor]:
     """Images of 4 x 4 and 2 x 3 patches in rows of equal length, with masks and shapes."""
     vision = _part(config, "vision_config")
-    size, channels = _find(vision, "patch_size", default=8), _find(vision, "num_channels", default=3)
+    size, channels = (
+        _find(vision, "patch_size", default=8),
+        _find(vision, "num_channels", default=3),
+    )
     shapes = torch.tensor([[4, 4], [2, 3]] * (BATCH // 2))
     present = torch.arange(16)[None] < shapes.prod(-1, keepdim=True)
     pixels = torch.rand(BATCH, 16, channels * size * size) * present[..., None]
@@ -390,7 +480,15 @@ def _sound(config: Any) -> Tensor:
 
 def _spectrogram(config: Any) -> Tensor:
     audio = _part(config, "audio_config", "encoder_config")
-    bins = _find(audio, "num_mel_bins", "feature_size", "n_mels", "input_dim", "input_feat_per_channel", default=16)
+    bins = _find(
+        audio,
+        "num_mel_bins",
+        "feature_size",
+        "n_mels",
+        "input_dim",
+        "input_feat_per_channel",
+        default=16,
+    )
     places = _find(audio, "max_source_positions")
     return torch.randn(BATCH, bins, 2 * places) if places else torch.randn(BATCH, 64, bins)
 
@@ -426,10 +524,20 @@ def _place_features(model: Any, given: dict[str, Any], names: set[str]) -> None:
     for method, sources, word in (
         (
             "get_image_features",
-            ("pixel_values", "image_grid_thw", "image_sizes", "spatial_shapes", "pixel_attention_mask"),
+            (
+                "pixel_values",
+                "image_grid_thw",
+                "image_sizes",
+                "spatial_shapes",
+                "pixel_attention_mask",
+            ),
             "image",
         ),
-        ("get_audio_features", ("input_features", "input_features_mask", "feature_attention_mask"), "audio"),
+        (
+            "get_audio_features",
+            ("input_features", "input_features_mask", "feature_attention_mask"),
+            "audio",
+        ),
     ):
         token = _find(model.config, f"{word}_token_id", f"{word}_token_index")
         get = getattr(model, method, None) or getattr(getattr(model, "model", None), method, None)
@@ -441,7 +549,11 @@ def _place_features(model: Any, given: dict[str, Any], names: set[str]) -> None:
         except TypeError:  # it wants something else, too
             continue
         found = found.pooler_output if hasattr(found, "pooler_output") else found
-        rows = sum(part.shape[:-1].numel() for part in found) if isinstance(found, list | tuple) else found.shape[:-1].numel()
+        rows = (
+            sum(part.shape[:-1].numel() for part in found)
+            if isinstance(found, list | tuple)
+            else found.shape[:-1].numel()
+        )
         counts = [rows // BATCH] * BATCH
         if isinstance(found, list | tuple) and len(found) == BATCH:
             counts = [part.shape[:-1].numel() for part in found]
@@ -485,8 +597,12 @@ def _add_labels(model: Any, given: dict[str, Any], names: set[str]) -> None:
         given["labels"] = torch.randint(3, 20, (BATCH, 3))
 
 
-def working(model: type[nn.Module], *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:
-    """The model small enough to run, and arguments that it runs with. Raises what the smallest one met if none runs."""
+def working(
+    model: type[nn.Module], *, mask: bool = True, labels: bool = True
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model small enough to run, and arguments that it runs with. Raises what the smallest one
+    met if none runs.
+    """
     errors: list[Exception] = []
     for narrow in (True, False):
         try:
@@ -511,14 +627,20 @@ def num_parameters(model: type[nn.Module], config: Any) -> int:
 
 
 def built(model: type[nn.Module], config: Any) -> nn.Module:
-    """The model in training mode, with parameters that are not all zeros and ones, and without dropout."""
+    """The model in training mode, with parameters that are not all zeros and ones, and without
+    dropout.
+    """
     torch.manual_seed(0)
     made = model(copy.deepcopy(config))
     for part in made.modules():
-        if isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout):
+        if isinstance(
+            part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout
+        ):
             part.p = 0.0
         for name, value in list(vars(part).items()):
-            if isinstance(value, float) and ("dropout" in name or name in ("layerdrop", "drop_prob")):
+            if isinstance(value, float) and (
+                "dropout" in name or name in ("layerdrop", "drop_prob")
+            ):
                 setattr(part, name, 0.0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

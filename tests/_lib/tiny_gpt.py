@@ -1,4 +1,6 @@
-"""The model of the golden files: a GPT with dropout and a tied head. Moving its lines changes the golden files."""
+"""The model of the golden files: a GPT with dropout and a tied head. Moving its lines changes the
+golden files.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ from unittest import mock
 import torch
 from torch import nn
 
-from shardwright.compiler import generate, search
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.trace import trace
-from shardwright.compiler.verification.deviation import tensors_of
+from shardwright.frontend import search_plan as search
+from shardwright.frontend.files import module_files as generate
+from shardwright.frontend.verification.deviation import tensors_of
 
 _GRAPHS: dict[tuple[Any, ...], IRGraph] = {}
 
@@ -42,7 +43,15 @@ def shared_trace(
     inputs = ((path, tensor.shape, tensor.dtype) for path, tensor in tensors_of(dummy_args).items())
     weights = (tensor.dtype for tensor in module.state_dict().values())
     # Under float64_casts the name float32 means another dtype.
-    key = (name, repr(dynamic_dims or {}), repr(constants or {}), torch.float32, torch.get_default_dtype(), *weights, *inputs)
+    key = (
+        name,
+        repr(dynamic_dims or {}),
+        repr(constants or {}),
+        torch.float32,
+        torch.get_default_dtype(),
+        *weights,
+        *inputs,
+    )
     if key not in _GRAPHS:
         _GRAPHS[key] = trace(module, dummy_args, dynamic_dims=dynamic_dims, constants=constants)
     return _GRAPHS[key]

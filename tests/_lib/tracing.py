@@ -10,13 +10,17 @@ import torch
 from interpret import run_graph
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.verify import verify
+from shardwright.compiler.ir.graph_grammar import verify
 from shardwright.compiler.trace import trace
 from shardwright.runtime import structure
 
 
-def traced(module: torch.nn.Module, args: Mapping[str, Any], *, exact: bool = True, **options: Any) -> IRGraph:
-    """The verified graph of ``module``, after holding it against the module in both modes, see :func:`same_as_eager`."""
+def traced(
+    module: torch.nn.Module, args: Mapping[str, Any], *, exact: bool = True, **options: Any
+) -> IRGraph:
+    """The verified graph of ``module``, after holding it against the module in both modes, see
+    :func:`same_as_eager`.
+    """
     state = _state(module)
     graph = trace(module, args, **options)
     assert _state(module) == state, "tracing changed the module"
@@ -25,15 +29,21 @@ def traced(module: torch.nn.Module, args: Mapping[str, Any], *, exact: bool = Tr
     return graph
 
 
-def same_as_eager(graph: IRGraph, module: torch.nn.Module, args: Mapping[str, Any], *, exact: bool = True) -> None:
-    """Results, gradients of parameters and inputs, and buffers are bit-equal, in training and in eval mode.
+def same_as_eager(
+    graph: IRGraph, module: torch.nn.Module, args: Mapping[str, Any], *, exact: bool = True
+) -> None:
+    """Results, gradients of parameters and inputs, and buffers are bit-equal, in training and in
+    eval mode.
 
-    Not ``exact``: floating ones to a relative 1e-12, where the graph calls another kernel than the module does.
+    Not ``exact``: floating ones to a relative 1e-12, where the graph calls another kernel than the
+    module does.
     """
 
     def same(what: str, found: Any, expected: Any) -> None:
         if not exact and isinstance(expected, torch.Tensor) and expected.is_floating_point():
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * max(1.0, float(expected.abs().max())))
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=1e-12 * max(1.0, float(expected.abs().max()))
+            )
         else:
             _same(what, found, expected)
 
@@ -54,13 +64,19 @@ def same_as_eager(graph: IRGraph, module: torch.nn.Module, args: Mapping[str, An
         for word, left, right in pairs:
             for name, tensor in left.items():
                 if isinstance(tensor, torch.Tensor) and tensor.is_leaf:
-                    same(f"gradient of {word} {name} (training={training})", right[name].grad, tensor.grad)
+                    same(
+                        f"gradient of {word} {name} (training={training})",
+                        right[name].grad,
+                        tensor.grad,
+                    )
         for name, buffer in eager.named_buffers():
             same(f"buffer {name} (training={training})", dict(other.named_buffers())[name], buffer)
 
 
 def _with_gradients(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the arguments; floating ones have gradients, and are no leaves so that forward may change them."""
+    """Copies of the arguments; floating ones have gradients, and are no leaves so that forward may
+    change them.
+    """
 
     def copied(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -77,7 +93,12 @@ def _with_gradients(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _backward(leaves: Any) -> None:
     total = sum(
-        (leaf.double().sin().sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), torch.zeros(())
+        (
+            leaf.double().sin().sum()
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ),
+        torch.zeros(()),
     )
     if total.requires_grad:
         total.backward()
@@ -85,11 +106,15 @@ def _backward(leaves: Any) -> None:
 
 def _same(what: str, found: Any, expected: Any) -> None:
     if not isinstance(expected, torch.Tensor):
-        assert type(found) is type(expected) and found == expected, f"{what}: {found} is not {expected}"
+        assert type(found) is type(expected) and found == expected, (
+            f"{what}: {found} is not {expected}"
+        )
         return
     assert isinstance(found, torch.Tensor), f"{what} is {found}"
     assert found.dtype == expected.dtype and found.shape == expected.shape, what
-    assert torch.equal(found, expected) or bool(expected.isnan().any()), f"{what} differs by {(found - expected).abs().max()}"
+    assert torch.equal(found, expected) or bool(expected.isnan().any()), (
+        f"{what} differs by {(found - expected).abs().max()}"
+    )
 
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:
@@ -97,7 +122,9 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for path, submodule in module.named_modules():
         for name, value in submodule.__dict__.items():
-            content = {key: id(item) for key, item in value.items()} if isinstance(value, dict) else None
+            content = (
+                {key: id(item) for key, item in value.items()} if isinstance(value, dict) else None
+            )
             content = [id(item) for item in value] if isinstance(value, list) else content
             state[f"{path}.{name}"] = (id(value), content)
     return state

@@ -1,4 +1,6 @@
-"""Registered operators for proofs at compile time: hard to try, or wrong where only trying tells."""
+"""Registered operators for proofs at compile time: hard to try, or wrong where only trying
+tells.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def logarithm(x: Tensor) -> Tensor:
     return torch.log(x)
 
 
-@register_op(lambda x, size: "(b s) h -> b s h", localise=lambda op, rule, local: {"size": local.segments["s"][0]})
+@register_op(
+    lambda x, size: "(b s) h -> b s h",
+    localise=lambda op, rule, local: {"size": local.segments["s"][0]},
+)
 def unfolded(x: Tensor, size: int) -> Tensor:
     return x.view(-1, size, x.shape[-1])
 

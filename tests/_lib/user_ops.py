@@ -1,4 +1,6 @@
-"""Operators of a user's own, at the top level of a module as ``register_op`` asks, right and wrong ones."""
+"""Operators of a user's own, at the top level of a module as ``register_op`` asks, right and wrong
+ones.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def emitted(x: Tensor, by: float) -> Tensor:
     return x * by
 
 
-# ---------------------------------------------------------------- wrong in one way each, for the prover to find
+# ---------------------------------------------------------------- wrong in one way each, for the
+# prover to find
 
 
 def _softmax(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""A model that returns, beside its loss, what takes operators of its own: none of it is needed where the loss alone is."""
+"""A model that returns, beside its loss, what takes operators of its own: none of it is needed
+where the loss alone is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Watched(nn.Module):
 
 
 def inputs(batch: int = 4) -> dict[str, Tensor]:
-    return {"x": torch.randn(batch, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+    return {
+        "x": torch.randn(batch, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    }
 
 
 def watched(num_layers: int = 4) -> Watched:

@@ -8,8 +8,8 @@ import zoo
 from precision import float64_casts
 from torch import Tensor
 
-from shardwright.compiler.verification.reference import adamw
-from shardwright.compiler.verification.samples import rolled
+from shardwright.frontend.verification.one_device import adamw
+from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.optimizer import build_optimizer

@@ -1,4 +1,6 @@
-"""Models trained under all ways to reduce gradients and to keep optimizer state, against one device."""
+"""Models trained under all ways to reduce gradients and to keep optimizer state, against one
+device.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,20 @@ import torch
 from verified import verify_zoo
 from zero_training import OPTIMIZERS
 
-from shardwright.compiler.verification.verify import VerifyReport
+from shardwright.frontend.verification.verify import VerifyReport
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 FACTORS: dict[str, list[Any]] = {
     "model": ["gpt2", "resnet"],
-    "plan": [("dp", 1, 2), ("dp", 1, 4), ("tp", 2, 4), ("data", 2, 4), ("data", 3, 3), ("pp", 2, 4), ("hybrid", 4, 8)],
+    "plan": [
+        ("dp", 1, 2),
+        ("dp", 1, 4),
+        ("tp", 2, 4),
+        ("data", 2, 4),
+        ("data", 3, 3),
+        ("pp", 2, 4),
+        ("hybrid", 4, 8),
+    ],
     "zero": [
         {},
         {"use_zero": 1},
@@ -25,7 +35,13 @@ FACTORS: dict[str, list[Any]] = {
         {"use_zero": 3},
         {"distributed_optimizer": {"overlap_param_sync": True}},
         {"distributed_optimizer": {"contiguous_param_buffer": True}, "use_zero": 0},
-        {"distributed_optimizer": {"contiguous_param_buffer": True, "contiguous_grad_buffer": False}, "use_zero": 2},
+        {
+            "distributed_optimizer": {
+                "contiguous_param_buffer": True,
+                "contiguous_grad_buffer": False,
+            },
+            "use_zero": 2,
+        },
     ],
     "groups": [1, 2],
     "overlap": [False, True],
@@ -33,8 +49,8 @@ FACTORS: dict[str, list[Any]] = {
     "optimizer": list(OPTIMIZERS),
     "accumulate": [1, 4],
 }
-"""``plan``: policy, ranks of a unit, ranks in all. ``cap_mb``: from buckets of one parameter to one bucket. ``accumulate``: how
-many samples, or microbatches, a step has.
+"""``plan``: policy, ranks of a unit, ranks in all. ``cap_mb``: from buckets of one parameter to one
+bucket. ``accumulate``: how many samples, or microbatches, a step has.
 """
 
 Case = dict[str, Any]
@@ -42,7 +58,9 @@ Case = dict[str, Any]
 
 def cases() -> Iterator[Case]:
     """All that exist."""
-    found = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    found = (
+        dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())
+    )
     return (case for case in found if is_possible(case))
 
 
@@ -57,7 +75,11 @@ def train(case: Case) -> VerifyReport:
     """Loss, gradients, and parameters after three clipped steps."""
     policy, plan_ngpus, num_ranks = case["plan"]
     has_stages = policy in ("pp", "hybrid")
-    config: dict[str, Any] = {"plan_ngpus": plan_ngpus, "runtime_ngpus": num_ranks, "zero_ngroups": case["groups"]}
+    config: dict[str, Any] = {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": num_ranks,
+        "zero_ngroups": case["groups"],
+    }
     config |= {"use_end2end": has_stages or case["accumulate"] > 1, **case["zero"]}
     if has_stages:
         config["pas_config"] = {"num_stages": 2, "num_microbatches": case["accumulate"]}
@@ -70,7 +92,9 @@ def train(case: Case) -> VerifyReport:
         warnings.simplefilter("ignore")
         optimizer = clipped(case["optimizer"])
         num_samples = None if has_stages else case["accumulate"]
-        return verify_zoo(case["model"], policy, config, optimizer=optimizer, num_samples=num_samples)
+        return verify_zoo(
+            case["model"], policy, config, optimizer=optimizer, num_samples=num_samples
+        )
 
 
 def clipped(optimizer: str) -> Any:
@@ -80,7 +104,9 @@ def clipped(optimizer: str) -> Any:
         if isinstance(stepper, ParallelOptimizer):
             stepper.clip_gnorm(0.5)
         else:
-            torch.nn.utils.clip_grad_norm_([p for group in stepper.param_groups for p in group["params"]], 0.5)
+            torch.nn.utils.clip_grad_norm_(
+                [p for group in stepper.param_groups for p in group["params"]], 0.5
+            )
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         made = OPTIMIZERS[optimizer](parameters)

@@ -4,12 +4,13 @@
     inputs = zoo.get("llama").inputs(batch=4, seq=8)
     zoo.loss_of(model(**inputs)).backward()
 
-Sizes are as small as the structure allows. Plain names divide by 2 and 4 (4 heads, sequence 8, batch 4, even
-vocabulary); names ending in ``-uneven`` do not (3, 5 or 7 heads, sequence 7, batch 5, odd vocabulary). The middle part of other
-names says what is special (``gpt2-cache``, ``gpt2-frozen``, ``llama-tied``).
+Sizes are as small as the structure allows. Plain names divide by 2 and 4 (4 heads, sequence 8,
+batch 4, even vocabulary); names ending in ``-uneven`` do not (3, 5 or 7 heads, sequence 7, batch 5,
+odd vocabulary). The middle part of other names says what is special (``gpt2-cache``,
+``gpt2-frozen``, ``llama-tied``).
 
-Everything is built under :func:`precision.float64_casts`; models must also *run* under it (the tables of rotary
-embeddings, norms and losses cast to float32 inside).
+Everything is built under :func:`precision.float64_casts`; models must also *run* under it (the
+tables of rotary embeddings, norms and losses cast to float32 inside).
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ IGNORED = -100
 class ZooModel:
     """One entry: how to build the model and what to feed it.
 
-    ``make`` takes overrides of sizes or config fields (``build(resid_pdrop=0.1)``). ``make_inputs(batch, seq, generator)``
-    gives keyword arguments of ``forward``. ``batch`` and ``seq`` are the defaults of :meth:`inputs`; ``seq`` is ``None`` where
-    the model has no sequence to choose. ``families`` are words that tests select by.
+    ``make`` takes overrides of sizes or config fields (``build(resid_pdrop=0.1)``).
+    ``make_inputs(batch, seq, generator)`` gives keyword arguments of ``forward``. ``batch`` and
+    ``seq`` are the defaults of :meth:`inputs`; ``seq`` is ``None`` where the model has no sequence
+    to choose. ``families`` are words that tests select by.
     """
 
     name: str
@@ -47,7 +49,9 @@ class ZooModel:
     notes: str = ""
 
     def build(self, *, seed: int = 0, **overrides: Any) -> nn.Module:
-        """The model in float64 and training mode, all weights drawn from ``seed``; the global RNG is left as it was."""
+        """The model in float64 and training mode, all weights drawn from ``seed``; the global RNG
+        is left as it was.
+        """
         with torch.random.fork_rng(devices=[]), float64_casts():
             torch.manual_seed(seed)
             model = self.make(**overrides).double().train()
@@ -55,7 +59,9 @@ class ZooModel:
             return model
 
     def inputs(self, *, batch: int | None = None, seq: int | None = None, seed: int = 1) -> Inputs:
-        """Keyword arguments of ``forward``; another ``seed`` gives another batch of the same shapes."""
+        """Keyword arguments of ``forward``; another ``seed`` gives another batch of the same
+        shapes.
+        """
         if seq is not None and self.seq is None:
             raise ValueError(f"{self.name} has no sequence length to choose")
         generator = torch.Generator().manual_seed(seed)
@@ -71,13 +77,21 @@ def get(name: str) -> ZooModel:
 
 
 def names(*families: str, exclude: Iterable[str] = ()) -> list[str]:
-    """Names of the entries that belong to all of ``families`` and to none of ``exclude``, in order of definition."""
+    """Names of the entries that belong to all of ``families`` and to none of ``exclude``, in order
+    of definition.
+    """
     excluded = frozenset(exclude)
-    return [name for name, entry in MODELS.items() if entry.families.issuperset(families) and not entry.families & excluded]
+    return [
+        name
+        for name, entry in MODELS.items()
+        if entry.families.issuperset(families) and not entry.families & excluded
+    ]
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The scalar loss of what a zoo model returned: itself, ``.loss``, ``["loss"]`` or the first element."""
+    """The scalar loss of what a zoo model returned: itself, ``.loss``, ``["loss"]`` or the first
+    element.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):
@@ -88,7 +102,8 @@ def loss_of(outputs: Any) -> Tensor:
 def disturb(model: nn.Module) -> None:
     """Move every parameter away from its initial value.
 
-    Biases that start at zero and scales that start at one hide mistakes: a bias added once per rank is still zero.
+    Biases that start at zero and scales that start at one hide mistakes: a bias added once per rank
+    is still zero.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -96,19 +111,31 @@ def disturb(model: nn.Module) -> None:
 
 
 def define(
-    name: str, make: Callable[..., nn.Module], make_inputs: Callable[..., Inputs], families: str, notes: str = "", **sizes: Any
+    name: str,
+    make: Callable[..., nn.Module],
+    make_inputs: Callable[..., Inputs],
+    families: str,
+    notes: str = "",
+    **sizes: Any,
 ) -> None:
-    """Add an entry. ``-uneven`` names get sizes that do not divide; ``families`` is a string of words."""
+    """Add an entry. ``-uneven`` names get sizes that do not divide; ``families`` is a string of
+    words.
+    """
     uneven = name.endswith("-uneven")
     words = frozenset(families.split()) | ({"uneven"} if uneven else {"even"})
     defaults: dict[str, Any] = {"batch": 5, "seq": 7} if uneven else {}
-    MODELS[name] = ZooModel(name, make, make_inputs, families=words, notes=notes, **{**defaults, **sizes})
+    MODELS[name] = ZooModel(
+        name, make, make_inputs, families=words, notes=notes, **{**defaults, **sizes}
+    )
 
 
-# --- inputs -------------------------------------------------------------------------------------------------------------
+# --- inputs
+# -------------------------------------------------------------------------------------------------------------
 
 
-def tokens(vocab_size: int, batch: int, seq: int, generator: torch.Generator, low: int = 0) -> Tensor:
+def tokens(
+    vocab_size: int, batch: int, seq: int, generator: torch.Generator, low: int = 0
+) -> Tensor:
     """Random token ids [batch, seq] in ``low .. vocab_size - 1``."""
     return torch.randint(low, vocab_size, (batch, seq), generator=generator)
 
@@ -139,7 +166,9 @@ def causal_lm(vocab_size: int, use_cache: bool = False) -> Callable[..., Inputs]
 
 
 def padded(batch: int, seq: int) -> Tensor:
-    """An attention mask [batch, seq] of 0 and 1: every row is one token shorter than the last, down to three."""
+    """An attention mask [batch, seq] of 0 and 1: every row is one token shorter than the last, down
+    to three.
+    """
     lengths = (seq - torch.arange(batch)).clamp(min=3)
     return (torch.arange(seq)[None, :] < lengths[:, None]).long()
 
@@ -148,7 +177,11 @@ def padded_causal_lm(vocab_size: int) -> Callable[..., Inputs]:
     def make(batch: int, seq: int, generator: torch.Generator) -> Inputs:
         inputs = causal_lm(vocab_size)(batch, seq, generator)
         mask = padded(batch, seq)
-        return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, IGNORED)}
+        return {
+            **inputs,
+            "attention_mask": mask,
+            "labels": inputs["labels"].masked_fill(mask == 0, IGNORED),
+        }
 
     return make
 
@@ -159,7 +192,10 @@ def masked_lm(vocab_size: int) -> Callable[..., Inputs]:
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "token_type_ids": (torch.arange(seq) >= seq // 2).long().expand(batch, seq).contiguous(),
+            "token_type_ids": (torch.arange(seq) >= seq // 2)
+            .long()
+            .expand(batch, seq)
+            .contiguous(),
             "labels": ignore_some(ids).masked_fill(mask == 0, IGNORED),
         }
 
@@ -203,7 +239,10 @@ def diffusion(size: int, num_classes: int | None = None) -> Callable[..., Inputs
 def vectors(in_size: int, out_size: int) -> Callable[..., Inputs]:
     def make(batch: int, seq: int, generator: torch.Generator) -> Inputs:
         x = torch.randn(batch, in_size, generator=generator, dtype=torch.float64)
-        return {"x": x, "target": torch.randn(batch, out_size, generator=generator, dtype=torch.float64)}
+        return {
+            "x": x,
+            "target": torch.randn(batch, out_size, generator=generator, dtype=torch.float64),
+        }
 
     return make
 
@@ -221,7 +260,8 @@ def translation(vocab_size: int, pad: bool, ignore: bool) -> Callable[..., Input
     return make
 
 
-# --- transformers -------------------------------------------------------------------------------------------------------
+# --- transformers
+# -------------------------------------------------------------------------------------------------------
 
 
 def hf(architecture: str, config: str, **fields: Any) -> Callable[..., nn.Module]:
@@ -235,7 +275,9 @@ def hf(architecture: str, config: str, **fields: Any) -> Callable[..., nn.Module
 
 
 def freeze(make: Callable[..., nn.Module], *prefixes: str) -> Callable[..., nn.Module]:
-    """The same model, parameters whose names start with one of ``prefixes`` not requiring gradients."""
+    """The same model, parameters whose names start with one of ``prefixes`` not requiring
+    gradients.
+    """
 
     def make_frozen(**overrides: Any) -> nn.Module:
         model = make(**overrides)
@@ -265,7 +307,13 @@ BERT = {
     "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0,
 }  # fmt: skip
-BERT_UNEVEN = {**BERT, "vocab_size": 37, "hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 21}
+BERT_UNEVEN = {
+    **BERT,
+    "vocab_size": 37,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "intermediate_size": 21,
+}
 T5 = {
     "vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
     "relative_attention_num_buckets": 8, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
@@ -296,7 +344,13 @@ VIT_UNEVEN = {
 gpt2 = hf("GPT2LMHeadModel", "GPT2Config", **GPT2)
 llama = hf("LlamaForCausalLM", "LlamaConfig", **LLAMA)
 
-define("gpt2", gpt2, causal_lm(32), "hf decoder causal-lm tied", "fused query-key-value Conv1D; head tied to the embedding")
+define(
+    "gpt2",
+    gpt2,
+    causal_lm(32),
+    "hf decoder causal-lm tied",
+    "fused query-key-value Conv1D; head tied to the embedding",
+)
 define(
     "gpt2-uneven",
     hf("GPT2LMHeadModel", "GPT2Config", **GPT2_UNEVEN),
@@ -305,7 +359,10 @@ define(
     "3 heads of 4, ffn 30",
 )
 define(
-    "gpt2-untied", hf("GPT2LMHeadModel", "GPT2Config", **GPT2, tie_word_embeddings=False), causal_lm(32), "hf decoder causal-lm"
+    "gpt2-untied",
+    hf("GPT2LMHeadModel", "GPT2Config", **GPT2, tie_word_embeddings=False),
+    causal_lm(32),
+    "hf decoder causal-lm",
 )
 define(
     "gpt2-cache",
@@ -321,7 +378,13 @@ define(
     "hf decoder causal-lm tied",
     "attention written out",
 )
-define("gpt2-padded", gpt2, padded_causal_lm(32), "hf decoder causal-lm tied padded", "attention mask over padded rows")
+define(
+    "gpt2-padded",
+    gpt2,
+    padded_causal_lm(32),
+    "hf decoder causal-lm tied padded",
+    "attention mask over padded rows",
+)
 define(
     "gpt2-frozen",
     freeze(gpt2, "transformer.wpe", "transformer.h.0."),
@@ -329,7 +392,13 @@ define(
     "hf decoder causal-lm tied frozen",
     "positions and first block frozen",
 )
-define("llama", llama, causal_lm(32), "hf decoder causal-lm gqa rotary", "4 query heads share 2 key-value heads")
+define(
+    "llama",
+    llama,
+    causal_lm(32),
+    "hf decoder causal-lm gqa rotary",
+    "4 query heads share 2 key-value heads",
+)
 define(
     "llama-uneven",
     hf("LlamaForCausalLM", "LlamaConfig", **LLAMA_UNEVEN),
@@ -357,7 +426,13 @@ define(
     "hf decoder causal-lm gqa rotary cache",
     "returns a DynamicCache beside the logits",
 )
-define("llama-padded", llama, padded_causal_lm(32), "hf decoder causal-lm gqa rotary padded", "attention mask over padded rows")
+define(
+    "llama-padded",
+    llama,
+    padded_causal_lm(32),
+    "hf decoder causal-lm gqa rotary padded",
+    "attention mask over padded rows",
+)
 define(
     "llama-frozen",
     freeze(llama, "model.embed_tokens", "model.layers.0."),
@@ -398,7 +473,12 @@ define(
     "hf encoder tied padded",
     "padded attention mask, token types",
 )
-define("bert-uneven", hf("BertForMaskedLM", "BertConfig", **BERT_UNEVEN), masked_lm(37), "hf encoder tied padded")
+define(
+    "bert-uneven",
+    hf("BertForMaskedLM", "BertConfig", **BERT_UNEVEN),
+    masked_lm(37),
+    "hf encoder tied padded",
+)
 define(
     "t5",
     hf("T5ForConditionalGeneration", "T5Config", **T5),
@@ -429,7 +509,8 @@ define(
     seq=None,
 )
 
-# --- hand-written -------------------------------------------------------------------------------------------------------
+# --- hand-written
+# -------------------------------------------------------------------------------------------------------
 
 
 def own(module: type[nn.Module], **sizes: Any) -> Callable[..., nn.Module]:
@@ -438,7 +519,13 @@ def own(module: type[nn.Module], **sizes: Any) -> Callable[..., nn.Module]:
 
 
 define("mlp", own(zoo_modules.MLP), vectors(12, 8), "own", "a square residual linear", seq=None)
-define("mlp-uneven", own(zoo_modules.MLP, in_size=11, hidden_size=13, out_size=7), vectors(11, 7), "own", seq=None)
+define(
+    "mlp-uneven",
+    own(zoo_modules.MLP, in_size=11, hidden_size=13, out_size=7),
+    vectors(11, 7),
+    "own",
+    seq=None,
+)
 define(
     "resnet",
     own(zoo_modules.ResNet),
@@ -463,9 +550,21 @@ define(
     seq=None,
 )
 define(
-    "unet-uneven", own(zoo_modules.UNet, channels=6, groups=3), diffusion(6), "own vision", "3 groups of 2 channels", seq=None
+    "unet-uneven",
+    own(zoo_modules.UNet, channels=6, groups=3),
+    diffusion(6),
+    "own vision",
+    "3 groups of 2 channels",
+    seq=None,
 )
-define("dit", own(zoo_modules.DiT), diffusion(8, 6), "own vision", "adaLN-zero, fused query-key-value, pixel shuffle", seq=None)
+define(
+    "dit",
+    own(zoo_modules.DiT),
+    diffusion(8, 6),
+    "own vision",
+    "adaLN-zero, fused query-key-value, pixel shuffle",
+    seq=None,
+)
 define(
     "dit-uneven",
     own(zoo_modules.DiT, image_size=6, hidden_size=12, num_heads=3, num_classes=7),

@@ -1,7 +1,8 @@
-"""Hand-written models of the zoo, in the shapes their families have: small, complete, and free of tricks.
+"""Hand-written models of the zoo, in the shapes their families have: small, complete, and free of
+tricks.
 
-Each ``forward`` returns the scalar loss, or ``(loss, outputs)``. Legend: B batch, C channels, H and W height and width,
-S target sequence, T source sequence, D hidden, V vocabulary.
+Each ``forward`` returns the scalar loss, or ``(loss, outputs)``. Legend: B batch, C channels, H and
+W height and width, S target sequence, T source sequence, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 class MLP(nn.Module):
     """Regression with two hidden layers; returns ``(loss, prediction)``."""
 
-    def __init__(self, in_size: int = 12, hidden_size: int = 16, out_size: int = 8, dropout: float = 0.0) -> None:
+    def __init__(
+        self, in_size: int = 12, hidden_size: int = 16, out_size: int = 8, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.up = nn.Linear(in_size, hidden_size)
         self.middle = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -25,7 +28,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         hidden = F.gelu(self.up(x))
-        hidden = hidden + torch.tanh(self.middle(hidden))  # a square residual: both sides of `middle` are one dim
+        hidden = hidden + torch.tanh(
+            self.middle(hidden)
+        )  # a square residual: both sides of `middle` are one dim
         prediction = self.down(self.dropout(hidden))
         return F.mse_loss(prediction, target), prediction
 
@@ -42,7 +47,8 @@ class ResNetBlock(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False), nn.BatchNorm2d(out_channels)
+                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
+                nn.BatchNorm2d(out_channels),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +64,9 @@ class ResNet(nn.Module):
     def __init__(self, channels: int = 8, num_classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
+            nn.Conv2d(3, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
         )
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = ResNetBlock(channels, channels, stride=1)
@@ -110,7 +118,9 @@ class UNet(nn.Module):
 def sinusoid(steps: Tensor, size: int) -> Tensor:
     """Sinusoidal embedding of integer diffusion steps: [B] -> [B, size]."""
     frequencies = torch.exp(
-        -math.log(10000.0) * torch.arange(size // 2, dtype=torch.float32, device=steps.device) / (size // 2)
+        -math.log(10000.0)
+        * torch.arange(size // 2, dtype=torch.float32, device=steps.device)
+        / (size // 2)
     )
     angles = steps[:, None].float() * frequencies[None, :]
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -127,15 +137,25 @@ class DiTBlock(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
         self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(approximate="tanh"), nn.Linear(4 * hidden_size, hidden_size)
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * hidden_size, hidden_size),
         )
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def attention(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
-        qkv = self.qkv(x).reshape(batch, seq, 3, self.num_heads, hidden // self.num_heads).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x)
+            .reshape(batch, seq, 3, self.num_heads, hidden // self.num_heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         query, key, value = qkv.unbind(0)
-        return self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(batch, seq, hidden))
+        return self.proj(
+            F.scaled_dot_product_attention(query, key, value)
+            .transpose(1, 2)
+            .reshape(batch, seq, hidden)
+        )
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=1)
@@ -152,12 +172,19 @@ class DiT(nn.Module):
     """Diffusion transformer on image patches, conditioned on step and class; returns the loss."""
 
     def __init__(
-        self, image_size: int = 8, patch_size: int = 2, hidden_size: int = 16, num_heads: int = 4, num_classes: int = 6
+        self,
+        image_size: int = 8,
+        patch_size: int = 2,
+        hidden_size: int = 16,
+        num_heads: int = 4,
+        num_classes: int = 6,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.patch = nn.Conv2d(3, hidden_size, patch_size, stride=patch_size)
-        self.position = nn.Parameter(0.02 * torch.randn(1, (image_size // patch_size) ** 2, hidden_size))
+        self.position = nn.Parameter(
+            0.02 * torch.randn(1, (image_size // patch_size) ** 2, hidden_size)
+        )
         self.time = nn.Linear(hidden_size, hidden_size)
         self.label = nn.Embedding(num_classes, hidden_size)
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads) for _ in range(2))
@@ -172,12 +199,16 @@ class DiT(nn.Module):
         condition = self.time(sinusoid(steps, self.hidden_size)) + self.label(labels)  # [B, D]
         for block in self.blocks:
             x = block(x, condition)
-        x = self.out(self.norm(x)).transpose(1, 2).unflatten(2, (height, width))  # [B, 3pp, H/p, W/p]
+        x = (
+            self.out(self.norm(x)).transpose(1, 2).unflatten(2, (height, width))
+        )  # [B, 3pp, H/p, W/p]
         return F.mse_loss(self.shuffle(x), noise)
 
 
 class Attention(nn.Module):
-    """Multi-head attention written out: scores, mask, softmax, weighted sum. Self-attention when ``memory`` is ``x``."""
+    """Multi-head attention written out: scores, mask, softmax, weighted sum. Self-attention when
+    ``memory`` is ``x``.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -192,8 +223,14 @@ class Attention(nn.Module):
         return x.view(x.shape[0], x.shape[1], self.num_heads, self.head_size).transpose(1, 2)
 
     def forward(self, x: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
-        query, key, value = self.heads(self.query(x)), self.heads(self.key(memory)), self.heads(self.value(memory))
-        scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(self.head_size)  # [B, heads, S, T]
+        query, key, value = (
+            self.heads(self.query(x)),
+            self.heads(self.key(memory)),
+            self.heads(self.value(memory)),
+        )
+        scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(
+            self.head_size
+        )  # [B, heads, S, T]
         weights = self.dropout(scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1))
         mixed = torch.matmul(weights, value).transpose(1, 2).contiguous().view(x.shape)
         return self.out(mixed)
@@ -203,7 +240,11 @@ class FeedForward(nn.Sequential):
     """Two linears with a ReLU between."""
 
     def __init__(self, hidden_size: int) -> None:
-        super().__init__(nn.Linear(hidden_size, 2 * hidden_size), nn.ReLU(), nn.Linear(2 * hidden_size, hidden_size))
+        super().__init__(
+            nn.Linear(hidden_size, 2 * hidden_size),
+            nn.ReLU(),
+            nn.Linear(2 * hidden_size, hidden_size),
+        )
 
 
 class EncoderLayer(nn.Module):
@@ -239,26 +280,41 @@ class DecoderLayer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Sequence to sequence with cross attention, padded sources and tied embeddings; returns ``(loss, logits)``."""
+    """Sequence to sequence with cross attention, padded sources and tied embeddings; returns
+    ``(loss, logits)``.
+    """
 
     def __init__(
-        self, vocab_size: int = 24, hidden_size: int = 16, num_heads: int = 4, max_length: int = 16, dropout: float = 0.0
+        self,
+        vocab_size: int = 24,
+        hidden_size: int = 16,
+        num_heads: int = 4,
+        max_length: int = 16,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, hidden_size, padding_idx=0)
         self.position = nn.Embedding(max_length, hidden_size)
-        self.encoder = nn.ModuleList(EncoderLayer(hidden_size, num_heads, dropout) for _ in range(2))
-        self.decoder = nn.ModuleList(DecoderLayer(hidden_size, num_heads, dropout) for _ in range(2))
+        self.encoder = nn.ModuleList(
+            EncoderLayer(hidden_size, num_heads, dropout) for _ in range(2)
+        )
+        self.decoder = nn.ModuleList(
+            DecoderLayer(hidden_size, num_heads, dropout) for _ in range(2)
+        )
         self.norm = nn.LayerNorm(hidden_size)
         self.head = nn.Linear(hidden_size, vocab_size, bias=False)
         self.head.weight = self.embedding.weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.embedding(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
 
     def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         padding = (source != 0)[:, None, None, :]  # [B, 1, 1, T]
-        causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).tril()  # [S, S]
+        causal = torch.ones(
+            target.shape[1], target.shape[1], dtype=torch.bool, device=target.device
+        ).tril()  # [S, S]
         memory = self.embed(source)
         for layer in self.encoder:
             memory = layer(memory, padding)
@@ -273,17 +329,33 @@ class TorchTransformer(nn.Module):
     """``torch.nn.Transformer`` between an embedding and a head; returns the loss."""
 
     def __init__(
-        self, vocab_size: int = 24, hidden_size: int = 16, num_heads: int = 4, norm_first: bool = False, dropout: float = 0.0
+        self,
+        vocab_size: int = 24,
+        hidden_size: int = 16,
+        num_heads: int = 4,
+        norm_first: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.source = nn.Embedding(vocab_size, hidden_size)
         self.target = nn.Embedding(vocab_size, hidden_size)
         self.transformer = nn.Transformer(
-            hidden_size, num_heads, 2, 2, 2 * hidden_size, dropout=dropout, batch_first=True, norm_first=norm_first
+            hidden_size,
+            num_heads,
+            2,
+            2,
+            2 * hidden_size,
+            dropout=dropout,
+            batch_first=True,
+            norm_first=norm_first,
         )
         self.head = nn.Linear(hidden_size, vocab_size)
 
     def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
-        hidden = self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True)
-        return F.cross_entropy(self.head(hidden).transpose(1, 2), labels)  # [B, V, S]: classes in dim 1
+        hidden = self.transformer(
+            self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True
+        )
+        return F.cross_entropy(
+            self.head(hidden).transpose(1, 2), labels
+        )  # [B, V, S]: classes in dim 1

@@ -1,4 +1,6 @@
-"""autodist against Megatron's published plan at the size it was published for, both by the audit of what is emitted."""
+"""autodist against Megatron's published plan at the size it was published for, both by the audit of
+what is emitted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 
@@ -20,7 +22,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("megatron_plans", BENCHMARKS / "megatron_plans.py")
+    spec = importlib.util.spec_from_file_location(
+        "megatron_plans", BENCHMARKS / "megatron_plans.py"
+    )
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "megatron_plans", found)  # dataclasses look their module up
@@ -30,12 +34,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_published_pipelines_are_cut_as_they_say(script: ModuleType) -> None:
     case = next(case for case in script.CASES if case.name == "175B")
-    case = replace(case, layers=12, hidden=64, heads=8, tensor_ranks=2, pipeline_ranks=2, gpus=4, batch=4)
+    case = replace(
+        case, layers=12, hidden=64, heads=8, tensor_ranks=2, pipeline_ranks=2, gpus=4, batch=4
+    )
     plans = dict(script.megatron_plans(case, script.graph_of(case)))
     assert len(plans) == 6
-    assert {len(plan.stages) for plan in plans.values()} == {6} and {plan.schedule for plan in plans.values()} == {
-        "1f1b_interleaved"
-    }
+    assert {len(plan.stages) for plan in plans.values()} == {6} and {
+        plan.schedule for plan in plans.values()
+    } == {"1f1b_interleaved"}
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The cost model against iteration times published for Megatron-LM: constants from two models, two others predicted."""
+"""The cost model against iteration times published for Megatron-LM: constants from two models, two
+others predicted.
+"""
 
 from __future__ import annotations
 

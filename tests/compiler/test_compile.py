@@ -9,7 +9,7 @@ import zoo
 from precision import float64_casts
 from torch import nn
 
-from shardwright.compiler.api import parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.ranks.threads import run_ranks
@@ -20,8 +20,8 @@ Pair = namedtuple("Pair", ["logits", "loss"])
 
 
 class Head(nn.Module):
-    """Logits that are split over the ranks, as what is in front of them takes a gradient, and their loss; ``kind`` says in what
-    they are returned.
+    """Logits that are split over the ranks, as what is in front of them takes a gradient, and their
+    loss; ``kind`` says in what they are returned.
     """
 
     def __init__(self, kind: str) -> None:
@@ -41,14 +41,24 @@ class Head(nn.Module):
         }[self.kind]
 
 
-BATCH = {"x": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4), "target": torch.tensor([0, 5, 15])}
+BATCH = {
+    "x": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4),
+    "target": torch.tensor([0, 5, 15]),
+}
 
 
 def outcome(folder: Path, model: nn.Module, batch: dict, outputs) -> tuple:
     """What rank 0 returns, and how many elements it gathered for it."""
 
     def rank(_):
-        module = parallelize(model, batch, "tp", ComputeConfig(**CONFIG, outputs=outputs), gen_savedir=folder, reuse="moo")
+        module = parallelize(
+            model,
+            batch,
+            "tp",
+            ComputeConfig(**CONFIG, outputs=outputs),
+            gen_savedir=folder,
+            reuse="moo",
+        )
         with count_communication() as volume:
             return module(**batch), volume.elements("all_gather", phase="forward")
 
@@ -57,7 +67,9 @@ def outcome(folder: Path, model: nn.Module, batch: dict, outputs) -> tuple:
 
 @pytest.mark.parametrize("kind", ["tuple", "named tuple", "dict", "loss alone"])
 def test_the_loss_alone(tmp_path, kind):
-    """It is the one called loss, wherever it stands, or else the first; the logits are neither gathered nor returned."""
+    """It is the one called loss, wherever it stands, or else the first; the logits are neither
+    gathered nor returned.
+    """
     model = Head(kind)
     expected = model(**BATCH)
     result, gathered = outcome(tmp_path, model, BATCH, "loss")
@@ -96,5 +108,6 @@ def test_an_output_that_is_not_there(tmp_path):
     with pytest.raises(PlanError) as error:
         outcome(tmp_path, Head("tuple"), BATCH, {"logits": "drop"})
     assert str(error.value) == (
-        "ComputeConfig.outputs names 'logits', which the model does not return\n  try:   one of '0', '1'"
+        "ComputeConfig.outputs names 'logits', which the model does not return\n  try:   one "
+        "of '0', '1'"
     )

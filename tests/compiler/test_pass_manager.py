@@ -42,7 +42,13 @@ def test_dumps_are_numbered_and_steps_timed(tmp_path):
     assert text == "Number(value=3)"
     dumps = {path.name: path.read_text() for path in (tmp_path / "dump").iterdir()}
     assert dumps == {"00-trace.txt": "the number 1\n", "01-add.txt": "the number 3\n"}
-    assert [step.name for step in manager.report.steps] == ["trace", "verify", "add", "verify", "emit"]
+    assert [step.name for step in manager.report.steps] == [
+        "trace",
+        "verify",
+        "add",
+        "verify",
+        "emit",
+    ]
     assert all(step.seconds >= 0 for step in manager.report.steps)
 
 
@@ -83,7 +89,11 @@ def test_an_error_in_the_users_part_passes_through():
 
 
 def test_report_adds_up_and_prints():
-    report = CompileReport((Step("trace", 0.5), Step("verify", 0.25), Step("rules", 1.0), Step("verify", 0.25)))
+    report = CompileReport(
+        (Step("trace", 0.5), Step("verify", 0.25), Step("rules", 1.0), Step("verify", 0.25))
+    )
     assert report.total_s == 2.0
     assert report.seconds() == {"trace": 0.5, "verify": 0.5, "rules": 1.0}
-    assert str(report) == ("trace      0.500 s\nverify     0.500 s\nrules      1.000 s\ntotal      2.000 s")
+    assert str(report) == (
+        "trace      0.500 s\nverify     0.500 s\nrules      1.000 s\ntotal      2.000 s"
+    )

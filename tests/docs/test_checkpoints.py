@@ -19,7 +19,9 @@ def test_the_examples(tmp_path):
     example = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
         exec(block, example)
-    files = write_files(tmp_path / "files", make_model(), 1, 2, {"plan_ngpus": 2, "runtime_ngpus": 2})
+    files = write_files(
+        tmp_path / "files", make_model(), 1, 2, {"plan_ngpus": 2, "runtime_ngpus": 2}
+    )
     run = tmp_path / "run"
 
     def built():
@@ -33,7 +35,9 @@ def test_the_examples(tmp_path):
         again = built()
         step = example["resume"](*again, run)
         assert step == 3 and again[2].last_epoch == 3
-        for (name, value), other in zip(parts[0].named_parameters(), again[0].parameters(), strict=True):
+        for (name, value), other in zip(
+            parts[0].named_parameters(), again[0].parameters(), strict=True
+        ):
             assert torch.equal(value, other), name
         return parts[0].state_dict(), parts[1].state_dict()
 

@@ -1,4 +1,6 @@
-"""The commands of the README, of docs/ and of every ``--help`` parse: their options exist, and so do the settings they name."""
+"""The commands of the README, of docs/ and of every ``--help`` parse: their options exist, and so
+do the settings they name.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compiler import cli, cli_plans, cli_search
-from shardwright.compiler.calibrate import command as calibrate
-from shardwright.compiler.cli_search import read_batch_dims, read_sizes, read_sizes_listed
-from shardwright.compiler.cli_targets import read_settings
+from shardwright.frontend.calibrate import command as calibrate
+from shardwright.frontend.cli import main as cli
+from shardwright.frontend.cli import plans as cli_plans
+from shardwright.frontend.cli import searches as cli_search
+from shardwright.frontend.cli.searches import read_batch_dims, read_sizes, read_sizes_listed
+from shardwright.frontend.cli.targets import read_settings
 from shardwright.policies.policy import read_options
 from shardwright.policies.registry import find_policy
 from shardwright.runtime import cli as runtime_cli
@@ -24,16 +28,26 @@ NAMES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "examples/train_gpt2
 
 def told() -> list[str]:
     """Every line that begins with a command, continued lines joined, comments taken off."""
-    pages = [(ROOT / name).read_text() for name in NAMES] + [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    pages = [(ROOT / name).read_text() for name in NAMES] + [
+        page.read_text() for page in (ROOT / "docs").glob("*.md")
+    ]
     pages += [text for _, _, text in commands().values()]
     lines = re.findall(
-        r"^ *(?:cd \S+ && |torchrun .* -m )?shardwright (.+)$", "\n".join(pages).replace("\\\n", " "), re.MULTILINE
+        r"^ *(?:cd \S+ && |torchrun .* -m )?shardwright (.+)$",
+        "\n".join(pages).replace("\\\n", " "),
+        re.MULTILINE,
     )
     return sorted({line for line in lines if line.split()[0] in commands()})
 
 
 def commands() -> dict[str, tuple[object, object, str]]:
-    every = (cli._COMMANDS, cli_search.COMMANDS, cli_plans.COMMANDS, calibrate.COMMANDS, runtime_cli.COMMANDS)
+    every = (
+        cli._COMMANDS,
+        cli_search.COMMANDS,
+        cli_plans.COMMANDS,
+        calibrate.COMMANDS,
+        runtime_cli.COMMANDS,
+    )
     return {name: entry for found in every for name, entry in found.items()}
 
 
@@ -53,6 +67,10 @@ def test_it_parses(line: str) -> None:
         assert policy.options is not None or not settings.get("pas_config")
         if policy.options is not None:
             read_options(policy.options, settings.get("pas_config", {}), policy=policy.name)
-    for name, read in (("microbatch", read_sizes_listed), ("batch_dims", read_batch_dims), ("against", read_sizes)):
+    for name, read in (
+        ("microbatch", read_sizes_listed),
+        ("batch_dims", read_batch_dims),
+        ("against", read_sizes),
+    ):
         text = getattr(options, name, None)
         assert text is None or read(text)

@@ -1,4 +1,6 @@
-"""docs/errors.md: every example fails with the text it shows, and what stands there instead works."""
+"""docs/errors.md: every example fails with the text it shows, and what stands there instead
+works.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from shardwright.runtime.errors import ShardwrightError
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
 BEGINNING, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-PARTS = [re.search(r"(.*?)\n.*?```python\n(.*?)```.*?```text\n(.*?)```.*?```python\n(.*?)```", s, re.DOTALL) for s in SECTIONS]
+PARTS = [
+    re.search(
+        r"(.*?)\n.*?```python\n(.*?)```.*?```text\n(.*?)```.*?```python\n(.*?)```", s, re.DOTALL
+    )
+    for s in SECTIONS
+]
 EXAMPLES = [match.groups() for match in PARTS if match]
 
 
@@ -27,7 +34,9 @@ def own_place(tmp_path, monkeypatch):
 
 
 def printed(source: str) -> str:
-    """The warnings or the error of an example after the common beginning, as Python would print it."""
+    """The warnings or the error of an example after the common beginning, as Python would print
+    it.
+    """
     found = re.search(r"```python\n(.*?)```", BEGINNING, re.DOTALL)
     assert found
     with warnings.catch_warnings(record=True) as caught:
@@ -43,18 +52,26 @@ def printed(source: str) -> str:
 
 def comparable(text: str) -> str:
     """Without what differs between runs and releases: the working directory, digests, versions."""
-    return re.sub(r"\b[0-9a-f]{12}\b", "<digest>", re.sub(r"\d+\.\d+\.\d+", "<version>", text.replace(f"{Path.cwd()}/", "")))
+    return re.sub(
+        r"\b[0-9a-f]{12}\b",
+        "<digest>",
+        re.sub(r"\d+\.\d+\.\d+", "<version>", text.replace(f"{Path.cwd()}/", "")),
+    )
 
 
 def test_every_section_is_complete():
     assert len(EXAMPLES) == len(SECTIONS) >= 16
 
 
-@pytest.mark.parametrize(("title", "fails", "text", "works"), EXAMPLES, ids=[example[0] for example in EXAMPLES])
+@pytest.mark.parametrize(
+    ("title", "fails", "text", "works"), EXAMPLES, ids=[example[0] for example in EXAMPLES]
+)
 def test_the_example(title: str, fails: str, text: str, works: str) -> None:
     assert comparable(printed(fails)) == comparable(text)
 
 
-@pytest.mark.parametrize(("title", "fails", "text", "works"), EXAMPLES, ids=[example[0] for example in EXAMPLES])
+@pytest.mark.parametrize(
+    ("title", "fails", "text", "works"), EXAMPLES, ids=[example[0] for example in EXAMPLES]
+)
 def test_what_works_instead(title: str, fails: str, text: str, works: str) -> None:
     assert printed(works) == ""

@@ -28,7 +28,9 @@ def blocks(page: str) -> list[str]:
 
 
 def run_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str) -> None:
-    """Import ``source`` from a file in ``tmp_path``, as a user's module, with that folder as the working directory."""
+    """Import ``source`` from a file in ``tmp_path``, as a user's module, with that folder as the
+    working directory.
+    """
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -37,9 +39,21 @@ def run_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, 
 
 def torchrun(folder: Path, script: str, num_ranks: int = 2) -> None:
     """Run a script of ``folder`` on ranks that are processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        script,
+    ]
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -56,15 +70,25 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_first_compile_of_getting_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_as_module(tmp_path, monkeypatch, blocks("docs/getting-started.md")[0], "guide_first_compile")
+def test_the_first_compile_of_getting_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_module(
+        tmp_path, monkeypatch, blocks("docs/getting-started.md")[0], "guide_first_compile"
+    )
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
 
 
-def test_the_policies_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_policies_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, page = blocks("docs/getting-started.md")[0], "docs/custom-policies.md"
     policies = "\n".join(
-        re.sub(r"(my_policy|every_verb), (config|four)\)", r"\1, \2, load_module=False, instance_name='\1')", block)
+        re.sub(
+            r"(my_policy|every_verb), (config|four)\)",
+            r"\1, \2, load_module=False, instance_name='\1')",
+            block,
+        )
         for block in blocks(page)[:2]
     )
     run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{policies}", "guide_policy")
@@ -73,16 +97,25 @@ def test_the_policies_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert re.sub(r"[a-z_]+\.py:\d+", "", shown) in without_lines
     sources = {path.parent.name: path.read_text() for path in tmp_path.rglob("gencode0.py")}
     assert "[256/tp, 64]" in sources["my_policy"]
-    assert '"up.weight", "[256/tp, 64] G(dp)"' in sources["every_verb"] and '"up.bias", "[256]' in sources["every_verb"]
+    assert (
+        '"up.weight", "[256/tp, 64] G(dp)"' in sources["every_verb"]
+        and '"up.bias", "[256]' in sources["every_verb"]
+    )
 
 
 def test_text_is_generated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = (block for block in blocks("docs/getting-started.md") if "generate" in block)
     monkeypatch.chdir(tmp_path)
-    assert transformers.GPT2LMHeadModel  # transformers loads its modules late, and not by several threads at once
+    assert (
+        transformers.GPT2LMHeadModel
+    )  # transformers loads its modules late, and not by several threads at once
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        names: dict[str, Any] = {"torch": torch, "shardwright": shardwright, "transformers": transformers}
+        names: dict[str, Any] = {
+            "torch": torch,
+            "shardwright": shardwright,
+            "transformers": transformers,
+        }
         exec(source, names)
         original = names["original"]
         assert original.forward.__self__ is names["parallel"]
@@ -90,11 +123,17 @@ def test_text_is_generated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.Monk
         return names["tokens"], original.generate(names["ids"], use_cache=False, max_new_tokens=8)
 
     (found, expected), (on_the_other, _) = run_ranks(2, run)
-    assert found.shape == (2, 11) and torch.equal(found, expected) and torch.equal(on_the_other, found)
+    assert (
+        found.shape == (2, 11) and torch.equal(found, expected) and torch.equal(on_the_other, found)
+    )
 
 
-def test_the_registered_function_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_as_module(tmp_path, monkeypatch, "\n".join(blocks("docs/register-op.md")), "guide_register_op")
+def test_the_registered_function_of_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as_module(
+        tmp_path, monkeypatch, "\n".join(blocks("docs/register-op.md")), "guide_register_op"
+    )
 
 
 def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
@@ -124,8 +163,13 @@ def test_the_searches_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     names: dict[str, Any] = {"model": entry.build().float(), "dummy_args": entry.inputs()}
     first, second, third = blocks("docs/autodist.md")
     first = first.replace("\n)", "\n    load_module=False,\n)")
-    second = second.replace('{"global_batch": 256}', '{"global_batch": 256, "microbatch": [4], "zero": [1], "num_stages": 1}')
-    second = second.replace('"saved", config)', '"saved", config, load_module=False, instance_name="saved")')
+    second = second.replace(
+        '{"global_batch": 256}',
+        '{"global_batch": 256, "microbatch": [4], "zero": [1], "num_stages": 1}',
+    )
+    second = second.replace(
+        '"saved", config)', '"saved", config, load_module=False, instance_name="saved")'
+    )
     for block in (first, second, third):
         exec(block, names)
     assert len(list(tmp_path.rglob("gencode*.py"))) == 16 and (tmp_path / "plan.json").exists()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compiler.cost.collectives import collective_s
-from shardwright.compiler.cost.hardware import Hardware, load_hardware, preset_names
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware, preset_names
+from shardwright.compiler.cost.time.collectives import collective_s
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "hardware.md").read_text()
 
@@ -22,7 +22,9 @@ def test_the_example_takes_as_long_as_it_says() -> None:
     (example,) = blocks("python")
     names: dict[str, object] = {}
     exec(example, names)
-    for call, seconds in re.findall(r"^(collective_s.*?)\s+#.*: ([\d.]+) s$", example, flags=re.MULTILINE):
+    for call, seconds in re.findall(
+        r"^(collective_s.*?)\s+#.*: ([\d.]+) s$", example, flags=re.MULTILINE
+    ):
         assert float(f"{eval(call, names):.1g}") == float(seconds)
 
 
@@ -32,14 +34,21 @@ def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
     path.write_text(text)
     hardware = load_hardware(str(path))
     assert hardware.tiers[0].sizes == (8, 8, 4) and hardware.num_devices == 20
-    shared, alone = collective_s(hardware, "all_gather", 1e9, range(20)), collective_s(hardware, "all_gather", 1e9, (0, 8))
+    shared, alone = (
+        collective_s(hardware, "all_gather", 1e9, range(20)),
+        collective_s(hardware, "all_gather", 1e9, (0, 8)),
+    )
     assert shared > 0.9 * 1e9 / 12e9 and alone == pytest.approx(0.5e9 / 12e9, rel=1e-2)
 
 
 def test_the_tables_name_every_preset_and_every_key() -> None:
-    assert set(preset_names()) == set(re.findall(r"`([\w-]+)`", PAGE.partition("| preset |")[2].partition("Rates are")[0]))
+    assert set(preset_names()) == set(
+        re.findall(r"`([\w-]+)`", PAGE.partition("| preset |")[2].partition("Rates are")[0])
+    )
     fields = load_hardware("cpu").to_json()
     documented = set(re.findall(r"`(\w+)`", PAGE))
-    assert {*fields["device"], *fields["tiers"][0], "streams", "kinds", "uplink_bytes_per_s"} - {"name"} <= documented
+    assert {*fields["device"], *fields["tiers"][0], "streams", "kinds", "uplink_bytes_per_s"} - {
+        "name"
+    } <= documented
     assert {"residuals", "sources", "measurements"} <= documented
     assert Hardware.from_json(json.loads(blocks("json")[0]), 3).num_devices == 3

@@ -16,7 +16,7 @@ import tiny_gpt
 
 from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
 from shardwright.compiler.ir.printer import print_graph
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -26,7 +26,15 @@ PLANS = {
     "tp": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 2}),
     "data": ("data", {"plan_ngpus": 2, "runtime_ngpus": 2}),
     "zero3": ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}),
-    "pp": ("pp", {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": {"stage_starts": ["blocks.2"]}}),
+    "pp": (
+        "pp",
+        {
+            "plan_ngpus": 2,
+            "runtime_ngpus": 2,
+            "use_end2end": True,
+            "pas_config": {"stage_starts": ["blocks.2"]},
+        },
+    ),
 }
 """Policy and config. ``zero3``: copies on two units that store parameters in pieces."""
 ALIKE = ["dp", "tp", "data", "zero3"]
@@ -39,7 +47,14 @@ def compiled(name: str) -> Compiled:
     policy, config = PLANS[name]
     graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
     apply = find_policy(policy).apply
-    return compile_graph(graph, apply, ComputeConfig(**config), policy_name=policy, digest="0123abcd", version="0.1.0")
+    return compile_graph(
+        graph,
+        apply,
+        ComputeConfig(**config),
+        policy_name=policy,
+        digest="0123abcd",
+        version="0.1.0",
+    )
 
 
 def test_the_graph(golden: Callable[[str, str], None]) -> None:
@@ -69,7 +84,10 @@ def test_ranks_differ_in_two_lines(policy: str) -> None:
     first, second = (compiled(policy).files[f"gencode{rank}.py"].splitlines() for rank in range(2))
     differing = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
     axis = {"tp": "tp", "data": "dp"}[policy]
-    assert differing == [(f"rank    0 ({axis}=0)", f"rank    1 ({axis}=1)"), ("    rank = 0", "    rank = 1")]
+    assert differing == [
+        (f"rank    0 ({axis}=0)", f"rank    1 ({axis}=1)"),
+        ("    rank = 0", "    rank = 1"),
+    ]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -83,7 +101,16 @@ def test_generated_files_are_formatted(plan: str, tmp_path: Path) -> None:
         ["format", "--check", "--diff"],
         ["check", "--select", "E,F,W,I,UP,B", "--config", isort],
     ):
-        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length", str(WIDTH), str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *arguments,
+            "--isolated",
+            "--line-length",
+            str(WIDTH),
+            str(path),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     assert text.endswith("\n") and not text.endswith("\n\n")
@@ -93,9 +120,15 @@ def test_generated_files_are_formatted(plan: str, tmp_path: Path) -> None:
 def test_three_layers_are_one_method(plan: str) -> None:
     tree = ast.parse(compiled(plan).files["gencode0.py"])
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == ["declare", "forward", "blocks_block"]
+    assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == [
+        "declare",
+        "forward",
+        "blocks_block",
+    ]
     text = compiled(plan).files["gencode0.py"]
-    assert text.count("self.blocks_block(") == 1 and text.count("        for layer in range(3):") == 2  # in declare, in forward
+    assert (
+        text.count("self.blocks_block(") == 1 and text.count("        for layer in range(3):") == 2
+    )  # in declare, in forward
 
 
 SCRIPT = """
@@ -104,7 +137,7 @@ from pathlib import Path
 sys.path.insert(0, {helpers!r})
 import tiny_gpt
 from shardwright.compiler.compile import compile_graph
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -122,9 +155,15 @@ def test_files_are_the_same_in_every_process(seed: str, tmp_path: Path) -> None:
     """Byte for byte, whatever the order of sets and dicts of strings."""
     script = SCRIPT.format(helpers=str(HERE.parent / "_lib"), plans=PLANS)
     environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    here = {f"{policy}.{name}": text for policy in PLANS for name, text in compiled(policy).files.items()}
+    here = {
+        f"{policy}.{name}": text
+        for policy in PLANS
+        for name, text in compiled(policy).files.items()
+    }
     there = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert there.keys() == here.keys()
     for name, text in here.items():

@@ -1,4 +1,6 @@
-"""Inside float64_casts a cast to float32 is a cast to float64, and afterwards nothing is left of it."""
+"""Inside float64_casts a cast to float32 is a cast to float64, and afterwards nothing is left of
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,35 @@ from torch import nn
 def test_casts_mean_float64_inside() -> None:
     x = torch.tensor(1 / 3, dtype=torch.float64)
     with float64_casts():
-        casts = [x.float(), x.to(torch.float32), x.type(torch.float), torch.tensor(1 / 3), torch.zeros((), dtype=torch.float)]
+        casts = [
+            x.float(),
+            x.to(torch.float32),
+            x.type(torch.float),
+            torch.tensor(1 / 3),
+            torch.zeros((), dtype=torch.float),
+        ]
         assert [cast.dtype for cast in casts] == [torch.float64] * 5
         assert x.float().item() == 1 / 3
         assert nn.Linear(2, 2).weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
-    "shapes", [((8, 24), (2, 24, 24)), ((2, 8, 24), (24, 8)), ((8, 16), (16, 24)), ((4, 3, 24), (4, 24, 24))]
+    "shapes",
+    [((8, 24), (2, 24, 24)), ((2, 8, 24), (24, 8)), ((8, 16), (16, 24)), ((4, 3, 24), (4, 24, 24))],
 )
 def test_products_of_groups_in_float64(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes)
-    offs = None if a.ndim == b.ndim == 3 else torch.tensor([4, 8 if a.ndim != b.ndim else 16], dtype=torch.int32)
+    offs = (
+        None
+        if a.ndim == b.ndim == 3
+        else torch.tensor([4, 8 if a.ndim != b.ndim else 16], dtype=torch.int32)
+    )
     expected = F.grouped_mm(a, b, offs=offs)
     with float64_casts():
         found = F.grouped_mm(a.double(), b.double(), offs=offs)
-    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)  # the other is of float32
+    torch.testing.assert_close(
+        found, expected.double(), rtol=1e-5, atol=1e-5
+    )  # the other is of float32
 
 
 def test_everything_is_restored_after_an_error_and_after_nesting() -> None:

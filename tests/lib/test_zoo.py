@@ -39,8 +39,15 @@ def test_building_and_inputs_are_reproducible_and_leave_the_global_rng_alone(nam
     pairs = zip(first.parameters(), second.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in pairs)
     same, again, another = entry.inputs(), entry.inputs(), entry.inputs(seed=2)
-    tensors = [key for key, value in same.items() if isinstance(value, torch.Tensor) and key != "attention_mask"]
-    assert all(torch.equal(same[key], again[key]) and not torch.equal(same[key], another[key]) for key in tensors)
+    tensors = [
+        key
+        for key, value in same.items()
+        if isinstance(value, torch.Tensor) and key != "attention_mask"
+    ]
+    assert all(
+        torch.equal(same[key], again[key]) and not torch.equal(same[key], another[key])
+        for key in tensors
+    )
 
 
 @pytest.mark.parametrize("name", zoo.names("causal-lm"))
@@ -56,9 +63,16 @@ def test_a_model_without_sequence_says_so() -> None:
 
 
 def test_every_special_case_is_there() -> None:
-    assert {"even", "uneven", "tied", "gqa", "cache", "frozen", "padded", "batch-norm"} <= set().union(
-        *(entry.families for entry in zoo.MODELS.values())
-    )
+    assert {
+        "even",
+        "uneven",
+        "tied",
+        "gqa",
+        "cache",
+        "frozen",
+        "padded",
+        "batch-norm",
+    } <= set().union(*(entry.families for entry in zoo.MODELS.values()))
     for model in ["gpt2", "llama", "qwen2", "mistral", "bert", "t5", "vit"]:
         assert {model, f"{model}-uneven"} <= set(zoo.names("hf"))
     for model in ["mlp", "resnet", "unet", "dit", "encoder-decoder", "transformer"]:

@@ -1,7 +1,9 @@
-"""Breaking the backward of any adapter leaves the loss right and gives wrong gradients: why every test compares gradients.
+"""Breaking the backward of any adapter leaves the loss right and gives wrong gradients: why every
+test compares gradients.
 
-A fixed handful of random plans uses every entry of the adapter table. For each entry only its backward is exchanged for
-that of another entry; each plan that uses it must still give the loss, and at least one must give wrong gradients.
+A fixed handful of random plans uses every entry of the adapter table. For each entry only its
+backward is exchanged for that of another entry; each plan that uses it must still give the loss,
+and at least one must give wrong gradients.
 """
 
 import random
@@ -45,11 +47,17 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Case], Any, An
     annotated, found = plans.annotated(graph), []
     for seed in SEEDS:
         rng = random.Random(seed)
-        compiled = plans.compile_plan(graph, plans.random_plan(annotated, Mesh.of(rng.choice([{"a": 2}, {"a": 3}])), rng))
+        compiled = plans.compile_plan(
+            graph, plans.random_plan(annotated, Mesh.of(rng.choice([{"a": 2}, {"a": 3}])), rng)
+        )
         assert isinstance(compiled.program, Program)
         directory = tmp_path_factory.mktemp("plan") / str(seed)
         plans.write(directory, compiled, model)
-        used = frozenset((a.step.kind, a.step.backward) for a in compiled.program.adapters() if a.value.requires_grad)
+        used = frozenset(
+            (a.step.kind, a.step.backward)
+            for a in compiled.program.adapters()
+            if a.value.requires_grad
+        )
         found.append(Case(compiled, directory, used))
     return found, inputs, plans.reference_run(model, [inputs], steps=1)
 
@@ -68,7 +76,9 @@ def is_right(case: Case, inputs: Any, reference: Any) -> tuple[bool, bool]:
 
 
 def flipped(function: type[torch.autograd.Function], attribute: str, value: bool) -> Backward:
-    """The backward of ``function``, but that calls saved with ``attribute == value`` act like the others."""
+    """The backward of ``function``, but that calls saved with ``attribute == value`` act like the
+    others.
+    """
     original = function.backward
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -100,16 +110,32 @@ def from_the_next_rank(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Of an all-to-all: the pieces in another order."""
     dim, cut, to_dim, to_cut = ctx.cuts
     grad = grad.flip(to_dim)
-    return adapters._exchange(grad, ctx.axis, to_dim, to_cut, dim, cut, "backward"), None, None, None, None, None
+    return (
+        adapters._exchange(grad, ctx.axis, to_dim, to_cut, dim, cut, "backward"),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 MUTATIONS: dict[tuple[str, str | None], tuple[type[torch.autograd.Function], Backward]] = {
     ("all_gather", "slice"): (adapters._AllGather, flipped(adapters._AllGather, "reduce", False)),
-    ("all_gather", "reduce_scatter"): (adapters._AllGather, flipped(adapters._AllGather, "reduce", True)),
+    ("all_gather", "reduce_scatter"): (
+        adapters._AllGather,
+        flipped(adapters._AllGather, "reduce", True),
+    ),
     ("narrow", "all_gather"): (adapters._Narrow, flipped(adapters._Narrow, "gather", True)),
     ("narrow", "pad"): (adapters._Narrow, flipped(adapters._Narrow, "gather", False)),
-    ("all_reduce", "identity"): (adapters._AllReduce, flipped(adapters._AllReduce, "reduce", False)),
-    ("all_reduce", "all_reduce"): (adapters._AllReduce, flipped(adapters._AllReduce, "reduce", True)),
+    ("all_reduce", "identity"): (
+        adapters._AllReduce,
+        flipped(adapters._AllReduce, "reduce", False),
+    ),
+    ("all_reduce", "all_reduce"): (
+        adapters._AllReduce,
+        flipped(adapters._AllReduce, "reduce", True),
+    ),
     ("keep_one", "identity"): (adapters._KeepOne, flipped(adapters._KeepOne, "keep", False)),
     ("keep_one", "keep_one"): (adapters._KeepOne, flipped(adapters._KeepOne, "keep", True)),
     ("reduce_scatter", None): (adapters._ReduceScatter, zeros_around),
@@ -135,7 +161,9 @@ def test_the_plans_use_every_adapter_and_are_right(cases) -> None:
 
 
 @pytest.mark.parametrize("entry", MUTATIONS, ids=lambda entry: "-".join(filter(None, entry)))
-def test_a_broken_backward_shows_in_gradients_only(entry: tuple[str, str | None], cases, monkeypatch) -> None:
+def test_a_broken_backward_shows_in_gradients_only(
+    entry: tuple[str, str | None], cases, monkeypatch
+) -> None:
     found, inputs, reference = cases
     function, backward = MUTATIONS[entry]
     monkeypatch.setattr(function, "backward", staticmethod(backward))

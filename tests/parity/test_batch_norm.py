@@ -1,4 +1,6 @@
-"""Batch norms that average over all batches: outputs, gradients and running statistics of several steps."""
+"""Batch norms that average over all batches: outputs, gradients and running statistics of several
+steps.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,21 @@ from interpret import run_graph
 from torch import Tensor, nn
 
 from shardwright.compiler.trace import trace
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 
 
 class Averaging(nn.Module):
-    """Without biases in front of norms: their gradients are zero but for rounding, which differs from machine to machine."""
+    """Without biases in front of norms: their gradients are zero but for rounding, which differs
+    from machine to machine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, momentum=None)
-        self.down, self.last = nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4, momentum=None, affine=False)
+        self.down, self.last = (
+            nn.Linear(8, 4, bias=False),
+            nn.BatchNorm1d(4, momentum=None, affine=False),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.conv(x))).mean((2, 3))
@@ -33,7 +40,12 @@ def test_the_average_over_all_batches(policy: str) -> None:
     torch.manual_seed(0)
     model = Averaging().double()
     first = [b.clone() for b in model.buffers()]
-    report = verify(model, {"x": rand(6, 3, 5, 5), "y": rand(6, 4)}, policy, {"plan_ngpus": 2, "runtime_ngpus": 2})
+    report = verify(
+        model,
+        {"x": rand(6, 3, 5, 5), "y": rand(6, 4)},
+        policy,
+        {"plan_ngpus": 2, "runtime_ngpus": 2},
+    )
     assert report.ok, str(report)
     assert "buffers" in str(report)
     assert all(torch.equal(a, b) for a, b in zip(first, model.buffers(), strict=True))

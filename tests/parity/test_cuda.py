@@ -1,4 +1,6 @@
-"""Training on CUDA devices and with NCCL's rules, held to one device. The devices are fake: see tests/_lib/fake_cuda.py."""
+"""Training on CUDA devices and with NCCL's rules, held to one device. The devices are fake: see
+tests/_lib/fake_cuda.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from shardwright.runtime.ranks.threads import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA: run tests/product/gpus.py"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None,
+        reason="this build of torch has CUDA: run tests/product/gpus.py",
+    ),
     pytest.mark.skipif(fake_cuda.compiler() is None, reason="the fake device needs a C++ compiler"),
 ]
 
@@ -52,8 +57,10 @@ def test_two_ranks_with_one_gpu_are_refused() -> None:
     first, second = ("0", "1") if text.startswith("ranks 0") else ("1", "0")
     assert text == (
         f"ranks {first} and {second} have the same GPU\n"
-        f"  why:   both made it their current device (cuda:0 on rank {second}), and NCCL wants one GPU per rank\n"
-        "  try:   call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks "
+        f"  why:   both made it their current device (cuda:0 on rank {second}), and NCCL "
+        "wants one GPU per rank\n"
+        "  try:   call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+        "init_process_group; with more ranks "
         "than GPUs initialise 'gloo', and they run on the CPU"
     )
 
@@ -61,7 +68,13 @@ def test_two_ranks_with_one_gpu_are_refused() -> None:
 @pytest.fixture(scope="module")
 def acts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has to say of every act."""
-    return run_processes(2, "cuda_jobs:act", str(tmp_path_factory.mktemp("acts")), list(cuda_jobs.ACTS), fake_cuda=True)
+    return run_processes(
+        2,
+        "cuda_jobs:act",
+        str(tmp_path_factory.mktemp("acts")),
+        list(cuda_jobs.ACTS),
+        fake_cuda=True,
+    )
 
 
 @pytest.mark.parametrize("name", cuda_jobs.ACTS)

@@ -1,7 +1,9 @@
-"""Partial sums that ``tp`` passes on: experts' results are weighted and summed, branches are added, and then all-reduced once.
+"""Partial sums that ``tp`` passes on: experts' results are weighted and summed, branches are added,
+and then all-reduced once.
 
-Counted while a step runs, and against the same plan with every sum reduced at once. Elements are those of the whole tensor a
-collective works on; B batch, S sequence, H hidden, L layers, K chosen experts of a token.
+Counted while a step runs, and against the same plan with every sum reduced at once. Elements are
+those of the whole tensor a collective works on; B batch, S sequence, H hidden, L layers, K chosen
+experts of a token.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from shardwright.compiler.ir.graph import IRGraph
 B, S, H, L, K = 4, 8, 16, 2, 2
 ACTIVATION = B * S * H
 LOSS = 3 * B * S
-"""What a loss over a split vocabulary sends: maximum, sum of exponentials, the target's logit of each token."""
+"""What a loss over a split vocabulary sends: maximum, sum of exponentials, the target's logit of
+each token.
+"""
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": K, "moe_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": K}
@@ -31,9 +35,10 @@ LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": K}
 
 @dataclass(frozen=True)
 class Model:
-    """A model of transformers, and what each layer all-reduces in units of [B, S, H]: forward with every sum reduced at once
-    and with sums deferred, and backward. ``routing``: the elements that it sends of the routing weights' gradients; 0 where
-    the gradient of the router is reduced in their place, with those of the other parameters.
+    """A model of transformers, and what each layer all-reduces in units of [B, S, H]: forward with
+    every sum reduced at once and with sums deferred, and backward. ``routing``: the elements that
+    it sends of the routing weights' gradients; 0 where the gradient of the router is reduced in
+    their place, with those of the other parameters.
     """
 
     name: str
@@ -47,8 +52,12 @@ class Model:
 MODELS = {
     "mixtral": Model("Mixtral", 1 + K, 2, 2, LOCAL_EXPERTS),
     "qwen3-moe": Model("Qwen3Moe", 1 + K, 2, 2, {**EXPERTS, "head_dim": 4}),
-    "gpt-oss": Model("GptOss", 1 + K, 2, 2, {**LOCAL_EXPERTS, "head_dim": 4, "rope_scaling": None}, B * S * K),
-    "shared expert": Model("Qwen2Moe", 2 + K, 2, 2, {**EXPERTS, "shared_expert_intermediate_size": 24}),
+    "gpt-oss": Model(
+        "GptOss", 1 + K, 2, 2, {**LOCAL_EXPERTS, "head_dim": 4, "rope_scaling": None}, B * S * K
+    ),
+    "shared expert": Model(
+        "Qwen2Moe", 2 + K, 2, 2, {**EXPERTS, "shared_expert_intermediate_size": 24}
+    ),
     "parallel branches": Model("Cohere", 2, 1, 1, {}),
 }
 
@@ -65,7 +74,10 @@ def prepared(name: str) -> tuple[nn.Module, dict[str, Any], IRGraph, Any]:
 def reduced_at_once(graph: IRGraph, compiled: Compiled) -> Compiled:
     """The same plan without sums passed on."""
     strategies = {
-        op: {axis: "R" if strategy.startswith("linear:") else strategy for axis, strategy in found.items()}
+        op: {
+            axis: "R" if strategy.startswith("linear:") else strategy
+            for axis, strategy in found.items()
+        }
         for op, found in compiled.plan.strategies.items()
     }
     plan = replace(compiled.plan, strategies=strategies)
@@ -73,7 +85,9 @@ def reduced_at_once(graph: IRGraph, compiled: Compiled) -> Compiled:
 
 
 def sent(outcome: plans.Outcome, phase: str) -> int:
-    assert all(traffic == outcome.traffic[0] for traffic in outcome.traffic), "ranks send different amounts"
+    assert all(traffic == outcome.traffic[0] for traffic in outcome.traffic), (
+        "ranks send different amounts"
+    )
     return sum(volume.elements for key, volume in outcome.traffic[0].items() if key.phase == phase)
 
 
@@ -83,7 +97,9 @@ def test_sums_are_deferred_until_they_are_small(name: str, tmp_path: Path) -> No
     found, (model, inputs, graph, reference) = MODELS[name], prepared(name)
     deferred = plans.compile_with(graph, "tp", 2, outputs="loss")
     now = plans.check(model, inputs, deferred, tmp_path / "deferred", reference)
-    before = plans.check(model, inputs, reduced_at_once(graph, deferred), tmp_path / "at once", reference)
+    before = plans.check(
+        model, inputs, reduced_at_once(graph, deferred), tmp_path / "at once", reference
+    )
     assert sent(before, "forward") == (1 + L * found.at_once) * ACTIVATION + LOSS
     assert sent(now, "forward") == (1 + L * found.deferred) * ACTIVATION + LOSS
     assert sent(now, "backward") == (1 + L * found.backward) * ACTIVATION + L * found.routing
@@ -100,11 +116,17 @@ def test_three_ranks_have_pieces_of_different_size(name: str, tmp_path: Path) ->
 
 def passed_on(compiled: Compiled) -> set[str]:
     """The operators that pass a partial sum on."""
-    return {op for op, found in compiled.plan.strategies.items() if any(s.startswith("linear:") for s in found.values())}
+    return {
+        op
+        for op, found in compiled.plan.strategies.items()
+        if any(s.startswith("linear:") for s in found.values())
+    }
 
 
 class Residual(nn.Module):
-    """A branch that is scaled and added to what is whole on every rank; then pairs are summed, and some are kept."""
+    """A branch that is scaled and added to what is whole on every rank; then pairs are summed, and
+    some are kept.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +145,18 @@ def test_what_is_whole_is_added_to_a_partial_sum_once(num_ranks: int, tmp_path: 
     inputs = {"x": torch.randn(4, 8, 6, dtype=torch.float64, requires_grad=True)}
     compiled, outcome = plans.check_policy(Residual().double(), inputs, "tp", num_ranks, tmp_path)
     targets = {op.name: op.target for op in compiled.program.graph.ops}
-    assert {targets[name] for name in passed_on(compiled)} == {"mul", "add", "transpose", "unflatten", "sum", "getitem"}
-    added = {adapter.step.kind for adapter in compiled.program.adapters() if targets.get(adapter.of.name) == "tanh"}
+    assert {targets[name] for name in passed_on(compiled)} == {
+        "mul",
+        "add",
+        "transpose",
+        "unflatten",
+        "sum",
+        "getitem",
+    }
+    added = {
+        adapter.step.kind
+        for adapter in compiled.program.adapters()
+        if targets.get(adapter.of.name) == "tanh"
+    }
     assert added == {"keep_one"}
     assert sent(outcome, "forward") == 4 * 2 * 6

@@ -1,4 +1,6 @@
-"""Batch and sequence length declared dynamic: one program, calls of several sizes, each equal to one device."""
+"""Batch and sequence length declared dynamic: one program, calls of several sizes, each equal to
+one device.
+"""
 
 import math
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 import zoo
 from precision import float64_casts
 
-from shardwright.compiler.api import parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
@@ -26,7 +28,10 @@ SIZES = [(4, 8), (6, 5), (3, 15)]
     ("name", "policy"),
     [
         ("gpt2", "tp"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "data"), ("llama", "data"), ("llama", "tp"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gpt2", "data"), ("llama", "data"), ("llama", "tp"))
+        ),
     ],
 )
 def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> None:
@@ -47,7 +52,9 @@ def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> N
                 output = module(**batch)
                 output.loss.backward()
                 optimizer.sync_shard_grad()
-                gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+                gradients = {
+                    n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+                }
                 results.append((output.loss.detach(), output.logits.detach(), gradients))
             return results
 
@@ -63,7 +70,9 @@ def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> N
                 for fqn, parameter in model.named_parameters():
                     layout, coords = manifest.tensors[fqn].layout, manifest.mesh.coords(number)
                     piece = local_piece(parameter.grad, layout, manifest.mesh, coords)
-                    torch.testing.assert_close(gradients[fqn], piece, rtol=1e-9, atol=1e-13, msg=fqn)
+                    torch.testing.assert_close(
+                        gradients[fqn], piece, rtol=1e-9, atol=1e-13, msg=fqn
+                    )
 
 
 class Sized(torch.nn.Module):
@@ -75,12 +84,23 @@ class Sized(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
         num, seq = x.shape[:2]
-        h = self.down(torch.tanh(self.up(x))) / math.sqrt(seq) + math.log(seq) * math.exp(-seq) + math.pow(seq, 0.5)
-        h = h * torch.linspace(0, 1, seq, dtype=x.dtype)[None, :, None] + torch.logspace(0, 1, seq, dtype=x.dtype)[:, None]
+        h = (
+            self.down(torch.tanh(self.up(x))) / math.sqrt(seq)
+            + math.log(seq) * math.exp(-seq)
+            + math.pow(seq, 0.5)
+        )
+        h = (
+            h * torch.linspace(0, 1, seq, dtype=x.dtype)[None, :, None]
+            + torch.logspace(0, 1, seq, dtype=x.dtype)[:, None]
+        )
         last = h[:, seq - 1] * math.cos(seq) + h[:, seq // 2 - 1] * torch.sym_float(num)
         h[:, seq - 1] = 0
         part = h[:, : math.ceil(seq / 2)].square().sum()
-        return last.square().sum() + h.sin().sum() + part, {"rows": num * seq, "root": math.sqrt(seq), "h": h}
+        return last.square().sum() + h.sin().sum() + part, {
+            "rows": num * seq,
+            "root": math.sqrt(seq),
+            "h": h,
+        }
 
 
 @pytest.mark.parametrize(
@@ -92,11 +112,15 @@ class Sized(torch.nn.Module):
     ],
 )
 def test_what_is_computed_with_sizes(tmp_path: Path, policy: str, cut: bool) -> None:
-    """Results and gradients of one device for several sizes; numbers among the results, of stages too."""
+    """Results and gradients of one device for several sizes; numbers among the results, of stages
+    too.
+    """
     torch.manual_seed(0)
     model = Sized().double()
     batches = [torch.randn(batch, seq, 8, dtype=torch.float64) for batch, seq in SIZES]
-    fields: dict[str, Any] = {"use_end2end": True, "pas_config": {"num_microbatches": 3}} if cut else {}
+    fields: dict[str, Any] = (
+        {"use_end2end": True, "pas_config": {"num_microbatches": 3}} if cut else {}
+    )
     fields |= {"dynamic_dims": {"x": {0: "batch", 1: "seq"}}, "outputs": "all"}
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, **fields)
     parallelize(model, {"x": batches[0]}, policy, config, gen_savedir=tmp_path, load_module=False)
@@ -112,7 +136,9 @@ def test_what_is_computed_with_sizes(tmp_path: Path, policy: str, cut: bool) -> 
             results = [module(x) for x in batches]
             torch.stack([result[0] for result in results]).sum().backward()
         optimizer.sync_shard_grad()
-        return results, {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        return results, {
+            n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+        }
 
     expected = [model(x) for x in batches]
     torch.stack([loss for loss, _ in expected]).sum().backward()
@@ -125,5 +151,10 @@ def test_what_is_computed_with_sizes(tmp_path: Path, policy: str, cut: bool) -> 
         for name, gradient in gradients.items():
             piece = whole[name]
             if not cut:
-                piece = local_piece(piece, manifest.tensors[name].layout, manifest.mesh, manifest.mesh.coords(number))
+                piece = local_piece(
+                    piece,
+                    manifest.tensors[name].layout,
+                    manifest.mesh,
+                    manifest.mesh.coords(number),
+                )
             torch.testing.assert_close(gradient, piece, rtol=1e-9, atol=1e-13, msg=name)

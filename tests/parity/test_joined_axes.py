@@ -1,6 +1,8 @@
-"""Sums over two axes at once, where tensor parallelism has two: as many collectives as with one axis, each over all ranks.
+"""Sums over two axes at once, where tensor parallelism has two: as many collectives as with one
+axis, each over all ranks.
 
-Elements are those of the whole tensor a collective works on; B batch, S sequence, H hidden, L layers.
+Elements are those of the whole tensor a collective works on; B batch, S sequence, H hidden, L
+layers.
 """
 
 from __future__ import annotations
@@ -33,8 +35,17 @@ MODELS = {
 @functools.cache
 def prepared(num_ranks: int) -> tuple[Any, Any, Compiled, Any]:
     mesh, heads = MODELS[num_ranks]
-    sizes = {**zoo.LLAMA, "vocab_size": 256, "hidden_size": H, "intermediate_size": 192, "head_dim": 4, **heads}
-    entry = zoo.ZooModel("grouped", zoo.hf("LlamaForCausalLM", "LlamaConfig", **sizes), zoo.causal_lm(256))
+    sizes = {
+        **zoo.LLAMA,
+        "vocab_size": 256,
+        "hidden_size": H,
+        "intermediate_size": 192,
+        "head_dim": 4,
+        **heads,
+    }
+    entry = zoo.ZooModel(
+        "grouped", zoo.hf("LlamaForCausalLM", "LlamaConfig", **sizes), zoo.causal_lm(256)
+    )
     model, inputs = entry.build(), entry.inputs(batch=B, seq=S)
     compiled = plans.compile_with(plans.traced(model, inputs), "tp", num_ranks, outputs="loss")
     assert str(compiled.plan.mesh) == mesh
@@ -43,17 +54,25 @@ def prepared(num_ranks: int) -> tuple[Any, Any, Compiled, Any]:
 
 @pytest.mark.parametrize("num_ranks", MODELS)
 def test_an_activation_is_summed_once_each_way(num_ranks: int, tmp_path: Path) -> None:
-    """Per layer two all-reduces of [B, S, H] each way, one forward for the embedding and one backward for the head."""
+    """Per layer two all-reduces of [B, S, H] each way, one forward for the embedding and one
+    backward for the head.
+    """
     model, inputs, compiled, reference = prepared(num_ranks)
     outcome = plans.check(model, inputs, compiled, tmp_path, reference)
-    assert all(traffic == outcome.traffic[0] for traffic in outcome.traffic), "ranks send different amounts"
-    joined = {key.phase: volume for key, volume in outcome.traffic[0].items() if key.axis == "tp+tp2"}
+    assert all(traffic == outcome.traffic[0] for traffic in outcome.traffic), (
+        "ranks send different amounts"
+    )
+    joined = {
+        key.phase: volume for key, volume in outcome.traffic[0].items() if key.axis == "tp+tp2"
+    }
     elements = (2 * L + 1) * ACTIVATION
     received = 2 * (num_ranks - 1) / num_ranks * elements
     expected = CommunicationVolume(2 * L + 1, elements, 8 * elements, pytest.approx(received))
     assert joined == {"forward": expected, "backward": expected}
     apart = [v for key, v in outcome.traffic[0].items() if key.axis in ("tp", "tp2")]
-    assert all(volume.elements < ACTIVATION * volume.calls for volume in apart), "only what is smaller is summed along one axis"
+    assert all(volume.elements < ACTIVATION * volume.calls for volume in apart), (
+        "only what is smaller is summed along one axis"
+    )
     assert 'tp_tp2 = self.axis("tp", "tp2")' in compiled.files["gencode0.py"]
     assert '    joined_axes = (("tp", "tp2"),)\n' in compiled.files["gencode0.py"]
 
@@ -79,7 +98,9 @@ def test_a_backward_over_one_of_the_axes_shows_in_gradients_only(
 
 
 def test_an_axis_named_like_two_others(tmp_path: Path) -> None:
-    """The variable of the two has another name; the sum of the loss goes over all ranks but those along ``a_b``."""
+    """The variable of the two has another name; the sum of the loss goes over all ranks but those
+    along ``a_b``.
+    """
     entry = zoo.get("mlp")
 
     def policy(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:

@@ -1,11 +1,24 @@
-"""Low-precision parameters with float32 masters, under every kind of plan: error, gradients, and what is held."""
+"""Low-precision parameters with float32 masters, under every kind of plan: error, gradients, and
+what is held.
+"""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from low_precision import STEPS, Case, adamw, compiled, eager, error, exact, merged_masters, model_of, train
+from low_precision import (
+    STEPS,
+    Case,
+    adamw,
+    compiled,
+    eager,
+    error,
+    exact,
+    merged_masters,
+    model_of,
+    train,
+)
 from torch import Tensor, nn
 
 import shardwright
@@ -25,7 +38,14 @@ QUICK = [
 ]
 MODELS = ("gpt2", "llama")
 DATA_PARALLEL = (("dp", 1, 2), ("dp", 1, 4), ("data", 2, 2))
-PLANS = (*DATA_PARALLEL, ("tp", 2, 2), ("tp", 4, 1), ("pp", 2, 2), ("hybrid", 4, 1), ("hybrid", 4, 2))
+PLANS = (
+    *DATA_PARALLEL,
+    ("tp", 2, 2),
+    ("tp", 4, 1),
+    ("pp", 2, 2),
+    ("hybrid", 4, 1),
+    ("hybrid", 4, 2),
+)
 REST = [
     case
     for name in MODELS
@@ -33,7 +53,10 @@ REST = [
     for stage in range(4)
     if (case := Case(name, policy, plan_ngpus, units, {"use_zero": stage})) not in QUICK
 ]
-REST += [Case("llama", policy, plan, units, {"use_zero": n % 4, **REMAINDERS}) for n, (policy, plan, units) in enumerate(PLANS)]
+REST += [
+    Case("llama", policy, plan, units, {"use_zero": n % 4, **REMAINDERS})
+    for n, (policy, plan, units) in enumerate(PLANS)
+]
 HALF = [
     Case("gpt2", "dp", 1, 2, {}, torch.float16),
     Case("llama", "tp", 2, 2, {"use_zero": 1}, torch.float16),
@@ -41,12 +64,20 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in [*REST, *HALF])], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in [*REST, *HALF])],
+    ids=str,
+)
 def test_the_error_is_that_of_one_device(case: Case) -> None:
-    """At most twice that of eager training with masters on one device, both against float64, in the same norm."""
+    """At most twice that of eager training with masters on one device, both against float64, in the
+    same norm.
+    """
     reference = exact(case)
     ranks = train(case, compiled(case))
-    module, optimizer = shardwright.merge_state_dicts([rank.module for rank in ranks], [rank.optimizer for rank in ranks])
+    module, optimizer = shardwright.merge_state_dicts(
+        [rank.module for rank in ranks], [rank.optimizer for rank in ranks]
+    )
     masters = merged_masters(case.name, module, optimizer)
     start = {name: p.detach() for name, p in model_of(case.name, case.dtype).named_parameters()}
     ours, theirs = error(masters, reference), error(eager(case), reference)
@@ -56,7 +87,8 @@ def test_the_error_is_that_of_one_device(case: Case) -> None:
         assert master.dtype == torch.float32 and is_rounded(master, module[name]).all()
 
 
-# --------------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------------------------------
+# gradients
 
 
 class Net(nn.Module):
@@ -82,7 +114,9 @@ def batch(number: int) -> Tensor:
 def net_files(tmp_path: Any, policy: str, plan_ngpus: int, units: int, **options: Any) -> Any:
     options = {"distributed_optimizer": {"overlap_grad_sync": False}, **options}
     config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, **options}
-    shardwright.parallelize(Net(), {"x": batch(0)}, policy, config, gen_savedir=tmp_path, load_module=False)
+    shardwright.parallelize(
+        Net(), {"x": batch(0)}, policy, config, gen_savedir=tmp_path, load_module=False
+    )
     (manifest,) = tmp_path.rglob("manifest.json")
     return manifest.parent
 
@@ -101,7 +135,9 @@ def sums(batches: list[Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("train", ["no_sync", "train_step"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_added_up_and_reduced_in_float32(tmp_path: Any, stage: int, train: str) -> None:
+def test_gradients_are_added_up_and_reduced_in_float32(
+    tmp_path: Any, stage: int, train: str
+) -> None:
     """Over units and over accumulation: the sums have bits that bfloat16 has not."""
     directory = net_files(tmp_path, "dp", 1, 2, use_zero=stage, use_end2end=train == "train_step")
 
@@ -119,10 +155,14 @@ def test_gradients_are_added_up_and_reduced_in_float32(tmp_path: Any, stage: int
                 module(batches[-1]).backward()
                 optimizer.sync_shard_grad()
         found = gathered_gradients(optimizer._reducer.buckets)
-        reduced = [volume.total(kind, phase="gradients") for kind in ("all_reduce", "reduce_scatter")]
+        reduced = [
+            volume.total(kind, phase="gradients") for kind in ("all_reduce", "reduce_scatter")
+        ]
         reduced.append(volume.total("reduce_scatter", phase="backward"))
         width = sum(total.num_bytes for total in reduced) / sum(total.elements for total in reduced)
-        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}, width
+        return {
+            name: gradient.clone() for name, gradient in found.items() if gradient is not None
+        }, width
 
     expected = sums([batch(10 * rank + number) for rank in range(2) for number in range(3)])
     results = run_ranks(2, on_rank)
@@ -167,19 +207,29 @@ def test_gradients_stay_as_they_are_if_that_is_asked_for(tmp_path: Any, stage: i
             module(batch(rank)).backward()
             optimizer.sync_shard_grad()
         totals = [total for key, total in volume.items() if key.phase in ("backward", "gradients")]
-        assert {shard.tensor.grad.dtype for shard in optimizer.shards if shard.num_elements} == {torch.float32}
+        assert {shard.tensor.grad.dtype for shard in optimizer.shards if shard.num_elements} == {
+            torch.float32
+        }
         return [total.num_bytes / total.elements for total in totals]
 
     for widths in run_ranks(2, on_rank):
         assert set(widths) == {2}
 
 
-# ------------------------------------------------------------------------------------------------------------ what is held
+# ------------------------------------------------------------------------------------------------------------
+# what is held
 
 
 def state_bytes(module: nn.Module, optimizer: ParallelOptimizer) -> dict[str, int]:
-    """What a rank keeps between steps, by kind. Single numbers, such as counts of steps, are left out."""
-    moments = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.ndim]
+    """What a rank keeps between steps, by kind. Single numbers, such as counts of steps, are left
+    out.
+    """
+    moments = [
+        x
+        for state in optimizer.state.values()
+        for x in state.values()
+        if isinstance(x, Tensor) and x.ndim
+    ]
     masters = [shard for shard in optimizer.shards if not shard.is_view]
     copies = [shard.tensor if shard.remainder is None else shard.remainder.low for shard in masters]
     return {
@@ -189,9 +239,17 @@ def state_bytes(module: nn.Module, optimizer: ParallelOptimizer) -> dict[str, in
     }
 
 
-@pytest.mark.parametrize(("stage", "remainders"), [(0, False), (1, False), (2, True), (3, False), (0, True), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "remainders"), [(0, False), (1, False), (2, True), (3, False), (0, True), (3, True)]
+)
 def test_bytes_of_state(stage: int, remainders: bool) -> None:
-    case = Case("gpt2", "dp", 1, 4, {"use_zero": stage, "distributed_optimizer": {"store_param_remainders": remainders}})
+    case = Case(
+        "gpt2",
+        "dp",
+        1,
+        4,
+        {"use_zero": stage, "distributed_optimizer": {"store_param_remainders": remainders}},
+    )
     ranks = train(case, compiled(case), state_bytes, steps=1)
     parameters = list(model_of("gpt2", torch.bfloat16).parameters())
     elements = sum(p.numel() for p in parameters)
@@ -207,7 +265,9 @@ def test_bytes_of_state(stage: int, remainders: bool) -> None:
 
 
 def test_masters_of_a_part_that_was_not_compiled() -> None:
-    """``build_optimizer`` alone, told what to do by ``compute_config``: each rank keeps the masters of all it has."""
+    """``build_optimizer`` alone, told what to do by ``compute_config``: each rank keeps the masters
+    of all it has.
+    """
     config = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 0, "distributed_optimizer": {}}
     models = [Net() for _ in range(2)]
 
@@ -218,9 +278,14 @@ def test_masters_of_a_part_that_was_not_compiled() -> None:
             models[rank](batch(2 * step + rank)).backward()
             optimizer.step()
         assert [tuple(shard.tensor.shape) for shard in optimizer.shards] != []
-        assert {tuple(s.tensor.shape) for s in optimizer.shards} == {tuple(p.shape) for p in models[rank].parameters()}
+        assert {tuple(s.tensor.shape) for s in optimizer.shards} == {
+            tuple(p.shape) for p in models[rank].parameters()
+        }
         assert "param_shards" not in optimizer.param_groups[0]
-        return [shard.tensor.detach().clone() for shard in sorted(optimizer.shards, key=lambda s: s.name)]
+        return [
+            shard.tensor.detach().clone()
+            for shard in sorted(optimizer.shards, key=lambda s: s.name)
+        ]
 
     model = Net()
     masters = {name: p.detach().float().requires_grad_() for name, p in model.named_parameters()}
@@ -234,7 +299,9 @@ def test_masters_of_a_part_that_was_not_compiled() -> None:
                 p.copy_(masters[name])
     for found in run_ranks(2, on_rank):
         for tensor, name in zip(found, sorted(masters), strict=True):
-            torch.testing.assert_close(tensor, masters[name].detach(), rtol=1e-6, atol=1e-7)  # roundings of float32
+            torch.testing.assert_close(
+                tensor, masters[name].detach(), rtol=1e-6, atol=1e-7
+            )  # roundings of float32
 
 
 def sums_of(model: nn.Module, step: int) -> list[Tensor]:

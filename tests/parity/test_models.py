@@ -1,7 +1,9 @@
-"""Every model of the zoo under every built-in policy against one device: loss, gradients, parameters after AdamW steps.
+"""Every model of the zoo under every built-in policy against one device: loss, gradients,
+parameters after AdamW steps.
 
-The default tests run a cover: every model under one or two of the eight configurations, and the families that have enough
-models for it, like the small ones together, under all of them. The slow tests run the rest of the product.
+The default tests run a cover: every model under one or two of the eight configurations, and the
+families that have enough models for it, like the small ones together, under all of them. The slow
+tests run the rest of the product.
 """
 
 import warnings
@@ -31,10 +33,14 @@ def _cover() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     chosen, start = set(), 0
     for members in families.values():
         count = min(2 * len(members), len(CONFIGURATIONS))  # dealt to the members in turn
-        chosen |= {(members[i % len(members)], (start + i) % len(CONFIGURATIONS)) for i in range(count)}
+        chosen |= {
+            (members[i % len(members)], (start + i) % len(CONFIGURATIONS)) for i in range(count)
+        }
         start += count
     pairs = [(name, index) for name in zoo.names() for index in range(len(CONFIGURATIONS))]
-    return [pair for pair in pairs if pair in chosen], [pair for pair in pairs if pair not in chosen]
+    return [pair for pair in pairs if pair in chosen], [
+        pair for pair in pairs if pair not in chosen
+    ]
 
 
 COVER, REST = _cover()
@@ -49,12 +55,16 @@ def check(name: str, index: int) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize(("name", "index"), COVER, ids=[f"{n}-{'-'.join(map(str, CONFIGURATIONS[i]))}" for n, i in COVER])
+@pytest.mark.parametrize(
+    ("name", "index"), COVER, ids=[f"{n}-{'-'.join(map(str, CONFIGURATIONS[i]))}" for n, i in COVER]
+)
 def test_model(name: str, index: int) -> None:
     check(name, index)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "index"), REST, ids=[f"{n}-{'-'.join(map(str, CONFIGURATIONS[i]))}" for n, i in REST])
+@pytest.mark.parametrize(
+    ("name", "index"), REST, ids=[f"{n}-{'-'.join(map(str, CONFIGURATIONS[i]))}" for n, i in REST]
+)
 def test_model_in_the_rest_of_the_product(name: str, index: int) -> None:
     check(name, index)

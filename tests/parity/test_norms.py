@@ -1,5 +1,5 @@
-"""The norm of all gradients, and what clipping leaves of them, under every kind of plan: those of ``clip_grad_norm_`` on one
-device, also where a gradient is infinite or not a number on one rank.
+"""The norm of all gradients, and what clipping leaves of them, under every kind of plan: those of
+``clip_grad_norm_`` on one device, also where a gradient is infinite or not a number on one rank.
 """
 
 import math
@@ -16,8 +16,8 @@ from traces import shared_traces
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.verification.samples import rolled
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.sample_inputs import rolled
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -45,7 +45,10 @@ PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tp": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
     "sequence": (sequence_parallel, {"plan_ngpus": 2, "runtime_ngpus": 4}),
     "sequence-zero2": (sequence_parallel, {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 2}),
-    "data-zero1": ("data", {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 1, "zero_use_reduce_scatter": True}),
+    "data-zero1": (
+        "data",
+        {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 1, "zero_use_reduce_scatter": True},
+    ),
     "pp": ("pp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
     "hybrid-zero1": ("hybrid", {"plan_ngpus": 4, "runtime_ngpus": 8, "use_zero": 1}),
     "tp-zero3": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 3}),
@@ -79,7 +82,9 @@ def on_one_device(num_units: int, value: float | None) -> tuple[Tensor, dict[str
 def check(name: str, folder: Path, value: float | None = None) -> None:
     policy, options = PLANS[name]
     config = ComputeConfig(
-        use_end2end=True, pas_config={"num_microbatches": 2} if policy in ("pp", "hybrid") else {}, **options
+        use_end2end=True,
+        pas_config={"num_microbatches": 2} if policy in ("pp", "hybrid") else {},
+        **options,
     )
     with shared_traces("tiny GPT without dropout"):
         files = compile_into(folder, model(), tiny_gpt.dummy_args(), policy, config)
@@ -105,7 +110,9 @@ def check(name: str, folder: Path, value: float | None = None) -> None:
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0, equal_nan=True)
         for key, piece in pieces.items():
             if piece is not None and piece.shape == gradients[key].shape:
-                torch.testing.assert_close(piece, gradients[key], rtol=1e-10, atol=1e-14, equal_nan=True, msg=key)
+                torch.testing.assert_close(
+                    piece, gradients[key], rtol=1e-10, atol=1e-14, equal_nan=True, msg=key
+                )
 
 
 @pytest.mark.parametrize("name", PLANS)

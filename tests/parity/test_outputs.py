@@ -1,4 +1,6 @@
-"""Outputs beside the loss: left out of training steps, whole in evaluation; never at the price of a gradient."""
+"""Outputs beside the loss: left out of training steps, whole in evaluation; never at the price of a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from parity import assert_close_tree
 from precision import float64_casts
 from torch import Tensor
 
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.left_out import LeftOut
@@ -38,7 +40,9 @@ def sent(volume: Any) -> int:
 def test_a_step_gives_the_loss_and_evaluation_gives_everything(policy: str, tmp_path: Path) -> None:
     inputs, model = zoo.get("gpt2-cache").inputs(), gpt2()
     directory = compiled(tmp_path / "auto", policy, inputs, plan_ngpus=2, runtime_ngpus=2)
-    directory_all = compiled(tmp_path / "all", policy, inputs, plan_ngpus=2, runtime_ngpus=2, outputs="all")
+    directory_all = compiled(
+        tmp_path / "all", policy, inputs, plan_ngpus=2, runtime_ngpus=2, outputs="all"
+    )
 
     def rank(_: int) -> tuple[Any, Any, Any, int, int]:
         module, other = load_class(directory)(), load_class(directory_all)()
@@ -48,7 +52,9 @@ def test_a_step_gives_the_loss_and_evaluation_gives_everything(policy: str, tmp_
         with count_communication() as volume_all:
             step_all = other(**inputs)
             step_all.loss.backward()
-        gradients = [(p.grad, q.grad) for p, q in zip(module.parameters(), other.parameters(), strict=True)]
+        gradients = [
+            (p.grad, q.grad) for p, q in zip(module.parameters(), other.parameters(), strict=True)
+        ]
         assert all(torch.equal(a, b) for a, b in gradients)
         with torch.no_grad():
             ungraded = module(**inputs)
@@ -66,7 +72,9 @@ def test_a_step_gives_the_loss_and_evaluation_gives_everything(policy: str, tmp_
         assert_close_tree(step_all.logits.detach(), expected.logits.detach())
         for outcome in (ungraded, whole):
             assert_close_tree(outcome.logits.detach(), evaluated.logits.detach())
-            mine, theirs = (result.past_key_values.layers[1].values for result in (outcome, evaluated))
+            mine, theirs = (
+                result.past_key_values.layers[1].values for result in (outcome, evaluated)
+            )
             assert_close_tree(mine.detach(), theirs.detach())
         cache = [layer.keys for layer in expected.past_key_values.layers] * 2
         assert num_bytes_all - num_bytes == sum(x.numel() * 8 for x in (expected.logits, *cache))
@@ -74,8 +82,16 @@ def test_a_step_gives_the_loss_and_evaluation_gives_everything(policy: str, tmp_
 
 def test_a_pipeline_delivers_the_loss_alone(tmp_path: Path) -> None:
     inputs = zoo.get("gpt2-cache").inputs()
-    fields = {"plan_ngpus": 4, "runtime_ngpus": 4, "use_end2end": True, "pas_config": {"num_microbatches": 2}}
-    made = {word: compiled(tmp_path / word, "hybrid", inputs, outputs=word, **fields) for word in ("auto", "all")}
+    fields = {
+        "plan_ngpus": 4,
+        "runtime_ngpus": 4,
+        "use_end2end": True,
+        "pas_config": {"num_microbatches": 2},
+    }
+    made = {
+        word: compiled(tmp_path / word, "hybrid", inputs, outputs=word, **fields)
+        for word in ("auto", "all")
+    }
 
     def rank(_: int) -> tuple[Any, ...]:
         found: list[Any] = []
@@ -90,10 +106,15 @@ def test_a_pipeline_delivers_the_loss_alone(tmp_path: Path) -> None:
         expected = gpt2()(**inputs)
         ranks = run_ranks(4, rank)
     for step, num_bytes, inferred, step_all, num_bytes_all, inferred_all in ranks:
-        assert isinstance(step.logits, LeftOut) and isinstance(step.past_key_values.layers[0].keys, LeftOut)
+        assert isinstance(step.logits, LeftOut) and isinstance(
+            step.past_key_values.layers[0].keys, LeftOut
+        )
         for result in (step_all, inferred, inferred_all):
             assert_close_tree(result.logits, expected.logits.detach())
-            assert_close_tree(result.past_key_values.layers[0].keys, expected.past_key_values.layers[0].keys.detach())
+            assert_close_tree(
+                result.past_key_values.layers[0].keys,
+                expected.past_key_values.layers[0].keys.detach(),
+            )
         assert_close_tree(step.loss, expected.loss.detach())
         assert num_bytes < num_bytes_all / 2
 
@@ -107,14 +128,25 @@ class Extra(torch.nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = self.up(x).relu()
-        return {"loss": hidden.square().mean(), "extra": self.extra(hidden), "sizes": (hidden.sum(-1), 3)}
+        return {
+            "loss": hidden.square().mean(),
+            "extra": self.extra(hidden),
+            "sizes": (hidden.sum(-1), 3),
+        }
 
 
 @pytest.mark.parametrize(
     ("outputs", "left_out"),
-    [("auto", {"extra", "sizes"}), ({"extra": "eval"}, {"extra"}), ({"extra": "whole"}, set()), ("all", set())],
+    [
+        ("auto", {"extra", "sizes"}),
+        ({"extra": "eval"}, {"extra"}),
+        ({"extra": "whole"}, set()),
+        ("all", set()),
+    ],
 )
-def test_operators_that_only_serve_what_is_left_out_are_not_run(outputs: Any, left_out: set[str], tmp_path: Path) -> None:
+def test_operators_that_only_serve_what_is_left_out_are_not_run(
+    outputs: Any, left_out: set[str], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model, x = Extra().double(), torch.randn(4, 8, dtype=torch.float64)
 
@@ -151,5 +183,7 @@ def test_without_a_loss_everything_is_whole(tmp_path: Path) -> None:
             return self.extra(self.up(x)), x.mean()
 
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
-    directory = compile_into(tmp_path, Pair().double(), {"x": torch.zeros(4, 8, dtype=torch.float64)}, "tp", config)
+    directory = compile_into(
+        tmp_path, Pair().double(), {"x": torch.zeros(4, 8, dtype=torch.float64)}, "tp", config
+    )
     assert "self.trains" not in (directory / "gencode0.py").read_text()

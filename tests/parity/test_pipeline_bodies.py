@@ -1,4 +1,6 @@
-"""Pipelines of samples whose sizes vary, and of models whose evaluation runs other operators than training."""
+"""Pipelines of samples whose sizes vary, and of models whose evaluation runs other operators than
+training.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -14,9 +16,9 @@ from precision import float64_casts
 from torch import Tensor, nn
 from traces import shared_traces
 
-from shardwright.compiler.verification.ranks import train_plan
-from shardwright.compiler.verification.reference import adamw, reference_run
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.one_device import adamw, reference_run
+from shardwright.frontend.verification.trained_ranks import train_plan
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError, PlanError
 from shardwright.runtime.loader import load_class
@@ -34,19 +36,41 @@ PIPELINES: list[dict[str, Any]] = [
 ]
 
 
-def compiled(folder: Path, model: nn.Module, dummy: Mapping[str, Any], sizes: Mapping[str, Any], **settings: Any) -> Any:
+def compiled(
+    folder: Path,
+    model: nn.Module,
+    dummy: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    **settings: Any,
+) -> Any:
     options = dict(sizes)
-    policy, plan_ngpus, runtime_ngpus = (options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus"))
-    config = ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_end2end=True, pas_config=options, **settings)
+    policy, plan_ngpus, runtime_ngpus = (
+        options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus")
+    )
+    config = ComputeConfig(
+        plan_ngpus=plan_ngpus,
+        runtime_ngpus=runtime_ngpus,
+        use_end2end=True,
+        pas_config=options,
+        **settings,
+    )
     with float64_casts():
         return compile_into(folder, model, dummy, policy, config), config
 
 
 def check(
-    folder: Path, model: nn.Module, samples: Sequence[Mapping[str, Any]], sizes: Mapping[str, Any], **settings: Any
+    folder: Path,
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    sizes: Mapping[str, Any],
+    **settings: Any,
 ) -> Path:
-    """Train on ``samples`` (the first of them compiled with) in all units, and compare with one device."""
-    directory, config = compiled(folder, model, samples[0], {**sizes, "num_microbatches": len(samples)}, **settings)
+    """Train on ``samples`` (the first of them compiled with) in all units, and compare with one
+    device.
+    """
+    directory, config = compiled(
+        folder, model, samples[0], {**sizes, "num_microbatches": len(samples)}, **settings
+    )
     units = [list(samples)] * (config.runtime_ngpus // config.plan_ngpus)
     reference = reference_run(model, units, adamw, 2)
     with float64_casts():
@@ -56,9 +80,13 @@ def check(
     return directory
 
 
-@pytest.mark.parametrize("sizes", PIPELINES, ids=lambda sizes: f"{sizes['policy']}-{sizes.get('schedule', '1f1b')}")
+@pytest.mark.parametrize(
+    "sizes", PIPELINES, ids=lambda sizes: f"{sizes['policy']}-{sizes.get('schedule', '1f1b')}"
+)
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def test_samples_of_several_sizes_in_one_step(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
+def test_samples_of_several_sizes_in_one_step(
+    tmp_path: Path, name: str, sizes: dict[str, Any]
+) -> None:
     entry = zoo.get(name)
     samples = [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]
     with shared_traces(name):
@@ -66,7 +94,9 @@ def test_samples_of_several_sizes_in_one_step(tmp_path: Path, name: str, sizes: 
 
 
 class Modes(nn.Module):
-    """Evaluation does more than training leaves out: other operators, a weight of its own, a further result."""
+    """Evaluation does more than training leaves out: other operators, a weight of its own, a
+    further result.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +116,9 @@ class Modes(nn.Module):
             x = x + torch.tanh(layer(x))
         if self.training:
             return F.mse_loss(x, target), x
-        x = F.gelu(self.only_in_eval(x)) * first  # a skip over the stages that training does not have
+        x = (
+            F.gelu(self.only_in_eval(x)) * first
+        )  # a skip over the stages that training does not have
         return F.l1_loss(x, target), x, x.sum(-1)
 
 
@@ -99,19 +131,33 @@ def rows(count: int) -> list[dict[str, Tensor]]:
 MODES: list[dict[str, Any]] = [
     {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 4},
     {"policy": "pp", "plan_ngpus": 3, "runtime_ngpus": 3, "schedule": "zb_h1"},
-    {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "dp": 2, "tp": 1, "schedule": "1f1b_interleaved", "chunks": 2},
+    {
+        "policy": "hybrid",
+        "plan_ngpus": 4,
+        "runtime_ngpus": 4,
+        "dp": 2,
+        "tp": 1,
+        "schedule": "1f1b_interleaved",
+        "chunks": 2,
+    },
 ]
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}")
-def test_a_step_does_what_the_model_does_in_its_mode(tmp_path: Path, sizes: dict[str, Any], training: bool) -> None:
+@pytest.mark.parametrize(
+    "sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}"
+)
+def test_a_step_does_what_the_model_does_in_its_mode(
+    tmp_path: Path, sizes: dict[str, Any], training: bool
+) -> None:
     model = Modes().double().train(training)
     with shared_traces("modes"):
         check(tmp_path, model, rows(4), sizes)
 
 
-@pytest.mark.parametrize("sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}")
+@pytest.mark.parametrize(
+    "sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}"
+)
 def test_inference_between_steps_of_training(tmp_path: Path, sizes: dict[str, Any]) -> None:
     model, samples = Modes().double(), rows(4)
     with shared_traces("modes"):
@@ -150,19 +196,24 @@ def test_a_buffer_that_changes_has_one_home(tmp_path: Path) -> None:
         compiled(tmp_path, Twice().double(), rows(1)[0], sizes)
     assert str(error.value) == (
         "buffer norm.running_mean is updated in stage 1 and used in stages 0, 1\n"
-        "  why:   stages run several microbatches at a time, so that no stage would see the values in their order\n"
+        "  why:   stages run several microbatches at a time, so that no stage would see the "
+        "values in their order\n"
         "  try:   begin the stages where all uses of the module are in one"
     )
 
 
 class Norms(nn.Module):
-    """Averages over all samples so far, which a batch norm without momentum keeps with the number of these."""
+    """Averages over all samples so far, which a batch norm without momentum keeps with the number
+    of these.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         pair = (nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
-        self.layers = nn.ModuleList(nn.Sequential(*(copy.deepcopy(part) for part in pair)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(copy.deepcopy(part) for part in pair)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         for layer in self.layers:
@@ -171,8 +222,8 @@ class Norms(nn.Module):
 
 
 class ByHand(nn.Module):
-    """An average that is read before and after it is updated, in evaluation in other places; and a buffer that is set to
-    what needs no input.
+    """An average that is read before and after it is updated, in evaluation in other places; and a
+    buffer that is set to what needs no input.
     """
 
     def __init__(self) -> None:
@@ -194,9 +245,16 @@ class ByHand(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "policy"),
-    [(Norms, "pp"), (ByHand, "pp"), (ByHand, "autodist"), pytest.param(Norms, "autodist", marks=pytest.mark.slow)],
+    [
+        (Norms, "pp"),
+        (ByHand, "pp"),
+        (ByHand, "autodist"),
+        pytest.param(Norms, "autodist", marks=pytest.mark.slow),
+    ],
 )
-def test_buffers_that_change_are_no_obstacle(tmp_path: Path, model: type[nn.Module], policy: str) -> None:
+def test_buffers_that_change_are_no_obstacle(
+    tmp_path: Path, model: type[nn.Module], policy: str
+) -> None:
     """Stages begin where all uses of one are in one stage."""
     sizes: dict[str, Any] = {"policy": policy, "plan_ngpus": 2, "runtime_ngpus": 2}
     sizes |= {"num_stages": 2, "time_limit_s": 3600.0} if policy == "autodist" else {}
@@ -215,7 +273,13 @@ def test_ranks_must_agree_on_sizes(tmp_path: Path) -> None:
             x = self.second(torch.tanh(self.first(x)))
             return (F.mse_loss(x, target), x)
 
-    sizes = {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "num_microbatches": 2, "stage_starts": ("second",)}
+    sizes = {
+        "policy": "pp",
+        "plan_ngpus": 2,
+        "runtime_ngpus": 2,
+        "num_microbatches": 2,
+        "stage_starts": ("second",),
+    }
     dims = {"x": {0: "batch"}, "target": {0: "batch"}}
     directory, _ = compiled(tmp_path, Rows().double(), rows(1)[0], sizes, dynamic_dims=dims)
 
@@ -238,7 +302,9 @@ def test_an_output_left_sharded_stays_on_its_stage(tmp_path: Path) -> None:
     sizes = {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "num_microbatches": 2}
     samples = [entry.inputs(batch=2, seq=seq) for seq in (6, 4)]
     outputs = {"logits": "sharded"}
-    directory, _ = compiled(tmp_path, entry.build(), samples[0], sizes, outputs=outputs, dynamic_dims=DIMS)
+    directory, _ = compiled(
+        tmp_path, entry.build(), samples[0], sizes, outputs=outputs, dynamic_dims=DIMS
+    )
     with float64_casts():
         expected = [entry.build()(**sample) for sample in samples]
         found = run_ranks(4, lambda rank: load_class(directory)().infer_step(samples))

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 
 
 class Codes(nn.Module):
-    """A decoder of the nearest codes: its encoder has no gradients, so that no weight decay touches it either."""
+    """A decoder of the nearest codes: its encoder has no gradients, so that no weight decay touches
+    it either.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Pipelines against one device that accumulates over the same microbatches: loss, gradients, parameters after AdamW steps.
+"""Pipelines against one device that accumulates over the same microbatches: loss, gradients,
+parameters after AdamW steps.
 
-Every schedule and number of stages on a tiny module, with one microbatch, as many as stages, twice as many, and one more; the
-models by a cover. The rest of both products is in the slow tests.
+Every schedule and number of stages on a tiny module, with one microbatch, as many as stages, twice
+as many, and one more; the models by a cover. The rest of both products is in the slow tests.
 """
 
 import warnings
@@ -19,8 +20,8 @@ from watched import inputs as watched_inputs
 from watched import watched
 
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.compiler.verification.verify import VerifyReport, verify
+from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.frontend.verification.verify import VerifyReport, verify
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -28,11 +29,38 @@ from shardwright.runtime.errors import PlanError
 SIZES: list[dict[str, Any]] = [
     {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2},
     {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4},
-    {"policy": "pp", "plan_ngpus": 3, "runtime_ngpus": 3, "schedule": "gpipe", "num_microbatches": 2},
+    {
+        "policy": "pp",
+        "plan_ngpus": 3,
+        "runtime_ngpus": 3,
+        "schedule": "gpipe",
+        "num_microbatches": 2,
+    },
     {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 8, "schedule": "zb_h1"},
-    {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 4, "schedule": "1f1b_interleaved", "chunks": 2, "num_microbatches": 4},
-    {"policy": "hybrid", "plan_ngpus": 8, "runtime_ngpus": 8, "num_stages": 2, "dp": 2, "tp": 2, "num_microbatches": 3},
-    {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "schedule": "zb_v", "num_microbatches": 5},
+    {
+        "policy": "pp",
+        "plan_ngpus": 2,
+        "runtime_ngpus": 4,
+        "schedule": "1f1b_interleaved",
+        "chunks": 2,
+        "num_microbatches": 4,
+    },
+    {
+        "policy": "hybrid",
+        "plan_ngpus": 8,
+        "runtime_ngpus": 8,
+        "num_stages": 2,
+        "dp": 2,
+        "tp": 2,
+        "num_microbatches": 3,
+    },
+    {
+        "policy": "pp",
+        "plan_ngpus": 2,
+        "runtime_ngpus": 2,
+        "schedule": "zb_v",
+        "num_microbatches": 5,
+    },
     {"policy": "pp", "plan_ngpus": 4, "runtime_ngpus": 4, "num_microbatches": 9},
     {"policy": "tp", "plan_ngpus": 2, "runtime_ngpus": 4},
     {"policy": "data", "plan_ngpus": 2, "runtime_ngpus": 2},
@@ -43,8 +71,15 @@ MODELS = ["gpt2", "llama", "t5", "vit", "resnet", "unet", "gpt2-uneven", "bert",
 def check(verified: Callable[..., VerifyReport], sizes: dict[str, Any]) -> None:
     """``verified``: verifies some model when it is given a policy and a config."""
     options = dict(sizes)
-    policy, plan_ngpus, runtime_ngpus = (options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus"))
-    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": runtime_ngpus, "use_end2end": True, "pas_config": options}
+    policy, plan_ngpus, runtime_ngpus = (
+        options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus")
+    )
+    config = {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": runtime_ngpus,
+        "use_end2end": True,
+        "pas_config": options,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = verified(policy, config)
@@ -80,7 +115,10 @@ def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Itera
         if SCHEDULES[schedule].whole_rounds and num_microbatches % num_ranks:
             continue
         sizes = {"policy": "pp", "plan_ngpus": num_ranks, "runtime_ngpus": num_ranks}
-        check(partial(verify_deep, inputs), {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
+        check(
+            partial(verify_deep, inputs),
+            {**sizes, "schedule": schedule, "num_microbatches": num_microbatches},
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -99,7 +137,9 @@ def test_every_schedule_and_number_of_microbatches(schedule: str, num_ranks: int
 def _cases() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """(model, sizes): two for each model, all sizes over all models; and the rest."""
     cover = [(name, (2 * i + k) % len(SIZES)) for i, name in enumerate(MODELS) for k in (0, 1)]
-    return cover, [(name, i) for name in MODELS for i in range(len(SIZES)) if (name, i) not in cover]
+    return cover, [
+        (name, i) for name in MODELS for i in range(len(SIZES)) if (name, i) not in cover
+    ]
 
 
 COVER, REST = _cases()
@@ -121,8 +161,15 @@ def test_models_in_the_rest_of_the_product(name: str, index: int) -> None:
     [(None, "pp=2 x tp=2 x tp2=2"), ("tp-pp-tp2", "tp=2 x pp=2 x tp2=2"), ("tp-pp", "tp=4 x pp=2")],
 )
 def test_stages_whose_inner_dims_have_two_axes(rank_order: str | None, mesh: str) -> None:
-    """2 groups of heads on the 4 ranks of a stage. There is one axis where the order of ranks names one."""
-    sizes: dict[str, Any] = {"plan_ngpus": 8, "runtime_ngpus": 8, "use_end2end": True, "pas_config": {"num_stages": 2}}
+    """2 groups of heads on the 4 ranks of a stage. There is one axis where the order of ranks names
+    one.
+    """
+    sizes: dict[str, Any] = {
+        "plan_ngpus": 8,
+        "runtime_ngpus": 8,
+        "use_end2end": True,
+        "pas_config": {"num_stages": 2},
+    }
     config = sizes | {"rank_order": rank_order}
     graph = plans.zoo_graph("llama")
     planned = find_policy("hybrid").apply(graph, ComputeConfig(**config))
@@ -132,25 +179,39 @@ def test_stages_whose_inner_dims_have_two_axes(rank_order: str | None, mesh: str
 
 
 def test_recompute_in_a_pipeline() -> None:
-    sizes = {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "recompute": ["transformer.h.*"]}
+    sizes = {
+        "policy": "hybrid",
+        "plan_ngpus": 4,
+        "runtime_ngpus": 4,
+        "recompute": ["transformer.h.*"],
+    }
     check(partial(verify_zoo, "gpt2"), sizes)
 
 
 def test_a_stage_recomputed_as_a_whole() -> None:
-    check(partial(verify_zoo, "gpt2"), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "recompute": ["stage:0"]})
+    check(
+        partial(verify_zoo, "gpt2"),
+        {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "recompute": ["stage:0"]},
+    )
 
 
 def test_a_schedule_by_hand() -> None:
     inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
     by_hand = {"actions": ["0F0 0F1 0F2 0B2 0B0 0B1", "1F0 1F1 1F2 1B2 1I0 1I1 1W1 1W0"]}
-    check(partial(verify_deep, inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand})
+    check(
+        partial(verify_deep, inputs),
+        {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand},
+    )
 
 
 def test_a_schedule_by_hand_that_waits_in_a_circle() -> None:
     inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
     circle = {"actions": ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"]}
     with pytest.raises(PlanError) as error:
-        check(partial(verify_deep, inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
+        check(
+            partial(verify_deep, inputs),
+            {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle},
+        )
     assert "0B0" in str(error.value) and "1F1" in str(error.value) and "0F1" in str(error.value)
 
 

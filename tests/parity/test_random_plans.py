@@ -1,7 +1,9 @@
-"""Random plans: a random strategy for every operator and a random storage for every parameter, all equal to one device.
+"""Random plans: a random strategy for every operator and a random storage for every parameter, all
+equal to one device.
 
-This is the test of the algebra: any plan whose operators follow their strategies and whose edges have adapters from the table
-must give the loss and every gradient of one device. The seed of a failing plan is in its message.
+This is the test of the algebra: any plan whose operators follow their strategies and whose edges
+have adapters from the table must give the loss and every gradient of one device. The seed of a
+failing plan is in its message.
 """
 
 import functools
@@ -17,7 +19,16 @@ import zoo
 from shardwright.runtime.layout import Mesh
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
-MODELS = ["gpt2", "llama", "mlp", "gpt2-uneven", "resnet", "llama-uneven", "encoder-decoder", "unet"]
+MODELS = [
+    "gpt2",
+    "llama",
+    "mlp",
+    "gpt2-uneven",
+    "resnet",
+    "llama-uneven",
+    "encoder-decoder",
+    "unet",
+]
 PLANS_PER_TEST = 10
 
 
@@ -35,7 +46,9 @@ def check_random_plan(name: str, seed: int, directory: Path) -> None:
     mesh = Mesh.of(rng.choice(MESHES))
     plan = plans.random_plan(graph, mesh, rng)
     try:
-        plans.check(model, inputs, plans.compile_plan(graph, plan), directory / f"{name}-{seed}", reference)
+        plans.check(
+            model, inputs, plans.compile_plan(graph, plan), directory / f"{name}-{seed}", reference
+        )
     except Exception as error:
         raise AssertionError(f"random plan of {name} on {mesh}, seed {seed}") from error
 

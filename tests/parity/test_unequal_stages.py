@@ -1,4 +1,6 @@
-"""Parameters that stages with meshes of different shape use: the first stage owns them, the others hold copies."""
+"""Parameters that stages with meshes of different shape use: the first stage owns them, the others
+hold copies.
+"""
 
 import copy
 import warnings
@@ -15,8 +17,8 @@ from unequal import unequal
 from verified import verify_zoo
 
 import shardwright
-from shardwright.compiler.verification.reference import adamw, reference_run
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.one_device import adamw, reference_run
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -37,7 +39,12 @@ PIPELINES: dict[str, tuple[Any, ...]] = {
 def check(name: str, case: str, num_units: int, **settings: Any) -> None:
     meshes = PIPELINES[case][0]
     num_ranks = sum(torch.Size(mesh.values()).numel() for mesh in meshes)
-    config = {"plan_ngpus": num_ranks, "runtime_ngpus": num_ranks * num_units, "use_end2end": True, **settings}
+    config = {
+        "plan_ngpus": num_ranks,
+        "runtime_ngpus": num_ranks * num_units,
+        "use_end2end": True,
+        **settings,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = verify_zoo(name, unequal(*PIPELINES[case]), config)
@@ -47,7 +54,9 @@ def check(name: str, case: str, num_units: int, **settings: Any) -> None:
 QUICK = ("tp=2 to one", "dp=2 to tp=3", "a V of tp=2 and one")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PIPELINES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PIPELINES]
+)
 def test_tied_embeddings(case: str) -> None:
     check("gpt2", case, 1)
 
@@ -56,15 +65,34 @@ def test_tied_embeddings(case: str) -> None:
     ("name", "case", "num_units", "settings"),
     [
         ("t5", "tp=2 to one", 2, {}),
-        pytest.param("t5", "three", 1, {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow),
+        pytest.param(
+            "t5",
+            "three",
+            1,
+            {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6},
+            marks=pytest.mark.slow,
+        ),
         ("gpt2", "dp=2 to tp=3", 2, {"use_async_reducer": True, "grad_reduction": "mean"}),
         pytest.param("gpt2", "tp=2 to one", 2, {"use_zero": True}, marks=pytest.mark.slow),
-        ("gpt2", "tp=2 to one", 2, {"distributed_optimizer": {"overlap_param_sync": True, "bucket_cap_mb": 1e-3}}),
-        pytest.param("gpt2", "dp=2 to tp=3", 2, {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow),
+        (
+            "gpt2",
+            "tp=2 to one",
+            2,
+            {"distributed_optimizer": {"overlap_param_sync": True, "bucket_cap_mb": 1e-3}},
+        ),
+        pytest.param(
+            "gpt2",
+            "dp=2 to tp=3",
+            2,
+            {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6},
+            marks=pytest.mark.slow,
+        ),
         ("gpt2", "tp=2 to one", 2, {"use_zero": 3}),
     ],
 )
-def test_units_and_ways_to_reduce(name: str, case: str, num_units: int, settings: dict[str, Any]) -> None:
+def test_units_and_ways_to_reduce(
+    name: str, case: str, num_units: int, settings: dict[str, Any]
+) -> None:
     check(name, case, num_units, **settings)
 
 
@@ -75,7 +103,9 @@ def compiled(folder: Path, case: str, num_ranks: int) -> Path:
 
 
 def test_copies_follow_their_owner_under_any_optimizer(tmp_path: Path) -> None:
-    """At once after a step of ``build_optimizer``'s, before the next step of the module with others; they have no state."""
+    """At once after a step of ``build_optimizer``'s, before the next step of the module with
+    others; they have no state.
+    """
 
     def on_rank(built: bool) -> tuple[list[Any], list[bool]]:
         module = load_class(directory)()
@@ -98,14 +128,20 @@ def test_copies_follow_their_owner_under_any_optimizer(tmp_path: Path) -> None:
         assert_close_tree(whole, [parameters["words.weight"] for parameters in expected])
         for step in (0, 1):
             rows = [seen[step] for seen, _ in copies]
-            assert torch.equal(torch.cat(rows) if rows[0].shape != whole[step].shape else rows[0], whole[step])
+            assert torch.equal(
+                torch.cat(rows) if rows[0].shape != whole[step].shape else rows[0], whole[step]
+            )
 
 
 def test_gradients_of_copies_are_added_up_in_the_dtype_of_their_owners(tmp_path: Path) -> None:
-    """bfloat16 copies of a parameter with a float32 master: their gradients accumulate and travel in float32."""
+    """bfloat16 copies of a parameter with a float32 master: their gradients accumulate and travel
+    in float32.
+    """
     options = {"use_end2end": True, "use_zero": 0, "distributed_optimizer": {}}
     config = ComputeConfig(plan_ngpus=3, runtime_ngpus=3, **options)  # type: ignore[arg-type]
-    directory = compile_into(tmp_path, Tied().bfloat16(), SAMPLES[0], unequal(*PIPELINES["one to tp=2"]), config)
+    directory = compile_into(
+        tmp_path, Tied().bfloat16(), SAMPLES[0], unequal(*PIPELINES["one to tp=2"]), config
+    )
 
     def on_rank(rank: int) -> tuple[Any, ...]:
         module = load_class(directory)()
@@ -117,19 +153,31 @@ def test_gradients_of_copies_are_added_up_in_the_dtype_of_their_owners(tmp_path:
         return sent.num_bytes, sent.elements, None if gradient is None else gradient.clone()
 
     (_, _, gradient), *copies = run_ranks(3, on_rank)
-    assert all(num_bytes == 4 * elements > 0 and kept is None for num_bytes, elements, kept in copies)
-    reference = reference_run(Tied().bfloat16().double(), [SAMPLES], adamw, 1).gradients["words.weight"]
-    assert gradient.dtype == torch.float32 and (gradient - reference).norm() < 0.02 * reference.norm()
+    assert all(
+        num_bytes == 4 * elements > 0 and kept is None for num_bytes, elements, kept in copies
+    )
+    reference = reference_run(Tied().bfloat16().double(), [SAMPLES], adamw, 1).gradients[
+        "words.weight"
+    ]
+    assert (
+        gradient.dtype == torch.float32 and (gradient - reference).norm() < 0.02 * reference.norm()
+    )
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Saved, deduped and merged, and loaded under the same plan and another one: training goes on as before."""
+    """Saved, deduped and merged, and loaded under the same plan and another one: training goes on
+    as before.
+    """
 
     def train(module: Any, optimizer: Any, steps: int) -> dict[str, Any]:
         for _ in range(steps):
             module.train_step(SAMPLES)
             optimizer.step()
-        return {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+        return {
+            name: x.clone()
+            for name, x in module.state_dict().items()
+            if isinstance(x, torch.Tensor)
+        }
 
     def save(rank: int) -> Any:
         module = load_class(first)()
@@ -153,16 +201,24 @@ def test_checkpoints(tmp_path: Path) -> None:
         train(module, optimizer, 2)
         return copy.deepcopy((module.state_dict(), optimizer.state_dict()))
 
-    first, second = compiled(tmp_path / "a", "tp=2 to one", 3), compiled(tmp_path / "b", "dp=2 to tp=3", 5)
+    first, second = (
+        compiled(tmp_path / "a", "tp=2 to one", 3),
+        compiled(tmp_path / "b", "dp=2 to tp=3", 5),
+    )
     saved = run_ranks(3, save)
     reference = reference_run(Tied(), [SAMPLES], adamw, 4)
-    merged = [shardwright.merge_state_dicts([r[kind][0] for r in saved], [r[kind][1] for r in saved]) for kind in (0, 1)]
+    merged = [
+        shardwright.merge_state_dicts([r[kind][0] for r in saved], [r[kind][1] for r in saved])
+        for kind in (0, 1)
+    ]
     assert_same(merged[0][0], merged[1][0])
     for number, entries in merged[0][1]["state"].items():
         assert_same(entries, merged[1][1]["state"][number])
     for directory, num_ranks in ((first, 3), (second, 5)):
         for state in (None, merged[0]):
             ranks = run_ranks(num_ranks, lambda rank, d=directory, s=state: resume(rank, d, s))
-            module, optimizer = shardwright.merge_state_dicts([r[0] for r in ranks], [r[1] for r in ranks])
+            module, optimizer = shardwright.merge_state_dicts(
+                [r[0] for r in ranks], [r[1] for r in ranks]
+            )
             assert_close_tree({n: module[n] for n in reference.parameters}, reference.parameters)
             assert len(optimizer["state"]) == len(reference.parameters)

@@ -1,4 +1,6 @@
-"""Models of transformers beyond the zoo that once failed, and two of reinforcement learning and Fourier layers."""
+"""Models of transformers beyond the zoo that once failed, and two of reinforcement learning and
+Fourier layers.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 
 
 class Actor(nn.Module):
-    """The loss of proximal policy optimisation, by ``torch.distributions`` with its checks of values."""
+    """The loss of proximal policy optimisation, by ``torch.distributions`` with its checks of
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +30,11 @@ class Actor(nn.Module):
         choices = torch.distributions.Categorical(logits=self.policy(hidden))
         ratio, gains = (choices.log_prob(actions) - old).exp(), (gains - gains.mean()) / gains.std()
         surrogate = torch.min(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
-        return F.mse_loss(self.value(hidden).squeeze(-1), gains) - surrogate - 0.01 * choices.entropy().mean()
+        return (
+            F.mse_loss(self.value(hidden).squeeze(-1), gains)
+            - surrogate
+            - 0.01 * choices.entropy().mean()
+        )
 
 
 class FourierLayer(nn.Module):
@@ -41,7 +49,9 @@ class FourierLayer(nn.Module):
         hidden = self.up(x).transpose(1, 2)
         found = torch.fft.rfft(hidden)
         out = torch.zeros(found.shape, dtype=torch.cfloat)
-        out[..., :5] = torch.einsum("bix,iox->box", found[..., :5], torch.view_as_complex(self.weight))
+        out[..., :5] = torch.einsum(
+            "bix,iox->box", found[..., :5], torch.view_as_complex(self.weight)
+        )
         hidden = F.gelu(hidden + torch.fft.irfft(out, n=x.shape[1]))
         return F.mse_loss(self.down(hidden.transpose(1, 2)).squeeze(-1), y)
 
@@ -60,18 +70,33 @@ class Gumbel(nn.Module):
 
 
 class Looks(nn.Module):
-    """Qwen2-VL for one image of one size in each row, always at the same place: its grids and positions are constants."""
+    """Qwen2-VL for one image of one size in each row, always at the same place: its grids and
+    positions are constants.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         import transformers
 
-        text = {**zoo.LLAMA, "vocab_size": 40, "num_attention_heads": 2, "rope_parameters": QWEN_ROPE, "pad_token_id": 0}
-        tokens = {"image_token_id": 35, "video_token_id": 36, "vision_start_token_id": 37, "vision_end_token_id": 38}
+        text = {
+            **zoo.LLAMA,
+            "vocab_size": 40,
+            "num_attention_heads": 2,
+            "rope_parameters": QWEN_ROPE,
+            "pad_token_id": 0,
+        }
+        tokens = {
+            "image_token_id": 35,
+            "video_token_id": 36,
+            "vision_start_token_id": 37,
+            "vision_end_token_id": 38,
+        }
         config = transformers.Qwen2VLConfig(text_config=text, vision_config=QWEN_VISION, **tokens)
         self.model = transformers.Qwen2VLForConditionalGeneration(config)
 
-    def forward(self, input_ids: Tensor, pixel_values: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, pixel_values: Tensor, position_ids: Tensor, labels: Tensor
+    ) -> Tensor:
         grids = torch.tensor([[1, 4, 4]] * 2)
         inputs = {"input_ids": input_ids, "pixel_values": pixel_values, "labels": labels}
         return self.model(**inputs, position_ids=position_ids, image_grid_thw=grids).loss  # type: ignore[no-any-return]
@@ -86,12 +111,22 @@ def seen(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
 
 
 def acted(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
-    x, old, gains = (torch.randn(*shape, generator=generator).double() for shape in ((batch, 8), (batch,), (batch,)))
-    return {"x": x, "actions": torch.randint(5, (batch,), generator=generator), "old": old - 1, "gains": gains}
+    x, old, gains = (
+        torch.randn(*shape, generator=generator).double()
+        for shape in ((batch, 8), (batch,), (batch,))
+    )
+    return {
+        "x": x,
+        "actions": torch.randint(5, (batch,), generator=generator),
+        "old": old - 1,
+        "gains": gains,
+    }
 
 
 def signals(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
-    x, y = (torch.randn(*shape, generator=generator).double() for shape in ((batch, 16, 2), (batch, 16)))
+    x, y = (
+        torch.randn(*shape, generator=generator).double() for shape in ((batch, 16, 2), (batch, 16))
+    )
     return {"x": x, "y": y}
 
 
@@ -180,34 +215,89 @@ def asked(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
 
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = {
-    "mixtral": (zoo.hf("MixtralForCausalLM", "MixtralConfig", **zoo.LLAMA, **EXPERTS), zoo.causal_lm(32)),
+    "mixtral": (
+        zoo.hf("MixtralForCausalLM", "MixtralConfig", **zoo.LLAMA, **EXPERTS),
+        zoo.causal_lm(32),
+    ),
     "gpt-oss": (
-        zoo.hf("GptOssForCausalLM", "GptOssConfig", **zoo.LLAMA, **EXPERTS, head_dim=4, sliding_window=4, rope_scaling=None),
+        zoo.hf(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            **zoo.LLAMA,
+            **EXPERTS,
+            head_dim=4,
+            sliding_window=4,
+            rope_scaling=None,
+        ),
         zoo.causal_lm(32),
     ),
     "llama4": (
-        zoo.hf("Llama4ForCausalLM", "Llama4TextConfig", **zoo.LLAMA, num_local_experts=4, head_dim=4, intermediate_size_mlp=24),
+        zoo.hf(
+            "Llama4ForCausalLM",
+            "Llama4TextConfig",
+            **zoo.LLAMA,
+            num_local_experts=4,
+            head_dim=4,
+            intermediate_size_mlp=24,
+        ),
         zoo.causal_lm(32),
     ),
     "beit": (
-        zoo.hf("BeitForImageClassification", "BeitConfig", **zoo.VIT, use_relative_position_bias=True, drop_path_rate=0.0),
+        zoo.hf(
+            "BeitForImageClassification",
+            "BeitConfig",
+            **zoo.VIT,
+            use_relative_position_bias=True,
+            drop_path_rate=0.0,
+        ),
         zoo.classified_images(8, 6, "pixel_values"),
     ),
     "wav2vec2": (zoo.hf("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2), sounds),
     "hubert-ctc": (zoo.hf("HubertForCTC", "HubertConfig", **WAV2VEC2, vocab_size=8), transcribed),
     "xmod": (
-        zoo.hf("XmodForMaskedLM", "XmodConfig", **zoo.BERT, languages=["en_XX", "de_DE"], default_language="de_DE"),
+        zoo.hf(
+            "XmodForMaskedLM",
+            "XmodConfig",
+            **zoo.BERT,
+            languages=["en_XX", "de_DE"],
+            default_language="de_DE",
+        ),
         zoo.masked_lm(32),
     ),
-    "prophetnet": (zoo.hf("ProphetNetForConditionalGeneration", "ProphetNetConfig", **PROPHETNET), zoo.causal_lm(32)),
+    "prophetnet": (
+        zoo.hf("ProphetNetForConditionalGeneration", "ProphetNetConfig", **PROPHETNET),
+        zoo.causal_lm(32),
+    ),
     "whisper": (zoo.hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), spoken),
-    "longformer": (zoo.hf("LongformerForMaskedLM", "LongformerConfig", **zoo.BERT, attention_window=[4, 4]), unmasked),
-    "flaubert": (zoo.hf("FlaubertWithLMHeadModel", "FlaubertConfig", **FLAUBERT), zoo.masked_lm(32)),
-    "vilt": (zoo.hf("ViltForQuestionAnswering", "ViltConfig", **zoo.BERT, image_size=8, patch_size=2, num_labels=3), asked),
+    "longformer": (
+        zoo.hf("LongformerForMaskedLM", "LongformerConfig", **zoo.BERT, attention_window=[4, 4]),
+        unmasked,
+    ),
+    "flaubert": (
+        zoo.hf("FlaubertWithLMHeadModel", "FlaubertConfig", **FLAUBERT),
+        zoo.masked_lm(32),
+    ),
+    "vilt": (
+        zoo.hf(
+            "ViltForQuestionAnswering",
+            "ViltConfig",
+            **zoo.BERT,
+            image_size=8,
+            patch_size=2,
+            num_labels=3,
+        ),
+        asked,
+    ),
     "mamba": (zoo.hf("MambaForCausalLM", "MambaConfig", **MAMBA), zoo.causal_lm(32)),
     "rwkv": (zoo.hf("RwkvForCausalLM", "RwkvConfig", **RWKV), zoo.causal_lm(32)),
-    "recurrent-gemma": (zoo.hf("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **GRIFFIN), zoo.causal_lm(32)),
-    "qwen3-next": (zoo.hf("Qwen3NextForCausalLM", "Qwen3NextConfig", **QWEN3_NEXT), zoo.causal_lm(32)),
+    "recurrent-gemma": (
+        zoo.hf("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **GRIFFIN),
+        zoo.causal_lm(32),
+    ),
+    "qwen3-next": (
+        zoo.hf("Qwen3NextForCausalLM", "Qwen3NextConfig", **QWEN3_NEXT),
+        zoo.causal_lm(32),
+    ),
     "qwen2-vl": (lambda **sizes: Looks(), seen),
     "actor": (lambda **sizes: Actor(), acted),
     "gumbel": (lambda **sizes: Gumbel(), signals),
@@ -222,5 +312,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
 def test_model(name: str, policy: str, ranks: int) -> None:
     make, make_inputs = MODELS[name]
     entry: Any = zoo.ZooModel(name, make, make_inputs)
-    report = verify(entry.build(), entry.inputs(), policy, {"plan_ngpus": ranks, "runtime_ngpus": ranks})
+    report = verify(
+        entry.build(), entry.inputs(), policy, {"plan_ngpus": ranks, "runtime_ngpus": ranks}
+    )
     assert report.ok, str(report)

@@ -1,7 +1,8 @@
-"""Models trained with every kind of reducer and distributed optimizer against one device: a cover of the product.
+"""Models trained with every kind of reducer and distributed optimizer against one device: a cover
+of the product.
 
-Any two values of two factors occur together in a default test; more of the product in the slow tests, all of it in
-``tests/product/optimizers.py``.
+Any two values of two factors occur together in a default test; more of the product in the slow
+tests, all of it in ``tests/product/optimizers.py``.
 """
 
 import itertools
@@ -17,7 +18,9 @@ def check(case: Case) -> None:
 
 
 def pairwise() -> list[Case]:
-    """Cases in which every possible pair of values of two factors occurs; the same in every process."""
+    """Cases in which every possible pair of values of two factors occurs; the same in every
+    process.
+    """
     rng = random.Random(0)
     everything = list(cases())
     missing = {pair for case in everything for pair in pairs(case)}

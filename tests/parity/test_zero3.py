@@ -1,4 +1,6 @@
-"""ZeRO-3: parameters stored in pieces over the units (and over the axes that split the batch), held to one device."""
+"""ZeRO-3: parameters stored in pieces over the units (and over the axes that split the batch), held
+to one device.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 from traces import shared_traces
 from verified import verify_zoo
 
-from shardwright.compiler.verification.reference import OptimizerFactory, adamw
-from shardwright.compiler.verification.samples import rolled
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.one_device import OptimizerFactory, adamw
+from shardwright.frontend.verification.sample_inputs import rolled
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime import gathered_weights
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO
@@ -52,12 +54,27 @@ CASES: list[Case] = [
     ("llama", "hybrid", 4, 2, TWO_STAGES),
     ("resnet", "hybrid", 2, 2, {**TWO_STAGES, **MEAN}),
     ("llama", "pp", 2, 2, {**STEPS, "pas_config": {"recompute": ["model.layers.*.mlp"]}}),
-    ("gpt2", "tp", 2, 2, {**STEPS, "distributed_optimizer": {"bucket_cap_mb": 1e-3, "contiguous_param_buffer": True}}),
+    (
+        "gpt2",
+        "tp",
+        2,
+        2,
+        {
+            **STEPS,
+            "distributed_optimizer": {"bucket_cap_mb": 1e-3, "contiguous_param_buffer": True},
+        },
+    ),
 ]
 
 MORE_CASES: list[Case] = [
     ("gpt2", "pp", 2, 2, {**STEPS, "pas_config": {"schedule": "zb_v", "num_microbatches": 4}}),
-    ("gpt2", "pp", 2, 2, {**STEPS, "use_async_reducer": True, "pas_config": {"schedule": "1f1b_interleaved"}}),
+    (
+        "gpt2",
+        "pp",
+        2,
+        2,
+        {**STEPS, "use_async_reducer": True, "pas_config": {"schedule": "1f1b_interleaved"}},
+    ),
     ("t5", "tp", 2, 2, MEAN),
     ("vit", "data", 2, 2, {}),
     ("bert", "dp", 1, 3, {**MEAN, "zero_use_reduce_scatter": True}),
@@ -67,45 +84,65 @@ MORE_CASES: list[Case] = [
 
 def config_of(case: Case) -> dict[str, Any]:
     _, _, plan_ngpus, units, options = case
-    return {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, "use_zero": 3, "outputs": "loss", **options}
+    return {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": plan_ngpus * units,
+        "use_zero": 3,
+        "outputs": "loss",
+        **options,
+    }
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+)
 def test_training_equals_one_device(case: Case) -> None:
-    """Losses, gradients, parameters and buffers over several steps. With ``use_end2end`` two samples (or as many as the
-    schedule has) are accumulated.
+    """Losses, gradients, parameters and buffers over several steps. With ``use_end2end`` two
+    samples (or as many as the schedule has) are accumulated.
     """
     optimizer: OptimizerFactory = sgd if "grad_reduction" in case[4] else adamw
     report = verify_zoo(case[0], case[1], config_of(case), steps=2, optimizer=optimizer)
     assert report.ok, str(report)
 
 
-def test_without_the_reduce_scatter_gradients_are_wrong_and_losses_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_reduce_scatter_gradients_are_wrong_and_losses_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gathered_weights, "reduced_piece", gathered_weights.sliced_piece)
     report = verify_zoo("gpt2", "dp", config_of(CASES[0]), steps=1)
     assert all(d.excess <= 1 for d in report.deviations["losses"])
     wrong = {d.name for d in report.deviations["gradients"] if d.excess > 1}
-    assert {"transformer.h.0.mlp.c_fc.weight", "lm_head.weight"} & wrong and "transformer.ln_f.weight" not in wrong
+    assert {
+        "transformer.h.0.mlp.c_fc.weight",
+        "lm_head.weight",
+    } & wrong and "transformer.ln_f.weight" not in wrong
 
 
-# ------------------------------------------------------------------------------------ what is held, and what is sent
+# ------------------------------------------------------------------------------------ what is held,
+# and what is sent
 
 
 def compiled(folder: Path, case: Case) -> Path:
     entry = zoo.get(case[0])
     with float64_casts(), shared_traces(case[0]):
-        return compile_into(folder, entry.build(), entry.inputs(), case[1], ComputeConfig.of(config_of(case)))
+        return compile_into(
+            folder, entry.build(), entry.inputs(), case[1], ComputeConfig.of(config_of(case))
+        )
 
 
 def is_cut(parameter: Tensor) -> bool:
     return parameter.ndim > 1
 
 
-@pytest.mark.parametrize("case", [("gpt2", "dp", 1, 2, {}), ("gpt2", "dp", 1, 4, {}), ("resnet", "dp", 1, 2, {})], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [("gpt2", "dp", 1, 2, {}), ("gpt2", "dp", 1, 4, {}), ("resnet", "dp", 1, 2, {})],
+    ids=str,
+)
 def test_a_rank_holds_its_part_of_every_matrix(case: Case, tmp_path: Path) -> None:
     """Parameters and the optimizer's state, counted in elements."""
     directory, units, model = compiled(tmp_path, case), case[3], zoo.get(case[0]).build()
@@ -119,7 +156,9 @@ def test_a_rank_holds_its_part_of_every_matrix(case: Case, tmp_path: Path) -> No
         assert sum(p.numel() for p in module.parameters()) == matrices // units + vectors
         loss.backward()
         optimizer.step()
-        held = [x for state in optimizer.state.values() for key, x in state.items() if key != "step"]
+        held = [
+            x for state in optimizer.state.values() for key, x in state.items() if key != "step"
+        ]
         assert sum(x.numel() for x in held) == 2 * (matrices // units + vectors)
 
     assert matrices % units == 0
@@ -129,7 +168,9 @@ def test_a_rank_holds_its_part_of_every_matrix(case: Case, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("units", [2, 4])
 def test_each_weight_is_gathered_twice_and_reduced_once(units: int, tmp_path: Path) -> None:
-    """A lookup needs its table in forward only. The tied table is used twice, far apart: each use gathers and reduces."""
+    """A lookup needs its table in forward only. The tied table is used twice, far apart: each use
+    gathers and reduces.
+    """
     directory = compiled(tmp_path, ("gpt2", "dp", 1, units, {}))
     entry = zoo.get("gpt2")
     matrices = {name: p.numel() for name, p in entry.build().named_parameters() if is_cut(p)}
@@ -160,7 +201,9 @@ def test_clipping_counts_every_element_once(tmp_path: Path) -> None:
     directory, entry = compiled(tmp_path, case), zoo.get("gpt2")
     inputs = [rolled(entry.inputs(), number) for number in range(4)]
 
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[Any]], clip: Any) -> list[Tensor]:
+    def steps(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[Any]], clip: Any
+    ) -> list[Tensor]:
         norms = []
         for batch in batches:
             optimizer.zero_grad()
@@ -180,7 +223,9 @@ def test_clipping_counts_every_element_once(tmp_path: Path) -> None:
         module = load_class(directory)()
         stepper = build_optimizer(module, adamw)
         unit = module.ranks.unit
-        return steps(module, stepper, [[inputs[unit]], [inputs[2 + unit]]], lambda: stepper.clip_gnorm(0.1))
+        return steps(
+            module, stepper, [[inputs[unit]], [inputs[2 + unit]]], lambda: stepper.clip_gnorm(0.1)
+        )
 
     with float64_casts():
         for norms in run_ranks(4, rank):
@@ -198,7 +243,8 @@ def test_processes_compute_what_threads_do(tmp_path: Path) -> None:
         parity.assert_close_tree(ours, theirs, "parameters")
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------
+# what is refused
 
 
 def test_another_number_of_units(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Which dims tensor parallelism splits, on models of every family, and what the built-in policies say and refuse."""
+"""Which dims tensor parallelism splits, on models of every family, and what the built-in policies
+say and refuse.
+"""
 
 import math
 import re
@@ -36,7 +38,9 @@ STATUS = Path("/proc/self/status")
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Python's handler, which it does not install where the tests were started in the background of a script."""
+    """Python's handler, which it does not install where the tests were started in the background of
+    a script.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,7 +48,9 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.skipif(not STATUS.exists(), reason="the kernel says nothing of handlers here")
 def test_ctrl_c_stays_pythons(ctrl_c: None) -> None:
-    """Python does not see it where a solver gives the signal back to the system, which would end the process."""
+    """Python does not see it where a solver gives the signal back to the system, which would end
+    the process.
+    """
 
     def is_caught() -> bool:
         (caught,) = re.findall(r"SigCgt:\s*(\w+)", STATUS.read_text())
@@ -55,12 +61,16 @@ def test_ctrl_c_stays_pythons(ctrl_c: None) -> None:
     assert is_caught()
 
 
-TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder")
+TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names(
+    "own", "encoder-decoder"
+)
 TRANSFORMERS += ["dit", "dit-uneven"]
 QUICK = {"gpt2", "llama-mqa", "bert", "t5", "vit-uneven", "encoder-decoder-uneven", "dit"}
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMERS])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMERS]
+)
 def test_the_hidden_dim_of_a_transformer_is_never_split(name: str) -> None:
     """It is what every norm needs whole and what every product of the model reads or writes."""
     names = [c.name for c in chosen(plans.zoo_graph(name))]
@@ -90,33 +100,54 @@ def test_each_layer_has_its_own_classes() -> None:
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "num_ranks", "expected"),
-    [(8, 8, 4, "heads"), (8, 4, 4, "kv_heads"), (8, 2, 2, "kv_heads"), (8, 2, 4, "heads_per_kv"), (8, 1, 4, "heads")],
+    [
+        (8, 8, 4, "heads"),
+        (8, 4, 4, "kv_heads"),
+        (8, 2, 2, "kv_heads"),
+        (8, 2, 4, "heads_per_kv"),
+        (8, 1, 4, "heads"),
+    ],
 )
-def test_heads_that_share_keys_and_values(num_heads: int, num_kv_heads: int, num_ranks: int, expected: str) -> None:
-    """Groups of heads where there are enough; else the heads of a group, and keys and values are computed by all."""
+def test_heads_that_share_keys_and_values(
+    num_heads: int, num_kv_heads: int, num_ranks: int, expected: str
+) -> None:
+    """Groups of heads where there are enough; else the heads of a group, and keys and values are
+    computed by all.
+    """
     config = transformers.LlamaConfig(
         hidden_size=128, intermediate_size=352, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads,
         num_hidden_layers=2, vocab_size=500,
     )  # fmt: skip
     ids = torch.zeros(2, 32, dtype=torch.long)
-    graph = plans.annotated(plans.traced(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}))
+    graph = plans.annotated(
+        plans.traced(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
+    )
     assert {c.name for c in chosen(graph, num_ranks)} == {expected, "ffn", "vocab"}
 
 
 def grouped(num_heads: int, num_kv_heads: int, seq: int, **fields: Any) -> PlannableGraph:
     ids = torch.zeros(2, seq, dtype=torch.int64)
-    sizes = {"hidden_size": 128 * num_heads, "intermediate_size": 344 * num_heads, "num_hidden_layers": 1}
+    sizes = {
+        "hidden_size": 128 * num_heads,
+        "intermediate_size": 344 * num_heads,
+        "num_hidden_layers": 1,
+    }
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
     inputs = {"input_ids": ids, "labels": ids}
-    return of_real_size("LlamaForCausalLM", "LlamaConfig", inputs, vocab_size=32000, **sizes, **heads, **fields)
+    return of_real_size(
+        "LlamaForCausalLM", "LlamaConfig", inputs, vocab_size=32000, **sizes, **heads, **fields
+    )
 
 
 def test_fewer_groups_of_heads_than_ranks_have_an_axis_of_their_own() -> None:
-    """4 groups on 8 ranks. Over one axis the head dim would be split: queries and keys gathered before attention, for all heads
-    on every rank, and no kernel for heads of which the values are narrower.
+    """4 groups on 8 ranks. Over one axis the head dim would be split: queries and keys gathered
+    before attention, for all heads on every rank, and no kernel for heads of which the values are
+    narrower.
     """
     graph = grouped(28, 4, 1024)
-    one = {graph.dims.classes[index].name for index in choose_dims(graph, 8)} if graph.dims else set()
+    one = (
+        {graph.dims.classes[index].name for index in choose_dims(graph, 8)} if graph.dims else set()
+    )
     assert one == {"head_dim", "value_dim", "ffn", "vocab"}
     split = plans.compile_with(graph, "tp", 8, outputs="loss")
     assert str(split.plan.mesh) == "tp=4 x tp2=2"
@@ -125,26 +156,44 @@ def test_fewer_groups_of_heads_than_ranks_have_an_axis_of_their_own() -> None:
     assert stored["model.layers.0.mlp.up_proj.weight"] == "[9632/tp/tp2, 3584]"
     assert stored["model.layers.0.self_attn.q_proj.weight"] == "[4/tp * 7/tp2 * 128, 3584]"
     kinds = {a.step.kind for a in split.program.adapters() if len(a.of.shape) > 1}
-    assert kinds <= {"all_reduce", "grad_all_reduce", "grad_keep_one", "narrow"}, "nothing is gathered"
+    assert kinds <= {"all_reduce", "grad_all_reduce", "grad_keep_one", "narrow"}, (
+        "nothing is gathered"
+    )
 
 
 def test_a_second_axis_pays_for_what_it_adds_to_a_sum() -> None:
-    """Heads of a group are split as well, though not evenly: attention's sum goes over one axis anyway."""
+    """Heads of a group are split as well, though not evenly: attention's sum goes over one axis
+    anyway.
+    """
     graph = grouped(28, 4, 1024)
     assert graph.dims is not None
     first, second = choose_axes(graph, 8)
-    assert {graph.dims.classes[index].name for index in first.classes} == {"kv_heads", "ffn", "vocab"}
-    assert {graph.dims.classes[index].name for index in second.classes} == {"heads_per_kv", "ffn", "vocab"}
+    assert {graph.dims.classes[index].name for index in first.classes} == {
+        "kv_heads",
+        "ffn",
+        "vocab",
+    }
+    assert {graph.dims.classes[index].name for index in second.classes} == {
+        "heads_per_kv",
+        "ffn",
+        "vocab",
+    }
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_ranks"), [(16, 4, 4), (14, 2, 4), (16, 1, 8), (8, 8, 8)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks"), [(16, 4, 4), (14, 2, 4), (16, 1, 8), (8, 8, 8)]
+)
 def test_one_axis_is_enough(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     """Where groups, or the heads of each, are as many as the ranks."""
-    assert [axis.axis_size for axis in choose_axes(grouped(num_heads, num_kv_heads, 512), num_ranks)] == [num_ranks]
+    assert [
+        axis.axis_size for axis in choose_axes(grouped(num_heads, num_kv_heads, 512), num_ranks)
+    ] == [num_ranks]
 
 
 def test_heads_within_a_group_are_split_over_the_second_axis(tmp_path: Path) -> None:
-    """2 groups of 2 heads on 4 ranks: keys and values of a group are computed by both its ranks, and their gradients summed."""
+    """2 groups of 2 heads on 4 ranks: keys and values of a group are computed by both its ranks,
+    and their gradients summed.
+    """
     entry = zoo.get("mistral")
     compiled, _ = plans.check_policy(entry.build(), entry.inputs(), "tp", 4, tmp_path)
     assert str(compiled.plan.mesh) == "tp=2 x tp2=2"
@@ -155,7 +204,9 @@ def test_heads_within_a_group_are_split_over_the_second_axis(tmp_path: Path) -> 
 
 
 def test_experts_pay_for_one_sum_of_all_that_a_token_meets() -> None:
-    """16 of 64 experts whose hidden dim is a quarter of the model's: to sum what each gives would cost more than it saves."""
+    """16 of 64 experts whose hidden dim is a quarter of the model's: to sum what each gives would
+    cost more than it saves.
+    """
     ids = torch.zeros(2, 8192, dtype=torch.int64)
     graph = of_real_size(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"input_ids": ids, "labels": ids}, vocab_size=32000, hidden_size=1024,
@@ -164,7 +215,9 @@ def test_experts_pay_for_one_sum_of_all_that_a_token_meets() -> None:
     )  # fmt: skip
     assert {c.name for c in chosen(graph, 8)} == {"heads", "ffn", "vocab"}
     split = plans.compile_with(graph, "tp", 8, outputs="loss")
-    summed = [adapter.of for adapter in split.program.adapters() if adapter.step.kind == "all_reduce"]
+    summed = [
+        adapter.of for adapter in split.program.adapters() if adapter.step.kind == "all_reduce"
+    ]
     assert max(math.prod(value.shape) for value in summed) == ids.numel() * 1024
 
 
@@ -178,21 +231,32 @@ def test_what_one_axis_has_used_up_is_not_split_over_another() -> None:
     for axis in ("tp", "tp2"):
         split_dims(builder, axis, channels)
     by_axis = Counter(
-        axis for own in builder.plan().strategies.values() for axis, how in own.items() if how.startswith("split")
+        axis
+        for own in builder.plan().strategies.values()
+        for axis, how in own.items()
+        if how.startswith("split")
     )
     assert by_axis == {"tp": 3, "tp2": 1}, "all of it, then the activation alone"
 
 
 def test_uneven_heads_are_split_rather_than_gathered() -> None:
-    """14 heads on 4 ranks: 4, 4, 3 and 3. The head dim would divide evenly, but attention needs it whole."""
-    config = transformers.GPT2Config(n_embd=14 * 16, n_head=14, n_layer=2, vocab_size=500, n_positions=64)
+    """14 heads on 4 ranks: 4, 4, 3 and 3. The head dim would divide evenly, but attention needs it
+    whole.
+    """
+    config = transformers.GPT2Config(
+        n_embd=14 * 16, n_head=14, n_layer=2, vocab_size=500, n_positions=64
+    )
     ids = torch.zeros(2, 64, dtype=torch.long)
-    graph = plans.annotated(plans.traced(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))
+    graph = plans.annotated(
+        plans.traced(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids})
+    )
     assert {c.name for c in chosen(graph, 4)} == {"heads", "ffn", "vocab"}
 
 
 def test_channels_of_a_residual_network_alternate() -> None:
-    """Column- then row-parallel convolutions: the inner channels of a block, not those of the residual stream."""
+    """Column- then row-parallel convolutions: the inner channels of a block, not those of the
+    residual stream.
+    """
     split = {parameter for c in chosen(plans.zoo_graph("resnet")) for parameter in c.parameters}
     assert {name for name in split if "conv" in name} == {
         "layer1.conv1.weight:0",
@@ -203,7 +267,9 @@ def test_channels_of_a_residual_network_alternate() -> None:
     assert not [name for name in split if name.startswith("stem")]
 
 
-def of_real_size(architecture: str, config: str, inputs: dict[str, Tensor], **fields: Any) -> PlannableGraph:
+def of_real_size(
+    architecture: str, config: str, inputs: dict[str, Tensor], **fields: Any
+) -> PlannableGraph:
     """A model without weights."""
     with torch.device("meta"):
         model = getattr(transformers, architecture)(getattr(transformers, config)(**fields))
@@ -219,36 +285,62 @@ def of_real_size(architecture: str, config: str, inputs: dict[str, Tensor], **fi
     ],
 )
 def test_many_experts_are_split_and_attention_too(architecture: str, config: str) -> None:
-    """Every token is multiplied with the weights of its own experts, not with all, so attention is no small part."""
+    """Every token is multiplied with the weights of its own experts, not with all, so attention is
+    no small part.
+    """
     ids = torch.zeros(2, 512, dtype=torch.int64)
-    graph = of_real_size(architecture, config, {"input_ids": ids, "labels": ids}, num_hidden_layers=1)
+    graph = of_real_size(
+        architecture, config, {"input_ids": ids, "labels": ids}, num_hidden_layers=1
+    )
     assert {c.name for c in chosen(graph, 4)} == {"kv_heads", "ffn", "vocab"}
     split = plans.compile_with(graph, "tp", 4, outputs="loss")
-    whole = [a for a in split.program.adapters() if a.of.shape[-1] > 1 and a.step.kind != "keep_one"]
+    whole = [
+        a for a in split.program.adapters() if a.of.shape[-1] > 1 and a.step.kind != "keep_one"
+    ]
     assert Counter(a.step.kind for a in whole) == {
         "all_reduce": 3,  # the embedding, attention, the experts
         "grad_all_reduce": 3,  # attention, the experts, the head
     }
-    assert {math.prod(a.of.shape[:-1]) for a in whole} == {ids.numel()}, "what experts compute is not summed over them first"
+    assert {math.prod(a.of.shape[:-1]) for a in whole} == {ids.numel()}, (
+        "what experts compute is not summed over them first"
+    )
     routing = [a.step.kind for a in split.program.adapters() if a.of.shape[-1] == 1]
     assert routing == ["grad_all_reduce"]
 
 
 def test_a_vocabulary_is_looked_up_by_shifted_tokens() -> None:
-    """Whisper's decoder writes the labels into zeros, one place later; a long encoder makes its own products a small part."""
-    inputs = {"input_features": torch.zeros(2, 80, 3000), "labels": torch.zeros(2, 64, dtype=torch.int64)}
+    """Whisper's decoder writes the labels into zeros, one place later; a long encoder makes its own
+    products a small part.
+    """
+    inputs = {
+        "input_features": torch.zeros(2, 80, 3000),
+        "labels": torch.zeros(2, 64, dtype=torch.int64),
+    }
     sizes = {"d_model": 384, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
     graph = of_real_size(
-        "WhisperForConditionalGeneration", "WhisperConfig", inputs, encoder_layers=1, decoder_layers=1, **sizes
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        inputs,
+        encoder_layers=1,
+        decoder_layers=1,
+        **sizes,
     )
     split = {name for c in chosen(graph) for name in c.parameters}
-    whole = [f"{part}.weight:0" for part in ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")]
-    assert {"model.decoder.embed_tokens.weight:0", *(f"model.decoder.layers.0.{name}" for name in whole)} <= split
+    whole = [
+        f"{part}.weight:0"
+        for part in ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")
+    ]
+    assert {
+        "model.decoder.embed_tokens.weight:0",
+        *(f"model.decoder.layers.0.{name}" for name in whole),
+    } <= split
     assert {c.name for c in chosen(graph)} == {"heads", "ffn", "vocab"}
 
 
 class Normalised(nn.Module):
-    """Linear layers of which the weights are made of parameters: norm and direction, and a transposed matrix."""
+    """Linear layers of which the weights are made of parameters: norm and direction, and a
+    transposed matrix.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,13 +360,17 @@ def test_weights_made_of_parameters_are_weights(tmp_path: Path) -> None:
 
 
 def test_nothing_travels_back_to_what_the_caller_passes_in() -> None:
-    """A narrow product of an input: its result would be summed with the rows split, and nothing travels with the columns."""
+    """A narrow product of an input: its result would be summed with the rows split, and nothing
+    travels with the columns.
+    """
     model = nn.Sequential(nn.Linear(64, 8), nn.Tanh())
     graph = plans.annotated(plans.traced(model, {"input": torch.randn(4, 64)}))
     assert [c.parameters for c in chosen(graph)] == [("0.weight:0", "0.bias:0")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "t5", "vit-uneven", "dit", "resnet", "unet"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-uneven", "t5", "vit-uneven", "dit", "resnet", "unet"]
+)
 def test_a_policy_never_splits_two_dims_of_one_product(name: str) -> None:
     graph = plans.zoo_graph(name)
     assert graph.dims is not None
@@ -291,7 +387,8 @@ def test_nothing_to_split_is_no_error() -> None:
     assert plans.compile_with(graph, "tp", 2).plan.strategies == {}
 
 
-# --------------------------------------------------------------------------------------------------------------- notes
+# ---------------------------------------------------------------------------------------------------------------
+# notes
 
 
 class Sorts(nn.Module):
@@ -321,11 +418,15 @@ def test_a_fallback_is_noted_with_its_reason_and_a_portable_source() -> None:
 
 def test_sources_in_notes_do_not_depend_on_where_packages_lie() -> None:
     module = transformers.models.gpt2.modeling_gpt2
-    assert SourceLocation(module.__file__, 273).portable == "transformers/models/gpt2/modeling_gpt2.py:273"
+    assert (
+        SourceLocation(module.__file__, 273).portable
+        == "transformers/models/gpt2/modeling_gpt2.py:273"
+    )
     assert SourceLocation("/home/me/train.py", 7).portable == "train.py:7"
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------------------
+# refusals
 
 
 def refusal(policy: str, num_ranks: int, module: nn.Module, **inputs: Tensor) -> str:
@@ -338,7 +439,8 @@ def test_dp_is_over_units() -> None:
     assert refusal("dp", 2, nn.Linear(4, 4), input=torch.randn(4, 4)) == (
         "policy 'dp' copies the model over units, so a plan has one rank\n"
         "  why:   plan_ngpus=2\n"
-        "  try:   plan_ngpus=1 with runtime_ngpus=2, or policy 'data' to split the batch inside a unit"
+        "  try:   plan_ngpus=1 with runtime_ngpus=2, or policy 'data' to split the batch "
+        "inside a unit"
     )
 
 
@@ -353,19 +455,34 @@ def test_data_needs_a_batch() -> None:
 
 
 def test_more_ranks_than_kv_heads() -> None:
-    """The query heads of each kv head are split; keys and values, small, are computed by every rank, and nothing of them
-    travels: two all-reduces each way, as Megatron's, and one for the embedding.
+    """The query heads of each kv head are split; keys and values, small, are computed by every
+    rank, and nothing of them travels: two all-reduces each way, as Megatron's, and one for the
+    embedding.
     """
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    }
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=32000, **sizes))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(num_hidden_layers=1, vocab_size=32000, **sizes)
+        )
     ids = torch.zeros(2, 512, dtype=torch.int64)
-    compiled = plans.compile_with(trace(model, {"input_ids": ids, "labels": ids}), "tp", 4, outputs="loss")
-    assert Counter(a.step.kind for a in compiled.program.adapters() if not a.step.kind.startswith("grad_")) == {"all_reduce": 3}
-    assert "heads_per_kv" in {name for names in compiled.plan.dims.values() for name in names.values()}
+    compiled = plans.compile_with(
+        trace(model, {"input_ids": ids, "labels": ids}), "tp", 4, outputs="loss"
+    )
+    assert Counter(
+        a.step.kind for a in compiled.program.adapters() if not a.step.kind.startswith("grad_")
+    ) == {"all_reduce": 3}
+    assert "heads_per_kv" in {
+        name for names in compiled.plan.dims.values() for name in names.values()
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------- batch
+# ---------------------------------------------------------------------------------------------------------------
+# batch
 
 
 class TwoInputs(nn.Module):

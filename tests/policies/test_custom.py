@@ -1,4 +1,6 @@
-"""Parallelisms that no built-in policy makes, written with the builder as a user would, and held to one device."""
+"""Parallelisms that no built-in policy makes, written with the builder as a user would, and held to
+one device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 
@@ -29,12 +31,15 @@ def gpt() -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------- two axes on one mesh
+# ------------------------------------------------------------------------------------------- two
+# axes on one mesh
 
 
 def data_by_tensor(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """The batch over dp, heads, ffn and vocabulary over tp."""
-    b = graph.builder(mesh={"tp": 2, "dp": config.plan_ngpus // 2}, order=config.user_config.get("order", "dp-tp"))
+    b = graph.builder(
+        mesh={"tp": 2, "dp": config.plan_ngpus // 2}, order=config.user_config.get("order", "dp-tp")
+    )
     b.split("batch", "dp")
     for dim in ("heads", "kv_heads", "ffn", "vocab"):
         if graph.dims.named(dim):
@@ -45,22 +50,32 @@ def data_by_tensor(graph: PlannableGraph, config: ComputeConfig) -> PlannableGra
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2-uneven"])
 def test_two_axes_on_one_mesh(name: str, tmp_path: Path) -> None:
     entry = zoo.get(name)
-    compiled, outcome = plans.check_policy(entry.build(), entry.inputs(), data_by_tensor, 4, tmp_path)
+    compiled, outcome = plans.check_policy(
+        entry.build(), entry.inputs(), data_by_tensor, 4, tmp_path
+    )
     assert compiled.plan.mesh == Mesh((("dp", 2), ("tp", 2)))
     assert {key.axis for key in outcome.traffic[0]} == {"dp", "tp"}
 
 
 @pytest.mark.parametrize("order", ["dp-tp", "tp-dp"])
 def test_the_order_decides_which_ranks_are_neighbours(order: str) -> None:
-    """Parameters after several steps, over two units, in either order; the rank order of the config must agree."""
+    """Parameters after several steps, over two units, in either order; the rank order of the config
+    must agree.
+    """
     entry = zoo.get("gpt2")
-    config = {"plan_ngpus": 4, "runtime_ngpus": 8, "user_config": {"order": order}, "rank_order": order}
+    config = {
+        "plan_ngpus": 4,
+        "runtime_ngpus": 8,
+        "user_config": {"order": order},
+        "rank_order": order,
+    }
     report = verify(entry.build(), entry.inputs(), data_by_tensor, config, steps=2)
     assert report.ok, str(report)
     assert report.mesh.names == tuple(order.split("-"))
 
 
-# ---------------------------------------------------------------------------------------------- sequence parallel
+# ----------------------------------------------------------------------------------------------
+# sequence parallel
 
 
 def on_the_residual_stream(op: IROp) -> bool:
@@ -68,7 +83,9 @@ def on_the_residual_stream(op: IROp) -> bool:
 
 
 def sequence_parallel(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
-    """Megatron's tensor and sequence parallelism: activations between the products are cut along the sequence."""
+    """Megatron's tensor and sequence parallelism: activations between the products are cut along
+    the sequence.
+    """
     b = graph.builder(mesh={"tp": config.plan_ngpus})
     for dim in ("heads", "up_dim", "vocab"):
         b.split(dim, "tp")
@@ -78,11 +95,18 @@ def sequence_parallel(graph: PlannableGraph, config: ComputeConfig) -> Plannable
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_sequence_parallelism(num_ranks: int, tmp_path: Path) -> None:
     model, inputs = gpt(), tiny_gpt.dummy_args()
-    compiled, outcome = plans.check_policy(model, inputs, sequence_parallel, num_ranks, tmp_path, outputs={"1": "drop"})
+    compiled, outcome = plans.check_policy(
+        model, inputs, sequence_parallel, num_ranks, tmp_path, outputs={"1": "drop"}
+    )
     program = compiled.program
     layers = 2
-    kinds = Counter((a.step.kind, a.step.backward) for a in program.adapters() if a.module_path.startswith("blocks"))
-    # nobody had to say it: two all-gathers and two reduce-scatters per layer, and biases that enter once
+    kinds = Counter(
+        (a.step.kind, a.step.backward)
+        for a in program.adapters()
+        if a.module_path.startswith("blocks")
+    )
+    # nobody had to say it: two all-gathers and two reduce-scatters per layer, and biases that enter
+    # once
     assert kinds == {
         ("all_gather", "reduce_scatter"): 2 * layers,
         ("reduce_scatter", None): 2 * layers,
@@ -90,12 +114,19 @@ def test_sequence_parallelism(num_ranks: int, tmp_path: Path) -> None:
     }
     for layer in range(layers):
         for name in ("norm1", "norm2"):
-            assert str(program.layout_of(f"blocks.{layer}.{name}.weight")) == "[16] G(tp)"  # reduced with the gradients
+            assert (
+                str(program.layout_of(f"blocks.{layer}.{name}.weight")) == "[16] G(tp)"
+            )  # reduced with the gradients
         assert str(program.layout_of(f"blocks.{layer}.up.weight")) == "[64/tp, 16]"
-    assert not [key for key in outcome.traffic[0] if key.collective == "all_reduce" and key.phase == "backward"]
+    assert not [
+        key
+        for key in outcome.traffic[0]
+        if key.collective == "all_reduce" and key.phase == "backward"
+    ]
 
 
-# -------------------------------------------------------------------------------------------------- FSDP and ZeRO-3
+# --------------------------------------------------------------------------------------------------
+# FSDP and ZeRO-3
 
 
 def fully_sharded(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
@@ -118,7 +149,8 @@ def test_parameters_held_in_slices(tmp_path: Path) -> None:
     assert all(adapter.gathers_weight for adapter in of_parameters)
 
 
-# --------------------------------------------------------------------------------------------- two-dimensional products
+# ---------------------------------------------------------------------------------------------
+# two-dimensional products
 
 
 class Chain(nn.Module):
@@ -126,21 +158,27 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(i, o, bias=False) for i, o in ((8, 16), (16, 12), (12, 4)))
+        self.a, self.b, self.c = (
+            nn.Linear(i, o, bias=False) for i, o in ((8, 16), (16, 12), (12, 4))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))).square().mean()
 
 
 def two_dimensional(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
-    """X[M/row, K/col] and W[N/col, K/row]: X is gathered over the columns, W over the rows, before each product."""
+    """X[M/row, K/col] and W[N/col, K/row]: X is gathered over the columns, W over the rows, before
+    each product.
+    """
     side = round(config.plan_ngpus**0.5)
     b = graph.builder(mesh={"row": side, "col": side})
     b.split("batch", "row")
     for op in graph.ops:
         if op.target == "linear":
             weight = op.arg("weight")
-            b.partition(op, "n", "col").store(weight.fqn, f"[{weight.shape[0]}/col, {weight.shape[1]}/row]")
+            b.partition(op, "n", "col").store(
+                weight.fqn, f"[{weight.shape[0]}/col, {weight.shape[1]}/row]"
+            )
         else:  # what follows the columns: tanh, square, mean
             b.strategy(op, "col", f"split:{op.rule.operands[0][1][0].factor}")
     return b.build("2d")
@@ -148,9 +186,13 @@ def two_dimensional(graph: PlannableGraph, config: ComputeConfig) -> PlannableGr
 
 @pytest.mark.parametrize("side", [2, 3])
 def test_two_dimensional_products_send_what_they_should(side: int, tmp_path: Path) -> None:
-    """Forward ``(q - 1) / q² (X + W)`` elements received per rank and product; the first input is whole everywhere."""
+    """Forward ``(q - 1) / q² (X + W)`` elements received per rank and product; the first input is
+    whole everywhere.
+    """
     batch = 6 * side
-    x = {"x": torch.randn(batch, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    x = {
+        "x": torch.randn(batch, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Chain().double()
@@ -169,7 +211,7 @@ def test_two_dimensional_products_send_what_they_should(side: int, tmp_path: Pat
     }
     expected = (side - 1) / side**2 * (activations + weights)
     assert received["forward"] == pytest.approx(expected, rel=1e-12)
-    # Gradients move as their operands did. Gathered activations are kept; weights are gathered again where an input's gradient
-    # needs them, not for the first product.
+    # Gradients move as their operands did. Gathered activations are kept; weights are gathered
+    # again where an input's gradient needs them, not for the first product.
     again = (side - 1) / side**2 * (12 * 16 + 4 * 12)
     assert received["backward"] == pytest.approx(expected + again, rel=1e-12)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 
 class Prompted(nn.Module):
-    """Images and prompts go through a layer together, laid end to end along the batch, as SegGPT does it."""
+    """Images and prompts go through a layer together, laid end to end along the batch, as SegGPT
+    does it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""P, R or G for every operator that is not split: minimum cuts against all assignments of small random graphs."""
+"""P, R or G for every operator that is not split: minimum cuts against all assignments of small
+random graphs.
+"""
 
 import itertools
 import math
@@ -57,7 +59,11 @@ class RandomNet(nn.Module):
         values = [x]
         for (kind, left, right), layer in zip(self.steps, self.layers, strict=True):
             a, b = values[left], values[right]
-            values.append({"add": torch.add, "mul": torch.mul}[kind](a, b) if kind in ("add", "mul") else layer(a))
+            values.append(
+                {"add": torch.add, "mul": torch.mul}[kind](a, b)
+                if kind in ("add", "mul")
+                else layer(a)
+            )
         return values[-1].square().mean()
 
 
@@ -71,18 +77,27 @@ def random_case(seed: int) -> tuple[PlannableGraph, dict[str, str], int]:
     mesh = Mesh.of({"tp": num_ranks})
     for op in graph.ops:
         assert op.rule is not None
-        options = [f"split:{f.name}" for f in op.rule.factors if allowed(op.rule, {"tp": f"split:{f.name}"}, mesh)]
+        options = [
+            f"split:{f.name}"
+            for f in op.rule.factors
+            if allowed(op.rule, {"tp": f"split:{f.name}"}, mesh)
+        ]
         if options and rng.random() < 0.4:
             splits[op.name] = rng.choice(options)
     return graph, splits, num_ranks
 
 
-def traffic(graph: PlannableGraph, strategies: Mapping[str, str], num_ranks: int) -> tuple[float, bool]:
-    """Elements that a rank sends in a step under these strategies: what lowering puts there, and gradient reductions; and
-    whether a value changes the dim it is cut along, which the cut does not price.
+def traffic(
+    graph: PlannableGraph, strategies: Mapping[str, str], num_ranks: int
+) -> tuple[float, bool]:
+    """Elements that a rank sends in a step under these strategies: what lowering puts there, and
+    gradient reductions; and whether a value changes the dim it is cut along, which the cut does not
+    price.
     """
     mesh = Mesh.of({"tp": num_ranks})
-    program = lower(graph, Plan(mesh, {name: {"tp": strategy} for name, strategy in strategies.items()}))
+    program = lower(
+        graph, Plan(mesh, {name: {"tp": strategy} for name, strategy in strategies.items()})
+    )
     total = 0.0
     for adapter in program.adapters():
         forward, backward = step_elements(adapter.step, mesh)
@@ -93,7 +108,9 @@ def traffic(graph: PlannableGraph, strategies: Mapping[str, str], num_ranks: int
     return total, any(adapter.step.kind == "all_to_all" for adapter in program.adapters())
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))])
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))]
+)
 def test_the_cut_is_as_good_as_the_best_assignment(block: int) -> None:
     tried = 0
     for seed in range(60 * block, 60 * block + 60):
@@ -107,20 +124,40 @@ def test_the_cut_is_as_good_as_the_best_assignment(block: int) -> None:
             traffic(graph, splits | dict(zip(free, labels, strict=True)), num_ranks)
             for labels in itertools.product("RG", repeat=len(free))
         )
-        assert chosen <= best * (1.3 if swaps else 1) + 1e-6, f"seed {seed}: {chosen} against {best}"
+        assert chosen <= best * (1.3 if swaps else 1) + 1e-6, (
+            f"seed {seed}: {chosen} against {best}"
+        )
     assert tried >= 12
 
 
 class Weighted(nn.Module):
-    """Row-parallel products of the same hidden rows, and what follows: mostly linear, as behind experts and branches."""
+    """Row-parallel products of the same hidden rows, and what follows: mostly linear, as behind
+    experts and branches.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self.up = nn.Linear(4, 6)
-        self.downs = nn.ModuleList(nn.Linear(6, 4, bias=rng.random() < 0.5) for _ in range(rng.randint(1, 2)))
+        self.downs = nn.ModuleList(
+            nn.Linear(6, 4, bias=rng.random() < 0.5) for _ in range(rng.randint(1, 2))
+        )
         self.gate, self.mix, self.scale = nn.Linear(4, 1), nn.Linear(4, 4), Scale()
-        kinds = ["gate", "mix", "scale", "double", "pairs", "rows", "add", "residual", "norm", "square"]
-        self.steps = [(rng.choice(kinds), rng.randrange(4), rng.randrange(4)) for _ in range(rng.randint(1, 3))]
+        kinds = [
+            "gate",
+            "mix",
+            "scale",
+            "double",
+            "pairs",
+            "rows",
+            "add",
+            "residual",
+            "norm",
+            "square",
+        ]
+        self.steps = [
+            (rng.choice(kinds), rng.randrange(4), rng.randrange(4))
+            for _ in range(rng.randint(1, 3))
+        ]
 
     def forward(self, x: Tensor) -> Tensor:  # [rows, 4]
         hidden = F.relu(self.up(x))
@@ -155,21 +192,33 @@ class Weighted(nn.Module):
 
 
 def weighted_case(seed: int) -> tuple[PlannableGraph, dict[str, str], int]:
-    """A graph in which the hidden dim is split, of parameters that are trained or not, and the number of ranks."""
+    """A graph in which the hidden dim is split, of parameters that are trained or not, and the
+    number of ranks.
+    """
     rng = random.Random(seed)
     model = Weighted(rng).requires_grad_(rng.random() < 0.7)
     graph = plans.annotated(plans.traced(model, {"x": torch.randn(rng.choice([8, 16]), 4)}))
     split = {"up": "split:n", "relu": "split:b", "downs_0": "split:k", "downs_1": "split:k"}
-    return graph, {op.name: split[op.name] for op in graph.ops if op.name in split}, rng.choice([2, 3, 4])
+    return (
+        graph,
+        {op.name: split[op.name] for op in graph.ops if op.name in split},
+        rng.choice([2, 3, 4]),
+    )
 
 
 def choices(graph: PlannableGraph, splits: Mapping[str, str]) -> dict[str, list[str]]:
-    """The labels of every operator that is not split: partial sums are passed on by those that may meet some."""
+    """The labels of every operator that is not split: partial sums are passed on by those that may
+    meet some.
+    """
     reached: set[str] = set()
     found: dict[str, list[str]] = {}
     for op in graph.ops:
         assert op.rule is not None
-        linear = [f"linear:{i}" for i in range(len(op.rule.linear_sets))] if {v.name for v in op.operands} & reached else []
+        linear = (
+            [f"linear:{i}" for i in range(len(op.rule.linear_sets))]
+            if {v.name for v in op.operands} & reached
+            else []
+        )
         if op.name not in splits:
             found[op.name] = ["R", "G", *linear]
         if linear or splits.get(op.name) == "split:k":
@@ -177,9 +226,13 @@ def choices(graph: PlannableGraph, splits: Mapping[str, str]) -> dict[str, list[
     return found
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))])
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))]
+)
 def test_sums_are_deferred_where_less_is_sent_for_them(block: int) -> None:
-    """The charge for gradients of what partial sums are multiplied with may miss a sum to defer; it misses none of these."""
+    """The charge for gradients of what partial sums are multiplied with may miss a sum to defer; it
+    misses none of these.
+    """
     tried = gained = 0
     for seed in range(30 * block, 30 * block + 30):
         graph, splits, num_ranks = weighted_case(seed)
@@ -190,18 +243,27 @@ def test_sums_are_deferred_where_less_is_sent_for_them(block: int) -> None:
         found = label(graph, splits, num_ranks)
         chosen, _ = traffic(graph, splits | found, num_ranks)
         volumes = {
-            labels: traffic(graph, splits | dict(zip(open_labels, labels, strict=True)), num_ranks)[0]
+            labels: traffic(graph, splits | dict(zip(open_labels, labels, strict=True)), num_ranks)[
+                0
+            ]
             for labels in itertools.product(*open_labels.values())
         }
-        best, at_once = min(volumes.values()), min(v for labels, v in volumes.items() if set(labels) <= {"R", "G"})
+        best, at_once = (
+            min(volumes.values()),
+            min(v for labels, v in volumes.items() if set(labels) <= {"R", "G"}),
+        )
         assert chosen <= best + 1e-6, f"seed {seed}: {chosen} against {best}"
-        assert (best < at_once - 1e-6) == any(strategy.startswith("linear:") for strategy in found.values()), f"seed {seed}"
+        assert (best < at_once - 1e-6) == any(
+            strategy.startswith("linear:") for strategy in found.values()
+        ), f"seed {seed}"
         gained += best < at_once - 1e-6
     assert tried >= 20 and gained >= 3
 
 
 class Tailed(nn.Module):
-    """A row-parallel product, and what is done with its result ``y`` [8, 4] and a parameter ``w`` [8, 4]."""
+    """A row-parallel product, and what is done with its result ``y`` [8, 4] and a parameter ``w``
+    [8, 4].
+    """
 
     def __init__(self, tail: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -217,15 +279,26 @@ class Tailed(nn.Module):
     [
         pytest.param(lambda y, w: y[:4], True, {"getitem"}, id="less is left of it"),
         pytest.param(lambda y, w: 2 * y, True, set(), id="as much is left"),
-        pytest.param(lambda y, w: (w * y)[:4], True, set(), id="more to be sent for the gradient of the other factor"),
+        pytest.param(
+            lambda y, w: (w * y)[:4],
+            True,
+            set(),
+            id="more to be sent for the gradient of the other factor",
+        ),
         pytest.param(lambda y, w: (w * y)[:4], False, {"mul", "getitem"}, id="which takes none"),
         pytest.param(lambda y, w: (y * y)[:4], False, set(), id="a square is not linear"),
-        pytest.param(lambda y, w: (w + y)[:4], True, {"add", "getitem"}, id="added to what is whole"),
+        pytest.param(
+            lambda y, w: (w + y)[:4], True, {"add", "getitem"}, id="added to what is whole"
+        ),
     ],
 )
-def test_a_sum_is_deferred(tail: Callable[[Tensor, Tensor], Tensor], trained: bool, deferring: set[str]) -> None:
+def test_a_sum_is_deferred(
+    tail: Callable[[Tensor, Tensor], Tensor], trained: bool, deferring: set[str]
+) -> None:
     model = Tailed(tail).requires_grad_(trained)
     graph = plans.annotated(plans.traced(model, {"x": torch.randn(8, 4)}))
     split = {"up": "split:n", "relu": "split:b", "down": "split:k"}
     found = label(graph, {op.name: split[op.name] for op in graph.ops if op.name in split}, 2)
-    assert {op.target for op in graph.ops if found.get(op.name, "").startswith("linear:")} == deferring
+    assert {
+        op.target for op in graph.ops if found.get(op.name, "").startswith("linear:")
+    } == deferring

@@ -31,11 +31,19 @@ def refusal(options, pas_config):
 
 def test_values_become_the_dataclass():
     given = {"num_stages": 2, "recompute": ["a", "b"], "memory_limit_gb": 3, "weights": {"x": 1}}
-    assert read_options(Options, given, policy="mine") == Options(2, "1f1b", ("a", "b"), 3, False, {"x": 1})
+    assert read_options(Options, given, policy="mine") == Options(
+        2, "1f1b", ("a", "b"), 3, False, {"x": 1}
+    )
 
 
 def test_the_originals_names_mean_ours():
-    given = {"pp_size": 2, "pipeline_scheduler": "gpipe", "recompute_modules": ["x"], "mem_constraint": 4, "use_bf16": True}
+    given = {
+        "pp_size": 2,
+        "pipeline_scheduler": "gpipe",
+        "recompute_modules": ["x"],
+        "mem_constraint": 4,
+        "use_bf16": True,
+    }
     assert read_options(Options, given, policy="mine") == Options(2, "gpipe", ("x",), 4, True)
     assert not set(ORIGINAL_OPTION_NAMES) & set(ORIGINAL_OPTION_NAMES.values())
 
@@ -47,13 +55,19 @@ def test_refusals():
     assert refusal(Options, {"pipeline_nstage": 2}) == (
         "policy 'mine' has no option 'pipeline_nstage'\n  try:   did you mean 'pipeline_nstages'?"
     )
-    assert refusal(NoOptions, {"a": 2}) == "policy 'mine' has no option 'a'\n  try:   leave pas_config empty"
+    assert (
+        refusal(NoOptions, {"a": 2})
+        == "policy 'mine' has no option 'a'\n  try:   leave pas_config empty"
+    )
     assert refusal(Options, {"num_stages": 2, "pp_size": 2}) == (
         "option 'num_stages' of policy 'mine' is given twice\n"
         "  why:   'pp_size' is another name of it\n"
         "  try:   keep 'num_stages'"
     )
-    assert refusal(Options, {}) == "policy 'mine' needs option 'num_stages'\n  why:   it takes a whole number"
+    assert (
+        refusal(Options, {})
+        == "policy 'mine' needs option 'num_stages'\n  why:   it takes a whole number"
+    )
 
 
 def test_options_of_the_original_that_belong_elsewhere():
@@ -65,15 +79,20 @@ def test_options_of_the_original_that_belong_elsewhere():
             dtype = {"use_bf16": "bfloat16", "use_fp16": "float16"}[name]
             assert str(caught.value) == (
                 f"policy {policy!r} has no option {name!r}\n"
-                f"  try:   the module's dtypes are what is planned for: parallelize(..., module_dtype=torch.{dtype}), with "
-                "ComputeConfig(distributed_optimizer={}) for float32 masters; or enter autocast in forward"
+                "  try:   the module's dtypes are what is planned for: parallelize(..., "
+                f"module_dtype=torch.{dtype}), with "
+                "ComputeConfig(distributed_optimizer={}) for float32 masters; or enter "
+                "autocast in forward"
                 + (". Scale losses by LossScaler" if name == "use_fp16" else "")
             )
     assert refusal(NoOptions, {"update_freq": 4}) == (
         "policy 'mine' has no option 'update_freq'\n"
-        "  try:   give train_step several samples, or run all backward passes but the last under optimizer.no_sync()"
+        "  try:   give train_step several samples, or run all backward passes but the last "
+        "under optimizer.no_sync()"
     )
-    find_policy("autodist").check(ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config={"update_freq": 4}))
+    find_policy("autodist").check(
+        ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config={"update_freq": 4})
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +110,9 @@ def test_options_of_the_original_that_belong_elsewhere():
 )
 def test_values_of_another_type(name, value, words):
     text = refusal(Options, {"num_stages": 1, name: value})
-    assert text == f"option {name!r} of policy 'mine' cannot be {value!r}\n  why:   it takes {words}"
+    assert (
+        text == f"option {name!r} of policy 'mine' cannot be {value!r}\n  why:   it takes {words}"
+    )
 
 
 def test_a_policy_without_declared_options_reads_pas_config_itself():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.compiler.api import parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ShardwrightError
 
@@ -34,7 +34,9 @@ class Recomputed(Deep):
 
     def forward(self, x: Tensor, target: Tensor) -> Any:
         x = self.layers[0](x)
-        x = torch.utils.checkpoint.checkpoint(lambda x: self.layers[2](torch.tanh(self.layers[1](x))), x, use_reentrant=False)
+        x = torch.utils.checkpoint.checkpoint(
+            lambda x: self.layers[2](torch.tanh(self.layers[1](x))), x, use_reentrant=False
+        )
         return F.mse_loss(self.layers[3](x), target), x
 
 
@@ -47,7 +49,8 @@ CASES: list[tuple[type, int, dict[str, Any], str]] = [
         {},
         "the first result of the model is not a scalar loss\n"
         "  why:   its shape is (3, 6)\n"
-        "  try:   end2end modules return the loss first, as transformers models do when they are given labels",
+        "  try:   end2end modules return the loss first, as transformers models do when they "
+        "are given labels",
     ),
     (
         Deep,
@@ -77,13 +80,15 @@ CASES: list[tuple[type, int, dict[str, Any], str]] = [
         Deep,
         2,
         {"stage_starts": ("layers.9",)},
-        "no operator belongs to module 'layers.9'\n  try:   one of layers.0, layers.1, layers.2, layers.3",
+        "no operator belongs to module 'layers.9'\n  try:   one of layers.0, layers.1, "
+        "layers.2, layers.3",
     ),
     (
         Deep,
         2,
         {"stage_starts": ("layers_1",)},
-        "no operator belongs to module 'layers_1'\n  try:   one of layers.0, layers.1, layers.2, layers.3",
+        "no operator belongs to module 'layers_1'\n  try:   one of layers.0, layers.1, "
+        "layers.2, layers.3",
     ),
     (
         Deep,
@@ -131,29 +136,46 @@ CASES: list[tuple[type, int, dict[str, Any], str]] = [
         Deep,
         2,
         {"schedule": "1f2b"},
-        "there is no schedule '1f2b' to train with\n  try:   one of gpipe, 1f1b, 1f1b_interleaved, zb_h1, zb_v",
+        "there is no schedule '1f2b' to train with\n  try:   one of gpipe, 1f1b, "
+        "1f1b_interleaved, zb_h1, zb_v",
     ),
 ]
 
 
-def refused(folder: Path, model: torch.nn.Module, num_ranks: int, options: dict[str, Any], **settings: Any) -> str:
+def refused(
+    folder: Path, model: torch.nn.Module, num_ranks: int, options: dict[str, Any], **settings: Any
+) -> str:
     settings = {"use_end2end": True} | settings
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, pas_config=options, **settings)
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, pas_config=options, **settings
+    )
     with pytest.raises(ShardwrightError) as error:
         parallelize(model, X, "pp", config, gen_savedir=folder, load_module=False)
     return str(error.value)
 
 
-@pytest.mark.parametrize(("model", "num_ranks", "options", "text"), CASES, ids=[case[3].splitlines()[0] for case in CASES])
-def test_what_a_pipeline_refuses(tmp_path: Path, model: type, num_ranks: int, options: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "options", "text"),
+    CASES,
+    ids=[case[3].splitlines()[0] for case in CASES],
+)
+def test_what_a_pipeline_refuses(
+    tmp_path: Path, model: type, num_ranks: int, options: dict[str, Any], text: str
+) -> None:
     assert refused(tmp_path, model(), num_ranks, options) == text
 
 
 def test_a_boundary_inside_a_recompute_region(tmp_path: Path) -> None:
     text = refused(tmp_path, Recomputed(), 2, {"stage_starts": ("layers.2",)})
-    assert text.splitlines()[0] == "stage 1 begins at operator 'layers_2', inside a recompute region"
+    assert (
+        text.splitlines()[0] == "stage 1 begins at operator 'layers_2', inside a recompute region"
+    )
     where, why, hint = text.splitlines()[1:]
-    assert where.startswith("  where: ") and "test_refused_pipelines.py:" in where and where.endswith("(layers.2)")
+    assert (
+        where.startswith("  where: ")
+        and "test_refused_pipelines.py:" in where
+        and where.endswith("(layers.2)")
+    )
     assert why == "  why:   a region is recomputed as a whole, on the ranks of one stage"
     assert hint == "  try:   begin the stage before or after the region"
 

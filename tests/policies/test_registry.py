@@ -40,7 +40,12 @@ def test_functions_and_callable_objects():
 def test_registered_names():
     register_policy("mine", options=NoOptions)(my_policy)
     found = find_policy("mine")
-    assert (found.name, found.apply, found.options, found.built_in) == ("mine", my_policy, NoOptions, False)
+    assert (found.name, found.apply, found.options, found.built_in) == (
+        "mine",
+        my_policy,
+        NoOptions,
+        False,
+    )
     assert "mine" in policy_names()
 
 
@@ -59,8 +64,11 @@ def test_refusals():
     text = refusal(wrong)
     assert text.startswith("policy ") and "wrong does not take a graph and a config\n" in text
     assert text.endswith(
-        "\n  why:   its parameters are (graph)\n  try:   def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph"
+        "\n  why:   its parameters are (graph)\n  try:   def policy(graph: IRGraph, config: "
+        "ComputeConfig) -> IRGraph"
     )
     with pytest.raises(PlanError) as caught:
         register_policy("tp")
-    assert str(caught.value) == "'tp' is the name of a built-in policy\n  try:   choose another name"
+    assert (
+        str(caught.value) == "'tp' is the name of a built-in policy\n  try:   choose another name"
+    )

@@ -1,9 +1,12 @@
-"""Every argument of everything public with every bad value: what is refused in words, what is accepted, what ends raw.
+"""Every argument of everything public with every bad value: what is refused in words, what is
+accepted, what ends raw.
 
-    python tests/product/bad_inputs.py [--groups checkpoints states] [--names save_checkpoint] [--share 0.1]
+    python tests/product/bad_inputs.py [--groups checkpoints states] [--names save_checkpoint]
+    [--share 0.1]
 
-Prints a table of counts and each call that ended in an exception that is not ours, or took too long; the exit status tells
-whether there was one. The default tests try a part of it (tests/test_bad_inputs.py).
+Prints a table of counts and each call that ended in an exception that is not ours, or took too
+long; the exit status tells whether there was one. The default tests try a part of it
+(tests/test_bad_inputs.py).
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ MOST_BYTES = 8 * 2**30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     groups = [group for groups in bad_inputs.MAKERS.values() for group in groups]
     parser.add_argument("--groups", nargs="+", default=[], choices=groups)
     parser.add_argument("--names", nargs="+", default=[], help="of functions")
@@ -39,8 +44,14 @@ def main() -> int:
 
         def on_rank(rank: int) -> bad_inputs.Counts:
             targets = bad_inputs.targets_of(folder, *arguments.groups)
-            chosen = [target for target in targets if not arguments.names or target.name in arguments.names]
-            return bad_inputs.try_all(chosen, bad_inputs.VALUES, arguments.share, lambda text: print(text, flush=True))
+            chosen = [
+                target
+                for target in targets
+                if not arguments.names or target.name in arguments.names
+            ]
+            return bad_inputs.try_all(
+                chosen, bad_inputs.VALUES, arguments.share, lambda text: print(text, flush=True)
+            )
 
         (counts,) = run_ranks(1, on_rank, timeout_s=3600)
     print(counts.table())

@@ -1,13 +1,15 @@
-"""Tiny models of all model folders of the installed transformers, under ``tp`` and ``data`` on 2 ranks, against one device.
+"""Tiny models of all model folders of the installed transformers, under ``tp`` and ``data`` on 2
+ranks, against one device.
 
-    python tests/product/families.py run --out DIR [--only llama t5] [--minutes 60] [--tests CHECKOUT]
-    python tests/product/families.py table --out DIR [--markdown docs/models.md]
+    python tests/product/families.py run --out DIR [--only llama t5] [--minutes 60] [--tests
+    CHECKOUT] python tests/product/families.py table --out DIR [--markdown docs/models.md]
 
-``run`` writes one line of JSON per folder to ``DIR/families.jsonl`` and goes on where an earlier run has stopped. Each folder
-runs in a child process with a limit. Models and inputs come from Hugging Face's own testers where ``--tests`` names a
-checkout of their repository (wheels and source distributions do not have them), else from a recipe (``tests/_lib/
-tiny_families.py``), which does not reach every model. Everything is float64. A model that is refused with labels or masks
-is tried without them. Where a refusal names inputs to declare as constants, the model is tried with those.
+``run`` writes one line of JSON per folder to ``DIR/families.jsonl`` and goes on where an earlier
+run has stopped. Each folder runs in a child process with a limit. Models and inputs come from
+Hugging Face's own testers where ``--tests`` names a checkout of their repository (wheels and source
+distributions do not have them), else from a recipe (``tests/_lib/ tiny_families.py``), which does
+not reach every model. Everything is float64. A model that is refused with labels or masks is tried
+without them. Where a refusal names inputs to declare as constants, the model is tried with those.
 
 ``table`` counts the outcomes, prints them, and writes the page.
 """
@@ -41,8 +43,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-import shardwright.compiler.verification.ranks as rank_runs
-import shardwright.compiler.verification.verify as verification
+import shardwright.frontend.verification.trained_ranks as rank_runs
+import shardwright.frontend.verification.verify as verification
 from shardwright.runtime.errors import InternalError, ShardwrightError
 
 POLICIES = ("tp", "data")
@@ -71,15 +73,23 @@ def models_of(folder: str) -> list[type[nn.Module]]:
     classes = [
         model
         for name in files
-        for model in tiny_families.classes_of(importlib.import_module(f"transformers.models.{folder}.{name}"))
+        for model in tiny_families.classes_of(
+            importlib.import_module(f"transformers.models.{folder}.{name}")
+        )
     ]
     if not classes:
         raise LookupError("no model with a config")
-    return sorted(classes, key=lambda model: (tiny_families.place(model.__name__), classes.index(model)))
+    return sorted(
+        classes, key=lambda model: (tiny_families.place(model.__name__), classes.index(model))
+    )
 
 
-def of_recipe(folder: str, *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and its inputs by the recipe: of the best classes the first that one device runs. Raises what the best met."""
+def of_recipe(
+    folder: str, *, mask: bool = True, labels: bool = True
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its inputs by the recipe: of the best classes the first that one device runs.
+    Raises what the best met.
+    """
     errors: list[Exception] = []
     for model in models_of(folder)[:MOST_CLASSES]:
         try:
@@ -89,12 +99,20 @@ def of_recipe(folder: str, *, mask: bool = True, labels: bool = True) -> tuple[n
     raise errors[0]
 
 
-def of_tester(folder: str, tests: Path, *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and its inputs by a tester of Hugging Face. Raises :class:`LookupError` if the folder has none."""
+def of_tester(
+    folder: str, tests: Path, *, mask: bool = True, labels: bool = True
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its inputs by a tester of Hugging Face. Raises :class:`LookupError` if the folder
+    has none.
+    """
     for path in sorted((tests / "tests" / "models" / folder).glob("test_modeling_*.py")):
         module = importlib.import_module(f"tests.models.{folder}.{path.stem}")
         for case in vars(module).values():
-            is_case = inspect.isclass(case) and issubclass(case, unittest.TestCase) and case.__module__ == module.__name__
+            is_case = (
+                inspect.isclass(case)
+                and issubclass(case, unittest.TestCase)
+                and case.__module__ == module.__name__
+            )
             if not is_case or not hasattr(case, "all_model_classes"):
                 continue
             test = case(next(name for name in dir(case) if name.startswith("test_")))
@@ -128,7 +146,9 @@ class Summed(nn.Module):
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """The sum of means of sines of all results."""
-        return torch.stack([(3 * x + 0.5).sin().mean() for x in _floating(self.model(**inputs))]).sum()
+        return torch.stack(
+            [(3 * x + 0.5).sin().mean() for x in _floating(self.model(**inputs))]
+        ).sum()
 
 
 def _floating(result: Any) -> Iterator[Tensor]:
@@ -218,7 +238,9 @@ def compare(model: nn.Module, given: dict[str, Any], policy: str) -> dict[str, A
     return {**found, "constants": sorted(constants), "compile_s": round(watch.compile_s, 2)}
 
 
-def _outcome(model: nn.Module, given: dict[str, Any], policy: str, constants: Mapping[str, Any]) -> dict[str, Any]:
+def _outcome(
+    model: nn.Module, given: dict[str, Any], policy: str, constants: Mapping[str, Any]
+) -> dict[str, Any]:
     config = {"plan_ngpus": RANKS, "runtime_ngpus": RANKS, "constants": constants}
     try:
         with warnings.catch_warnings():
@@ -228,7 +250,11 @@ def _outcome(model: nn.Module, given: dict[str, Any], policy: str, constants: Ma
         named = isinstance(error, ShardwrightError) and not isinstance(error, InternalError)
         declare = re.search(r"constants=\{(.*?)\}\); else", str(error))
         asks = re.findall(r'"([^"]+)": \[', declare[1]) if declare else []
-        return {"outcome": "refused" if named else "crashed", "text": _text(error), "asks_for": asks}
+        return {
+            "outcome": "refused" if named else "crashed",
+            "text": _text(error),
+            "asks_for": asks,
+        }
     return {"outcome": "equal"} if report.ok else {"outcome": "differs", "text": str(report)[:1500]}
 
 
@@ -265,7 +291,9 @@ def try_folder(folder: str, tests: Path | None) -> Iterator[dict[str, Any]]:
     yield {**row, "cpu_s": round(time.process_time() - start, 1), "done": True}
 
 
-def _made(folder: str, tests: Path | None, trial: Mapping[str, bool]) -> tuple[nn.Module, dict[str, Any]]:
+def _made(
+    folder: str, tests: Path | None, trial: Mapping[str, bool]
+) -> tuple[nn.Module, dict[str, Any]]:
     if tests is not None:
         try:
             return of_tester(folder, tests, **trial)
@@ -275,9 +303,13 @@ def _made(folder: str, tests: Path | None, trial: Mapping[str, bool]) -> tuple[n
 
 
 def _with_loss(model: nn.Module, given: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A model whose result is a loss with gradients, and its arguments. Raises :class:`ValueError` if there is none."""
+    """A model whose result is a loss with gradients, and its arguments. Raises :class:`ValueError`
+    if there is none.
+    """
     result = model(**given)
-    loss = result["loss"] if isinstance(result, Mapping) and result.get("loss") is not None else None
+    loss = (
+        result["loss"] if isinstance(result, Mapping) and result.get("loss") is not None else None
+    )
     if loss is None or loss.ndim:
         model, given = Summed(model).train(), {"inputs": given}
         loss = model(**given)
@@ -299,11 +331,16 @@ def run(arguments: argparse.Namespace) -> None:
     wanted, known = arguments.only or folders(), rows_of(path)
     todo = [folder for folder in wanted if folder not in known or arguments.again]
     if arguments.retry:
-        todo += [folder for folder in wanted if folder in known and outcome_of(known[folder]) != "equal"]
+        todo += [
+            folder for folder in wanted if folder in known and outcome_of(known[folder]) != "equal"
+        ]
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for word in ("auto.modeling_auto", "llama.modeling_llama"):  # what most children need, imported once
+    for word in (
+        "auto.modeling_auto",
+        "llama.modeling_llama",
+    ):  # what most children need, imported once
         importlib.import_module(f"transformers.models.{word}")
     for number, folder in enumerate(todo, 1):
         if time.monotonic() > deadline:
@@ -347,7 +384,9 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def outcome_of(row: Mapping[str, Any]) -> str:
-    """``equal``, ``refused``, ``differs``, ``crashed``, or ``not run``: the worst of both policies."""
+    """``equal``, ``refused``, ``differs``, ``crashed``, or ``not run``: the worst of both
+    policies.
+    """
     outcomes = {row[policy]["outcome"] for policy in POLICIES if policy in row}
     if not outcomes:
         return "not run"
@@ -386,22 +425,43 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
         "",
         "<!-- made by tests/product/families.py, which says how to make it again -->",
         "",
-        f"{len(rows)} of the {len(folders())} model folders of transformers {transformers.__version__} were tried: a tiny",
-        f"model of each, in float64, one training step under `tp` and `data` on {RANKS} ranks, held to one device. The column",
-        "*model* says which class stands for the folder; of some it is a part, as the recipe makes no inputs for the whole.",
+        (
+            f"{len(rows)} of the {len(folders())} model folders of transformers "
+            f"{transformers.__version__} were tried: a tiny"
+        ),
+        (
+            f"model of each, in float64, one training step under `tp` and `data` on {RANKS} "
+            "ranks, held to one device. The column"
+        ),
+        (
+            "*model* says which class stands for the folder; of some it is a part, as the recipe "
+            "makes no inputs for the whole."
+        ),
         "",
         "| outcome | folders | what it means |",
         "|---|---|---|",
         f"| equal | {counts['equal']} | loss, gradients and parameters are those of one device |",
-        f"| refused | {counts['refused']} | an error says what cannot be compiled, where, and what to do |",
+        (
+            f"| refused | {counts['refused']} | an error says what cannot be compiled, where, "
+            "and what to do |"
+        ),
         f"| differs | {counts['differs']} | numbers are not those of one device |",
         f"| crashed | {counts['crashed']} | an error that is not in words |",
-        f"| not run | {counts['not run']} | the recipe makes no model, or no inputs that one device takes |",
+        (
+            f"| not run | {counts['not run']} | the recipe makes no model, or no inputs that one "
+            "device takes |"
+        ),
         "",
         f"Of the {tried} that one device runs, {counts['equal'] / max(tried, 1):.0%} are equal.",
         "",
-        "*FLOPs* is the share of one device's products that the busiest rank computes: 0.5 is an even split, 1 is none.",
-        "*compile* is CPU seconds for `tp`. *constants* are inputs that had to be declared in `ComputeConfig(constants=...)`",
+        (
+            "*FLOPs* is the share of one device's products that the busiest rank computes: 0.5 "
+            "is an even split, 1 is none."
+        ),
+        (
+            "*compile* is CPU seconds for `tp`. *constants* are inputs that had to be declared "
+            "in `ComputeConfig(constants=...)`"
+        ),
         "because sizes follow from their values.",
         "",
         "## Equal",
@@ -415,7 +475,10 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
         found = groups.get(outcome, [])
         if found:
             lines += [f"## {outcome.capitalize()}", "", "| folder | model | why |", "|---|---|---|"]
-            lines += [f"| {folder} | {rows[folder].get('model', '')} | {_why(rows[folder])} |" for folder in found]
+            lines += [
+                f"| {folder} | {rows[folder].get('model', '')} | {_why(rows[folder])} |"
+                for folder in found
+            ]
             lines.append("")
     if missing := groups.get("not run"):
         lines += ["## Not run", "", ", ".join(missing), ""]
@@ -425,7 +488,10 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
 def _equal_line(folder: str, row: Mapping[str, Any]) -> str:
     shares = [f"{row[policy].get('flops_share', 0):.2f}" for policy in POLICIES]
     constants = ", ".join(name.removeprefix("inputs.") for name in row["tp"]["constants"])
-    return f"| {folder} | {row['model']} | {' | '.join(shares)} | {row['tp']['compile_s']:.1f} s | {constants} |"
+    return (
+        f"| {folder} | {row['model']} | {' | '.join(shares)} | {row['tp']['compile_s']:.1f} s | "
+        f"{constants} |"
+    )
 
 
 def _why(row: Mapping[str, Any]) -> str:
@@ -433,20 +499,32 @@ def _why(row: Mapping[str, Any]) -> str:
     if differing := [line for line in text.splitlines() if line.endswith(" differ")]:
         return "; ".join(re.sub(r"\s{2,}", " ", line) for line in differing)
     first = text.splitlines()[0].partition(": ")[2]
-    where = next((line.partition("where:")[2].strip() for line in text.splitlines() if "where:" in line), "")
-    return f"{first} ({Path(where.partition(' in ')[0]).name})".replace("|", "/") if where else first.replace("|", "/")
+    where = next(
+        (line.partition("where:")[2].strip() for line in text.splitlines() if "where:" in line), ""
+    )
+    return (
+        f"{first} ({Path(where.partition(' in ')[0]).name})".replace("|", "/")
+        if where
+        else first.replace("|", "/")
+    )
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="try folders")
     running.add_argument("--only", nargs="+", metavar="FOLDER")
     running.add_argument("--minutes", type=float, default=float("inf"))
     running.add_argument("--tests", type=Path, help="a checkout of Hugging Face's repository")
     running.add_argument("--again", action="store_true", help="also folders that have a row")
-    running.add_argument("--retry", action="store_true", help="also, after all others, folders whose row is not equal")
+    running.add_argument(
+        "--retry",
+        action="store_true",
+        help="also, after all others, folders whose row is not equal",
+    )
     showing = commands.add_parser("table", help="count outcomes, and write the page")
     showing.add_argument("--markdown", type=Path)
     for command in (running, showing):

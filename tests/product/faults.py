@@ -1,11 +1,13 @@
-"""Kill or stop one rank of a job at a random moment, again and again: do the others end, and in words?
+"""Kill or stop one rank of a job at a random moment, again and again: do the others end, and in
+words?
 
     python tests/product/faults.py --minutes 60
     python tests/product/faults.py --runs 20 --seed 7
 
-Each run compiles a small model on real processes with gloo and trains it, with checkpoints or without. One rank sends itself
-SIGKILL or SIGSTOP at a random communication, or gets it at a random time. Every other rank must end within its limit, with an
-error of shardwright that names the one it missed. Prints a line for what went wrong, and the counts.
+Each run compiles a small model on real processes with gloo and trains it, with checkpoints or
+without. One rank sends itself SIGKILL or SIGSTOP at a random communication, or gets it at a random
+time. Every other rank must end within its limit, with an error of shardwright that names the one it
+missed. Prints a line for what went wrong, and the counts.
 """
 
 from __future__ import annotations
@@ -40,7 +42,15 @@ JOBS = {
     ),
     "zero 3": Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}, saves=True),
     "tp x 2 units": Job("tp", {"plan_ngpus": 2, "runtime_ngpus": 4}, has_store=True),
-    "pp": Job("pp", {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": {"num_microbatches": 2}}),
+    "pp": Job(
+        "pp",
+        {
+            "plan_ngpus": 2,
+            "runtime_ngpus": 2,
+            "use_end2end": True,
+            "pas_config": {"num_microbatches": 2},
+        },
+    ),
 }
 LIMIT_S = 6.0
 LONGEST_S = 2.5
@@ -67,7 +77,9 @@ def judged(outcome: Outcome, fault: Fault) -> list[str]:
         elif not (isinstance(getattr(errors, kind, None), type) and "rank" in text):
             verdicts.append(f"WRONG: {text.splitlines()[0]}")
         else:
-            names = f"rank {fault.victim}" in text or "ranks" in text or "store does not answer" in text
+            names = (
+                f"rank {fault.victim}" in text or "ranks" in text or "store does not answer" in text
+            )
             verdicts.append("in words" if names else "in words, of another survivor")
     return verdicts
 
@@ -78,12 +90,20 @@ def one(rng: random.Random) -> tuple[str, Fault, list[str]]:
     job = JOBS[name]
     fault, after_s = random_fault(rng, job)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = faults.run(Path(folder), job, fault, timeout_s=LIMIT_S, after_s=after_s, target="compile_and_train")
-    return f"{name}, after {after_s:.2f} s" if fault.moment is None else name, fault, judged(outcome, fault)
+        outcome = faults.run(
+            Path(folder), job, fault, timeout_s=LIMIT_S, after_s=after_s, target="compile_and_train"
+        )
+    return (
+        f"{name}, after {after_s:.2f} s" if fault.moment is None else name,
+        fault,
+        judged(outcome, fault),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--runs", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
@@ -99,7 +119,9 @@ def main() -> None:
         for verdict in verdicts:
             if verdict.startswith("WRONG"):
                 print(f"run {number}: {title}, {fault}: {verdict}", flush=True)
-    print(f"{number} runs: " + ", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+    print(
+        f"{number} runs: " + ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    )
     sys.exit(any(what.startswith("WRONG") for what in counts))
 
 

@@ -1,11 +1,13 @@
 """Everything on the GPUs of this machine, held to one device.
 
-    torchrun --nproc_per_node=4 tests/product/gpus.py [--only tp pp] [--backend nccl] [--eager] [--zoo]
+    torchrun --nproc_per_node=4 tests/product/gpus.py [--only tp pp] [--backend nccl] [--eager]
+    [--zoo]
 
-Trains small models in float64 under data, tensor, pipeline and hybrid plans, with every stage of ZeRO, and compares losses,
-gradients and parameters of each rank with the model on the CPU, within the bound of all parity tests; resumes from
-checkpoints; trains in autocast with scaled losses; recomputes dropout. Prints a line for each and a verdict; the exit status
-tells whether all is well. Run it with 1, 2, 4 and 8 ranks, with ``--eager`` and without. NCCL serves ranks that have a GPU
+Trains small models in float64 under data, tensor, pipeline and hybrid plans, with every stage of
+ZeRO, and compares losses, gradients and parameters of each rank with the model on the CPU, within
+the bound of all parity tests; resumes from checkpoints; trains in autocast with scaled losses;
+recomputes dropout. Prints a line for each and a verdict; the exit status tells whether all is well.
+Run it with 1, 2, 4 and 8 ranks, with ``--eager`` and without. NCCL serves ranks that have a GPU
 each; with fewer GPUs it says so and takes gloo and the CPU.
 """
 
@@ -33,10 +35,22 @@ from shardwright.runtime.ranks.world import current_world
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="what has one of these words in its name")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where each rank has a GPU, else gloo")
-    parser.add_argument("--eager", action="store_true", help="NCCL makes communicators with the groups (device_id is given)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="what has one of these words in its name"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("nccl", "gloo"),
+        help="default: nccl where each rank has a GPU, else gloo",
+    )
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="NCCL makes communicators with the groups (device_id is given)",
+    )
     parser.add_argument("--zoo", action="store_true", help="all models of the tests, too, under tp")
     options = parser.parse_args()
     local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -58,20 +72,36 @@ def main() -> int:
     (folder,) = world.broadcast_object([tempfile.mkdtemp() if world.rank == 0 else ""])
     cases = device_parity.cases(world.size)
     cases += [device_parity.Case("zoo, tp", model, "tp") for model in zoo.names() if options.zoo]
-    checks = {name: check for name, check in _checks(cases, world.size).items() if any(word in name for word in options.only)}
+    checks = {
+        name: check
+        for name, check in _checks(cases, world.size).items()
+        if any(word in name for word in options.only)
+    }
     failed = []
     for number, (name, check) in enumerate(checks.items()):
         try:
             found = check(Path(folder) / str(number))
         except Exception:
             # The other ranks may wait in a collective: nothing can be said after this.
-            print(f"rank {world.rank}, {name}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            print(
+                f"rank {world.rank}, {name}: failed\n{traceback.format_exc()}",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(1)
         verdicts = world.all_gather_object(found)
         wrong = [f"rank {rank}: {verdict}" for rank, verdict in enumerate(verdicts) if verdict]
         failed += [name] if wrong else []
-        say(f"  {'wrong' if wrong else 'ok':6}{name}", *wrong, sep="\n          " if wrong else " ", flush=True)
-    say(f"{len(checks) - len(failed)} of {len(checks)} are right" + (f"; wrong: {', '.join(failed)}" if failed else ""))
+        say(
+            f"  {'wrong' if wrong else 'ok':6}{name}",
+            *wrong,
+            sep="\n          " if wrong else " ",
+            flush=True,
+        )
+    say(
+        f"{len(checks) - len(failed)} of {len(checks)} are right"
+        + (f"; wrong: {', '.join(failed)}" if failed else "")
+    )
     dist.destroy_process_group()
     return bool(failed)
 

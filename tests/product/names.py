@@ -1,9 +1,11 @@
-"""Random names, keys, paths and constants in one model: its files must have the statements of plain names, and its numbers.
+"""Random names, keys, paths and constants in one model: its files must have the statements of plain
+names, and its numbers.
 
     python tests/product/names.py [--minutes 10] [--seed 0] [--runs 1000]
 
-The default tests try a few (tests/compiler/codegen/test_odd_text.py). Every failure is printed with the names that made it; the
-exit status tells whether there was one. A third of the models is a pipeline, of which the statements are compared.
+The default tests try a few (tests/compiler/codegen/test_odd_text.py). Every failure is printed with
+the names that made it; the exit status tells whether there was one. A third of the models is a
+pipeline, of which the statements are compared.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def main() -> int:
                 odd_text.check_shape(texts, "pp" if kind == "pipeline" else "tp")
         except Exception as error:
             counts["failed"] += 1
-            print(f"FAILED ({kind}) {texts!r}\n  {type(error).__name__}: {str(error)[:500]}", flush=True)
+            print(
+                f"FAILED ({kind}) {texts!r}\n  {type(error).__name__}: {str(error)[:500]}",
+                flush=True,
+            )
         else:
             counts[kind] += 1
 

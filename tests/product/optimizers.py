@@ -1,10 +1,12 @@
-"""The full product of models, plans, stages of ZeRO and their options, optimizers and accumulation, against one device.
+"""The full product of models, plans, stages of ZeRO and their options, optimizers and accumulation,
+against one device.
 
     python tests/product/optimizers.py [--minutes 10] [--seed 0] [--only optimizer=muonlike]
 
-The default tests run a cover of it (tests/parity/test_zero.py). Cases come in random order, so that a run that ends early
-has seen some of everything; ``--seed`` chooses the order, and ``--after`` skips what an earlier run with this seed has done.
-Every failure is printed with its case; the exit status tells whether there was one.
+The default tests run a cover of it (tests/parity/test_zero.py). Cases come in random order, so that
+a run that ends early has seen some of everything; ``--seed`` chooses the order, and ``--after``
+skips what an earlier run with this seed has done. Every failure is printed with its case; the exit
+status tells whether there was one.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from zero_models import FACTORS, cases, train
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="FACTOR=VALUE", help=f"of {', '.join(FACTORS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FACTOR=VALUE", help=f"of {', '.join(FACTORS)}"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--after", type=int, default=0, help="skip so many cases")
@@ -30,7 +36,9 @@ def main() -> int:
     wanted = dict(text.split("=", 1) for text in arguments.only)
     if unknown := wanted.keys() - FACTORS.keys():
         parser.error(f"there is no factor {min(unknown)}")
-    everything = [case for case in cases() if all(str(case[name]) == value for name, value in wanted.items())]
+    everything = [
+        case for case in cases() if all(str(case[name]) == value for name, value in wanted.items())
+    ]
     random.Random(arguments.seed).shuffle(everything)
     num_equal = num_failed = 0
     start = time.monotonic()
@@ -45,7 +53,10 @@ def main() -> int:
         num_failed, num_equal = num_failed + bool(problem), num_equal + (not problem)
         if problem:
             print("FAILED", case, f"\n{problem}", flush=True)
-    print(f"{num_equal} equal, {num_failed} failed of {len(everything)} cases, {time.monotonic() - start:.0f} s")
+    print(
+        f"{num_equal} equal, {num_failed} failed of {len(everything)} cases, "
+        f"{time.monotonic() - start:.0f} s"
+    )
     return 1 if num_failed else 0
 
 

@@ -2,10 +2,12 @@
 
     python tests/product/pipelines.py [--models gpt2 t5] [--minutes 10] [--seed 0]
 
-The default tests run a cover of it (tests/parity/test_pipelines.py). Cases come in random order, so that a run that ends early
-has seen some of everything; ``--seed`` chooses the order, and ``--after`` skips what an earlier run with this seed has done.
-Every failure is printed with its case; the exit status tells whether there was one. A case whose schedule does not exist
-(interleaving needs whole rounds of microbatches) is left out; one that the compiler refuses is counted, with its reason once.
+The default tests run a cover of it (tests/parity/test_pipelines.py). Cases come in random order, so
+that a run that ends early has seen some of everything; ``--seed`` chooses the order, and
+``--after`` skips what an earlier run with this seed has done. Every failure is printed with its
+case; the exit status tells whether there was one. A case whose schedule does not exist
+(interleaving needs whole rounds of microbatches) is left out; one that the compiler refuses is
+counted, with its reason once.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
 import zoo
 
-from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.compiler.verification.verify import verify
+from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.errors import PlanError
 
 MODELS = ("gpt2", "llama", "t5", "vit", "resnet", "unet", "gpt2-uneven", "bert", "transformer")
@@ -47,7 +49,9 @@ def cases(models: list[str]) -> list[Case]:
     """All that exist."""
     schedules = [name for name, method in SCHEDULES.items() if method.trains]
     found = []
-    for model, schedule, mesh, num_microbatches in itertools.product(models, schedules, MESHES, range(1, 10)):
+    for model, schedule, mesh, num_microbatches in itertools.product(
+        models, schedules, MESHES, range(1, 10)
+    ):
         positions = MESHES[mesh].get("num_stages", MESHES[mesh]["ranks"])
         if not SCHEDULES[schedule].whole_rounds or num_microbatches % positions == 0:
             found.append((model, schedule, mesh, num_microbatches))
@@ -55,7 +59,9 @@ def cases(models: list[str]) -> list[Case]:
 
 
 def run(case: Case) -> str:
-    """``""`` for a case that equals one device, else what is wrong with it. Raises :class:`PlanError` for a refused one."""
+    """``""`` for a case that equals one device, else what is wrong with it. Raises
+    :class:`PlanError` for a refused one.
+    """
     model, schedule, mesh, num_microbatches = case
     options = dict(MESHES[mesh])
     policy, ranks, units = options.pop("policy"), options.pop("ranks"), options.pop("units", 1)
@@ -73,7 +79,9 @@ def run(case: Case) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)

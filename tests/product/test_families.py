@@ -1,4 +1,6 @@
-"""A short set of the sweep over the model folders of transformers; the whole of it is ``families.py``."""
+"""A short set of the sweep over the model folders of transformers; the whole of it is
+``families.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ families: Any = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(families)
 
 FOLDERS = ("llama", "qwen2_vl", "mistral3", "siglip2", "idefics3")
-"""A language model, and models that read values in different ways: grids and kinds of tokens, slices by the sizes of images,
-shapes of images of unequal size, images that are padding.
+"""A language model, and models that read values in different ways: grids and kinds of tokens,
+slices by the sizes of images, shapes of images of unequal size, images that are padding.
 """
 
 
@@ -32,12 +34,20 @@ ROWS = [
     {
         "folder": "a",
         "model": "A",
-        "tp": {"outcome": "equal", "flops_share": 0.5, "compile_s": 1.25, "constants": ["inputs.grid"]},
+        "tp": {
+            "outcome": "equal",
+            "flops_share": 0.5,
+            "compile_s": 1.25,
+            "constants": ["inputs.grid"],
+        },
     },
     {
         "folder": "b",
         "model": "B",
-        "tp": {"outcome": "refused", "text": "TraceError: no | way\n  where: /x/b.py:3 in (root) (B)"},
+        "tp": {
+            "outcome": "refused",
+            "text": "TraceError: no | way\n  where: /x/b.py:3 in (root) (B)",
+        },
     },
     {"folder": "c", "not_run": "ImportError: timm"},
 ]
@@ -53,9 +63,13 @@ def test_the_page() -> None:
     text = families.page(rows, families.Counter(outcomes), 2)
     assert "| a | A | 0.50 | 0.50 | 1.2 s | grid |" in text
     assert "| b | B | no / way (b.py:3) |" in text
-    assert "Of the 2 that one device runs, 50% are equal." in text and text.endswith("## Not run\n\nc\n")
+    assert "Of the 2 that one device runs, 50% are equal." in text and text.endswith(
+        "## Not run\n\nc\n"
+    )
 
 
 def test_what_one_device_cannot_train_is_no_folder_that_runs() -> None:
     with pytest.raises(ValueError, match="has no gradients"):
-        families._with_loss(nn.Linear(2, 2).requires_grad_(False), {"input": families.torch.ones(1, 2)})
+        families._with_loss(
+            nn.Linear(2, 2).requires_grad_(False), {"input": families.torch.ones(1, 2)}
+        )

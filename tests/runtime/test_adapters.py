@@ -1,4 +1,6 @@
-"""Every adapter of the placement table: the value survives the forward, the gradient the backward."""
+"""Every adapter of the placement table: the value survives the forward, the gradient the
+backward.
+"""
 
 import itertools
 
@@ -20,13 +22,26 @@ SHARDED = {
     "empty pieces": ((2, 1), [Sharded(0, Cut((2,))), Sharded(1, Cut((1,)))]),
     "segments": (
         (7, 24),
-        [Sharded(0, Cut((7,))), Sharded(1, Cut((12, 12))), Sharded(1, Cut((24,))), Sharded(1, Cut((6, 1, 5), 2))],
+        [
+            Sharded(0, Cut((7,))),
+            Sharded(1, Cut((12, 12))),
+            Sharded(1, Cut((24,))),
+            Sharded(1, Cut((6, 1, 5), 2)),
+        ],
     ),
     "inner": (
         (5, 28),
-        [Sharded(1, Cut((7,), 2, 2)), Sharded(1, Cut((7,), 1, 4)), Sharded(1, Cut((3, 4), 2, 2)), Sharded(0, Cut((5,)))],
+        [
+            Sharded(1, Cut((7,), 2, 2)),
+            Sharded(1, Cut((7,), 1, 4)),
+            Sharded(1, Cut((3, 4), 2, 2)),
+            Sharded(0, Cut((5,))),
+        ],
     ),
-    "middle dim": ((2, 6, 3), [Sharded(1, Cut((6,))), Sharded(2, Cut((3,))), Sharded(1, Cut((2, 1), 2, 1))]),
+    "middle dim": (
+        (2, 6, 3),
+        [Sharded(1, Cut((6,))), Sharded(2, Cut((3,))), Sharded(1, Cut((2, 1), 2, 1))],
+    ),
 }
 
 
@@ -56,12 +71,26 @@ def test_value_and_gradient_survive(case, num_ranks):
     torch.manual_seed(0)
     shape, sharded = SHARDED[case]
     for source, target in pairs(sharded):
-        value, gradient = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-        pieces, grads = encode(value, source, num_ranks), encode(gradient, transposed(target), num_ranks)
+        value, gradient = (
+            torch.randn(shape, dtype=torch.float64),
+            torch.randn(shape, dtype=torch.float64),
+        )
+        pieces, grads = (
+            encode(value, source, num_ranks),
+            encode(gradient, transposed(target), num_ranks),
+        )
         outputs, input_grads = run_adapter(num_ranks, source, target, pieces, grads)
-        torch.testing.assert_close(decode(outputs, target), value, rtol=0, atol=1e-13, msg=lambda m: f"{source}->{target}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            decode(outputs, target),
+            value,
+            rtol=0,
+            atol=1e-13,
+            msg=lambda m: f"{source}->{target}: {m}",
+        )
         decoded = decode(input_grads, transposed(source))
-        torch.testing.assert_close(decoded, gradient, rtol=0, atol=1e-13, msg=lambda m: f"{source}->{target}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            decoded, gradient, rtol=0, atol=1e-13, msg=lambda m: f"{source}->{target}: {m}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
@@ -71,9 +100,17 @@ def test_other_dtypes_go_forward(dtype):
     for source, target in pairs(sharded):
         if dtype == torch.bool and source == "P":
             continue  # no summands of a boolean
-        pieces = [value if r == 0 else torch.zeros_like(value) for r in range(3)] if source == "P" else encode(value, source, 3)
+        pieces = (
+            [value if r == 0 else torch.zeros_like(value) for r in range(3)]
+            if source == "P"
+            else encode(value, source, 3)
+        )
         outputs = run_ranks(
-            3, lambda r, source, target, pieces: convert(pieces[r], axis_of(3), source, target), source, target, pieces
+            3,
+            lambda r, source, target, pieces: convert(pieces[r], axis_of(3), source, target),
+            source,
+            target,
+            pieces,
         )
         assert all(y.dtype == dtype and not y.requires_grad for y in outputs)
         if target == "P":
@@ -123,7 +160,9 @@ def test_axis_of_size_one_returns_the_tensor_itself():
 
 
 def test_outputs_alias_neither_inputs_nor_other_ranks():
-    """A gathered tensor, a sum, a slice or a summand may be changed in place without anybody else seeing it."""
+    """A gathered tensor, a sum, a slice or a summand may be changed in place without anybody else
+    seeing it.
+    """
     value = torch.arange(6.0).view(2, 3)
     sharded = [Sharded(0, Cut((2,))), Sharded(1, Cut((3,)))]
     for source, target in pairs(sharded):
@@ -165,17 +204,24 @@ def test_communication_is_counted_per_phase():
         return volume
 
     volume = run_ranks(2, on_rank)[1]
-    assert [(k.phase, k.collective, v.calls, v.elements, v.num_bytes, v.received) for k, v in volume.items()] == [
+    assert [
+        (k.phase, k.collective, v.calls, v.elements, v.num_bytes, v.received)
+        for k, v in volume.items()
+    ] == [
         ("backward", "all_reduce", 1, 6, 24, 6.0),
         ("backward", "reduce_scatter", 1, 12, 48, 6),
         ("forward", "all_gather", 1, 12, 48, 6),
         ("forward", "all_reduce", 1, 6, 24, 6.0),
     ]
-    assert volume.total(axis="tp", phase="forward").calls == 2 and volume.elements("all_reduce") == 12
+    assert (
+        volume.total(axis="tp", phase="forward").calls == 2 and volume.elements("all_reduce") == 12
+    )
 
 
 def test_processes_agree_with_threads():
-    """The whole table over gloo, three ranks, uneven pieces: the same outputs and gradients as over threads."""
+    """The whole table over gloo, three ranks, uneven pieces: the same outputs and gradients as over
+    threads.
+    """
     processes = run_processes(3, "runtime_ranks:all_adapters", 3)
     threads = run_ranks(3, lambda rank: runtime_ranks.all_adapters(3))
     for of_process, of_thread in zip(processes, threads, strict=True):

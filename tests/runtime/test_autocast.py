@@ -1,4 +1,6 @@
-"""Compiled modules inside and outside of blocks of autocast: what the module itself computes there, or a refusal."""
+"""Compiled modules inside and outside of blocks of autocast: what the module itself computes there,
+or a refusal.
+"""
 
 from contextlib import nullcontext
 
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.compiler.api import parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.optimizer import build_optimizer
@@ -28,12 +30,18 @@ class Net(nn.Module):
                 p.copy_(torch.sin(torch.arange(p.numel()) + 1.7 * index).view_as(p) / 3)
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.inner_autocast or torch.is_autocast_enabled("cpu")):
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=self.inner_autocast or torch.is_autocast_enabled("cpu")
+        ):
             hidden = F.gelu(self.up(x)).float()
         with torch.autocast("cpu", enabled=False):
-            table = torch.arange(6.0)[:, None] @ torch.full((1, 6), 0.1)  # rounded in half precision
+            table = torch.arange(6.0)[:, None] @ torch.full(
+                (1, 6), 0.1
+            )  # rounded in half precision
             exact = hidden @ self.up.weight + x @ table.cos()
-        return F.cross_entropy(checkpoint(self.down, hidden, use_reentrant=False) + exact, torch.tensor([1, 2, 3, 0]))
+        return F.cross_entropy(
+            checkpoint(self.down, hidden, use_reentrant=False) + exact, torch.tensor([1, 2, 3, 0])
+        )
 
 
 def block(dtype=torch.bfloat16):
@@ -46,11 +54,16 @@ def compiled(folder, policy="tp", plan_ngpus=2, model=None, **config):
 
 
 def gradients(module, inside):
-    """Of a loss that is computed in the block. The block ends before the backward, as PyTorch wants it."""
+    """Of a loss that is computed in the block. The block ends before the backward, as PyTorch wants
+    it.
+    """
     with block() if inside else nullcontext():
         loss = module(x=X)
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in module.named_parameters()}}
+    return {
+        "loss": loss.detach(),
+        **{name: p.grad.clone() for name, p in module.named_parameters()},
+    }
 
 
 def assert_equal(found, expected):
@@ -81,10 +94,23 @@ def test_compiled_inside_it_computes_what_the_module_does_inside(tmp_path, inner
 def test_steps_inside(tmp_path, policy):
     def train(rank):
         with block():
-            module = compiled(tmp_path, policy, use_end2end=True, pas_config={"num_microbatches": 2} if policy == "pp" else {})
+            module = compiled(
+                tmp_path,
+                policy,
+                use_end2end=True,
+                pas_config={"num_microbatches": 2} if policy == "pp" else {},
+            )
             optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)
-            inside = module.train_step([X, X / 2]), optimizer.clip_gnorm(), module.infer_step([X, X / 2])
-        return inside, (module.train_step([X, X / 2]), optimizer.clip_gnorm(), module.infer_step([X, X / 2]))
+            inside = (
+                module.train_step([X, X / 2]),
+                optimizer.clip_gnorm(),
+                module.infer_step([X, X / 2]),
+            )
+        return inside, (
+            module.train_step([X, X / 2]),
+            optimizer.clip_gnorm(),
+            module.infer_step([X, X / 2]),
+        )
 
     for inside, outside in run_ranks(2, train):
         assert inside[0] == outside[0] and inside[1] == outside[1] and inside[2] == outside[2]
@@ -107,8 +133,10 @@ def test_blocks_that_it_was_not_compiled_in_are_refused(tmp_path):
 
     assert text_of(called_inside) == (
         "Net was called inside autocast to bfloat16, which it was not compiled for\n"
-        "  why:   it was compiled outside of autocast, and the dtypes of its values were settled then\n"
-        "  try:   call parallelize inside the same `with torch.autocast(...)`, or let forward of the model enter it"
+        "  why:   it was compiled outside of autocast, and the dtypes of its values were "
+        "settled then\n"
+        "  try:   call parallelize inside the same `with torch.autocast(...)`, or let "
+        "forward of the model enter it"
     )
 
     def another_dtype(rank):
@@ -119,7 +147,10 @@ def test_blocks_that_it_was_not_compiled_in_are_refused(tmp_path):
 
     assert text_of(another_dtype).splitlines()[:2] == [
         "Net was called inside autocast to bfloat16, which it was not compiled for",
-        "  why:   it was compiled inside autocast to float16, and the dtypes of its values were settled then",
+        (
+            "  why:   it was compiled inside autocast to float16, and the dtypes of its values "
+            "were settled then"
+        ),
     ]
 
 
@@ -135,6 +166,8 @@ def test_files_of_another_block_are_not_taken(tmp_path):
 
 def test_a_block_around_run_ranks_is_around_its_ranks():
     with block(torch.float16):
-        found = run_ranks(2, lambda rank: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        found = run_ranks(
+            2, lambda rank: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        )
     assert found == [(True, torch.float16)] * 2
     assert run_ranks(2, lambda rank: torch.is_autocast_enabled("cpu")) == [False, False]

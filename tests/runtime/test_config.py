@@ -24,7 +24,12 @@ def refusal(**fields):
 def test_defaults_and_units():
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=6)
     assert config.num_units == 3
-    assert (config.outputs, config.grad_reduction, config.rng, config.seed) == ("auto", "sum", "fast", 0)
+    assert (config.outputs, config.grad_reduction, config.rng, config.seed) == (
+        "auto",
+        "sum",
+        "fast",
+        0,
+    )
     assert config == ComputeConfig(plan_ngpus=2, runtime_ngpus=6)
     assert hash(config) == hash(ComputeConfig(plan_ngpus=2, runtime_ngpus=6))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -33,7 +38,12 @@ def test_defaults_and_units():
 
 def test_modes_are_called_as_users_know_them():
     assert [mode.value for mode in ReuseType] == ["match", "override", "moo", "graph"]
-    assert [mode.value for mode in BroadcastGenFilesStrategy] == ["none", "all", "no_weights", "code"]
+    assert [mode.value for mode in BroadcastGenFilesStrategy] == [
+        "none",
+        "all",
+        "no_weights",
+        "code",
+    ]
 
 
 REFUSALS = {
@@ -50,10 +60,19 @@ REFUSALS = {
         "  try:   runtime_ngpus=2 gives 1 unit(s)",
     ),
     "no ranks": ({"plan_ngpus": 0}, "plan_ngpus is a whole number of at least 1\n  why:   it is 0"),
-    "a bool for a count": ({"plan_ngpus": True}, "plan_ngpus is a whole number of at least 1\n  why:   it is True"),
+    "a bool for a count": (
+        {"plan_ngpus": True},
+        "plan_ngpus is a whole number of at least 1\n  why:   it is True",
+    ),
     "negative seed": ({"seed": -1}, "seed is a whole number of at least 0\n  why:   it is -1"),
-    "flag": ({"use_async_reducer": "yes"}, "use_async_reducer is True or False\n  why:   it is 'yes'"),
-    "reduction": ({"grad_reduction": "means"}, "grad_reduction cannot be 'means'\n  try:   did you mean 'mean'?"),
+    "flag": (
+        {"use_async_reducer": "yes"},
+        "use_async_reducer is True or False\n  why:   it is 'yes'",
+    ),
+    "reduction": (
+        {"grad_reduction": "means"},
+        "grad_reduction cannot be 'means'\n  try:   did you mean 'mean'?",
+    ),
     "rng": ({"rng": "x"}, "rng cannot be 'x'\n  try:   one of 'fast', 'plan_independent'"),
     "bucket": (
         {"reducer_bucket_cap_mb": 0},
@@ -67,7 +86,8 @@ REFUSALS = {
     ),
     "zero stage": (
         {"use_zero": 4},
-        "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to the plan\n  why:   it is 4",
+        "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to "
+        "the plan\n  why:   it is 4",
     ),
     "zero groups without zero": (
         {"zero_ngroups": 2},
@@ -101,14 +121,17 @@ REFUSALS = {
     "parameters that nobody gathers, as forward does": (
         {"use_zero": 3, "distributed_optimizer": {"overlap_param_sync": True}},
         "overlap_param_sync has no meaning with use_zero=3\n"
-        "  why:   after a step no parameters are gathered: forward gathers each one when it is used, one ahead already\n"
+        "  why:   after a step no parameters are gathered: forward gathers each one when it "
+        "is used, one ahead already\n"
         "  try:   leave out overlap_param_sync, or use stage 1 or 2",
     ),
     "gradients of pieces, which backward reduces": (
         {"use_zero": 3, "distributed_optimizer": {"contiguous_grad_buffer": False}},
         "contiguous_grad_buffer=False is not possible with use_zero=3\n"
-        "  why:   gradients would accumulate in the dtype of the parameters, and backward reduces them in the same dtype\n"
-        "  try:   leave it out; grad_sync_dtype says in which dtype gradients are reduced and accumulated",
+        "  why:   gradients would accumulate in the dtype of the parameters, and backward "
+        "reduces them in the same dtype\n"
+        "  try:   leave it out; grad_sync_dtype says in which dtype gradients are reduced "
+        "and accumulated",
     ),
     "an unknown option of the distributed optimizer": (
         {"distributed_optimizer": {"bucket_cap": 1}},
@@ -134,12 +157,14 @@ REFUSALS = {
     ),
     "no table": (
         {"distributed_optimizer": True},
-        "distributed_optimizer is a DistributedOptimizerConfig, or a dict of its fields\n  why:   it is a bool",
+        "distributed_optimizer is a DistributedOptimizerConfig, or a dict of its fields\n  "
+        "why:   it is a bool",
     ),
     "overlap against overlap": (
         {"distributed_optimizer": {"overlap_grad_sync": False}, "use_async_reducer": True},
         "use_async_reducer and distributed_optimizer contradict each other\n"
-        "  why:   use_async_reducer=True and overlap_grad_sync=False say the opposite of when gradients are reduced\n"
+        "  why:   use_async_reducer=True and overlap_grad_sync=False say the opposite of "
+        "when gradients are reduced\n"
         "  try:   leave out use_async_reducer",
     ),
     "bucket against bucket": (
@@ -166,11 +191,15 @@ REFUSALS = {
         "  why:   it is <class 'object'>, a type; the config is stored beside the generated code\n"
         "  try:   use numbers, strings, lists and dicts",
     ),
-    "user_config key": ({"user_config": {1: 2}}, "the keys of user_config are strings\n  why:   1 is a int"),
+    "user_config key": (
+        {"user_config": {1: 2}},
+        "the keys of user_config are strings\n  why:   1 is a int",
+    ),
     "user_config": ({"user_config": 3}, "user_config is a dict\n  why:   it is 3"),
     "outputs": (
         {"outputs": "none"},
-        "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', 'eval', 'sharded' or 'drop'\n"
+        "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', 'eval', "
+        "'sharded' or 'drop'\n"
         "  why:   it is 'none'",
     ),
     "output mode": (
@@ -207,11 +236,15 @@ def test_refusals(case):
 def test_fields_are_known_by_name():
     with pytest.raises(ConfigError) as caught:
         ComputeConfig(plan_ngpu=2, runtime_ngpus=2)
-    assert str(caught.value) == "ComputeConfig has no field 'plan_ngpu'\n  try:   did you mean 'plan_ngpus'?"
+    assert (
+        str(caught.value)
+        == "ComputeConfig has no field 'plan_ngpu'\n  try:   did you mean 'plan_ngpus'?"
+    )
     with pytest.raises(ConfigError) as caught:
         ComputeConfig(plan_ngpus=2)
     assert str(caught.value) == (
-        "ComputeConfig lacks runtime_ngpus\n  why:   there is no default for it\n  try:   ComputeConfig(runtime_ngpus=...)"
+        "ComputeConfig lacks runtime_ngpus\n  why:   there is no default for it\n  try:   "
+        "ComputeConfig(runtime_ngpus=...)"
     )
     with pytest.raises(ConfigError) as caught:
         ComputeConfig(2, 4)
@@ -221,26 +254,42 @@ def test_fields_are_known_by_name():
     )
     with pytest.raises(ConfigError) as caught:
         DistributedOptimizerConfig(bucket_cap=1)
-    assert str(caught.value) == ("DistributedOptimizerConfig has no field 'bucket_cap'\n  try:   did you mean 'bucket_cap_mb'?")
+    assert str(caught.value) == (
+        "DistributedOptimizerConfig has no field 'bucket_cap'\n  try:   did you mean "
+        "'bucket_cap_mb'?"
+    )
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_of_a_dict():
-    assert ComputeConfig.of({"plan_ngpus": 1, "runtime_ngpus": 2}) == ComputeConfig(plan_ngpus=1, runtime_ngpus=2)
+    assert ComputeConfig.of({"plan_ngpus": 1, "runtime_ngpus": 2}) == ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=2
+    )
     with pytest.raises(ConfigError) as caught:
         ComputeConfig.of({"plan_ngpus": 1, "runtime_ngpu": 2})
-    assert str(caught.value) == "ComputeConfig has no field 'runtime_ngpu'\n  try:   did you mean 'runtime_ngpus'?"
+    assert (
+        str(caught.value)
+        == "ComputeConfig has no field 'runtime_ngpu'\n  try:   did you mean 'runtime_ngpus'?"
+    )
     with pytest.raises(ConfigError) as caught:
         ComputeConfig.of({"plan_ngpus": 1})
-    assert str(caught.value) == "compute_config lacks runtime_ngpus\n  try:   add 'runtime_ngpus': the number of ranks"
+    assert (
+        str(caught.value)
+        == "compute_config lacks runtime_ngpus\n  try:   add 'runtime_ngpus': the number of ranks"
+    )
     with pytest.raises(ConfigError) as caught:
         ComputeConfig.of(4)
-    assert str(caught.value) == "compute_config is a ComputeConfig, or a dict of its fields\n  why:   it is a int"
+    assert (
+        str(caught.value)
+        == "compute_config is a ComputeConfig, or a dict of its fields\n  why:   it is a int"
+    )
 
 
 def test_dynamic_dims_in_both_forms():
-    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, dynamic_dims={"ids": {1: "s", 0: "b"}, "cache.k": [2]})
+    config = ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=1, dynamic_dims={"ids": {1: "s", 0: "b"}, "cache.k": [2]}
+    )
     assert config.dim_symbols() == {"cache.k": {2: "cache_k_2"}, "ids": {0: "b", 1: "s"}}
 
 
@@ -292,9 +341,16 @@ def test_digest_is_the_same_in_another_process():
         "print(C(plan_ngpus=1, runtime_ngpus=1, pas_config={'b': 1, 'a': 2}).digest())"
     )
     other = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert other.stdout.strip() == ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config={"a": 2, "b": 1}).digest()
+    assert (
+        other.stdout.strip()
+        == ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config={"a": 2, "b": 1}).digest()
+    )
 
 
 def test_the_config_needs_neither_torch_nor_the_compiler():
@@ -302,7 +358,9 @@ def test_the_config_needs_neither_torch_nor_the_compiler():
         "import sys, shardwright.runtime.config;"
         "print([m for m in sys.modules if m == 'torch' or m.startswith('shardwright.compiler')])"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert loaded.stdout.strip() == "[]"
 
 
@@ -318,16 +376,28 @@ def test_the_option_table_of_the_distributed_optimizer():
         "store_param_remainders": False,
     }
     for spelled in ("bf16", "bfloat16", torch.bfloat16):
-        assert DistributedOptimizerConfig(dtype=spelled, grad_sync_dtype=spelled).to_json()["dtype"] == "bfloat16"
-    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={"dtype": "bf16"}, zero_ngroups=2)
-    assert config.distributed_optimizer == DistributedOptimizerConfig(dtype=torch.bfloat16) and config.zero_stage == 1
+        assert (
+            DistributedOptimizerConfig(dtype=spelled, grad_sync_dtype=spelled).to_json()["dtype"]
+            == "bfloat16"
+        )
+    config = ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={"dtype": "bf16"}, zero_ngroups=2
+    )
+    assert (
+        config.distributed_optimizer == DistributedOptimizerConfig(dtype=torch.bfloat16)
+        and config.zero_stage == 1
+    )
     assert ComputeConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    assert hash(config) == hash(dataclasses.replace(config, distributed_optimizer=DistributedOptimizerConfig(dtype="bf16")))
+    assert hash(config) == hash(
+        dataclasses.replace(config, distributed_optimizer=DistributedOptimizerConfig(dtype="bf16"))
+    )
     assert dataclasses.replace(config, use_zero=2).zero_stage == 2
     left = dataclasses.replace(config, use_zero="auto")
     assert left.leaves_zero_to_plan and ComputeConfig.from_json(left.to_json()) == left
     assert left.with_zero(3) == dataclasses.replace(config, use_zero=3)
     assert left.with_zero(0) == dataclasses.replace(config, use_zero=0, zero_ngroups=1)
     for stage in range(4):
-        config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={}, use_zero=stage)
+        config = ComputeConfig(
+            plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={}, use_zero=stage
+        )
         assert config.zero_stage == stage and ComputeConfig.from_json(config.to_json()) == config

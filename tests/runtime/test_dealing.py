@@ -3,21 +3,38 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.runtime.dealing import Entry, balanced_owners, deal_buckets, deal_owners, in_use_order
+from shardwright.runtime.dealing import (
+    Entry,
+    balanced_owners,
+    deal_buckets,
+    deal_owners,
+    in_use_order,
+)
 
 ENTRIES = st.lists(
-    st.builds(Entry, st.sampled_from(["units", "tp"]), st.sampled_from(["f4", "f8"]), st.integers(1, 9), st.booleans()),
+    st.builds(
+        Entry,
+        st.sampled_from(["units", "tp"]),
+        st.sampled_from(["f4", "f8"]),
+        st.integers(1, 9),
+        st.booleans(),
+    ),
     max_size=12,
 )
 
 
 @given(ENTRIES, st.integers(1, 20))
-def test_buckets_hold_what_is_alike_in_order_and_no_more_than_fits(entries: list[Entry], cap: int) -> None:
+def test_buckets_hold_what_is_alike_in_order_and_no_more_than_fits(
+    entries: list[Entry], cap: int
+) -> None:
     buckets = deal_buckets(entries, cap)
     assert sorted(index for members in buckets for index in members) == list(range(len(entries)))
     assert [members[-1] for members in buckets] == sorted(members[-1] for members in buckets)
     for members in buckets:
-        assert members == sorted(members) and len({entries[index]._replace(num_bytes=0) for index in members}) == 1
+        assert (
+            members == sorted(members)
+            and len({entries[index]._replace(num_bytes=0) for index in members}) == 1
+        )
         assert len(members) == 1 or sum(entries[index].num_bytes for index in members) <= cap
 
 

@@ -31,11 +31,16 @@ WIDTH, BATCH = 32, 2
 class Sharded:
     """Weights on the ranks of a mesh: ``self.weight(number)`` is one of them whole."""
 
-    def __init__(self, wholes: list[Tensor], layout: str = "[32/dp, 32]", trained: bool = True) -> None:
+    def __init__(
+        self, wholes: list[Tensor], layout: str = "[32/dp, 32]", trained: bool = True
+    ) -> None:
         self.layout = Layout.parse(layout)
         axes = self.layout.cut_axes
         self.ranks = RankMesh(Mesh(tuple((name, 2) for name in axes)))
-        pieces = [local_piece(whole, self.layout, self.ranks.mesh, self.ranks.coords).clone() for whole in wholes]
+        pieces = [
+            local_piece(whole, self.layout, self.ranks.mesh, self.ranks.coords).clone()
+            for whole in wholes
+        ]
         self.pieces = [nn.Parameter(piece, trained) for piece in pieces]
         self.gathering = WeightGathering()
 
@@ -51,11 +56,16 @@ class Sharded:
 
 def wholes(count: int, shape: tuple[int, int] = (WIDTH, WIDTH)) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator) / WIDTH**0.5 for _ in range(count)]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator) / WIDTH**0.5
+        for _ in range(count)
+    ]
 
 
 class Alive:
-    """How many weights one rank holds whole, or has on their way. ``peak``: at most, whenever a gather began."""
+    """How many weights one rank holds whole, or has on their way. ``peak``: at most, whenever a
+    gather began.
+    """
 
     def __init__(self) -> None:
         self.peak = 0
@@ -87,7 +97,9 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, Alive]:
 
 
 def batch(rank: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(
+        BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    )
 
 
 def chain(x: Tensor, weight: Callable[[int], Tensor], count: int) -> Tensor:
@@ -99,7 +111,9 @@ def chain(x: Tensor, weight: Callable[[int], Tensor], count: int) -> Tensor:
 def reference(count: int, run: Callable[..., Tensor] = chain, num_ranks: int = 2) -> list[Tensor]:
     """Gradients of the sum over the ranks' batches."""
     leaves = [whole.requires_grad_() for whole in wholes(count)]
-    torch.stack([run(batch(rank), lambda n: leaves[n], count) for rank in range(num_ranks)]).sum().backward()
+    torch.stack(
+        [run(batch(rank), lambda n: leaves[n], count) for rank in range(num_ranks)]
+    ).sum().backward()
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
@@ -109,7 +123,9 @@ def assert_gradients(sharded: Sharded, expected: list[Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, piece, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("layout", ["[32/dp, 32]", "[32, 32/dp]", "[32/dp/zero, 32]", "[32/dp, 32/zero]"])
+@pytest.mark.parametrize(
+    "layout", ["[32/dp, 32]", "[32, 32/dp]", "[32/dp/zero, 32]", "[32/dp, 32/zero]"]
+)
 def test_gradients_are_those_of_whole_weights_and_each_step_gathers_twice(layout: str) -> None:
     """In the second and third step gathers are begun ahead of time."""
     count, num_axes = 4, layout.count("/")
@@ -126,7 +142,9 @@ def test_gradients_are_those_of_whole_weights_and_each_step_gathers_twice(layout
                 loss.backward()
             assert_gradients(sharded, expected)
             assert volume.calls("all_gather", phase="forward") == count * num_axes
-            assert volume.calls("all_gather", phase="backward") == (count - 1) * num_axes  # the first input needs no gradient
+            assert (
+                volume.calls("all_gather", phase="backward") == (count - 1) * num_axes
+            )  # the first input needs no gradient
             assert volume.calls("reduce_scatter", phase="backward") == count * num_axes
             assert len(volume.items()) == 3 * num_axes
 
@@ -156,7 +174,9 @@ def test_only_two_weights_are_whole_at_any_time(alive: dict[int, Alive]) -> None
 
 
 def several_views(x: Tensor, weight: Callable[[int], Tensor], count: int) -> Tensor:
-    """Uses that save the weight itself, its transpose, a slice, and a product that saves it twice."""
+    """Uses that save the weight itself, its transpose, a slice, and a product that saves it
+    twice.
+    """
     whole = weight(0)
     x = F.linear(x, whole) + x @ whole + x @ whole.t()[:, 5:17] @ whole[3:15]
     x = x * whole[0] * whole.diagonal()
@@ -173,8 +193,13 @@ def test_views_are_rebuilt_and_uses_share_one_gather() -> None:
                 loss = several_views(batch(index).requires_grad_(), sharded.weight, 1)
             loss.backward()
         assert_gradients(sharded, expected)
-        assert (volume.calls("all_gather", phase="forward"), volume.calls("all_gather", phase="backward")) == (1, 1)
-        assert sharded.gathering._uses == {} or all(e[0].expired() for e in sharded.gathering._uses.values())
+        assert (
+            volume.calls("all_gather", phase="forward"),
+            volume.calls("all_gather", phase="backward"),
+        ) == (1, 1)
+        assert sharded.gathering._uses == {} or all(
+            e[0].expired() for e in sharded.gathering._uses.values()
+        )
 
     run_ranks(2, rank)
 
@@ -194,7 +219,9 @@ def test_a_second_backward_through_a_retained_graph() -> None:
 
 
 def test_what_was_computed_from_a_weight_is_gathered() -> None:
-    """As by an adapter along another axis: it is no leaf, and its gradient goes on through what made it."""
+    """As by an adapter along another axis: it is no leaf, and its gradient goes on through what
+    made it.
+    """
     expected = reference(2)
 
     def rank(index: int) -> None:
@@ -202,7 +229,9 @@ def test_what_was_computed_from_a_weight_is_gathered() -> None:
         group = sharded.ranks.axis("dp")
         with sharded.gathering.forward("train"):
             made = [0.5 * (2.0 * piece) for piece in sharded.pieces]
-            loss = chain(batch(index), lambda number: sharded.gathering.gathered(made[number], group, 0), 2)
+            loss = chain(
+                batch(index), lambda number: sharded.gathering.gathered(made[number], group, 0), 2
+            )
         loss.backward()
         assert_gradients(sharded, expected)
 
@@ -210,7 +239,9 @@ def test_what_was_computed_from_a_weight_is_gathered() -> None:
 
 
 def test_ranks_agree_to_gather_again_where_one_of_them_keeps_the_weight() -> None:
-    """As a summand the weight is zeros on the other ranks, which save nothing of a gathered weight."""
+    """As a summand the weight is zeros on the other ranks, which save nothing of a gathered
+    weight.
+    """
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return torch.tanh(F.linear(x, weight)).square().sum()
@@ -224,7 +255,11 @@ def test_ranks_agree_to_gather_again_where_one_of_them_keeps_the_weight() -> Non
         with count_communication() as volume:
             with sharded.gathering.forward("train"):
                 summand = keep_one(sharded.weight(0), group, backward="keep_one")  # G -> P
-                loss = torch.tanh(all_reduce(F.linear(batch(0).requires_grad_(), summand), group)).square().sum()
+                loss = (
+                    torch.tanh(all_reduce(F.linear(batch(0).requires_grad_(), summand), group))
+                    .square()
+                    .sum()
+                )
             loss.backward()
         assert_gradients(sharded, [expected])
         assert volume.calls("all_gather", phase="backward") == 0
@@ -243,7 +278,9 @@ def test_frozen_weights_are_gathered_again_and_not_reduced() -> None:
         y = batch(index).requires_grad_()
         chain(y, lambda n: wholes(3)[n], 3).backward()
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-14)
-        assert volume.calls("all_gather", phase="backward") == 3 and not volume.calls("reduce_scatter")
+        assert volume.calls("all_gather", phase="backward") == 3 and not volume.calls(
+            "reduce_scatter"
+        )
 
     run_ranks(2, rank)
 
@@ -327,7 +364,8 @@ def test_changing_a_parameter_before_backward_is_refused() -> None:
 
     assert failing(change) == (
         "a parameter was changed between forward and backward\n"
-        "  why:   the backward gathers it again, a piece of shape [16, 32], and must find it as it was\n"
+        "  why:   the backward gathers it again, a piece of shape [16, 32], and must find it "
+        "as it was\n"
         "  try:   run backward before optimizer.step() or anything else that writes to parameters"
     )
 

@@ -24,12 +24,26 @@ def test_round_trip(text):
 
 def test_atoms():
     layout = Layout.parse("[3*12/dp/tp * 64,5] P(a)")
-    assert layout == Layout(((Atom((3,)), Atom((12,), ("dp", "tp")), Atom((64,))), (Atom((5,)),)), ("a",))
+    assert layout == Layout(
+        ((Atom((3,)), Atom((12,), ("dp", "tp")), Atom((64,))), (Atom((5,)),)), ("a",)
+    )
     assert layout.shape == (3 * 12 * 64, 5)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4, 5", "[4,, 5]", "[4/]", "[n/tp]", "[4 5]", "[4] P(a b)", "[4] G()x", "[4] X(a)", "[+4]"]
+    "text",
+    [
+        "",
+        "4, 5",
+        "[4,, 5]",
+        "[4/]",
+        "[n/tp]",
+        "[4 5]",
+        "[4] P(a b)",
+        "[4] G()x",
+        "[4] X(a)",
+        "[+4]",
+    ],
 )
 def test_refuses(text):
     with pytest.raises(LoadError, match="does not parse"):

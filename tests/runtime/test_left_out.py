@@ -1,4 +1,6 @@
-"""What stands for an output that a training step leaves out: it can be passed on, and every use says how to get it."""
+"""What stands for an output that a training step leaves out: it can be passed on, and every use
+says how to get it.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,11 @@ def test_a_use_says_how_to_get_it(use: Any) -> None:
         use(LOGITS)
     assert str(caught.value) == (
         "Model leaves the output 'logits' out of training steps\n"
-        "  why:   it is trained with its loss, and every step would send the other outputs to all ranks\n"
+        "  why:   it is trained with its loss, and every step would send the other outputs "
+        "to all ranks\n"
         "  try:   model.eval() or torch.no_grad() around the call gives all outputs; "
-        'ComputeConfig(outputs="all") gives them in training too, outputs={"logits": "whole"} this one'
+        'ComputeConfig(outputs="all") gives them in training too, outputs={"logits": '
+        '"whole"} this one'
     )
 
 
@@ -51,7 +55,10 @@ def test_what_is_no_use_is_let_pass() -> None:
     result = CausalLMOutput(loss=torch.ones(()), logits=LOGITS)
     assert repr(LOGITS) == "LeftOut('logits')" and LOGITS is not None and {LOGITS}
     assert (
-        result.logits is LOGITS and result["logits"] is LOGITS and result[1] is LOGITS and result.keys() == {"loss", "logits"}
+        result.logits is LOGITS
+        and result["logits"] is LOGITS
+        and result[1] is LOGITS
+        and result.keys() == {"loss", "logits"}
     )
     assert structure.flatten(result)["logits"] is LOGITS
     assert structure.map_leaves(result, lambda path, leaf: leaf).logits is LOGITS

@@ -61,7 +61,9 @@ def generated():
 
 
 def test_what_is_loaded_again_and_again_is_let_go(tmp_path):
-    """Modules, classes, lines for tracebacks: all of it, after training too; what lives still shows its lines."""
+    """Modules, classes, lines for tracebacks: all of it, after training too; what lives still shows
+    its lines.
+    """
     files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
     before = generated()
     kept = load_class(files, 0)
@@ -74,7 +76,9 @@ def test_what_is_loaded_again_and_again_is_let_go(tmp_path):
         del module
     gc.collect()
     assert [reference() for reference in alive[::2]] == [None] * 3
-    other = load_class(write_files(tmp_path / "other", make_model(), dp=1, tp=1), 0)  # the rest goes then
+    other = load_class(
+        write_files(tmp_path / "other", make_model(), dp=1, tp=1), 0
+    )  # the rest goes then
     assert [reference() for reference in alive[1::2]] == [None] * 3
     assert generated() - before == {kept.__module__, other.__module__}
     assert "h = torch.tanh(" in "".join(linecache.getlines(str(files / "gencode0.py")))
@@ -88,7 +92,12 @@ def test_what_parallelize_has_loaded_is_let_go_with_the_module(tmp_path, monkeyp
     before = generated()
 
     def act(rank):
-        module = parallelize(torch.nn.Linear(2, 2), {"input": torch.ones(2, 2)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
+        module = parallelize(
+            torch.nn.Linear(2, 2),
+            {"input": torch.ones(2, 2)},
+            "dp",
+            {"plan_ngpus": 1, "runtime_ngpus": 2},
+        )
         return module(torch.ones(2, 2)).detach()
 
     for _ in range(3):
@@ -111,7 +120,11 @@ def test_the_lines_of_an_older_load_come_back(tmp_path):
 
 
 def test_an_edit_may_name_the_class(files):
-    edit(files / "gencode0.py", "        h = torch.tanh(", "        assert type(self) is MLP\n        h = torch.tanh(")
+    edit(
+        files / "gencode0.py",
+        "        h = torch.tanh(",
+        "        assert type(self) is MLP\n        h = torch.tanh(",
+    )
     accept(str(files))
     cls = load_class(files, 0)
     assert cls.forward.__globals__["MLP"] is cls
@@ -170,7 +183,8 @@ def test_a_directory_that_was_never_compiled(tmp_path):
     assert refusal(tmp_path, 0) == (
         f"{tmp_path} holds no compiled module\n"
         "  why:   there is no manifest.json\n"
-        "  try:   compile first, with shardwright.parallelize or `shardwright compile`, or copy the directory to this node"
+        "  try:   compile first, with shardwright.parallelize or `shardwright compile`, or "
+        "copy the directory to this node"
     )
 
 
@@ -187,9 +201,19 @@ def test_a_number_of_ranks_that_does_not_fit(files):
 @pytest.mark.parametrize(
     ("field", "value", "what", "why"),
     [
-        ("format_version", 999, "shardwright", f"its format version is 999, here it is {FORMAT_VERSION}"),
+        (
+            "format_version",
+            999,
+            "shardwright",
+            f"its format version is 999, here it is {FORMAT_VERSION}",
+        ),
         ("shardwright_version", "99.1.0", "shardwright", "its shardwright is 99.1.0, here it is "),
-        ("torch_version", "1.13.1", "torch", f"its torch is 1.13.1, here it is {torch.__version__}"),
+        (
+            "torch_version",
+            "1.13.1",
+            "torch",
+            f"its torch is 1.13.1, here it is {torch.__version__}",
+        ),
     ],
 )
 def test_a_manifest_of_another_version(files, field, value, what, why):
@@ -198,13 +222,20 @@ def test_a_manifest_of_another_version(files, field, value, what, why):
     lines = refusal(files, 0).splitlines()
     assert lines[0] == f"{files} was compiled with another version of {what}"
     assert lines[1].startswith(f"  why:   {why}")
-    assert lines[2] == "  try:   compile again with reuse='override', or install the version it was made with"
+    assert (
+        lines[2]
+        == "  try:   compile again with reuse='override', or install the version it was made with"
+    )
 
 
 def test_the_minor_version_of_torch_may_differ(files):
     path = files / "manifest.json"
     major = torch.__version__.split(".")[0]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_version": f"{major}.999.0", "sha256": None}))
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text()) | {"torch_version": f"{major}.999.0", "sha256": None}
+        )
+    )
     assert load_class(files, 0)
 
 
@@ -240,14 +271,18 @@ def listed_weights(files):
 
 def pieces_of(files, rank):
     manifest = Manifest.read(files)
-    digests = {name: manifest.digests_of(name) for name in ("weights.safetensors", "constants.safetensors")}
+    digests = {
+        name: manifest.digests_of(name) for name in ("weights.safetensors", "constants.safetensors")
+    }
     with WeightFiles(files, digests) as opened:
         coords = manifest.mesh.coords(rank)
         return {d.name: opened.read(d, manifest.mesh, coords) for d in declarations()}
 
 
 def test_altered_values_are_refused_where_they_are_read(files):
-    """Every byte in turn is another one: the ranks that read it refuse, the others load what they did before."""
+    """Every byte in turn is another one: the ranks that read it refuse, the others load what they
+    did before.
+    """
     paths = listed_weights(files)
     ranks = [pieces_of(files, rank) for rank in range(2)]
     num_refused = [0, 0]
@@ -259,9 +294,14 @@ def test_altered_values_are_refused_where_they_are_read(files):
             def load(rank, path=path):
                 try:
                     pieces = pieces_of(files, rank)
-                    assert all(torch.equal(piece, ranks[rank][name]) for name, piece in pieces.items())
+                    assert all(
+                        torch.equal(piece, ranks[rank][name]) for name, piece in pieces.items()
+                    )
                 except LoadError as error:
-                    assert str(error).startswith(f"{path} is not the file that was written\n  why:   the sha256 of its bytes ")
+                    assert str(error).startswith(
+                        f"{path} is not the file that was written\n  why:   the sha256 of "
+                        "its bytes "
+                    )
                     return 1
                 return 0
 
@@ -284,7 +324,10 @@ def test_values_may_be_accepted(files):
     weights, _ = listed_weights(files)
     values = {name: value + 1 for name, value in load_file(weights).items()}
     save_file(values, weights)
-    with pytest.raises(LoadError, match=r"weights.safetensors is not the file that was written\n.*\n.*`shardwright accept "):
+    with pytest.raises(
+        LoadError,
+        match=r"weights.safetensors is not the file that was written\n.*\n.*`shardwright accept ",
+    ):
         load_all(files)
     assert accept(files) == ["weights.safetensors"]
     assert torch.equal(load_all(files)[0].mean, values["mean"])
@@ -305,14 +348,18 @@ def test_without_digests_of_chunks_the_whole_file_is_compared(files):
 def test_a_file_without_the_class(files):
     (files / "gencode0.py").write_text("MLP = 3\n")
     accept(files)
-    assert refusal(files, 0).startswith(f"{files / 'gencode0.py'} defines no ParallelModule named 'MLP'\n")
+    assert refusal(files, 0).startswith(
+        f"{files / 'gencode0.py'} defines no ParallelModule named 'MLP'\n"
+    )
 
 
 def test_a_file_that_fails_when_it_runs(files):
     (files / "gencode0.py").write_text("import a_module_that_does_not_exist\n")
     accept(files)
     before = set(sys.modules)
-    assert "why:   ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in refusal(files, 0)
+    assert "why:   ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in refusal(
+        files, 0
+    )
     assert set(sys.modules) == before
 
 

@@ -5,7 +5,7 @@ import torch
 import zoo
 from precision import float64_casts
 
-from shardwright.compiler.api import parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.ops.random import RngState
@@ -19,7 +19,9 @@ def test_the_mask_is_that_of_the_forward_it_belongs_to():
 
     def block(x):
         calls.append(rng.moment)
-        return dropout(x * weight, 0.5, rng=rng, draw="mask", layout="[64]").exp()  # exp keeps its result: it is recomputed
+        return dropout(
+            x * weight, 0.5, rng=rng, draw="mask", layout="[64]"
+        ).exp()  # exp keeps its result: it is recomputed
 
     x = torch.linspace(0, 1, 64, dtype=torch.float64)
     results = []
@@ -36,7 +38,9 @@ def test_the_mask_is_that_of_the_forward_it_belongs_to():
 
 @pytest.mark.parametrize("policy", ["tp", "data"])
 def test_checkpointed_gpt2_with_dropout(tmp_path, policy):
-    """Gradients equal those of the same plan without recomputation, several forwards before the backward included."""
+    """Gradients equal those of the same plan without recomputation, several forwards before the
+    backward included.
+    """
     dropouts = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
     batches = [zoo.get("gpt2").inputs(seed=seed) for seed in (1, 2)]
 

@@ -1,4 +1,6 @@
-"""Regions against brute force: every element of the whole has a number, pieces are what layouts say."""
+"""Regions against brute force: every element of the whole has a number, pieces are what layouts
+say.
+"""
 
 import torch
 from hypothesis import given, settings
@@ -51,7 +53,9 @@ def placed_with_range(draw):
 @settings(max_examples=150, deadline=None)
 def test_pieces_of_one_layout_become_those_of_another(case):
     (mesh, layout), (to_mesh, to_layout) = case
-    whole = torch.arange(1.0, 1 + torch.Size(layout.shape).numel(), dtype=torch.float64).view(layout.shape)
+    whole = torch.arange(1.0, 1 + torch.Size(layout.shape).numel(), dtype=torch.float64).view(
+        layout.shape
+    )
     pieces = encode(whole, layout, mesh)
     results = []
     for to_coords in to_mesh.all_coords():
@@ -77,12 +81,19 @@ def test_runs_are_the_indices(case):
     for coords in mesh.all_coords():
         region = Region.from_json(Region.of(layout, mesh, coords).to_json())
         for dim, runs in enumerate(region.runs):
-            assert [i for start, stop in runs for i in range(start, stop)] == dim_indices(layout, dim, mesh, coords)
+            assert [i for start, stop in runs for i in range(start, stop)] == dim_indices(
+                layout, dim, mesh, coords
+            )
 
 
 def test_only_what_is_shared_is_written():
     target = torch.zeros(4)
-    assert copy_shared(target, Region((((0, 4),),)), torch.tensor([5.0, 6.0]), Region((((1, 2), (3, 4)),))) == 2
+    assert (
+        copy_shared(
+            target, Region((((0, 4),),)), torch.tensor([5.0, 6.0]), Region((((1, 2), (3, 4)),))
+        )
+        == 2
+    )
     assert target.tolist() == [0, 5, 0, 6]
     assert copy_shared(target, Region((((0, 4),),)), torch.ones(2), Region((((4, 6),),))) == 0
 
@@ -98,7 +109,12 @@ def test_many_fragments_are_copied_by_index():
 def test_scalars_and_empty_tensors():
     target = torch.zeros(())
     assert copy_shared(target, Region(()), torch.tensor(3.0), Region(())) == 1 and target == 3
-    assert copy_shared(torch.zeros(0, 2), Region.whole((0, 2)), torch.zeros(0, 2), Region.whole((0, 2))) == 0
+    assert (
+        copy_shared(
+            torch.zeros(0, 2), Region.whole((0, 2)), torch.zeros(0, 2), Region.whole((0, 2))
+        )
+        == 0
+    )
 
 
 @given(placed_with_range())
@@ -115,7 +131,9 @@ def test_parts_follow_each_other_in_the_flattened_piece(case):
         values = torch.empty(part.shape, dtype=torch.int64)
         copy_shared(values, part, whole, Region.whole(layout.shape))
         found.append(values.reshape(-1))
-    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), piece.reshape(-1)[start:stop])
+    assert torch.equal(
+        torch.cat([torch.empty(0, dtype=torch.int64), *found]), piece.reshape(-1)[start:stop]
+    )
     assert len(found) <= max(1, 2 * piece.ndim - 1)
 
 
@@ -124,7 +142,11 @@ def some_regions(draw):
     """Any regions of one tensor, in runs, empty ones too."""
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     sizes = [st.sets(st.integers(0, size)).map(sorted) for size in shape]
-    cut = st.tuples(*sizes).map(lambda found: Region(tuple(tuple(zip(cuts[::2], cuts[1::2], strict=False)) for cuts in found)))
+    cut = st.tuples(*sizes).map(
+        lambda found: Region(
+            tuple(tuple(zip(cuts[::2], cuts[1::2], strict=False)) for cuts in found)
+        )
+    )
     return tuple(shape), draw(st.lists(cut, max_size=5))
 
 
@@ -146,19 +168,30 @@ def test_what_regions_have_in_common(case, split):
     assert sum(len(members) * count for members, count in cells(regions).items()) == counts.sum()
     assert sum(cells(regions).values()) == (counts > 0).sum()
     needed, given_ones = regions[:split], regions[split:]
-    assert num_covered(needed, given_ones) == ((counts_of(shape, needed) > 0) & (counts_of(shape, given_ones) > 0)).sum()
+    assert (
+        num_covered(needed, given_ones)
+        == ((counts_of(shape, needed) > 0) & (counts_of(shape, given_ones) > 0)).sum()
+    )
     if (counts == 1).all():
         assert untiled(regions, shape) is None
     elif (counts == 0).any():
-        assert untiled(regions, shape) == f"{(counts == 0).sum()} of {counts.numel()} elements are in no piece"
+        assert (
+            untiled(regions, shape)
+            == f"{(counts == 0).sum()} of {counts.numel()} elements are in no piece"
+        )
     else:
-        assert untiled(regions, shape) == f"{(counts > 1).sum()} of {counts.numel()} elements are in several pieces"
+        assert (
+            untiled(regions, shape)
+            == f"{(counts > 1).sum()} of {counts.numel()} elements are in several pieces"
+        )
 
 
 @given(placed_with_range(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_pieces_of_all_ranks_tile_and_others_do_not(case, data):
-    """Pieces of a layout, one of them in parts as ZeRO cuts it; then one is moved, left out, or there twice."""
+    """Pieces of a layout, one of them in parts as ZeRO cuts it; then one is moved, left out, or
+    there twice.
+    """
     mesh, layout, rank, start, stop = case
     regions = list({Region.of(layout, mesh, coords) for coords in mesh.all_coords()})
     piece = Region.of(layout, mesh, mesh.coords(rank))
@@ -167,7 +200,9 @@ def test_pieces_of_all_ranks_tile_and_others_do_not(case, data):
         bounds = (0, start), (start, stop), (stop, piece.num_elements)
         regions += [part for low, high in bounds for part in piece.parts(low, high)]
     assert untiled(regions, layout.shape) is None
-    changed = data.draw(st.sampled_from([region for region in regions if region.num_elements] or [None]))
+    changed = data.draw(
+        st.sampled_from([region for region in regions if region.num_elements] or [None])
+    )
     if changed is None:
         return
     others = [region for region in regions if region is not changed]
@@ -177,12 +212,19 @@ def test_pieces_of_all_ranks_tile_and_others_do_not(case, data):
         moved = tuple((first + 1, last + 1) for first, last in changed.runs[dim])
         shifted = Region((*changed.runs[:dim], moved, *changed.runs[dim + 1 :]))
         problem = untiled([*others, shifted], layout.shape)
-        assert problem is not None and (moved[-1][1] <= size or problem == f"a piece lies outside of {list(layout.shape)}")
+        assert problem is not None and (
+            moved[-1][1] <= size or problem == f"a piece lies outside of {list(layout.shape)}"
+        )
 
 
 def test_many_pieces_are_compared_in_little_time():
     """A grid of 40 x 40 pieces and a list of 4,000 rows: pairs would be millions."""
-    grid = [Region((((3 * i, 3 * i + 3),), ((5 * j, 5 * j + 5),))) for i in range(40) for j in range(40)]
-    assert untiled(grid, (120, 200)) is None and untiled(grid[:-1], (120, 200)) == "15 of 24000 elements are in no piece"
+    grid = [
+        Region((((3 * i, 3 * i + 3),), ((5 * j, 5 * j + 5),))) for i in range(40) for j in range(40)
+    ]
+    assert (
+        untiled(grid, (120, 200)) is None
+        and untiled(grid[:-1], (120, 200)) == "15 of 24000 elements are in no piece"
+    )
     rows = [Region((((i, i + 1),),)) for i in range(4000)]
     assert untiled(rows, (4000,)) is None and num_covered(rows, [Region.whole((4000,))]) == 4000

@@ -43,7 +43,9 @@ def test_only_text_forms_are_read(text: str) -> None:
     assert str(action) == re.sub(r"\d+", lambda number: str(int(number[0])), text)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "0F", "0X3", "0f3", "0F3 ", "-1F3", "0SEND_F3>1", "0REDUCE3", "٣F3"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X3", "0f3", "0F3 ", "-1F3", "0SEND_F3>1", "0REDUCE3", "٣F3"]
+)
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(PlanError) as error:
         parse_action(text)

@@ -87,13 +87,19 @@ def test_import_paths() -> None:
     path = structure.type_path(transformers.DynamicCache())
     assert path == "transformers.cache_utils:DynamicCache"
     assert structure.import_type(path) is transformers.DynamicCache
-    cache = structure.rebuild(path, {"layers": [], "offloading": False, "layer_class_to_replicate": None})
+    cache = structure.rebuild(
+        path, {"layers": [], "offloading": False, "layer_class_to_replicate": None}
+    )
     assert isinstance(cache, transformers.DynamicCache) and len(cache) == 0
 
 
 def test_a_cache_survives() -> None:
     cache = transformers.DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
-    copy = structure.map_leaves(cache, lambda path, leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf)
-    assert copy.get_seq_length() == 3 and torch.equal(copy.layers[0].keys, torch.full((1, 2, 3, 4), 2.0))
+    copy = structure.map_leaves(
+        cache, lambda path, leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf
+    )
+    assert copy.get_seq_length() == 3 and torch.equal(
+        copy.layers[0].keys, torch.full((1, 2, 3, 4), 2.0)
+    )
     assert cache.layers[0].keys.max() == 1

@@ -9,7 +9,11 @@ from shardwright.runtime import swap
 
 
 def tree(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path):
@@ -95,7 +99,9 @@ def write(target, text):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_what_killed_writers_leave_goes(tmp_path):
-    """A process is killed wherever it touches the folder; the next one sees the old folder or the new one, and no other."""
+    """A process is killed wherever it touches the folder; the next one sees the old folder or the
+    new one, and no other.
+    """
     target, states = tmp_path / "out", []
     for number in range(1, 100):
         write(target, "old")

@@ -1,4 +1,6 @@
-"""What crosses between stages: every receiver gets each element of its piece once, from a rank that has it."""
+"""What crosses between stages: every receiver gets each element of its piece once, from a rank that
+has it.
+"""
 
 import random
 from collections import Counter
@@ -49,6 +51,15 @@ def test_every_element_arrives_once(seed: int) -> None:
 def test_a_rank_keeps_its_own_copy_and_copies_share_the_work() -> None:
     whole = Layout.whole((4, 6))
     four = Mesh.of({"tp": 4})
-    assert {s for s, r in pieces(Holding(whole, four, (0, 1, 2, 3)), Holding(whole, four, (0, 1, 2, 3))) if s != r} == set()
-    senders = Counter(s for s, _ in pieces(Holding(whole, Mesh.of({"tp": 2}), (0, 1)), Holding(whole, four, (2, 3, 4, 5))))
+    assert {
+        s
+        for s, r in pieces(Holding(whole, four, (0, 1, 2, 3)), Holding(whole, four, (0, 1, 2, 3)))
+        if s != r
+    } == set()
+    senders = Counter(
+        s
+        for s, _ in pieces(
+            Holding(whole, Mesh.of({"tp": 2}), (0, 1)), Holding(whole, four, (2, 3, 4, 5))
+        )
+    )
     assert senders == {0: 2, 1: 2}

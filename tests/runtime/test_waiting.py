@@ -49,7 +49,9 @@ def test_what_is_no_time_is_refused(monkeypatch, text):
     )
 
 
-@pytest.mark.parametrize(("given", "expected"), [(timedelta(minutes=30), 600.0), (timedelta(seconds=90), 90.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [(timedelta(minutes=30), 600.0), (timedelta(seconds=90), 90.0)]
+)
 def test_the_users_own_timeout_of_the_process_group_counts(monkeypatch, given, expected):
     store = dist.HashStore()
     store.set_timeout(given)
@@ -69,7 +71,9 @@ def waited(wait, signs=()):
 
 def test_a_wait_has_a_limit_and_says_whom_it_is_for(clock, caplog):
     assert waited(Wait("rank 1 waits for rank 0", 30.0)) == pytest.approx(30.0)
-    assert caplog.messages == [f"rank 1 waits for rank 0, for {seconds} s so far" for seconds in (5, 10, 20)]
+    assert caplog.messages == [
+        f"rank 1 waits for rank 0, for {seconds} s so far" for seconds in (5, 10, 20)
+    ]
 
 
 def test_signs_of_life_restart_the_clock_and_repeated_ones_do_not(clock):

@@ -10,21 +10,39 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import divides, quotient
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import linear_sets
 from shardwright.compiler.ops.registry import define
-from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm, TensorRefs
-from shardwright.compiler.ops.terms import DRAWN, annotation, broadcast, define_form, drawn, may_be, start_of
+from shardwright.compiler.ops.rule import (
+    LocalSizes,
+    OpRule,
+    ParallelFactor,
+    ParallelForm,
+    TensorRefs,
+)
+from shardwright.compiler.ops.rule_builder import linear_sets
+from shardwright.compiler.ops.terms import (
+    DRAWN,
+    annotation,
+    broadcast,
+    define_form,
+    drawn,
+    may_be,
+    start_of,
+)
 
-_SIGNATURE = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False"
+_SIGNATURE = (
+    "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
+    "enable_gqa=False"
+)
 _FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}, query_start=None")
 _CAUSAL_FORM = define_form("causal_attention", f"{_SIGNATURE}, *, query_start=0")
 
 
 def _attention(op: IROp) -> OpRule:
-    """Batch, heads and query positions are free; every query needs all keys. Where they are split, causal attention is told
-    at which position of the sequence the rank's queries start.
+    """Batch, heads and query positions are free; every query needs all keys. Where they are split,
+    causal attention is told at which position of the sequence the rank's queries start.
 
-    With ``enable_gqa``, query head ``g * r + i`` reads key and value head ``g``: the head dim is ``(g r)``.
+    With ``enable_gqa``, query head ``g * r + i`` reads key and value head ``g``: the head dim is
+    ``(g r)``.
     """
     query, key, value = op.operands[:3]
     mask = op.operands[3] if len(op.operands) > 3 else None
@@ -44,15 +62,26 @@ def _attention(op: IROp) -> OpRule:
     operands = [[*terms[0], q, "d^"], [*terms[1], "k^", "d"], [*terms[2], "k", "e"]]
     if mask is not None:
         aligned = [*batch, "q", "k"][-mask.ndim :] if mask.ndim else []
-        operands.append(["1" if size == 1 else name for size, name in zip(mask.shape, aligned, strict=True)])
-    rule = parse_rule(annotation(operands, [[*batch, "q", "e"]]), op, sizes=sizes, linear_sets=linear_sets(op, ("value",)))
-    # Without heads or queries torch takes another kernel, of several autograd nodes: the backwards of different ranks would
-    # then run their collectives in different orders.
+        operands.append(
+            ["1" if size == 1 else name for size, name in zip(mask.shape, aligned, strict=True)]
+        )
+    rule = parse_rule(
+        annotation(operands, [[*batch, "q", "e"]]),
+        op,
+        sizes=sizes,
+        linear_sets=linear_sets(op, ("value",)),
+    )
+    # Without heads or queries torch takes another kernel, of several autograd nodes: the backwards
+    # of different ranks would then run their collectives in different orders.
     rule = replace(rule, nonempty=True)
     random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
     queries = {"q": ParallelFactor()} if is_causal else {}
     if not random:
-        return replace(rule, parallel=ParallelForm(_CAUSAL_FORM, queries, {}, _query_start)) if is_causal else rule
+        return (
+            replace(rule, parallel=ParallelForm(_CAUSAL_FORM, queries, {}, _query_start))
+            if is_causal
+            else rule
+        )
     rule = drawn(rule, _FORM, _weights)
     form = rule.parallel
     assert form is not None and form.local_args is not None
@@ -61,7 +90,9 @@ def _attention(op: IROp) -> OpRule:
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
         return {**drawn_args(op, local), **_query_start(op, local)}
 
-    return replace(rule, parallel=replace(form, factors={**form.factors, **queries}, local_args=local_args))
+    return replace(
+        rule, parallel=replace(form, factors={**form.factors, **queries}, local_args=local_args)
+    )
 
 
 def _query_start(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
@@ -77,4 +108,10 @@ def _weights(rule: OpRule) -> TensorRefs:
     return (*rule.results[0][:-1], rule.operands[1][-2])
 
 
-define("scaled_dot_product_attention", _SIGNATURE, "F.scaled_dot_product_attention", _attention, F.scaled_dot_product_attention)
+define(
+    "scaled_dot_product_attention",
+    _SIGNATURE,
+    "F.scaled_dot_product_attention",
+    _attention,
+    F.scaled_dot_product_attention,
+)

@@ -12,10 +12,20 @@ import torch
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.aliases import Args, Kwargs, callables, functions, getter, methods, rewriting, through, without
-from shardwright.compiler.ops.builder import RuleBuilder, linear_sets
+from shardwright.compiler.ops.aliases import (
+    Args,
+    Kwargs,
+    callables,
+    functions,
+    getter,
+    methods,
+    rewriting,
+    through,
+    without,
+)
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import RuleBuilder, linear_sets
 from shardwright.compiler.ops.tables.pointwise import LINEAR
 
 
@@ -29,7 +39,9 @@ def _cast(op: IROp) -> OpRule:
 def _to(input: Any, *args: Any, **kwargs: Any) -> Kwargs:
     """All forms of ``Tensor.to``: the only thing that matters is the dtype, if one is given."""
     given = [*args, kwargs.get("dtype"), kwargs.get("tensor")]
-    dtypes = [item if isinstance(item, torch.dtype) else item.dtype for item in given if _has_dtype(item)]
+    dtypes = [
+        item if isinstance(item, torch.dtype) else item.dtype for item in given if _has_dtype(item)
+    ]
     return {"input": input, "dtype": dtypes[0] if dtypes else input.dtype}
 
 
@@ -42,7 +54,9 @@ def _fixed(dtype: torch.dtype) -> Callable[[Args, Kwargs], tuple[Args, Kwargs]]:
 
 
 def _type(input: Any, dtype: Any, non_blocking: bool = False) -> Kwargs:
-    """``Tensor.type``, which also takes tensor types and their names (``"torch.cuda.FloatTensor"``)."""
+    """``Tensor.type``, which also takes tensor types and their names
+    (``"torch.cuda.FloatTensor"``).
+    """
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.rpartition(".")[2])
     return {"input": input, "dtype": dtype if isinstance(dtype, torch.dtype) else dtype.dtype}
@@ -74,6 +88,12 @@ define(
     (torch.Tensor.type_as, rewriting(lambda self, other: {"input": self, "dtype": other.dtype})),
 )
 define("clone", "input, *, memory_format=None", ".clone", LINEAR, *callables("clone"))
-define("contiguous", "input", ".contiguous", LINEAR, *through(without("memory_format", after=1), methods("contiguous")))
+define(
+    "contiguous",
+    "input",
+    ".contiguous",
+    LINEAR,
+    *through(without("memory_format", after=1), methods("contiguous")),
+)
 define("detach", "input", ".detach", LINEAR, *callables("detach"), getter("data"))
 define("alias", "input", "torch.ops.aten.alias", LINEAR, *functions("alias_copy"))

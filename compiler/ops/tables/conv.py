@@ -1,4 +1,6 @@
-"""Convolutions, resizing and sampling of images. Batch and channels may be split, space stays whole."""
+"""Convolutions, resizing and sampling of images. Batch and channels may be split, space stays
+whole.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import quotient
 from shardwright.compiler.ops.aliases import callables
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import linear_sets
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule
+from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import annotation, indices, names
 
 
@@ -21,16 +23,25 @@ def _spatial(op: IROp) -> tuple[list[str], list[str], list[str], list[str]]:
     """Batch (none for an unbatched input), input, kernel and output dims of a convolution."""
     num_spatial = op.operands[1].ndim - 2
     batch = ["b"] if op.operands[0].ndim == num_spatial + 2 else []
-    return batch, names(num_spatial, "y", "^"), names(num_spatial, "k", "^"), names(num_spatial, "z", "^")
+    return (
+        batch,
+        names(num_spatial, "y", "^"),
+        names(num_spatial, "k", "^"),
+        names(num_spatial, "z", "^"),
+    )
 
 
 def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
-    """``groups`` of a rank: its channels over the channels of one group, which dim 1 of the weight has."""
+    """``groups`` of a rank: its channels over the channels of one group, which dim 1 of the weight
+    has.
+    """
 
     def local_groups(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
         tensor = rule.operands[0] if channels == 0 else rule.results[0]
         channel_dim = len(tensor) - (op.operands[1].ndim - 1)
-        return {"groups": quotient(local.shape(tensor)[channel_dim], local.shape(rule.operands[1])[1])}
+        return {
+            "groups": quotient(local.shape(tensor)[channel_dim], local.shape(rule.operands[1])[1])
+        }
 
     return parse_rule(
         text,
@@ -59,29 +70,45 @@ def _conv_transpose(op: IROp) -> OpRule:
 
 
 _CONV = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
-_TRANSPOSED = "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
+_TRANSPOSED = (
+    "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
+)
 for _n in (1, 2, 3):
     define(f"conv{_n}d", _CONV, f"F.conv{_n}d", _conv, *callables(f"conv{_n}d"))
-    define(f"conv_transpose{_n}d", _TRANSPOSED, f"F.conv_transpose{_n}d", _conv_transpose, *callables(f"conv_transpose{_n}d"))
+    define(
+        f"conv_transpose{_n}d",
+        _TRANSPOSED,
+        f"F.conv_transpose{_n}d",
+        _conv_transpose,
+        *callables(f"conv_transpose{_n}d"),
+    )
 
-# ------------------------------------------------------------------------------------------------ resizing, sampling
+# ------------------------------------------------------------------------------------------------
+# resizing, sampling
 
 
 def channelwise(op: IROp) -> OpRule:
     """Each channel of each sample by itself; space stays whole."""
     ndim = op.operands[0].ndim
-    text = annotation([["n", "c", *names(ndim - 2, "y", "^")]], [["n", "c", *names(ndim - 2, "z", "^")]])
+    text = annotation(
+        [["n", "c", *names(ndim - 2, "y", "^")]], [["n", "c", *names(ndim - 2, "z", "^")]]
+    )
     return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
-def _resampling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _resampling(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A list of sizes or scale factors as a tuple."""
-    return args, {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    return args, {
+        key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()
+    }
 
 
 define(
     "interpolate",
-    "input, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, antialias=False",
+    "input, size=None, scale_factor=None, mode='nearest', align_corners=None, "
+    "recompute_scale_factor=None, antialias=False",
     "F.interpolate",
     channelwise,
     (F.interpolate, _resampling),
@@ -91,7 +118,11 @@ define(
 def _grid_sample(op: IROp) -> OpRule:
     spatial = op.operands[0].ndim - 2
     operands = [["b", "c", *names(spatial, "y", "^")], ["b", *names(spatial, "z"), "d^"]]
-    return parse_rule(annotation(operands, [["b", "c", *names(spatial, "z")]]), op, linear_sets=linear_sets(op, ("input",)))
+    return parse_rule(
+        annotation(operands, [["b", "c", *names(spatial, "z")]]),
+        op,
+        linear_sets=linear_sets(op, ("input",)),
+    )
 
 
 define(
@@ -109,10 +140,14 @@ def _affine_grid(op: IROp) -> OpRule:
 
     spatial = op.results[0].ndim - 2
     text = annotation([["b", "i^", "j^"]], [["b", *names(spatial, "z", "^"), "d^"]])
-    return parse_rule(text, op, linear_sets=linear_sets(op, ("theta",)), localise=local_size, nonempty=True)
+    return parse_rule(
+        text, op, linear_sets=linear_sets(op, ("theta",)), localise=local_size, nonempty=True
+    )
 
 
-define("affine_grid", "theta, size, align_corners=None", "F.affine_grid", _affine_grid, F.affine_grid)
+define(
+    "affine_grid", "theta, size, align_corners=None", "F.affine_grid", _affine_grid, F.affine_grid
+)
 
 
 def _unfold(op: IROp) -> OpRule:
@@ -120,18 +155,34 @@ def _unfold(op: IROp) -> OpRule:
     batch = ["n"] if op.operands[0].ndim == 4 else []
     channels = op.operands[0].shape[-3]
     text = annotation([[*batch, "c", "y^", "x^"]], [[*batch, "(c k^)", "l^"]])
-    return parse_rule(text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)), nonempty=True)
+    return parse_rule(
+        text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)), nonempty=True
+    )
 
 
 def _fold(op: IROp) -> OpRule:
     batch = ["n"] if op.operands[0].ndim == 3 else []
     channels = op.results[0].shape[-3]
     text = annotation([[*batch, "(c k^)", "l^"]], [[*batch, "c", "y^", "x^"]])
-    return parse_rule(text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)), nonempty=True)
+    return parse_rule(
+        text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)), nonempty=True
+    )
 
 
-define("unfold_blocks", "input, kernel_size, dilation=1, padding=0, stride=1", "F.unfold", _unfold, F.unfold)
-define("fold", "input, output_size, kernel_size, dilation=1, padding=0, stride=1", "F.fold", _fold, F.fold)
+define(
+    "unfold_blocks",
+    "input, kernel_size, dilation=1, padding=0, stride=1",
+    "F.unfold",
+    _unfold,
+    F.unfold,
+)
+define(
+    "fold",
+    "input, output_size, kernel_size, dilation=1, padding=0, stride=1",
+    "F.fold",
+    _fold,
+    F.fold,
+)
 
 
 def _pixel_shuffle(op: IROp) -> OpRule:
@@ -144,16 +195,40 @@ def _pixel_shuffle(op: IROp) -> OpRule:
 def _pixel_unshuffle(op: IROp) -> OpRule:
     r = op.arg("downscale_factor")
     text = f"* c (y i={r}^) (x j={r}^) -> * (c i j) y x"
-    return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)  # an empty result has the wrong shape
+    return parse_rule(
+        text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True
+    )  # an empty result has the wrong shape
 
 
-define("pixel_shuffle", "input, upscale_factor", "F.pixel_shuffle", _pixel_shuffle, *callables("pixel_shuffle"))
-define("pixel_unshuffle", "input, downscale_factor", "F.pixel_unshuffle", _pixel_unshuffle, *callables("pixel_unshuffle"))
+define(
+    "pixel_shuffle",
+    "input, upscale_factor",
+    "F.pixel_shuffle",
+    _pixel_shuffle,
+    *callables("pixel_shuffle"),
+)
+define(
+    "pixel_unshuffle",
+    "input, downscale_factor",
+    "F.pixel_unshuffle",
+    _pixel_unshuffle,
+    *callables("pixel_unshuffle"),
+)
 
 
 def _channel_shuffle(op: IROp) -> OpRule:
     spatial = names(op.operands[0].ndim - 2, "y")
-    return parse_rule(annotation([["n", "c^", *spatial]], [["n", "c", *spatial]]), op, linear_sets=linear_sets(op, ("input",)))
+    return parse_rule(
+        annotation([["n", "c^", *spatial]], [["n", "c", *spatial]]),
+        op,
+        linear_sets=linear_sets(op, ("input",)),
+    )
 
 
-define("channel_shuffle", "input, groups", "F.channel_shuffle", _channel_shuffle, *callables("channel_shuffle"))
+define(
+    "channel_shuffle",
+    "input, groups",
+    "F.channel_shuffle",
+    _channel_shuffle,
+    *callables("channel_shuffle"),
+)

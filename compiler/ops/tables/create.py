@@ -1,7 +1,8 @@
 """Operators that make a tensor from sizes and numbers. Random ones stand in the table of dropout.
 
-Constant tensors are free in every dim: a rank makes its piece. Tensors whose elements depend on their place are frozen.
-``zeros_like``, ``new_ones`` and the like read only the shape and dtype of their operand, and become ``zeros``, ``ones``.
+Constant tensors are free in every dim: a rank makes its piece. Tensors whose elements depend on
+their place are frozen. ``zeros_like``, ``new_ones`` and the like read only the shape and dtype of
+their operand, and become ``zeros``, ``ones``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import torch
 
 from shardwright.compiler.ir.op import IROp, RankDevice
 from shardwright.compiler.ops.aliases import Kwargs, rewriting, without
-from shardwright.compiler.ops.builder import RuleBuilder, linear_sets, whole_rule
 from shardwright.compiler.ops.registry import Normalise, define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import RuleBuilder, linear_sets, whole_rule
 from shardwright.compiler.ops.terms import local_size
 
 _MEMORY = ("layout", "pin_memory", "requires_grad", "out", "names", "memory_format")
@@ -22,9 +23,13 @@ _MEMORY = ("layout", "pin_memory", "requires_grad", "out", "names", "memory_form
 
 def _constant(op: IROp) -> OpRule:
     build = RuleBuilder()
-    operands = [((),) * value.ndim for value in op.operands]  # a fill value may be a tensor of one element
+    operands = [
+        ((),) * value.ndim for value in op.operands
+    ]  # a fill value may be a tensor of one element
     result = build.tensor(op.results[0].shape)
-    return build.rule(operands, [result], linear=linear_sets(op, ("fill_value",)), localise=local_size)
+    return build.rule(
+        operands, [result], linear=linear_sets(op, ("fill_value",)), localise=local_size
+    )
 
 
 def _sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -47,11 +52,18 @@ def _full(size: Any, fill_value: Any, **kwargs: Any) -> Kwargs:
 def _like(*, fill: bool = False) -> Normalise:
     """``zeros_like(x)``, and ``full_like(x, value)``: shape and dtype of another tensor."""
 
-    def like(input: Any, *values: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Kwargs:
+    def like(
+        input: Any, *values: Any, dtype: Any = None, device: Any = None, **kwargs: Any
+    ) -> Kwargs:
         if "fill_value" in kwargs:
             values = (kwargs["fill_value"],)
         filled: Kwargs = {"fill_value": values[0]} if fill else {}
-        return {"size": tuple(input.shape), **filled, "dtype": dtype or input.dtype, "device": RankDevice()}
+        return {
+            "size": tuple(input.shape),
+            **filled,
+            "dtype": dtype or input.dtype,
+            "device": RankDevice(),
+        }
 
     return rewriting(like)
 
@@ -102,7 +114,13 @@ define(
     (torch.full_like, _like(fill=True)),
     (torch.Tensor.new_full, _new(fill=True)),
 )
-define("arange", "*bounds, dtype=None, device=None", "torch.arange", whole_rule, (torch.arange, rewriting(_bounds)))
+define(
+    "arange",
+    "*bounds, dtype=None, device=None",
+    "torch.arange",
+    whole_rule,
+    (torch.arange, rewriting(_bounds)),
+)
 for _name, _signature in {
     "eye": "n, m=None",
     "linspace": "start, end, steps",
@@ -111,4 +129,10 @@ for _name, _signature in {
     "triu_indices": "row, col, offset=0",
     "tensor": "data",
 }.items():
-    define(_name, f"{_signature}, {_OPTIONS}", f"torch.{_name}", whole_rule, (getattr(torch, _name), without(*_MEMORY)))
+    define(
+        _name,
+        f"{_signature}, {_OPTIONS}",
+        f"torch.{_name}",
+        whole_rule,
+        (getattr(torch, _name), without(*_MEMORY)),
+    )

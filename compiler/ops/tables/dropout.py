@@ -1,7 +1,7 @@
 """Operators that draw random numbers.
 
-Each always runs as its runtime form, which draws from the module's own random state and knows where its piece lies in the
-whole. Factors are free where one drawn number belongs to one element.
+Each always runs as its runtime form, which draws from the module's own random state and knows where
+its piece lies in the whole. Factors are free where one drawn number belongs to one element.
 """
 
 from __future__ import annotations
@@ -15,12 +15,24 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import dim_of, linear_sets
 from shardwright.compiler.ops.registry import Normalise, define
 from shardwright.compiler.ops.rule import OpRule, TensorRefs
-from shardwright.compiler.ops.terms import DRAWN, RUNTIME, annotation, broadcast, define_form, drawn, local_size, may_be, names
+from shardwright.compiler.ops.rule_builder import dim_of, linear_sets
+from shardwright.compiler.ops.terms import (
+    DRAWN,
+    RUNTIME,
+    annotation,
+    broadcast,
+    define_form,
+    drawn,
+    local_size,
+    may_be,
+    names,
+)
 
-_PLAIN = without("inplace", "generator", "out", "layout", "requires_grad", "pin_memory", "memory_format")
+_PLAIN = without(
+    "inplace", "generator", "out", "layout", "requires_grad", "pin_memory", "memory_format"
+)
 
 
 def _result(rule: OpRule) -> TensorRefs:
@@ -32,14 +44,20 @@ def _runtime(op: IROp) -> str:
 
 
 def _random(
-    name: str, signature: str, rule: Callable[[IROp], OpRule], *aliases: Any, code: str | None = None, **renames: str
+    name: str,
+    signature: str,
+    rule: Callable[[IROp], OpRule],
+    *aliases: Any,
+    code: str | None = None,
+    **renames: str,
 ) -> None:
     """An operator and its runtime form, which has the same name and arguments."""
     define_form(name, f"{signature}, {DRAWN.removeprefix('*, ') if '*' in signature else DRAWN}")
     define(name, signature, code or f"torch.{name}", rule, *aliases, renames=renames)
 
 
-# ------------------------------------------------------------------------------------------------ dropout
+# ------------------------------------------------------------------------------------------------
+# dropout
 
 
 def _dropout(num_shared: int | None, linear: bool) -> Callable[[IROp], OpRule]:
@@ -52,7 +70,9 @@ def _dropout(num_shared: int | None, linear: bool) -> Callable[[IROp], OpRule]:
 
     def rule(op: IROp) -> OpRule:
         rule = parse_rule("* -> *", op, linear_sets=linear_sets(op, ("input",)) if linear else ())
-        training = op.arg("training", op.target in ("dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu"))
+        training = op.arg(
+            "training", op.target in ("dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
+        )
         random = may_be(training, bool) and may_be(op.arg("p", 0.5), lambda p: p > 0)
         return drawn(rule, _runtime(op), mask) if random else rule
 
@@ -61,11 +81,27 @@ def _dropout(num_shared: int | None, linear: bool) -> Callable[[IROp], OpRule]:
 
 _NUM_SHARED = {"dropout": 0, "dropout1d": 1, "dropout2d": None, "dropout3d": 3}
 for _name, _num in _NUM_SHARED.items():
-    _aliases = through(_PLAIN, callables(_name, *(["feature_dropout"] if _name == "dropout2d" else [])))
-    _random(_name, "input, p=0.5, training=True", _dropout(_num, True), *_aliases, code=f"F.{_name}", train="training")
+    _aliases = through(
+        _PLAIN, callables(_name, *(["feature_dropout"] if _name == "dropout2d" else []))
+    )
+    _random(
+        _name,
+        "input, p=0.5, training=True",
+        _dropout(_num, True),
+        *_aliases,
+        code=f"F.{_name}",
+        train="training",
+    )
 for _name, _num in {"alpha_dropout": 0, "feature_alpha_dropout": None}.items():
     _aliases = through(_PLAIN, callables(_name))
-    _random(_name, "input, p=0.5, training=False", _dropout(_num, False), *_aliases, code=f"F.{_name}", train="training")
+    _random(
+        _name,
+        "input, p=0.5, training=False",
+        _dropout(_num, False),
+        *_aliases,
+        code=f"F.{_name}",
+        train="training",
+    )
 
 
 def _rrelu(op: IROp) -> OpRule:
@@ -92,7 +128,8 @@ _random(
     code="F.gumbel_softmax",
 )
 
-# ------------------------------------------------------------------------------------------------ new tensors
+# ------------------------------------------------------------------------------------------------
+# new tensors
 
 
 def _created(op: IROp) -> OpRule:
@@ -110,7 +147,9 @@ def _like(op: IROp) -> OpRule:
 def _with_low(*order: str) -> Normalise:
     """Arguments by name, ``low`` filled in where torch lets it be left out before the others."""
 
-    def normalise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def normalise(
+        args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = _PLAIN((), kwargs)[1]
         missing = [name for name in order if name not in given]
         if len(args) < len(missing) and "low" in missing:
@@ -123,10 +162,20 @@ def _with_low(*order: str) -> Normalise:
 _NEW = "*, dtype=None, device=None"
 _random("rand", "*size, dtype=None, device=None", _created, (torch.rand, _PLAIN))
 _random("randn", "*size, dtype=None, device=None", _created, (torch.randn, _PLAIN))
-_random("randint", f"low, high, size, {_NEW}", _created, (torch.randint, _with_low("low", "high", "size")))
+_random(
+    "randint",
+    f"low, high, size, {_NEW}",
+    _created,
+    (torch.randint, _with_low("low", "high", "size")),
+)
 _random("rand_like", f"input, {_NEW}", _like, (torch.rand_like, _PLAIN))
 _random("randn_like", f"input, {_NEW}", _like, (torch.randn_like, _PLAIN))
-_random("randint_like", f"input, low, high, {_NEW}", _like, (torch.randint_like, _with_low("input", "low", "high")))
+_random(
+    "randint_like",
+    f"input, low, high, {_NEW}",
+    _like,
+    (torch.randint_like, _with_low("input", "low", "high")),
+)
 
 
 def _randperm(op: IROp) -> OpRule:
@@ -135,7 +184,8 @@ def _randperm(op: IROp) -> OpRule:
 
 _random("randperm", f"n, {_NEW}", _randperm, (torch.randperm, _PLAIN))
 
-# ------------------------------------------------------------------------------------------------ draws from parameters
+# ------------------------------------------------------------------------------------------------
+# draws from parameters
 
 
 def _half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -159,12 +209,24 @@ _random(
     *through(_PLAIN, [torch.bernoulli, torch.Tensor.bernoulli]),
     (torch.Tensor.bernoulli_, _half),
 )
-_random("normal", "mean, std=1.0, size=None, *, dtype=None, device=None", _normal, (torch.normal, _PLAIN))
-_random("multinomial", "input, num_samples, replacement=False", _multinomial, *through(_PLAIN, callables("multinomial")))
+_random(
+    "normal",
+    "mean, std=1.0, size=None, *, dtype=None, device=None",
+    _normal,
+    (torch.normal, _PLAIN),
+)
+_random(
+    "multinomial",
+    "input, num_samples, replacement=False",
+    _multinomial,
+    *through(_PLAIN, callables("multinomial")),
+)
 for _name, _signature, _in_place in (
     ("normal_like", "input, mean=0.0, std=1.0", torch.Tensor.normal_),
     ("uniform_like", "input, low=0.0, high=1.0", torch.Tensor.uniform_),
     ("exponential_like", "input, lambd=1.0", torch.Tensor.exponential_),
 ):
     _code = f"{RUNTIME}.{_name}"
-    _random(_name, _signature, _like, (_in_place, _PLAIN), code=_code, **{"from": "low", "to": "high"})
+    _random(
+        _name, _signature, _like, (_in_place, _PLAIN), code=_code, **{"from": "low", "to": "high"}
+    )

@@ -1,7 +1,8 @@
 """Operators that read or write chosen places of a tensor.
 
-A dim that is indexed is frozen in the source: its places have meaning. The dims of index tensors are free for reading, as
-each place is read by itself. Writes that add up are a sum over their pieces; others have an order, and are frozen.
+A dim that is indexed is frozen in the source: its places have meaning. The dims of index tensors
+are free for reading, as each place is read by itself. Writes that add up are a sum over their
+pieces; others have an order, and are frozen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ops.aliases import Kwargs, callables, methods, rewriting, through
-from shardwright.compiler.ops.builder import (
+from shardwright.compiler.ops.index_expressions import Item, pick, read_index, slice_bounds
+from shardwright.compiler.ops.opdef import RuleMaker
+from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, TensorRefs
+from shardwright.compiler.ops.rule_builder import (
     FROZEN,
     SUMMED,
     RuleBuilder,
@@ -23,12 +28,9 @@ from shardwright.compiler.ops.builder import (
     linear_sets,
     whole_rule,
 )
-from shardwright.compiler.ops.index import Item, pick, read_index, slice_bounds
-from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
-from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, TensorRefs
 
-# ------------------------------------------------------------------------------------------------ brackets
+# ------------------------------------------------------------------------------------------------
+# brackets
 
 
 def _getitem(op: IROp) -> OpRule:
@@ -39,12 +41,17 @@ def _getitem(op: IROp) -> OpRule:
     build = RuleBuilder()
     picked = pick(build, items, source.shape, op.results[0].shape)
     return build.rule(
-        [picked.source, *picked.indices], [picked.result], linear=linear_sets(op, ("input",)), localise=_open_slices
+        [picked.source, *picked.indices],
+        [picked.result],
+        linear=linear_sets(op, ("input",)),
+        localise=_open_slices,
     )
 
 
 def _open_slices(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    """Slices that take all of a dim, or a place of every group, lose their end, which counts the whole dim."""
+    """Slices that take all of a dim, or a place of every group, lose their end, which counts the
+    whole dim.
+    """
     items = read_index(op.arg("index"), op.operands[0].shape)
     assert items is not None
 
@@ -60,9 +67,16 @@ def _brackets(self: Any, index: Any) -> Kwargs:
     return {"input": self, "index": index if isinstance(index, tuple) else (index,)}
 
 
-define("getitem", "input, index", "[]", _getitem, *through(rewriting(_brackets), methods("__getitem__")))
+define(
+    "getitem",
+    "input, index",
+    "[]",
+    _getitem,
+    *through(rewriting(_brackets), methods("__getitem__")),
+)
 
-# ------------------------------------------------------------------------------------------------ reading along one dim
+# ------------------------------------------------------------------------------------------------
+# reading along one dim
 
 
 def _replaced(refs: TensorRefs, dim: int, by: DimRefs) -> TensorRefs:
@@ -76,7 +90,11 @@ def _index_select(op: IROp) -> OpRule:
     source = build.tensor(shape, frozen=(dim,))
     places = build.dim(op.results[0].shape[dim]) if shape else ()
     index = (places,) * op.operands[1].ndim
-    return build.rule([source, index], [_replaced(source, dim, places) if shape else ()], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [source, index],
+        [_replaced(source, dim, places) if shape else ()],
+        linear=linear_sets(op, ("input",)),
+    )
 
 
 def _gather(op: IROp) -> OpRule:
@@ -86,26 +104,39 @@ def _gather(op: IROp) -> OpRule:
     dim = dim_of(op, len(source))
     frozen = {d for d in range(len(index)) if d != dim and index[d] != source[d]}
     places = build.tensor(index, frozen=frozen)
-    operand = tuple(build.dim(source[d], FROZEN) if d == dim or d in frozen else refs for d, refs in enumerate(places))
+    operand = tuple(
+        build.dim(source[d], FROZEN) if d == dim or d in frozen else refs
+        for d, refs in enumerate(places)
+    )
     return build.rule([operand, places], [places], linear=linear_sets(op, ("input",)))
 
 
 def _take_along_dim(op: IROp) -> OpRule:
-    """Like ``gather``, but the other dims broadcast; without ``dim`` both are read as one long dim."""
+    """Like ``gather``, but the other dims broadcast; without ``dim`` both are read as one long
+    dim.
+    """
     if op.arg("dim") is None:
         return whole_rule(op, ("input",))
     build = RuleBuilder()
     source, index = op.operands[0].shape, op.operands[1].shape
     dim = dim_of(op, len(source))
     result = build.tensor(op.results[0].shape)
-    operand = _replaced(broadcast((*source[:dim], 1, *source[dim + 1 :]), result), dim, build.dim(source[dim], FROZEN))
-    return build.rule([operand, broadcast(index, result)], [result], linear=linear_sets(op, ("input",)))
+    operand = _replaced(
+        broadcast((*source[:dim], 1, *source[dim + 1 :]), result),
+        dim,
+        build.dim(source[dim], FROZEN),
+    )
+    return build.rule(
+        [operand, broadcast(index, result)], [result], linear=linear_sets(op, ("input",))
+    )
 
 
 def _take(op: IROp) -> OpRule:
     build = RuleBuilder()
     places = build.tensor(op.results[0].shape)
-    return build.rule([build.whole(op.operands[0].shape), places], [places], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [build.whole(op.operands[0].shape), places], [places], linear=linear_sets(op, ("input",))
+    )
 
 
 def _narrow(op: IROp) -> OpRule:
@@ -114,10 +145,14 @@ def _narrow(op: IROp) -> OpRule:
     dim = dim_of(op, len(shape))
     if op.results[0].shape == shape:
         refs = build.tensor(shape)
-        return build.rule([refs], [refs], linear=linear_sets(op, ("input",)), localise=_whole_length)
+        return build.rule(
+            [refs], [refs], linear=linear_sets(op, ("input",)), localise=_whole_length
+        )
     source = build.tensor(shape, frozen=(dim,))
     return build.rule(
-        [source], [_replaced(source, dim, build.dim(op.results[0].shape[dim], FROZEN))], linear=linear_sets(op, ("input",))
+        [source],
+        [_replaced(source, dim, build.dim(op.results[0].shape[dim], FROZEN))],
+        linear=linear_sets(op, ("input",)),
     )
 
 
@@ -130,7 +165,9 @@ def _select(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule([source], [source[:dim] + source[dim + 1 :]], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [source], [source[:dim] + source[dim + 1 :]], linear=linear_sets(op, ("input",))
+    )
 
 
 def _lookup(op: IROp) -> OpRule:
@@ -139,27 +176,58 @@ def _lookup(op: IROp) -> OpRule:
     result = build.tensor(op.results[0].shape)
     table = ("boundaries", "test_elements")
     named = zip(op.operand_names, op.operands, strict=True)
-    return build.rule([build.whole(value.shape) if name in table else result for name, value in named], [result])
+    return build.rule(
+        [build.whole(value.shape) if name in table else result for name, value in named], [result]
+    )
 
 
-define("index_select", "input, dim, index", "torch.index_select", _index_select, *callables("index_select"))
+define(
+    "index_select",
+    "input, dim, index",
+    "torch.index_select",
+    _index_select,
+    *callables("index_select"),
+)
 define(
     "gather",
     "input, dim, index",
     "torch.gather",
     _gather,
     *through(
-        lambda args, kwargs: (args, {key: value for key, value in kwargs.items() if key != "sparse_grad"}), callables("gather")
+        lambda args, kwargs: (
+            args,
+            {key: value for key, value in kwargs.items() if key != "sparse_grad"},
+        ),
+        callables("gather"),
     ),
 )
-define("take_along_dim", "input, indices, dim=None", "torch.take_along_dim", _take_along_dim, *callables("take_along_dim"))
+define(
+    "take_along_dim",
+    "input, indices, dim=None",
+    "torch.take_along_dim",
+    _take_along_dim,
+    *callables("take_along_dim"),
+)
 define("take", "input, index", "torch.take", _take, *callables("take"))
 define("narrow", "input, dim, start, length", ".narrow", _narrow, *callables("narrow"))
 define("select", "input, dim, index", ".select", _select, *callables("select"))
-define("isin", "elements, test_elements, *, assume_unique=False, invert=False", "torch.isin", _lookup, torch.isin)
-define("bucketize", "input, boundaries, *, out_int32=False, right=False", "torch.bucketize", _lookup, torch.bucketize)
+define(
+    "isin",
+    "elements, test_elements, *, assume_unique=False, invert=False",
+    "torch.isin",
+    _lookup,
+    torch.isin,
+)
+define(
+    "bucketize",
+    "input, boundaries, *, out_int32=False, right=False",
+    "torch.bucketize",
+    _lookup,
+    torch.bucketize,
+)
 
-# ------------------------------------------------------------------------------------------------ writing along one dim
+# ------------------------------------------------------------------------------------------------
+# writing along one dim
 
 
 def _scatter(places: FactorKind) -> RuleMaker:
@@ -170,13 +238,20 @@ def _scatter(places: FactorKind) -> RuleMaker:
         shapes = [value.shape for value in op.operands]
         target = shapes[0]
         dim = dim_of(op, len(target))
-        whole = build.tensor(target, frozen={d for d in range(len(target)) if d == dim or len({s[d] for s in shapes}) > 1})
+        whole = build.tensor(
+            target,
+            frozen={d for d in range(len(target)) if d == dim or len({s[d] for s in shapes}) > 1},
+        )
         aligned = len({shape[dim] for shape in shapes[1:]}) == 1
         along = build.dim(shapes[1][dim], places) if aligned and target else ()
         operands = [whole]
         for shape in shapes[1:]:
             refs = [
-                along if d == dim and aligned else whole[d] if size == target[d] and d != dim else build.dim(size, FROZEN)
+                along
+                if d == dim and aligned
+                else whole[d]
+                if size == target[d] and d != dim
+                else build.dim(size, FROZEN)
                 for d, size in enumerate(shape)
             ]
             operands.append(tuple(refs))
@@ -200,7 +275,9 @@ def _index_write(places: FactorKind, source: str) -> RuleMaker:
         written = (_replaced(whole, dim, along) if value.ndim else () for value in op.operands[2:])
         operands = [whole, (along,) * index.ndim, *written]
         additive = (0,) if places is SUMMED else ()
-        return build.rule(operands, [whole], linear=linear_sets(op, ("input", source)), additive=additive)
+        return build.rule(
+            operands, [whole], linear=linear_sets(op, ("input", source)), additive=additive
+        )
 
     return rule
 
@@ -213,7 +290,12 @@ def _slice_scatter(op: IROp) -> OpRule:
     start, stop = slice_bounds(slice(op.arg("start"), op.arg("end")), shape[dim])
     if op.arg("step", 1) == 1 and start == 0 and stop == shape[dim]:
         refs = build.tensor(shape)
-        return build.rule([refs, refs], [refs], linear=linear, localise=lambda op, rule, local: {"start": None, "end": None})
+        return build.rule(
+            [refs, refs],
+            [refs],
+            linear=linear,
+            localise=lambda op, rule, local: {"start": None, "end": None},
+        )
     whole = build.tensor(shape, frozen=(dim,))
     part = _replaced(whole, dim, build.dim(op.operands[1].shape[dim], FROZEN))
     return build.rule([whole, part], [whole], linear=linear)
@@ -224,7 +306,9 @@ def _select_scatter(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     whole = build.tensor(shape, frozen=(dim,))
-    return build.rule([whole, whole[:dim] + whole[dim + 1 :]], [whole], linear=linear_sets(op, ("input", "src")))
+    return build.rule(
+        [whole, whole[:dim] + whole[dim + 1 :]], [whole], linear=linear_sets(op, ("input", "src"))
+    )
 
 
 def _diagonal_scatter(op: IROp) -> OpRule:
@@ -249,11 +333,15 @@ def _index_put(op: IROp) -> OpRule:
     picked = pick(build, items, source.shape, places=SUMMED if adds_up else FROZEN)
     operands = [picked.source, *picked.indices, _written(values.shape, picked.result)]
     additive = (0,) if adds_up else ()
-    return build.rule(operands, [picked.source], linear=linear_sets(op, ("input", "values")), additive=additive)
+    return build.rule(
+        operands, [picked.source], linear=linear_sets(op, ("input", "values")), additive=additive
+    )
 
 
 def _written(shape: tuple[Size, ...], target: TensorRefs) -> TensorRefs:
-    """The factors of values written to ``target``: they broadcast, and may have further dims of size 1 in front."""
+    """The factors of values written to ``target``: they broadcast, and may have further dims of
+    size 1 in front.
+    """
     extra = max(0, len(shape) - len(target))
     return ((),) * extra + broadcast(shape[extra:], target)
 
@@ -290,7 +378,13 @@ define(
     *callables("index_copy"),
     renames={"tensor": "source"},
 )
-define("index_fill", "input, dim, index, value", ".index_fill", _index_write(FROZEN, "value"), *callables("index_fill"))
+define(
+    "index_fill",
+    "input, dim, index, value",
+    ".index_fill",
+    _index_write(FROZEN, "value"),
+    *callables("index_fill"),
+)
 define(
     "slice_scatter",
     "input, src, dim=0, start=None, end=None, step=1",
@@ -298,7 +392,13 @@ define(
     _slice_scatter,
     *callables("slice_scatter"),
 )
-define("select_scatter", "input, src, dim, index", "torch.select_scatter", _select_scatter, *callables("select_scatter"))
+define(
+    "select_scatter",
+    "input, src, dim, index",
+    "torch.select_scatter",
+    _select_scatter,
+    *callables("select_scatter"),
+)
 define(
     "diagonal_scatter",
     "input, src, offset=0, dim1=0, dim2=1",
@@ -313,7 +413,13 @@ define(
     lambda op: whole_rule(op, ("input", "source")),
     *callables("masked_scatter"),
 )
-define("index_put", "input, indices, values, accumulate=False", ".index_put", _index_put, *callables("index_put"))
+define(
+    "index_put",
+    "input, indices, values, accumulate=False",
+    ".index_put",
+    _index_put,
+    *callables("index_put"),
+)
 define(  # only this form takes None among the indices
     "index_put_dims",
     "input, indices, values, accumulate=False",

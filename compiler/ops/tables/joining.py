@@ -1,4 +1,6 @@
-"""Operators that join tensors and cut them: concatenation, stacking, splitting. Linear, like all that moves elements."""
+"""Operators that join tensors and cut them: concatenation, stacking, splitting. Linear, like all
+that moves elements.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,22 @@ import torch
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, is_static
 from shardwright.compiler.ops.aliases import callables, functions
-from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, dim_of, linear_sets, whole_rule
 from shardwright.compiler.ops.registry import define
-from shardwright.compiler.ops.rule import DimRefs, FactorRef, Localise, LocalSizes, OpRule, TensorRefs
+from shardwright.compiler.ops.rule import (
+    DimRefs,
+    FactorRef,
+    Localise,
+    LocalSizes,
+    OpRule,
+    TensorRefs,
+)
+from shardwright.compiler.ops.rule_builder import (
+    FROZEN,
+    RuleBuilder,
+    dim_of,
+    linear_sets,
+    whole_rule,
+)
 
 
 def _cat(op: IROp) -> OpRule:
@@ -19,7 +34,9 @@ def _cat(op: IROp) -> OpRule:
     build = RuleBuilder()
     shape = op.results[0].shape
     dim = dim_of(op, len(shape))
-    joined = [value for value in op.operands if value.ndim == len(shape)]  # empty tensors of one dim may stand beside
+    joined = [
+        value for value in op.operands if value.ndim == len(shape)
+    ]  # empty tensors of one dim may stand beside
     result = list(build.tensor(shape))
     whole = build.factor(*(value.shape[dim] for value in joined))
     result[dim] = (whole,)
@@ -44,7 +61,9 @@ def _stack(op: IROp) -> OpRule:
 
 
 def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp], OpRule]:
-    """Equal pieces: the dim is (pieces, piece). Others: it is a concatenation, or frozen where the call cannot say sizes."""
+    """Equal pieces: the dim is (pieces, piece). Others: it is a concatenation, or frozen where the
+    call cannot say sizes.
+    """
 
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
@@ -65,7 +84,9 @@ def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp
             source[dim] = build.dim(shape[dim], FROZEN)
             pieces = [build.dim(size, FROZEN) for size in sizes]
         results = [(*source[:dim], piece, *source[dim + 1 :]) for piece in pieces]
-        return build.rule([tuple(source)], results, linear=linear_sets(op, ("input",)), localise=localise)
+        return build.rule(
+            [tuple(source)], results, linear=linear_sets(op, ("input",)), localise=localise
+        )
 
     return rule
 
@@ -77,7 +98,9 @@ def _piece_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> tuple[Size, ...]:
 
 def _split_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
     sizes = _piece_sizes(op, rule, local)
-    equal = is_static(sizes[0]) and all(size == sizes[0] for size in sizes)  # others may be empty on a rank
+    equal = is_static(sizes[0]) and all(
+        size == sizes[0] for size in sizes
+    )  # others may be empty on a rank
     return {"split_size_or_sections": sizes[0] if equal else sizes}
 
 
@@ -89,7 +112,9 @@ def _split_bounds(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg
 
 
 def _num_chunks(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    """As many as there are, which may be fewer than were asked for: a rank with empty pieces has as many."""
+    """As many as there are, which may be fewer than were asked for: a rank with empty pieces has as
+    many.
+    """
     return {"chunks": len(rule.results)}
 
 
@@ -104,7 +129,11 @@ def _unbind(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule([source], [source[:dim] + source[dim + 1 :]] * len(op.results), linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [source],
+        [source[:dim] + source[dim + 1 :]] * len(op.results),
+        linear=linear_sets(op, ("input",)),
+    )
 
 
 define("cat", "tensors, dim=0", "torch.cat", _cat, *functions("cat", "concat", "concatenate"))
@@ -115,9 +144,19 @@ define(
     ".split",
     _split(_split_sizes),
     *callables("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
-    renames={"tensor": "input", "split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
+    renames={
+        "tensor": "input",
+        "split_size": "split_size_or_sections",
+        "split_sizes": "split_size_or_sections",
+    },
 )
-define("chunk", "input, chunks, dim=0", ".chunk", _split(_num_chunks, unequal=False), *callables("chunk", "unsafe_chunk"))
+define(
+    "chunk",
+    "input, chunks, dim=0",
+    ".chunk",
+    _split(_num_chunks, unequal=False),
+    *callables("chunk", "unsafe_chunk"),
+)
 define(
     "tensor_split",
     "input, indices_or_sections, dim=0",

@@ -1,4 +1,6 @@
-"""Functions of matrices: decompositions, inverses, determinants, solutions. A matrix is whole; stacks of them may be split."""
+"""Functions of matrices: decompositions, inverses, determinants, solutions. A matrix is whole;
+stacks of them may be split.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import torch
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, through, without
-from shardwright.compiler.ops.builder import RuleBuilder, broadcast, linear_sets, whole_rule
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import RuleBuilder, broadcast, linear_sets, whole_rule
 
 _OUT = without("out")
 
@@ -23,12 +25,17 @@ def _of_matrices(op: IROp) -> OpRule:
 
 
 def _solve(op: IROp) -> OpRule:
-    """``solve(A, B)`` with ``B`` [*, n, k]; columns of ``B`` are apart from each other. A vector keeps everything whole."""
+    """``solve(A, B)`` with ``B`` [*, n, k]; columns of ``B`` are apart from each other. A vector
+    keeps everything whole.
+    """
     matrix, right = op.operands
     if op.arg("left", True) is not True or right.ndim < 2 or right.ndim != matrix.ndim:
         return whole_rule(op)
     build = RuleBuilder()
-    result = (*build.tensor(op.results[0].shape[:-1], frozen=(right.ndim - 2,)), build.dim(right.shape[-1]))
+    result = (
+        *build.tensor(op.results[0].shape[:-1], frozen=(right.ndim - 2,)),
+        build.dim(right.shape[-1]),
+    )
     operands = [
         (*broadcast(matrix.shape[:-2], result[:-2]), *build.whole(matrix.shape[-2:])),
         (*broadcast(right.shape[:-2], result[:-2]), *result[-2:]),
@@ -54,7 +61,9 @@ _MATRICES = {
 for _name, (_parameters, _others) in _MATRICES.items():
     _aliases = through(_OUT, [getattr(torch.linalg, _name), *callables(*_others)])
     _signature = f"input, {_parameters}".rstrip(", ")
-    define(_name, _signature, f"torch.linalg.{_name}", _of_matrices, *_aliases, renames={"A": "input"})
+    define(
+        _name, _signature, f"torch.linalg.{_name}", _of_matrices, *_aliases, renames={"A": "input"}
+    )
 define("logdet", "input", "torch.logdet", _of_matrices, *callables("logdet"))
 define("trace", "input", "torch.trace", whole_rule, *callables("trace"))
 

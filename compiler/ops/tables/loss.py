@@ -15,18 +15,29 @@ from torch.nn import _reduction
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import linear_sets
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
-from shardwright.compiler.ops.terms import annotation, broadcast, define_form, names, over_count, start_of
+from shardwright.compiler.ops.rule_builder import linear_sets
+from shardwright.compiler.ops.terms import (
+    annotation,
+    broadcast,
+    define_form,
+    names,
+    over_count,
+    start_of,
+)
 
 
-def _modern(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _modern(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``size_average`` and ``reduce`` of old as ``reduction``."""
     keywords = dict(kwargs)
     size_average, reduce = keywords.pop("size_average", None), keywords.pop("reduce", None)
     if size_average is not None or reduce is not None:
-        keywords["reduction"] = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+        keywords["reduction"] = _reduction.legacy_get_string(
+            size_average, reduce, emit_warning=False
+        )
     return args, keywords
 
 
@@ -46,11 +57,16 @@ def _per_row(
     reduction = op.arg("reduction", "mean")
     if reduction == "none":
         return parse_rule(annotation(operands, [rows]), op, linear_sets=linear)
-    mean = over_count(form, [row for row in rows if row != "1"], count) if reduction != "sum" else None
-    return parse_rule(annotation(map(_summed, operands), [[]]), op, linear_sets=linear, parallel=mean)
+    mean = (
+        over_count(form, [row for row in rows if row != "1"], count) if reduction != "sum" else None
+    )
+    return parse_rule(
+        annotation(map(_summed, operands), [[]]), op, linear_sets=linear, parallel=mean
+    )
 
 
-# ------------------------------------------------------------------------------------------------ elementwise losses
+# ------------------------------------------------------------------------------------------------
+# elementwise losses
 
 
 def _elementwise(form: str, *joint: tuple[str, ...]) -> Callable[[IROp], OpRule]:
@@ -81,16 +97,24 @@ _ELEMENTWISE: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "smooth_l1_loss": ("input, target, reduction='mean', beta=1.0", ()),
     "huber_loss": ("input, target, reduction='mean', delta=1.0, weight=None", (("weight",),)),
     "binary_cross_entropy": ("input, target, weight=None, reduction='mean'", (("weight",),)),
-    "binary_cross_entropy_with_logits": ("input, target, weight=None, reduction='mean', pos_weight=None", (("weight",),)),
+    "binary_cross_entropy_with_logits": (
+        "input, target, weight=None, reduction='mean', pos_weight=None",
+        (("weight",),),
+    ),
     "kl_div": ("input, target, reduction='mean', log_target=False", ()),
-    "poisson_nll_loss": ("input, target, log_input=True, full=False, eps=1e-08, reduction='mean'", ()),
+    "poisson_nll_loss": (
+        "input, target, log_input=True, full=False, eps=1e-08, reduction='mean'",
+        (),
+    ),
     "soft_margin_loss": ("input, target, reduction='mean'", ()),
     "hinge_embedding_loss": ("input, target, margin=1.0, reduction='mean'", ()),
     "margin_ranking_loss": ("input1, input2, target, margin=0, reduction='mean'", ()),
 }
 for _name, (_signature, _joint) in _ELEMENTWISE.items():
     _form = define_form(_name, f"{_signature}, *, count=0")
-    define(_name, _signature, f"F.{_name}", _elementwise(_form, *_joint), (getattr(F, _name), _modern))
+    define(
+        _name, _signature, f"F.{_name}", _elementwise(_form, *_joint), (getattr(F, _name), _modern)
+    )
 
 _GAUSSIAN = "input, target, var, full=False, eps=1e-06, reduction='mean'"
 _GAUSSIAN_FORM = define_form("gaussian_nll_loss", f"{_GAUSSIAN}, *, count=0")
@@ -101,19 +125,30 @@ def _gaussian_nll_loss(op: IROp) -> OpRule:
     values = [value.shape for value in op.operands]
     if len(values) > 2 and len(values[2]) == len(values[0]) - 1:
         operands, rows = broadcast(values[:2])
-        operands.append([("1" if size == 1 else name) for size, name in zip(values[2], rows, strict=False)])
+        operands.append(
+            [("1" if size == 1 else name) for size, name in zip(values[2], rows, strict=False)]
+        )
     else:
         operands, rows = broadcast(values)
     return _per_row(op, operands, rows, _GAUSSIAN_FORM, product(_broadcast_shape(values[:2])[1]))
 
 
-define("gaussian_nll_loss", _GAUSSIAN, "F.gaussian_nll_loss", _gaussian_nll_loss, (F.gaussian_nll_loss, _modern))
+define(
+    "gaussian_nll_loss",
+    _GAUSSIAN,
+    "F.gaussian_nll_loss",
+    _gaussian_nll_loss,
+    (F.gaussian_nll_loss, _modern),
+)
 
-# ------------------------------------------------------------------------------------------------ losses of whole rows
+# ------------------------------------------------------------------------------------------------
+# losses of whole rows
 
 
 def _of_vectors(form: str) -> Callable[[IROp], OpRule]:
-    """The last dim of the inputs is one vector, which stays whole; a target has one entry per vector."""
+    """The last dim of the inputs is one vector, which stays whole; a target has one entry per
+    vector.
+    """
 
     def rule(op: IROp) -> OpRule:
         ndim = max(value.ndim for value in op.operands)
@@ -152,7 +187,13 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
             "target": rows if op.target == "multi_margin_loss" else [*rows, "c^"],
             "weight": ["c^"],
         }
-        found = _per_row(op, [terms[name] for name in op.operand_names], rows, form, product(op.operands[0].shape[:-1]))
+        found = _per_row(
+            op,
+            [terms[name] for name in op.operand_names],
+            rows,
+            form,
+            product(op.operands[0].shape[:-1]),
+        )
         return replace(found, nonempty=True)  # without rows torch returns memory that nobody wrote
 
     return rule
@@ -164,14 +205,19 @@ def _of_labels(form: str) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         shapes = [value.shape for value in op.operands]
         terms, rows = broadcast(shapes, "n")
-        operands = [[*term[:-1], *("1" if name == "1" else "c^" for name in term[-1:])] for term in terms]
+        operands = [
+            [*term[:-1], *("1" if name == "1" else "c^" for name in term[-1:])] for term in terms
+        ]
         return _per_row(op, operands, rows[:-1], form, product(_broadcast_shape(shapes)[1][:-1]))
 
     return rule
 
 
 _OF_CLASSES = {
-    "multi_margin_loss": ("input, target, p=1, margin=1.0, weight=None, reduction='mean'", _of_classes),
+    "multi_margin_loss": (
+        "input, target, p=1, margin=1.0, weight=None, reduction='mean'",
+        _of_classes,
+    ),
     "multilabel_margin_loss": ("input, target, reduction='mean'", _of_classes),
     "multilabel_soft_margin_loss": ("input, target, weight=None, reduction='mean'", _of_labels),
 }
@@ -179,16 +225,23 @@ for _name, (_signature, _rule) in _OF_CLASSES.items():
     _form = define_form(_name, f"{_signature}, *, count=0")
     define(_name, _signature, f"F.{_name}", _rule(_form), (getattr(F, _name), _modern))
 
-# ------------------------------------------------------------------------------------------------ cross entropy
+# ------------------------------------------------------------------------------------------------
+# cross entropy
 
 
 def _class_terms(op: IROp) -> tuple[list[list[str]], list[str]]:
-    """Terms of input ``[n, c, y...]``, target (classes per row, or probabilities) and weight; and the row dims."""
+    """Terms of input ``[n, c, y...]``, target (classes per row, or probabilities) and weight; and
+    the row dims.
+    """
     values = dict(zip(op.operand_names, op.operands, strict=True))
     ndim = values["input"].ndim
     rows = ["n", *names(ndim - 2, "y")] if ndim > 1 else []
     whole = [*rows[:1], "c", *rows[1:]]
-    terms = {"input": whole, "target": whole if values["target"].dtype.is_floating_point else rows, "weight": ["c"]}
+    terms = {
+        "input": whole,
+        "target": whole if values["target"].dtype.is_floating_point else rows,
+        "weight": ["c"],
+    }
     return [terms[name] for name in op.operand_names], rows
 
 
@@ -217,16 +270,26 @@ def _cross_entropy(form: str) -> Callable[[IROp], OpRule]:
             factors |= {row: ParallelFactor(anywhere=True) for row in rows}
             keywords |= dict.fromkeys(rows, "row_axes")
         parallel = ParallelForm(form, factors, keywords, local_args)
-        return parse_rule(annotation(operands, [rows if reduction == "none" else []]), op, parallel=parallel)
+        return parse_rule(
+            annotation(operands, [rows if reduction == "none" else []]), op, parallel=parallel
+        )
 
     return rule
 
 
-_CROSS_ENTROPY = "input, target, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0"
+_CROSS_ENTROPY = (
+    "input, target, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0"
+)
 _NLL = "input, target, weight=None, ignore_index=-100, reduction='mean'"
 _AXES = "*, class_axes=(), row_axes=(), start=0, num_classes=0"
 _FORM = define_form("cross_entropy", f"{_CROSS_ENTROPY}, {_AXES}, count=0")
-define("cross_entropy", _CROSS_ENTROPY, "F.cross_entropy", _cross_entropy(_FORM), (F.cross_entropy, _modern))
+define(
+    "cross_entropy",
+    _CROSS_ENTROPY,
+    "F.cross_entropy",
+    _cross_entropy(_FORM),
+    (F.cross_entropy, _modern),
+)
 _FORM = define_form("nll_loss", f"{_NLL}, {_AXES}")
 define("nll_loss", _NLL, "F.nll_loss", _cross_entropy(_FORM), (F.nll_loss, _modern))
 
@@ -237,7 +300,8 @@ def _ctc_loss(op: IROp) -> OpRule:
 
 define(
     "ctc_loss",
-    "log_probs, targets, input_lengths, target_lengths, blank=0, reduction='mean', zero_infinity=False",
+    "log_probs, targets, input_lengths, target_lengths, blank=0, reduction='mean', "
+    "zero_infinity=False",
     "F.ctc_loss",
     _ctc_loss,
     F.ctc_loss,

@@ -1,4 +1,6 @@
-"""Products: linear layers, matrix products with broadcast leading dims, einsum and its relatives."""
+"""Products: linear layers, matrix products with broadcast leading dims, einsum and its
+relatives.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, functions, methods, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import linear_sets
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import annotation, broadcast, indices, names
 
 _NO_OUT = without("out")
@@ -23,7 +25,10 @@ def _linear(op: IROp) -> OpRule:
     bias, n = (", n" if op.has_arg("bias") else ""), ("n" if op.operands[1].ndim == 2 else "")
     text = f"* k, {weight}{bias if n else bias and ', '} -> * {n}"
     return parse_rule(
-        text, op, additive=indices(op, "bias"), linear_sets=linear_sets(op, ("input", "bias"), ("weight", "bias"))
+        text,
+        op,
+        additive=indices(op, "bias"),
+        linear_sets=linear_sets(op, ("input", "bias"), ("weight", "bias")),
     )
 
 
@@ -53,7 +58,9 @@ define(
 
 
 def _vdot(op: IROp) -> OpRule:
-    """Apart from ``dot``, as it conjugates complex operands: linear over real factors, which is what sums need."""
+    """Apart from ``dot``, as it conjugates complex operands: linear over real factors, which is
+    what sums need.
+    """
     return parse_rule("k+, k -> ", op, linear_sets=linear_sets(op, ("input",), ("other",)))
 
 
@@ -68,13 +75,16 @@ def _added(left: str, right: str, result: str) -> Any:
         target = result.split()
         shape = op.operands[0].shape
         aligned = target[len(target) - len(shape) :]
-        term = " ".join("1" if size == 1 else name for size, name in zip(shape, aligned, strict=True))
+        term = " ".join(
+            "1" if size == 1 else name for size, name in zip(shape, aligned, strict=True)
+        )
         return parse_rule(
             f"{term}, {left}, {right} -> {result}",
             op,
             additive=(0,),
             linear_sets=linear_sets(op, (added, first), (added, second)),
-            nonempty=op.target == "addmv",  # which does not broadcast what it adds to an empty product
+            nonempty=op.target
+            == "addmv",  # which does not broadcast what it adds to an empty product
         )
 
     return rule
@@ -82,10 +92,26 @@ def _added(left: str, right: str, result: str) -> Any:
 
 _SCALES = "*, beta=1, alpha=1"
 define(
-    "addmm", f"input, mat1, mat2, {_SCALES}", "torch.addmm", _added("m k+", "k n", "m n"), *through(_NO_OUT, callables("addmm"))
+    "addmm",
+    f"input, mat1, mat2, {_SCALES}",
+    "torch.addmm",
+    _added("m k+", "k n", "m n"),
+    *through(_NO_OUT, callables("addmm")),
 )
-define("addmv", f"input, mat, vec, {_SCALES}", "torch.addmv", _added("m k+", "k", "m"), *through(_NO_OUT, callables("addmv")))
-define("addr", f"input, vec1, vec2, {_SCALES}", "torch.addr", _added("m", "n", "m n"), *through(_NO_OUT, callables("addr")))
+define(
+    "addmv",
+    f"input, mat, vec, {_SCALES}",
+    "torch.addmv",
+    _added("m k+", "k", "m"),
+    *through(_NO_OUT, callables("addmv")),
+)
+define(
+    "addr",
+    f"input, vec1, vec2, {_SCALES}",
+    "torch.addr",
+    _added("m", "n", "m n"),
+    *through(_NO_OUT, callables("addr")),
+)
 define(
     "baddbmm",
     f"input, batch1, batch2, {_SCALES}",
@@ -103,7 +129,9 @@ define(
 
 
 def _einsum(op: IROp) -> OpRule:
-    """The equation is the annotation: letters that the result lacks are summed, those twice in one operand stay whole."""
+    """The equation is the annotation: letters that the result lacks are summed, those twice in one
+    operand stay whole.
+    """
     equation = op.arg("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -114,7 +142,9 @@ def _einsum(op: IROp) -> OpRule:
         value.ndim - len(term.replace("...", "")) if "..." in term else 0
         for term, value in zip(terms, op.operands, strict=True)
     ]
-    diagonal = {letter for term in terms for letter in term if letter != "." and term.count(letter) > 1}
+    diagonal = {
+        letter for term in terms for letter in term if letter != "." and term.count(letter) > 1
+    }
     sizes: dict[str, Any] = {}
 
     def letters(term: str, dots: int) -> list[str]:
@@ -148,13 +178,21 @@ def _tensordot(op: IROp) -> OpRule:
     if isinstance(dims, int):
         dims = (range(left.ndim - dims, left.ndim), range(dims))
     contracted = [
-        [dim % value.ndim for dim in ((d,) if isinstance(d, int) else d)] for d, value in zip(dims, (left, right), strict=True)
+        [dim % value.ndim for dim in ((d,) if isinstance(d, int) else d)]
+        for d, value in zip(dims, (left, right), strict=True)
     ]
     terms = [names(left.ndim, "m"), names(right.ndim, "n")]
     for index, (i, j) in enumerate(zip(*contracted, strict=True)):
-        terms[0][i] = "1" if left.shape[i] == 1 else f"k{index}+"  # a size of 1 is summed over as if repeated
+        terms[0][i] = (
+            "1" if left.shape[i] == 1 else f"k{index}+"
+        )  # a size of 1 is summed over as if repeated
         terms[1][j] = "1" if right.shape[j] == 1 else f"k{index}+"
-    kept = [name for term, dims_ in zip(terms, contracted, strict=True) for i, name in enumerate(term) if i not in dims_]
+    kept = [
+        name
+        for term, dims_ in zip(terms, contracted, strict=True)
+        for i, name in enumerate(term)
+        if i not in dims_
+    ]
     return parse_rule(annotation(terms, [kept]), op, linear_sets=linear_sets(op, ("a",), ("b",)))
 
 
@@ -171,14 +209,24 @@ define("outer", "input, vec2", "torch.outer", _outer, *through(_NO_OUT, callable
 def _bilinear(op: IROp) -> OpRule:
     bias = ", o" if op.has_arg("bias") else ""
     sets = linear_sets(op, ("input1", "bias"), ("input2", "bias"), ("weight", "bias"))
-    return parse_rule(f"* i+, * j+, o i j{bias} -> * o", op, additive=indices(op, "bias"), linear_sets=sets, nonempty=True)
+    return parse_rule(
+        f"* i+, * j+, o i j{bias} -> * o",
+        op,
+        additive=indices(op, "bias"),
+        linear_sets=sets,
+        nonempty=True,
+    )
 
 
-define("bilinear", "input1, input2, weight, bias=None", "F.bilinear", _bilinear, *callables("bilinear"))
+define(
+    "bilinear", "input1, input2, weight, bias=None", "F.bilinear", _bilinear, *callables("bilinear")
+)
 
 
 def _grouped_mm(op: IROp) -> OpRule:
-    """Products of groups of rows, each with the matrix of its expert; which rows is in ``offs``, so tokens stay whole."""
+    """Products of groups of rows, each with the matrix of its expert; which rows is in ``offs``, so
+    tokens stay whole.
+    """
     left, right = op.operands[:2]
     experts = ", e" if op.has_arg("offs") else ""
     bias = ", e n" if op.has_arg("bias") else ""
@@ -191,7 +239,11 @@ def _grouped_mm(op: IROp) -> OpRule:
     operands, results = terms.split(" -> ")
     sets = linear_sets(op, ("input", "bias"), ("mat2", "bias"))
     return parse_rule(
-        f"{operands}{experts}{bias} -> {results}", op, additive=indices(op, "bias"), linear_sets=sets, nonempty=True
+        f"{operands}{experts}{bias} -> {results}",
+        op,
+        additive=indices(op, "bias"),
+        linear_sets=sets,
+        nonempty=True,
     )
 
 

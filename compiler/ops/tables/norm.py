@@ -1,4 +1,6 @@
-"""Normalisations. The dims that statistics are taken over stay whole; batch norm exchanges its statistics."""
+"""Normalisations. The dims that statistics are taken over stay whole; batch norm exchanges its
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import product, quotient
 from shardwright.compiler.ops.aliases import callables, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import dim_of, linear_sets
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
+from shardwright.compiler.ops.rule_builder import dim_of, linear_sets
 from shardwright.compiler.ops.terms import annotation, define_form, indices, may_be, names
 
 _PLAIN = without("out", "cudnn_enable", "cudnn_enabled")
@@ -27,7 +29,11 @@ def _layer_norm(op: IROp) -> OpRule:
     """Also RMS norm, which has no bias."""
     normalised = names(len(op.arg("normalized_shape")), "h", "^")
     term = ["*", *normalised]
-    return parse_rule(annotation([term, *[normalised] * (len(op.operands) - 1)], [term]), op, linear_sets=_affine(op))
+    return parse_rule(
+        annotation([term, *[normalised] * (len(op.operands) - 1)], [term]),
+        op,
+        linear_sets=_affine(op),
+    )
 
 
 define(
@@ -37,7 +43,13 @@ define(
     _layer_norm,
     *through(_PLAIN, callables("layer_norm")),
 )
-define("rms_norm", "input, normalized_shape, weight=None, eps=None", "F.rms_norm", _layer_norm, *callables("rms_norm"))
+define(
+    "rms_norm",
+    "input, normalized_shape, weight=None, eps=None",
+    "F.rms_norm",
+    _layer_norm,
+    *callables("rms_norm"),
+)
 
 
 def _local_groups(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -62,15 +74,24 @@ define(
     *through(_PLAIN, callables("group_norm")),
 )
 
-_BATCH_NORM = "input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-05"
+_BATCH_NORM = (
+    "input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, "
+    "eps=1e-05"
+)
 _BATCH_NORM_FORM = define_form("batch_norm", f"{_BATCH_NORM}, *, batch_axes=(), count=0")
 
 
 def _batch_norm(op: IROp) -> OpRule:
-    """Channels are free. Batch and space are too in evaluation; in training the statistics are exchanged."""
+    """Channels are free. Batch and space are too in evaluation; in training the statistics are
+    exchanged.
+    """
     shape = op.operands[0].shape
     rows = ["n", *names(len(shape) - 2, "y")]
-    training = may_be(op.arg("training", False), bool) or not op.has_arg("running_mean") or op.arg("running_mean") is None
+    training = (
+        may_be(op.arg("training", False), bool)
+        or not op.has_arg("running_mean")
+        or op.arg("running_mean") is None
+    )
     term = [rows[0], "c", *rows[1:]]
     form = ParallelForm(
         _BATCH_NORM_FORM,
@@ -92,18 +113,23 @@ define("batch_norm", _BATCH_NORM, "F.batch_norm", _batch_norm, F.batch_norm)
 
 
 def _instance_norm(op: IROp) -> OpRule:
-    """Statistics are those of one sample and channel; running ones average over the batch, which then stays whole."""
+    """Statistics are those of one sample and channel; running ones average over the batch, which
+    then stays whole.
+    """
     uses_input = may_be(op.arg("use_input_stats", True), bool)
     running = indices(op, "running_mean", "running_var")
     batch = "n^" if running and uses_input else "n"
     term = [batch, "c", *names(op.operands[0].ndim - 2, "y", "^" if uses_input else "")]
     text = annotation([term, *[["c"]] * (len(op.operands) - 1)], [term])
-    return parse_rule(text, op, linear_sets=_affine(op), updates=running if uses_input else (), nonempty=True)
+    return parse_rule(
+        text, op, linear_sets=_affine(op), updates=running if uses_input else (), nonempty=True
+    )
 
 
 define(
     "instance_norm",
-    "input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-05",
+    "input, running_mean=None, running_var=None, weight=None, bias=None, "
+    "use_input_stats=True, momentum=0.1, eps=1e-05",
     "F.instance_norm",
     _instance_norm,
     F.instance_norm,
@@ -128,10 +154,18 @@ define(
 def _weight_norm(op: IROp) -> OpRule:
     """``v`` with the norms ``g`` over all dims but those that ``g`` has, too."""
     v, g = op.operands
-    kept = [of_g == size != 1 for of_g, size in zip(g.shape, v.shape, strict=True)] if g.ndim else [False] * v.ndim
+    kept = (
+        [of_g == size != 1 for of_g, size in zip(g.shape, v.shape, strict=True)]
+        if g.ndim
+        else [False] * v.ndim
+    )
     term = [f"a{i}" if keeps else f"r{i}^" for i, keeps in enumerate(kept)]
-    norms = [name if keeps else "1" for name, keeps in zip(term, kept, strict=True)] if g.ndim else []
-    return parse_rule(annotation([term, norms], [term]), op, linear_sets=linear_sets(op, ("g",)), nonempty=True)
+    norms = (
+        [name if keeps else "1" for name, keeps in zip(term, kept, strict=True)] if g.ndim else []
+    )
+    return parse_rule(
+        annotation([term, norms], [term]), op, linear_sets=linear_sets(op, ("g",)), nonempty=True
+    )
 
 
 define("weight_norm", "v, g, dim=0", "torch._weight_norm", _weight_norm, *callables("_weight_norm"))
@@ -140,9 +174,13 @@ define("weight_norm", "v, g, dim=0", "torch._weight_norm", _weight_norm, *callab
 def _normalize(op: IROp) -> OpRule:
     ndim = op.operands[0].ndim
     dim = op.arg("dim", 1)
-    whole = {d % ndim for d in dim} if isinstance(dim, tuple | list) else {dim_of(op, ndim, default=1)}
+    whole = (
+        {d % ndim for d in dim} if isinstance(dim, tuple | list) else {dim_of(op, ndim, default=1)}
+    )
     term = [f"r{i}^" if i in whole else f"a{i}" for i in range(ndim)]
     return parse_rule(annotation([term], [term]), op)
 
 
-define("normalize", "input, p=2.0, dim=1, eps=1e-12", "F.normalize", _normalize, (F.normalize, _PLAIN))
+define(
+    "normalize", "input, p=2.0, dim=1, eps=1e-12", "F.normalize", _normalize, (F.normalize, _PLAIN)
+)

@@ -1,7 +1,9 @@
-"""Operators that compute each element of the result from the elements at the same place, after broadcasting.
+"""Operators that compute each element of the result from the elements at the same place, after
+broadcasting.
 
-Every dim is free. An operand of size 1 in a dim of the result lacks its factor: when the dim is split, the operand is whole
-on each rank and its gradient is a sum. Comparisons, rounding and logic have no linear set and no gradient.
+Every dim is free. An operand of size 1 in a dim of the result lacks its factor: when the dim is
+split, the operand is whole on each rank and its gradient is a sum. Comparisons, rounding and logic
+have no linear set and no gradient.
 """
 
 from __future__ import annotations
@@ -9,15 +11,25 @@ from __future__ import annotations
 import torch
 
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.aliases import callables, functions, getter, rewriting, swapped, through, without
-from shardwright.compiler.ops.builder import RuleBuilder, broadcast, linear_sets
+from shardwright.compiler.ops.aliases import (
+    callables,
+    functions,
+    getter,
+    rewriting,
+    swapped,
+    through,
+    without,
+)
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import RuleBuilder, broadcast, linear_sets
 
 
 def pointwise(*joint: tuple[str, ...]) -> RuleMaker:
-    """The rule maker of an operator that broadcasts its operands. ``joint``: groups of parameters in which it is linear."""
+    """The rule maker of an operator that broadcasts its operands. ``joint``: groups of parameters
+    in which it is linear.
+    """
 
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
@@ -36,11 +48,14 @@ def _divide(op: IROp) -> OpRule | str:
     return (NONLINEAR if op.has_arg("rounding_mode") else pointwise(("input",)))(op)
 
 
-# ------------------------------------------------------------------------------------------------ operator signs
+# ------------------------------------------------------------------------------------------------
+# operator signs
 
 
 def _sign(name: str, sign: str, rule: RuleMaker, signature: str, dunder: str, *others: str) -> None:
-    """An operator with a sign of its own: functions, methods, and the special methods, reflected ones with swapped operands."""
+    """An operator with a sign of its own: functions, methods, and the special methods, reflected
+    ones with swapped operands.
+    """
     plain = callables(name, *others, f"__{dunder}__", f"__i{dunder}__")
     reflected = [method for method in callables(f"__r{dunder}__") if method not in plain]
     define(name, signature, sign, rule, *plain, *through(swapped, reflected))
@@ -52,7 +67,17 @@ _PRODUCT = pointwise(("input",), ("other",))
 _sign("add", "+", _SUM, "input, other, *, alpha=1", "add")
 _sign("sub", "-", _SUM, "input, other, *, alpha=1", "sub", "subtract")
 _sign("mul", "*", _PRODUCT, "input, other", "mul", "multiply")
-_sign("div", "/", _divide, "input, other, *, rounding_mode=None", "truediv", "divide", "true_divide", "__div__", "__idiv__")
+_sign(
+    "div",
+    "/",
+    _divide,
+    "input, other, *, rounding_mode=None",
+    "truediv",
+    "divide",
+    "true_divide",
+    "__div__",
+    "__idiv__",
+)
 _sign("floor_divide", "//", NONLINEAR, "input, other", "floordiv")
 _sign("remainder", "%", NONLINEAR, "input, other", "mod")
 _sign("pow", "**", NONLINEAR, "input, exponent", "pow")
@@ -71,7 +96,8 @@ define("neg", "input", "-", LINEAR, *callables("neg", "negative", "__neg__"))
 define("bitwise_not", "input", "~", NONLINEAR, *callables("bitwise_not", "__invert__"))
 define("rsub", "input, other, *, alpha=1", "torch.rsub", _SUM, torch.rsub)
 
-# ------------------------------------------------------------------------------------------------ one operand
+# ------------------------------------------------------------------------------------------------
+# one operand
 
 _UNARY = {
     # canonical name: other names
@@ -125,7 +151,18 @@ _UNARY = {
 }
 for _name, _others in _UNARY.items():
     define(_name, "input", f"torch.{_name}", NONLINEAR, *callables(_name, *_others))
-for _name in ("bessel_j0", "bessel_j1", "entr", "erfcx", "i0e", "i1", "i1e", "log_ndtr", "ndtr", "ndtri"):
+for _name in (
+    "bessel_j0",
+    "bessel_j1",
+    "entr",
+    "erfcx",
+    "i0e",
+    "i1",
+    "i1e",
+    "log_ndtr",
+    "ndtr",
+    "ndtri",
+):
     define(_name, "input", f"torch.special.{_name}", NONLINEAR, getattr(torch.special, _name))
 for _name in ("deg2rad", "rad2deg", "positive", "conj_physical", "resolve_conj", "resolve_neg"):
     define(_name, "input", f"torch.{_name}", LINEAR, *callables(_name))
@@ -134,16 +171,31 @@ define("real", "input", "torch.real", LINEAR, *functions("real"), getter("real")
 define("imag", "input", "torch.imag", LINEAR, *functions("imag"), getter("imag"))
 define("round", "input, *, decimals=0", "torch.round", NONLINEAR, *callables("round"))
 define("logit", "input, eps=None", "torch.logit", NONLINEAR, *callables("logit"))
-define("nan_to_num", "input, nan=None, posinf=None, neginf=None", "torch.nan_to_num", NONLINEAR, *callables("nan_to_num"))
-define("polygamma", "n, input", "torch.polygamma", NONLINEAR, torch.polygamma, torch.special.polygamma)
+define(
+    "nan_to_num",
+    "input, nan=None, posinf=None, neginf=None",
+    "torch.nan_to_num",
+    NONLINEAR,
+    *callables("nan_to_num"),
+)
+define(
+    "polygamma", "n, input", "torch.polygamma", NONLINEAR, torch.polygamma, torch.special.polygamma
+)
 
-# ------------------------------------------------------------------------------------------------ activations
+# ------------------------------------------------------------------------------------------------
+# activations
 
 
 def _activation(name: str, signature: str, *others: str) -> None:
     """An activation function; whether it may overwrite its input does not matter."""
     aliases = callables(name, *others)
-    define(name, signature, f"F.{name}", NONLINEAR, *through(without("inplace", after=len(signature.split(","))), aliases))
+    define(
+        name,
+        signature,
+        f"F.{name}",
+        NONLINEAR,
+        *through(without("inplace", after=len(signature.split(","))), aliases),
+    )
 
 
 _activation("celu", "input, alpha=1.0")
@@ -177,7 +229,8 @@ def _prelu(op: IROp) -> OpRule:
 
 define("prelu", "input, weight", "F.prelu", _prelu, *callables("prelu"))
 
-# ------------------------------------------------------------------------------------------------ several operands
+# ------------------------------------------------------------------------------------------------
+# several operands
 
 for _name, _others in {
     "atan2": ("arctan2",),
@@ -204,15 +257,25 @@ for _name, _others in {
     "zeta": (),
 }.items():
     _module = "torch" if hasattr(torch, _name) else "torch.special"
-    _second = "values" if _name == "heaviside" else "exponent" if _name == "float_power" else "other"
+    _second = (
+        "values" if _name == "heaviside" else "exponent" if _name == "float_power" else "other"
+    )
     define(_name, f"input, {_second}", f"{_module}.{_name}", NONLINEAR, *callables(_name, *_others))
-define("isclose", "input, other, rtol=1e-05, atol=1e-08, equal_nan=False", "torch.isclose", NONLINEAR, *callables("isclose"))
+define(
+    "isclose",
+    "input, other, rtol=1e-05, atol=1e-08, equal_nan=False",
+    "torch.isclose",
+    NONLINEAR,
+    *callables("isclose"),
+)
 define("clamp", "input, min=None, max=None", "torch.clamp", NONLINEAR, *callables("clamp", "clip"))
 define("clamp_min", "input, min", "torch.clamp_min", NONLINEAR, *callables("clamp_min"))
 define("clamp_max", "input, max", "torch.clamp_max", NONLINEAR, *callables("clamp_max"))
 define("lerp", "input, end, weight", "torch.lerp", pointwise(("input", "end")), *callables("lerp"))
 define("complex", "real, imag", "torch.complex", pointwise(("real", "imag")), torch.complex)
-define("polar", "abs, angle", "torch.polar", NONLINEAR, torch.polar)  # its backward takes abs to be positive
+define(
+    "polar", "abs, angle", "torch.polar", NONLINEAR, torch.polar
+)  # its backward takes abs to be positive
 define(
     "addcmul",
     "input, tensor1, tensor2, *, value=1",
@@ -233,6 +296,17 @@ define(
     "torch.where",
     pointwise(("input", "other")),
     torch.where,
-    (torch.Tensor.where, rewriting(lambda self, condition, other: {"condition": condition, "input": self, "other": other})),
+    (
+        torch.Tensor.where,
+        rewriting(
+            lambda self, condition, other: {"condition": condition, "input": self, "other": other}
+        ),
+    ),
 )
-define("masked_fill", "input, mask, value", ".masked_fill", pointwise(("input", "value")), *callables("masked_fill"))
+define(
+    "masked_fill",
+    "input, mask, value",
+    ".masked_fill",
+    pointwise(("input", "value")),
+    *callables("masked_fill"),
+)

@@ -1,4 +1,5 @@
-"""Operators for which it matters where along a dim an element stands: triangles, padding, rolls, diagonals, windows.
+"""Operators for which it matters where along a dim an element stands: triangles, padding, rolls,
+diagonals, windows.
 
 Such dims stay whole.
 """
@@ -9,14 +10,16 @@ import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, methods, through
-from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, all_dims, dim_of, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import FROZEN, RuleBuilder, all_dims, dim_of, linear_sets
 
 
 def _frozen_dims(name: str) -> RuleMaker:
-    """The result has the shape of the input; the dims named by an argument (``None``: all) are frozen."""
+    """The result has the shape of the input; the dims named by an argument (``None``: all) are
+    frozen.
+    """
 
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
@@ -35,16 +38,22 @@ def _triangle(op: IROp) -> OpRule:
 
 
 def _pad(op: IROp) -> OpRule:
-    """Padded dims are frozen. Reflected, repeated and zero padding are linear, other constants are not."""
+    """Padded dims are frozen. Reflected, repeated and zero padding are linear, other constants are
+    not.
+    """
     build = RuleBuilder()
     old, new = op.operands[0].shape, op.results[0].shape
     amounts = op.arg("pad")
     padded = {len(old) - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
     constant = op.arg("mode", "constant") == "constant"
     # the other modes are made for [N, C, ...], and refuse tensors that are empty in any dim but N
-    frozen = padded if constant else set(range(1 if len(old) == len(amounts) // 2 + 2 else 0, len(old)))
+    frozen = (
+        padded if constant else set(range(1 if len(old) == len(amounts) // 2 + 2 else 0, len(old)))
+    )
     operand = build.tensor(old, frozen)
-    result = tuple(build.dim(new[dim], FROZEN) if dim in padded else refs for dim, refs in enumerate(operand))
+    result = tuple(
+        build.dim(new[dim], FROZEN) if dim in padded else refs for dim, refs in enumerate(operand)
+    )
     linear = not constant or op.arg("value") in (None, 0)
     return build.rule([operand], [result], linear=linear_sets(op, ("input",)) if linear else ())
 
@@ -54,7 +63,10 @@ def _diff(op: IROp) -> OpRule:
     shape = op.results[0].shape
     dim = dim_of(op, len(shape), default=-1)
     result = build.tensor(shape, frozen=(dim,))
-    operands = [(*result[:dim], build.dim(value.shape[dim], FROZEN), *result[dim + 1 :]) for value in op.operands]
+    operands = [
+        (*result[:dim], build.dim(value.shape[dim], FROZEN), *result[dim + 1 :])
+        for value in op.operands
+    ]
     return build.rule(operands, [result], linear=linear_sets(op, ("input", "prepend", "append")))
 
 
@@ -64,7 +76,11 @@ def _diagonal(op: IROp) -> OpRule:
     dims = (dim_of(op, len(shape), "dim1", 0), dim_of(op, len(shape), "dim2", 1))
     operand = build.tensor(shape, frozen=dims)
     rest = tuple(refs for dim, refs in enumerate(operand) if dim not in dims)
-    return build.rule([operand], [(*rest, build.dim(op.results[0].shape[-1], FROZEN))], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [operand],
+        [(*rest, build.dim(op.results[0].shape[-1], FROZEN))],
+        linear=linear_sets(op, ("input",)),
+    )
 
 
 def _diag_embed(op: IROp) -> OpRule:
@@ -73,7 +89,11 @@ def _diag_embed(op: IROp) -> OpRule:
     dims = (dim_of(op, len(shape), "dim1", -2), dim_of(op, len(shape), "dim2", -1))
     result = build.tensor(shape, frozen=dims)
     rest = tuple(refs for dim, refs in enumerate(result) if dim not in dims)
-    return build.rule([(*rest, build.dim(op.operands[0].shape[-1], FROZEN))], [result], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [(*rest, build.dim(op.operands[0].shape[-1], FROZEN))],
+        [result],
+        linear=linear_sets(op, ("input",)),
+    )
 
 
 def _unfold(op: IROp) -> OpRule:
@@ -84,7 +104,11 @@ def _unfold(op: IROp) -> OpRule:
     source = build.tensor(shape, frozen=(dim,))
     windows = build.dim(op.results[0].shape[dim], FROZEN)
     window = build.dim(op.arg("size"), FROZEN)
-    return build.rule([source], [(*source[:dim], windows, *source[dim + 1 :], window)], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [source],
+        [(*source[:dim], windows, *source[dim + 1 :], window)],
+        linear=linear_sets(op, ("input",)),
+    )
 
 
 define("roll", "input, shifts, dims=None", "torch.roll", _frozen_dims("dims"), *callables("roll"))
@@ -100,7 +124,17 @@ define(
 define("tril", "input, diagonal=0", "torch.tril", _triangle, *callables("tril"))
 define("triu", "input, diagonal=0", "torch.triu", _triangle, *callables("triu"))
 define("pad", "input, pad, mode='constant', value=None", "F.pad", _pad, F.pad)
-define("diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff", _diff, *callables("diff"))
-define("diagonal", "input, offset=0, dim1=0, dim2=1", ".diagonal", _diagonal, *callables("diagonal"))
-define("diag_embed", "input, offset=0, dim1=-2, dim2=-1", "torch.diag_embed", _diag_embed, *callables("diag_embed"))
+define(
+    "diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff", _diff, *callables("diff")
+)
+define(
+    "diagonal", "input, offset=0, dim1=0, dim2=1", ".diagonal", _diagonal, *callables("diagonal")
+)
+define(
+    "diag_embed",
+    "input, offset=0, dim1=-2, dim2=-1",
+    "torch.diag_embed",
+    _diag_embed,
+    *callables("diag_embed"),
+)
 define("unfold", "input, dimension, size, step", ".unfold", _unfold, *methods("unfold"))

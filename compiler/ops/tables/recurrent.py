@@ -9,9 +9,9 @@ import torch
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import whole_rule
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule_builder import whole_rule
 from shardwright.compiler.ops.terms import DRAWN, RUNTIME, annotation, define_form, drawn, may_be
 
 _LAYER = "input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first"
@@ -23,11 +23,20 @@ def _layer(num_states: int) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         params = op.arg("params")
         random = may_be(op.arg("train"), bool) and may_be(op.arg("dropout"), lambda p: p > 0)
-        if isinstance(params, IRValue) or op.operands[0].ndim != 3 or random:  # a packed sequence, or one without batch
+        if (
+            isinstance(params, IRValue) or op.operands[0].ndim != 3 or random
+        ):  # a packed sequence, or one without batch
             rule = whole_rule(op)
-            return drawn(rule, f"{RUNTIME}.{op.target}", lambda rule: rule.results[0]) if random else rule
+            return (
+                drawn(rule, f"{RUNTIME}.{op.target}", lambda rule: rule.results[0])
+                if random
+                else rule
+            )
         sequence, out = ("b s^", "b s o^") if op.arg("batch_first") else ("s^ b", "s b o^")
-        weights = [[f"w{i}d{dim}^" for dim in range(value.ndim)] for i, value in enumerate(op.operands[1 + num_states :])]
+        weights = [
+            [f"w{i}d{dim}^" for dim in range(value.ndim)]
+            for i, value in enumerate(op.operands[1 + num_states :])
+        ]
         operands = [[sequence, "i^"], *[[f"l{i}^ b h{i}^"] for i in range(num_states)], *weights]
         states = [[f"m{i}^ b n{i}^"] for i in range(num_states)]
         return parse_rule(annotation(operands, [[out], *states]), op)
@@ -49,5 +58,16 @@ def _cell(num_states: int) -> Callable[[IROp], OpRule]:
     return rule
 
 
-for _name, _num_states in {"lstm_cell": 2, "gru_cell": 1, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}.items():
-    define(_name, "input, hx, w_ih, w_hh, b_ih=None, b_hh=None", f"torch.{_name}", _cell(_num_states), getattr(torch, _name))
+for _name, _num_states in {
+    "lstm_cell": 2,
+    "gru_cell": 1,
+    "rnn_tanh_cell": 1,
+    "rnn_relu_cell": 1,
+}.items():
+    define(
+        _name,
+        "input, hx, w_ih, w_hh, b_ih=None, b_hh=None",
+        f"torch.{_name}",
+        _cell(_num_states),
+        getattr(torch, _name),
+    )

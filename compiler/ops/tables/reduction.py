@@ -1,6 +1,7 @@
 """Reductions, scans, sorting and softmax: operators that treat some dims as a whole.
 
-Sums and means may be split over the dims they reduce; softmax and its relatives communicate there; the others stay whole.
+Sums and means may be split over the dims they reduce; softmax and its relatives communicate there;
+the others stay whole.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.aliases import callables, functions, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import RuleBuilder, all_dims, dim_of, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule, ParallelFactor, ParallelForm
+from shardwright.compiler.ops.rule_builder import RuleBuilder, all_dims, dim_of, linear_sets
 from shardwright.compiler.ops.terms import annotation, broadcast, define_form, names, over_count
 
 _PLAIN = without("out", "_stacklevel")
@@ -33,7 +34,9 @@ def reduced_term(ndim: int, dims: Sequence[int], mark: str) -> list[str]:
 
 
 def reduced_annotation(op: IROp, dims: Sequence[int], mark: str) -> str:
-    """The annotation of a reduction of the first operand over ``dims``, with or without ``keepdim``."""
+    """The annotation of a reduction of the first operand over ``dims``, with or without
+    ``keepdim``.
+    """
     term = reduced_term(op.operands[0].ndim, dims, mark)
     kept = [name for dim, name in enumerate(term) if dim not in dims]
     if op.arg("keepdim", False):
@@ -46,14 +49,23 @@ def _dims(op: IROp) -> tuple[int, ...]:
     return all_dims(None if dim == () else dim, op.operands[0].ndim)
 
 
-# ------------------------------------------------------------------------------------------------ reductions
+# ------------------------------------------------------------------------------------------------
+# reductions
 
 
 def _sum(op: IROp) -> OpRule:
-    return parse_rule(reduced_annotation(op, _dims(op), "+"), op, linear_sets=linear_sets(op, ("input",)))
+    return parse_rule(
+        reduced_annotation(op, _dims(op), "+"), op, linear_sets=linear_sets(op, ("input",))
+    )
 
 
-define("sum", "input, dim=None, keepdim=False, *, dtype=None", "torch.sum", _sum, *through(_PLAIN, callables("sum")))
+define(
+    "sum",
+    "input, dim=None, keepdim=False, *, dtype=None",
+    "torch.sum",
+    _sum,
+    *through(_PLAIN, callables("sum")),
+)
 
 
 def _count(op: IROp) -> OpRule:
@@ -61,8 +73,20 @@ def _count(op: IROp) -> OpRule:
 
 
 _NANSUM = callables("nansum")
-define("nansum", "input, dim=None, keepdim=False, *, dtype=None", "torch.nansum", _count, *through(_PLAIN, _NANSUM))
-define("count_nonzero", "input, dim=None", "torch.count_nonzero", _count, *through(_PLAIN, callables("count_nonzero")))
+define(
+    "nansum",
+    "input, dim=None, keepdim=False, *, dtype=None",
+    "torch.nansum",
+    _count,
+    *through(_PLAIN, _NANSUM),
+)
+define(
+    "count_nonzero",
+    "input, dim=None",
+    "torch.count_nonzero",
+    _count,
+    *through(_PLAIN, callables("count_nonzero")),
+)
 
 _MEAN = "input, dim=None, keepdim=False, *, dtype=None"
 _MEAN_FORM = define_form("mean", f"{_MEAN}, count=0")
@@ -71,8 +95,15 @@ _MEAN_FORM = define_form("mean", f"{_MEAN}, count=0")
 def _mean(op: IROp) -> OpRule:
     """A mean over a split dim is the local sum over the global count."""
     dims = _dims(op)
-    form = over_count(_MEAN_FORM, [f"r{dim}" for dim in dims], product(op.operands[0].shape[dim] for dim in dims))
-    return parse_rule(reduced_annotation(op, dims, "+"), op, linear_sets=linear_sets(op, ("input",)), parallel=form)
+    form = over_count(
+        _MEAN_FORM, [f"r{dim}" for dim in dims], product(op.operands[0].shape[dim] for dim in dims)
+    )
+    return parse_rule(
+        reduced_annotation(op, dims, "+"),
+        op,
+        linear_sets=linear_sets(op, ("input",)),
+        parallel=form,
+    )
 
 
 define("mean", _MEAN, "torch.mean", _mean, *through(_PLAIN, callables("mean")))
@@ -92,13 +123,27 @@ def _truth(op: IROp) -> OpRule:
 
 
 for _name in ("any", "all"):
-    define(_name, "input, dim=None, keepdim=False", f"torch.{_name}", _truth, *through(_PLAIN, callables(_name)))
+    define(
+        _name,
+        "input, dim=None, keepdim=False",
+        f"torch.{_name}",
+        _truth,
+        *through(_PLAIN, callables(_name)),
+    )
 for _name in ("amax", "amin", "argmax", "argmin", "aminmax", "nanmean", "prod"):
     _dtype = ", *, dtype=None" if _name in ("nanmean", "prod") else ""
-    define(_name, f"input, dim=None, keepdim=False{_dtype}", f"torch.{_name}", _whole, *through(_PLAIN, callables(_name)))
+    define(
+        _name,
+        f"input, dim=None, keepdim=False{_dtype}",
+        f"torch.{_name}",
+        _whole,
+        *through(_PLAIN, callables(_name)),
+    )
 
 
-def _correction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _correction(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``unbiased``, given by name or in the place of ``dim`` or after it, as ``correction``."""
     keywords = {key: value for key, value in kwargs.items() if key != "out"}
     positional = list(args)
@@ -121,7 +166,9 @@ for _name in ("std", "var", "std_mean", "var_mean"):
 
 
 def _max(op: IROp) -> OpRule:
-    """Three operators of one name: the largest of all, the largest along a dim with its index, the larger of two."""
+    """Three operators of one name: the largest of all, the largest along a dim with its index, the
+    larger of two.
+    """
     if isinstance(op.arg("dim"), IRValue):
         operands, result = broadcast([value.shape for value in op.operands])
         return parse_rule(annotation(operands, [result]), op)
@@ -138,15 +185,35 @@ for _name in ("max", "min"):
         renames={"other": "dim"},
     )
 for _name in ("median", "nanmedian"):
-    define(_name, "input, dim=None, keepdim=False", f"torch.{_name}", _whole, *through(_PLAIN, callables(_name)))
+    define(
+        _name,
+        "input, dim=None, keepdim=False",
+        f"torch.{_name}",
+        _whole,
+        *through(_PLAIN, callables(_name)),
+    )
 
 
 def _ranked(op: IROp) -> OpRule:
-    return parse_rule(reduced_annotation(op, (dim_of(op, op.operands[0].ndim, default=-1),), "^"), op)
+    return parse_rule(
+        reduced_annotation(op, (dim_of(op, op.operands[0].ndim, default=-1),), "^"), op
+    )
 
 
-define("mode", "input, dim=-1, keepdim=False", "torch.mode", _ranked, *through(_PLAIN, callables("mode")))
-define("kthvalue", "input, k, dim=-1, keepdim=False", "torch.kthvalue", _ranked, *through(_PLAIN, callables("kthvalue")))
+define(
+    "mode",
+    "input, dim=-1, keepdim=False",
+    "torch.mode",
+    _ranked,
+    *through(_PLAIN, callables("mode")),
+)
+define(
+    "kthvalue",
+    "input, k, dim=-1, keepdim=False",
+    "torch.kthvalue",
+    _ranked,
+    *through(_PLAIN, callables("kthvalue")),
+)
 
 
 def _quantile(op: IROp) -> OpRule:
@@ -154,7 +221,11 @@ def _quantile(op: IROp) -> OpRule:
     build = RuleBuilder()
     whole, keepdim = _dims(op), op.arg("keepdim", False)
     source = build.tensor(op.operands[0].shape, frozen=whole)
-    left = [() if dim in whole else refs for dim, refs in enumerate(source) if keepdim or dim not in whole]
+    left = [
+        () if dim in whole else refs
+        for dim, refs in enumerate(source)
+        if keepdim or dim not in whole
+    ]
     numbers = [build.whole(value.shape) for value in op.operands[1:]]
     front = build.whole(op.results[0].shape[: op.results[0].ndim - len(left)])
     return replace(build.rule([source, *numbers], [(*front, *left)]), nonempty=True)
@@ -171,13 +242,23 @@ def _histc(op: IROp) -> OpRule:
     return parse_rule(annotation([names(op.operands[0].ndim, "r", mark)], [["b^"]]), op)
 
 
-define("histc", "input, bins=100, min=0, max=0", "torch.histc", _histc, *through(_PLAIN, callables("histc")))
+define(
+    "histc",
+    "input, bins=100, min=0, max=0",
+    "torch.histc",
+    _histc,
+    *through(_PLAIN, callables("histc")),
+)
 
 
 def _norm(op: IROp) -> OpRule:
     matrix = op.arg("p", op.arg("ord")) == "nuc" or op.arg("ord") is not None
-    if matrix and op.arg("dim") is None:  # of a tensor that is one matrix (or, with an order that is a number, one vector)
-        return parse_rule(annotation([names(op.operands[0].ndim, "r", "^")], [["1"] * op.results[0].ndim]), op)
+    if (
+        matrix and op.arg("dim") is None
+    ):  # of a tensor that is one matrix (or, with an order that is a number, one vector)
+        return parse_rule(
+            annotation([names(op.operands[0].ndim, "r", "^")], [["1"] * op.results[0].ndim]), op
+        )
     return _whole(op)
 
 
@@ -206,11 +287,14 @@ define(
     renames={"input": "A"},
 )
 
-# ------------------------------------------------------------------------------------------------ along one dim
+# ------------------------------------------------------------------------------------------------
+# along one dim
 
 
 def _along(dim_default: int = -1, *joint: tuple[str, ...]) -> RuleMaker:
-    """The rule of operators that work along one dim, which stays whole; the result may have another size there."""
+    """The rule of operators that work along one dim, which stays whole; the result may have another
+    size there.
+    """
 
     def rule(op: IROp) -> OpRule:
         ndim = op.operands[0].ndim
@@ -219,7 +303,9 @@ def _along(dim_default: int = -1, *joint: tuple[str, ...]) -> RuleMaker:
         result = [f"k{i}^" if i == dim else f"a{i}" for i in range(ndim)]
         same = not ndim or op.operands[0].shape[dim] == op.results[0].shape[dim]
         return parse_rule(
-            annotation([operand], [operand if same else result] * len(op.results)), op, linear_sets=linear_sets(op, *joint)
+            annotation([operand], [operand if same else result] * len(op.results)),
+            op,
+            linear_sets=linear_sets(op, *joint),
         )
 
     return rule
@@ -228,10 +314,34 @@ def _along(dim_default: int = -1, *joint: tuple[str, ...]) -> RuleMaker:
 for _name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
     _options = ", *, dtype=None" if _name in ("cumsum", "cumprod") else ""
     _joint = [("input",)] if _name == "cumsum" else []
-    define(_name, f"input, dim{_options}", f"torch.{_name}", _along(0, *_joint), *through(_PLAIN, callables(_name)))
-define("topk", "input, k, dim=-1, largest=True, sorted=True", "torch.topk", _along(), *through(_PLAIN, callables("topk")))
-define("sort", "input, dim=-1, descending=False, *, stable=None", "torch.sort", _along(), *through(_PLAIN, callables("sort")))
-define("argsort", "input, dim=-1, descending=False, stable=False", "torch.argsort", _along(), *callables("argsort"))
+    define(
+        _name,
+        f"input, dim{_options}",
+        f"torch.{_name}",
+        _along(0, *_joint),
+        *through(_PLAIN, callables(_name)),
+    )
+define(
+    "topk",
+    "input, k, dim=-1, largest=True, sorted=True",
+    "torch.topk",
+    _along(),
+    *through(_PLAIN, callables("topk")),
+)
+define(
+    "sort",
+    "input, dim=-1, descending=False, *, stable=None",
+    "torch.sort",
+    _along(),
+    *through(_PLAIN, callables("sort")),
+)
+define(
+    "argsort",
+    "input, dim=-1, descending=False, stable=False",
+    "torch.argsort",
+    _along(),
+    *callables("argsort"),
+)
 
 
 def _renorm(op: IROp) -> OpRule:
@@ -241,7 +351,13 @@ def _renorm(op: IROp) -> OpRule:
     return parse_rule(annotation([term], [term]), op)
 
 
-define("renorm", "input, p, dim, maxnorm", "torch.renorm", _renorm, *through(_PLAIN, callables("renorm")))
+define(
+    "renorm",
+    "input, p, dim, maxnorm",
+    "torch.renorm",
+    _renorm,
+    *through(_PLAIN, callables("renorm")),
+)
 
 
 def _softmax(target: str) -> RuleMaker:
@@ -252,7 +368,10 @@ def _softmax(target: str) -> RuleMaker:
         dim = dim_of(op, ndim, default=implicit_softmax_dim(ndim))
         term = ["c^" if i == dim else f"a{i}" for i in range(ndim)]
         form = ParallelForm(
-            target, {"c": ParallelFactor(anywhere=True)}, {"c": "dim_axes"}, lambda op, local: {"dim": op.arg("dim", dim)}
+            target,
+            {"c": ParallelFactor(anywhere=True)},
+            {"c": "dim_axes"},
+            lambda op, local: {"dim": op.arg("dim", dim)},
         )
         return parse_rule(annotation([term], [term]), op, parallel=form)
 
@@ -290,15 +409,20 @@ def _logsumexp(op: IROp) -> OpRule:
     return parse_rule(reduced_annotation(op, dims, "^"), op, parallel=form)
 
 
-define("logsumexp", _LOGSUMEXP, "torch.logsumexp", _logsumexp, *through(_PLAIN, callables("logsumexp")))
+define(
+    "logsumexp", _LOGSUMEXP, "torch.logsumexp", _logsumexp, *through(_PLAIN, callables("logsumexp"))
+)
 
-# ------------------------------------------------------------------------------------------------ distances
+# ------------------------------------------------------------------------------------------------
+# distances
 
 
 def _cdist(op: IROp) -> OpRule:
     left, right = op.operands
     (first, second), batch = broadcast([left.shape[:-2], right.shape[:-2]])
-    return parse_rule(annotation([[*first, "m", "d^"], [*second, "n", "d"]], [[*batch, "m", "n"]]), op)
+    return parse_rule(
+        annotation([[*first, "m", "d^"], [*second, "n", "d"]], [[*batch, "m", "n"]]), op
+    )
 
 
 define(
@@ -321,7 +445,13 @@ def _cosine_similarity(op: IROp) -> OpRule:
     return parse_rule(annotation(operands, [whole[:dim] + whole[dim + 1 :]]), op)
 
 
-define("cosine_similarity", "x1, x2, dim=1, eps=1e-08", "F.cosine_similarity", _cosine_similarity, F.cosine_similarity)
+define(
+    "cosine_similarity",
+    "x1, x2, dim=1, eps=1e-08",
+    "F.cosine_similarity",
+    _cosine_similarity,
+    F.cosine_similarity,
+)
 
 
 def _pairwise_distance(op: IROp) -> OpRule:
@@ -329,7 +459,9 @@ def _pairwise_distance(op: IROp) -> OpRule:
     for term in (*operands, whole):
         if term[-1] != "1":
             term[-1] += "^"
-    return parse_rule(annotation(operands, [[*whole[:-1], *(["1"] if op.arg("keepdim", False) else [])]]), op)
+    return parse_rule(
+        annotation(operands, [[*whole[:-1], *(["1"] if op.arg("keepdim", False) else [])]]), op
+    )
 
 
 define(

@@ -12,10 +12,17 @@ import torch
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ops.aliases import Kwargs, callables, getter, methods, rewriting, through
-from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, all_dims, broadcast, dim_of, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, Localise, LocalSizes, OpRule, TensorRefs
+from shardwright.compiler.ops.rule_builder import (
+    FROZEN,
+    RuleBuilder,
+    all_dims,
+    broadcast,
+    dim_of,
+    linear_sets,
+)
 from shardwright.compiler.ops.shapes import factorise
 
 
@@ -24,14 +31,17 @@ def _local_shape(name: str) -> Localise:
     return lambda op, rule, local: {name: local.shape(rule.results[0])}
 
 
-# ------------------------------------------------------------------------------------------------ views
+# ------------------------------------------------------------------------------------------------
+# views
 
 
 def _view(localise: Localise | None = None) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
         operand, result = factorise(build, op.operands[0].shape, op.results[0].shape)
-        return build.rule([operand], [result], linear=linear_sets(op, ("input",)), localise=localise)
+        return build.rule(
+            [operand], [result], linear=linear_sets(op, ("input",)), localise=localise
+        )
 
     return rule
 
@@ -80,7 +90,10 @@ define(
     ".view",
     _view_or_bitcast,
     *methods("view"),
-    *through(rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}), methods("view_as")),
+    *through(
+        rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}),
+        methods("view_as"),
+    ),
 )
 define(
     "reshape",
@@ -88,14 +101,22 @@ define(
     ".reshape",
     _view(_local_shape("shape")),
     *callables("reshape"),
-    *through(rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}), methods("reshape_as")),
+    *through(
+        rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}),
+        methods("reshape_as"),
+    ),
 )
-define("flatten", "input, start_dim=0, end_dim=-1", ".flatten", _view(), *callables("flatten", "ravel"))
-define("unflatten", "input, dim, sizes", ".unflatten", _view(_unflatten_sizes), *callables("unflatten"))
+define(
+    "flatten", "input, start_dim=0, end_dim=-1", ".flatten", _view(), *callables("flatten", "ravel")
+)
+define(
+    "unflatten", "input, dim, sizes", ".unflatten", _view(_unflatten_sizes), *callables("unflatten")
+)
 define("squeeze", "input, dim=None", ".squeeze", _squeeze, *callables("squeeze"))
 define("unsqueeze", "input, dim", ".unsqueeze", _unsqueeze, *callables("unsqueeze"))
 
-# ------------------------------------------------------------------------------------------------ permutations
+# ------------------------------------------------------------------------------------------------
+# permutations
 
 
 def _permutation(order_of: Callable[[IROp, int], Sequence[int]]) -> RuleMaker:
@@ -104,7 +125,11 @@ def _permutation(order_of: Callable[[IROp, int], Sequence[int]]) -> RuleMaker:
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
         refs = build.tensor(op.operands[0].shape)
-        return build.rule([refs], [tuple(refs[dim] for dim in order_of(op, len(refs)))], linear=linear_sets(op, ("input",)))
+        return build.rule(
+            [refs],
+            [tuple(refs[dim] for dim in order_of(op, len(refs)))],
+            linear=linear_sets(op, ("input",)),
+        )
 
     return rule
 
@@ -150,7 +175,13 @@ define(
     *callables("t"),
     (getter("T"), lambda args, kwargs: ((args[0],), {})),
 )
-define("permute", "input, *dims", ".permute", _permutation(lambda op, n: all_dims(op.arg("dims"), n)), *callables("permute"))
+define(
+    "permute",
+    "input, *dims",
+    ".permute",
+    _permutation(lambda op, n: all_dims(op.arg("dims"), n)),
+    *callables("permute"),
+)
 define(
     "movedim",
     "input, source, destination",
@@ -159,14 +190,18 @@ define(
     *callables("movedim", "moveaxis"),
 )
 
-# ------------------------------------------------------------------------------------------------ expansion
+# ------------------------------------------------------------------------------------------------
+# expansion
 
 
 def _expand(op: IROp) -> OpRule:
     build = RuleBuilder()
     result = build.tensor(op.results[0].shape)
     return build.rule(
-        [broadcast(op.operands[0].shape, result)], [result], linear=linear_sets(op, ("input",)), localise=_local_shape("size")
+        [broadcast(op.operands[0].shape, result)],
+        [result],
+        linear=linear_sets(op, ("input",)),
+        localise=_local_shape("size"),
     )
 
 
@@ -198,7 +233,9 @@ def _copies(rule: OpRule, refs: DimRefs) -> DimRefs:
 
 
 def _repeat_interleave(op: IROp) -> OpRule:
-    """Each element of a dim becomes a run of copies: (size, copies). Counts that differ by element leave nothing to split."""
+    """Each element of a dim becomes a run of copies: (size, copies). Counts that differ by element
+    leave nothing to split.
+    """
     build = RuleBuilder()
     shape, count, dim = op.operands[0].shape, op.arg("repeats"), op.arg("dim")
     if not isinstance(count, int):
@@ -245,23 +282,43 @@ define(
     _expand,
     *methods("expand"),
     *callables("broadcast_to"),
-    (torch.Tensor.expand_as, rewriting(lambda self, other: {"input": self, "size": tuple(other.shape)})),
+    (
+        torch.Tensor.expand_as,
+        rewriting(lambda self, other: {"input": self, "size": tuple(other.shape)}),
+    ),
 )
-define("broadcast_tensors", "*tensors", "torch.broadcast_tensors", _broadcast_tensors, torch.broadcast_tensors)
-define("repeat", "input, *repeats", ".repeat", _repeat, *methods("repeat"), *through(rewriting(_tile), callables("tile")))
+define(
+    "broadcast_tensors",
+    "*tensors",
+    "torch.broadcast_tensors",
+    _broadcast_tensors,
+    torch.broadcast_tensors,
+)
+define(
+    "repeat",
+    "input, *repeats",
+    ".repeat",
+    _repeat,
+    *methods("repeat"),
+    *through(rewriting(_tile), callables("tile")),
+)
 define(
     "repeat_interleave",
     "input, repeats, dim=None, *, output_size=None",
     ".repeat_interleave",
     _repeat_interleave,
     *through(
-        lambda args, kwargs: (args, {key: value for key, value in kwargs.items() if key != "output_size"}),
+        lambda args, kwargs: (
+            args,
+            {key: value for key, value in kwargs.items() if key != "output_size"},
+        ),
         callables("repeat_interleave"),
     ),
 )
 define("meshgrid", "*tensors, indexing=None", "torch.meshgrid", _meshgrid, torch.meshgrid)
 
-# ------------------------------------------------------------------------------------------------ halves and complex parts
+# ------------------------------------------------------------------------------------------------
+# halves and complex parts
 
 
 def _glu(op: IROp) -> OpRule:
@@ -280,7 +337,11 @@ def _complex_parts(op: IROp) -> OpRule:
     to_complex = op.results[0].dtype.is_complex
     outer = build.tensor((op.results[0] if to_complex else op.operands[0]).shape)
     parts = (*outer, build.dim(2, FROZEN))
-    return build.rule([parts if to_complex else outer], [outer if to_complex else parts], linear=linear_sets(op, ("input",)))
+    return build.rule(
+        [parts if to_complex else outer],
+        [outer if to_complex else parts],
+        linear=linear_sets(op, ("input",)),
+    )
 
 
 define("glu", "input, dim=-1", "F.glu", _glu, *callables("glu"))

@@ -1,1 +1,3 @@
-"""The model on one mesh: what every operator does and how every tensor is held, as one problem of pairwise costs."""
+"""The model on one mesh: what every operator does and how every tensor is held, as one problem of
+pairwise costs.
+"""

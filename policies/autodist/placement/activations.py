@@ -1,9 +1,12 @@
-"""What operators keep for the backward, as a sum over operators: the part of the memory row that activations are.
+"""What operators keep for the backward, as a sum over operators: the part of the memory row that
+activations are.
 
-A value that several operators keep is counted in equal shares with all of them, in the layout each has it in: right where they
-have it in the same, and near where not. What a view keeps is counted with the tensor it is a view of. Of a recompute region
-only what comes in from outside is kept. The exact peak, with what is temporary, is walked over the lowered program afterwards
-(:func:`shardwright.compiler.cost.memory.program_memory`), and the row corrected where the two differ.
+A value that several operators keep is counted in equal shares with all of them, in the layout each
+has it in: right where they have it in the same, and near where not. What a view keeps is counted
+with the tensor it is a view of. Of a recompute region only what comes in from outside is kept. The
+exact peak, with what is temporary, is walked over the lowered program afterwards
+(:func:`shardwright.compiler.cost.memory.step_memory.program_memory`), and the row corrected where
+the two differ.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shardwright.compiler.cost.local import local_bytes, signature
-from shardwright.compiler.cost.saved import Saved, saved_for_backward
+from shardwright.compiler.cost.fake.saved_tensors import Saved, saved_for_backward
+from shardwright.compiler.cost.local_calls import local_bytes, signature
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -27,8 +30,8 @@ from shardwright.runtime.layout import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A tensor that an operator keeps, a result or an operand. ``part``: how much of it counts with this operator. ``root``:
-    the value whose memory it is.
+    """A tensor that an operator keeps, a result or an operand. ``part``: how much of it counts with
+    this operator. ``root``: the value whose memory it is.
     """
 
     is_result: bool
@@ -39,8 +42,9 @@ class Share:
 
 @dataclass
 class Activations:
-    """``shares``: by operator, the tensors it keeps. ``internal``: by operator, the bytes of what it makes inside and keeps,
-    unsplit. ``bases``: views by name, to the value whose memory they share.
+    """``shares``: by operator, the tensors it keeps. ``internal``: by operator, the bytes of what
+    it makes inside and keeps, unsplit. ``bases``: views by name, to the value whose memory they
+    share.
     """
 
     layouts: LayoutTable
@@ -73,7 +77,9 @@ class Activations:
                 found.internal[op.name] = saved[op.name].internal_bytes
         for base, kept_by in keepers.items():
             for op, result, position in kept_by:
-                found.shares.setdefault(op.name, []).append(Share(result, position, 1.0 / len(kept_by), base))
+                found.shares.setdefault(op.name, []).append(
+                    Share(result, position, 1.0 / len(kept_by), base)
+                )
         return found
 
     def usage(self, op: IROp, menu: OpMenu) -> Seconds | None:
@@ -101,12 +107,20 @@ class Activations:
         internal = self.internal.get(op.name, 0)
         if not internal:
             return np.zeros(len(menu))
-        found: Seconds = internal / np.array([float(math.prod(self._cuts(assignment))) for assignment in menu.assignments])
+        found: Seconds = internal / np.array(
+            [float(math.prod(self._cuts(assignment))) for assignment in menu.assignments]
+        )
         return found
 
     def _cuts(self, assignment: Assignment) -> list[int]:
-        """Into how many pieces each axis cuts what is made inside: all of it, where the operator is split."""
-        return [size for axis, size in self.mesh.axes if split_factor(assignment.get(axis, "R")) is not None]
+        """Into how many pieces each axis cuts what is made inside: all of it, where the operator is
+        split.
+        """
+        return [
+            size
+            for axis, size in self.mesh.axes
+            if split_factor(assignment.get(axis, "R")) is not None
+        ]
 
     def _sizes(self, ids: Sequence[int], dtype: torch.dtype) -> Seconds:
         return np.array([float(self._size(layout, dtype)) for layout in ids])
@@ -118,12 +132,18 @@ class Activations:
         return self._bytes[key]
 
 
-def _kept(op: IROp, saved: Saved, regions: Mapping[str, str | None]) -> list[tuple[bool, int, IRValue]]:
+def _kept(
+    op: IROp, saved: Saved, regions: Mapping[str, str | None]
+) -> list[tuple[bool, int, IRValue]]:
     """What an operator keeps: as autograd says; inside a region what comes from outside of it."""
     if op.region is None:
         kept = [(False, position, op.operands[position]) for position in saved.operands]
         return kept + [(True, position, op.results[position]) for position in saved.results]
-    return [(False, i, value) for i, value in enumerate(op.operands) if regions.get(value.name) != op.region]
+    return [
+        (False, i, value)
+        for i, value in enumerate(op.operands)
+        if regions.get(value.name) != op.region
+    ]
 
 
 def _bases(graph: IRGraph, saved: Mapping[str, Saved]) -> dict[str, str]:

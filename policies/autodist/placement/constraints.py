@@ -1,4 +1,5 @@
-"""What a user may fix before the search: strategies of operators or modules, dims that an axis must leave alone, storage.
+"""What a user may fix before the search: strategies of operators or modules, dims that an axis must
+leave alone, storage.
 
 A constraint that no operator, dim or tensor answers to is refused, not ignored.
 """
@@ -21,10 +22,12 @@ from shardwright.runtime.layout import Layout, Mesh
 
 @dataclass(frozen=True)
 class Constraints:
-    """``pin``: an operator, or a module path with everything below it, to what it does along an axis: ``R``, ``G``,
-    ``linear:<i>``, ``split:<factor>``, or the name of a dim (``heads``), which holds for the operators that have it. ``*`` in a
-    path stands for any one name; what says more of an operator's path counts, and a path without ``*`` before one with it.
-    ``forbid``: a dim's name to the axes that must not cut it. ``stored``: how a parameter or buffer is held, by FQN.
+    """``pin``: an operator, or a module path with everything below it, to what it does along an
+    axis: ``R``, ``G``, ``linear:<i>``, ``split:<factor>``, or the name of a dim (``heads``), which
+    holds for the operators that have it. ``*`` in a path stands for any one name; what says more of
+    an operator's path counts, and a path without ``*`` before one with it.
+    ``forbid``: a dim's name to the axes that must not cut it. ``stored``: how a parameter or buffer
+    is held, by FQN.
     """
 
     pin: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -44,7 +47,8 @@ def allowed_strategies(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> 
     """Operator name to what its constraints leave it; operators that are free are left out.
 
     Raises:
-        PlanError: a constraint names something that the graph or the mesh does not have, or leaves an operator nothing.
+        PlanError: a constraint names something that the graph or the mesh does not have, or leaves
+            an operator nothing.
     """
     _check(graph, constraints, mesh)
     found: dict[str, Allowed] = {}
@@ -58,18 +62,29 @@ def allowed_strategies(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> 
 
 
 def constrained(plan: Plan, graph: IRGraph, constraints: Constraints) -> Plan | None:
-    """A plan of the whole model with tensors held as the constraints say; None if an operator does what they do not leave it.
+    """A plan of the whole model with tensors held as the constraints say; None if an operator does
+    what they do not leave it.
 
     Raises what :func:`allowed_strategies` raises.
     """
-    for name, only in (allowed_strategies(graph, constraints, plan.mesh) if constraints else {}).items():
-        if any(plan.strategies.get(name, {}).get(axis, "R") not in left for axis, left in only.items()):
+    for name, only in (
+        allowed_strategies(graph, constraints, plan.mesh) if constraints else {}
+    ).items():
+        if any(
+            plan.strategies.get(name, {}).get(axis, "R") not in left for axis, left in only.items()
+        ):
             return None
-    held = {fqn: layout for fqn in constraints.stored if (layout := constraints.stored_layout(fqn)) is not None}
+    held = {
+        fqn: layout
+        for fqn in constraints.stored
+        if (layout := constraints.stored_layout(fqn)) is not None
+    }
     return replace(plan, stored={**plan.stored, **held}) if held else plan
 
 
-def _of_op(op: IROp, dims: ModelDims, constraints: Constraints, mesh: Mesh) -> dict[str, frozenset[str]]:
+def _of_op(
+    op: IROp, dims: ModelDims, constraints: Constraints, mesh: Mesh
+) -> dict[str, frozenset[str]]:
     assert op.rule is not None
     only: dict[str, frozenset[str]] = {}
     every = strategies(op.rule)
@@ -84,7 +99,13 @@ def _of_op(op: IROp, dims: ModelDims, constraints: Constraints, mesh: Mesh) -> d
             if named:
                 left = [s for s in left if s in named and allowed(op.rule, {axis: s}, mesh)]
         if not left:
-            raise _nothing_left(op, axis, pinned, [d for d, axes in constraints.forbid.items() if axis in axes], mesh)
+            raise _nothing_left(
+                op,
+                axis,
+                pinned,
+                [d for d, axes in constraints.forbid.items() if axis in axes],
+                mesh,
+            )
         if len(left) < len(every):
             only[axis] = frozenset(left)
     return only
@@ -98,7 +119,9 @@ def _dim(op: IROp, strategy: str, dims: ModelDims) -> str | None:
 
 
 def _pin_of(op: IROp, constraints: Constraints, axis: str) -> tuple[str, str] | None:
-    """The name that pins an operator along an axis, and the wish: its own name before the longest module path."""
+    """The name that pins an operator along an axis, and the wish: its own name before the longest
+    module path.
+    """
     pins = {name: wishes[axis] for name, wishes in constraints.pin.items() if axis in wishes}
     if op.name in pins:
         return op.name, pins[op.name]
@@ -110,7 +133,9 @@ def _pin_of(op: IROp, constraints: Constraints, axis: str) -> tuple[str, str] | 
 def _is_below(module_path: str, pattern: str) -> bool:
     """Whether a path names the module of the pattern, or one inside of it."""
     parts, wanted = module_path.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(b in (a, "*") for a, b in zip(parts, wanted, strict=False))
+    return len(parts) >= len(wanted) and all(
+        b in (a, "*") for a, b in zip(parts, wanted, strict=False)
+    )
 
 
 def _paths(module_path: str) -> list[str]:
@@ -119,14 +144,17 @@ def _paths(module_path: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
-def _nothing_left(op: IROp, axis: str, pinned: tuple[str, str] | None, forbidden: list[str], mesh: Mesh) -> PlanError:
+def _nothing_left(
+    op: IROp, axis: str, pinned: tuple[str, str] | None, forbidden: list[str], mesh: Mesh
+) -> PlanError:
     assert op.rule is not None
     said = [] if pinned is None else [f"{pinned[0]!r} is pinned to {pinned[1]!r}"]
     said += [f"cutting {' and '.join(map(repr, forbidden))} is forbidden"] if forbidden else []
     return PlanError(
         f"constraints leave operator {op.name} ({op.target}) nothing to do along axis {axis!r}",
         where=f"{op.source} ({op.module_path or 'top-level forward'})",
-        why=f"{' and '.join(said)} there; mesh {mesh}, and its strategies along one axis: {', '.join(strategies(op.rule))}",
+        why=f"{' and '.join(said)} there; mesh {mesh}, and its strategies along one axis: "
+        f"{', '.join(strategies(op.rule))}",
         hint="take back a pin, or what is forbidden",
     )
 
@@ -149,7 +177,9 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
     names = {op.name for op in every} | {path for op in every for path in _paths(op.module_path)}
     for name, wishes in constraints.pin.items():
         if name not in names and not any(_is_below(op.module_path, name) for op in every):
-            raise PlanError(f"the model has no operator or module {name!r} to pin", hint=suggestion(name, names))
+            raise PlanError(
+                f"the model has no operator or module {name!r} to pin", hint=suggestion(name, names)
+            )
         for axis, wish in wishes.items():
             _check_axis(axis, mesh)
             if name not in {op.name for op in every}:
@@ -157,13 +187,17 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
     dims = {c.name for body in graph.bodies if body.dims for c in body.dims.classes}
     for dim, axes in constraints.forbid.items():
         if dim not in dims:
-            raise PlanError(f"the model has no dim {dim!r} to forbid", hint=suggestion(dim, sorted(dims)))
+            raise PlanError(
+                f"the model has no dim {dim!r} to forbid", hint=suggestion(dim, sorted(dims))
+            )
         for axis in axes:
             _check_axis(axis, mesh)
     values = {value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn}
     for fqn in constraints.stored:
         if fqn not in values:
-            raise PlanError(f"the model has no parameter or buffer {fqn!r}", hint=suggestion(fqn, values))
+            raise PlanError(
+                f"the model has no parameter or buffer {fqn!r}", hint=suggestion(fqn, values)
+            )
         layout = constraints.stored_layout(fqn)
         assert layout is not None
         check_layout(fqn, layout, values[fqn], mesh)
@@ -185,11 +219,17 @@ def _check_answered(graph: IRGraph, module: str, wish: str, axis: str) -> None:
             dims |= named
     raise PlanError(
         f"nothing in module {module!r} can be pinned to {wish!r} along axis {axis!r}",
-        why=f"its operators have the dims {', '.join(sorted(dims))}" if dims else "its operators have no dims with a name",
+        why=f"its operators have the dims {', '.join(sorted(dims))}"
+        if dims
+        else "its operators have no dims with a name",
         hint=suggestion(wish, sorted(dims)) or "R, G, or one of the dims",
     )
 
 
 def _check_axis(axis: str, mesh: Mesh) -> None:
     if axis not in mesh.names:
-        raise PlanError(f"the mesh has no axis {axis!r}", why=f"mesh {mesh}", hint=did_you_mean(axis, mesh.names))
+        raise PlanError(
+            f"the mesh has no axis {axis!r}",
+            why=f"mesh {mesh}",
+            hint=did_you_mean(axis, mesh.names),
+        )

@@ -1,7 +1,9 @@
-"""What it costs to bring a value from the layout it is made in to those its readers want, for all layouts at once.
+"""What it costs to bring a value from the layout it is made in to those its readers want, for all
+layouts at once.
 
-A value is converted along the tree that lowering builds (:mod:`shardwright.compiler.passes.sharing`), which is chosen by
-elements sent; here it is also given its seconds, as the sum of its adapters'. Tables are shared by all values of one dtype that
+A value is converted along the tree that lowering builds
+(:mod:`shardwright.compiler.passes.copy_trees`), which is chosen by elements sent; here it is also
+given its seconds, as the sum of its adapters'. Tables are shared by all values of one dtype that
 have the same layouts to choose from.
 """
 
@@ -16,14 +18,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.kept_weights import VIEWS
-from shardwright.compiler.passes.sharing import MAX_EXACT, STEP_WEIGHT, best_tree, tree_weights, trees, weight
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.kept_weights import VIEWS
+from shardwright.compiler.passes.copy_trees import (
+    MAX_EXACT,
+    STEP_WEIGHT,
+    best_tree,
+    tree_weights,
+    trees,
+    weight,
+)
 from shardwright.compiler.plan.conversion import GATHERS, convert
 from shardwright.compiler.plan.patterns import Form, Patterns
-from shardwright.policies.autodist.placement.pieces import Pieces, StepPrices
+from shardwright.policies.autodist.placement.pattern_steps import Pieces, StepPrices
 from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Seconds
 from shardwright.runtime.layout import Mesh
 
@@ -31,21 +40,26 @@ LayoutSet = tuple[int, ...]
 """The layouts some readers want of one value: distinct numbers, ascending."""
 
 MAX_GOALS = MAX_EXACT - 1
-"""No set of wanted layouts is larger, so that every tree is the one lowering finds, whatever the source is."""
+"""No set of wanted layouts is larger, so that every tree is the one lowering finds, whatever the
+source is.
+"""
 
 
 class Again(Enum):
     """Which adapters of a value run again in the backward, as parts of recompute regions."""
 
     NONE = "none"
-    FROM_GATHERS = "those from the first gather on: the others run in front of the region that reads the value"
+    FROM_GATHERS = (
+        "those from the first gather on: the others run in front of the region that reads the value"
+    )
     ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """What conversions depend on beside the layouts. ``microbatches``: how often they run per step. ``is_weight``: it is a
-    parameter, whose pieces are gathered for their uses only; ``is_kept``: and once more for the backward of those that keep it.
+    """What conversions depend on beside the layouts. ``microbatches``: how often they run per step.
+    ``is_weight``: it is a parameter, whose pieces are gathered for their uses only; ``is_kept``:
+    and once more for the backward of those that keep it.
     ``takes_gradient``: whether the backward of its adapters runs, if it is differentiable.
     """
 
@@ -65,8 +79,8 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one adapter of a conversion, and whether it gathers. ``is_kept``: whether what keeps its result keeps what it
-    is given: of a weight, a gather or a view.
+    """Seconds of one adapter of a conversion, and whether it gathers. ``is_kept``: whether what
+    keeps its result keeps what it is given: of a weight, a gather or a view.
     """
 
     forward_s: float
@@ -82,7 +96,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One conversion: its weight among trees, and its seconds. ``gathered_s``: of the forward, from the first gather on.
+    """One conversion: its weight among trees, and its seconds. ``gathered_s``: of the forward, from
+    the first gather on.
     ``regathered_s``: of gathering a kept weight once more.
     """
 
@@ -119,8 +134,8 @@ class _Pair:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Conversions between all layouts of a universe, [from, to]. ``inside``: their seconds from a copy that is computed again
-    itself, if they differ; ``gathers``: which gather something.
+    """Conversions between all layouts of a universe, [from, to]. ``inside``: their seconds from a
+    copy that is computed again itself, if they differ; ``gathers``: which gather something.
     """
 
     position: dict[int, int]
@@ -133,7 +148,9 @@ class _Table:
 class Conversions:
     """Prices on one mesh. ``ranks``: the global ranks the mesh lies on, in its order."""
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable) -> None:
+    def __init__(
+        self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable
+    ) -> None:
         self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
         self._pairs: dict[Hashable, dict[tuple[int, int], _Pair]] = {}
         self._tables: dict[Hashable, _Table] = {}
@@ -144,9 +161,15 @@ class Conversions:
         self._sizes = dict(mesh.axes)
         self.patterns = Patterns(mesh)
 
-    def seconds(self, kind: ValueType, sources: Sequence[int], sets: Sequence[LayoutSet]) -> Seconds:
-        """``[sources, sets]``: seconds of making all layouts of a set, for each layout the value may be made in."""
-        universe = tuple(sorted({*sources, *(goal for wanted in sets for goal in wanted)}, key=self._name))
+    def seconds(
+        self, kind: ValueType, sources: Sequence[int], sets: Sequence[LayoutSet]
+    ) -> Seconds:
+        """``[sources, sets]``: seconds of making all layouts of a set, for each layout the value
+        may be made in.
+        """
+        universe = tuple(
+            sorted({*sources, *(goal for wanted in sets for goal in wanted)}, key=self._name)
+        )
         table = self._table(kind, universe)
         where = table.position
         by_size: dict[int, list[int]] = {}
@@ -154,9 +177,13 @@ class Conversions:
             by_size.setdefault(len(wanted), []).append(index)
         found = np.zeros((len(sources), len(sets)))
         for size, members in by_size.items():
-            goals = np.sort(np.array([[where[g] for g in sets[i]] for i in members], dtype=np.int64), axis=1)
+            goals = np.sort(
+                np.array([[where[g] for g in sets[i]] for i in members], dtype=np.int64), axis=1
+            )
             for row, source in enumerate(sources):
-                found[row, members] = _from_source(table, where[source], goals.reshape(len(members), size))
+                found[row, members] = _from_source(
+                    table, where[source], goals.reshape(len(members), size)
+                )
         return found
 
     def exact(self, kind: ValueType, source: int, goals: LayoutSet) -> float:
@@ -177,7 +204,10 @@ class Conversions:
         table = self._table(kind, tuple(sorted({source, *left}, key=self._name)))
         start, ends = table.position[source], [table.position[goal] for goal in left]
         parents = best_tree(table.weights[start, ends], table.weights[np.ix_(ends, ends)])
-        return {goal: source if parent < 0 else left[parent] for goal, parent in zip(left, parents, strict=True)}
+        return {
+            goal: source if parent < 0 else left[parent]
+            for goal, parent in zip(left, parents, strict=True)
+        }
 
     def steps(self, kind: ValueType, source: int, goal: int) -> tuple[StepTime, ...]:
         """The adapters of one conversion, one after the other."""
@@ -186,60 +216,103 @@ class Conversions:
     def gathers(self, kind: ValueType, source: int, goal: int) -> bool:
         """Whether a conversion gathers pieces."""
         layouts = self.layouts[source], self.layouts[goal]
-        return any(step.kind == "all_gather" for step in convert(*layouts, self.mesh, differentiable=kind.differentiable))
+        return any(
+            step.kind == "all_gather"
+            for step in convert(*layouts, self.mesh, differentiable=kind.differentiable)
+        )
 
     def _table(self, kind: ValueType, universe: tuple[int, ...]) -> _Table:
         key = (kind, universe)
         found = self._tables.get(key)
         if found is None:
             size = len(universe)
-            weights, seconds, gathers = np.zeros((size, size)), np.zeros((size, size)), np.zeros((size, size), dtype=bool)
+            weights, seconds, gathers = (
+                np.zeros((size, size)),
+                np.zeros((size, size)),
+                np.zeros((size, size), dtype=bool),
+            )
             inside = np.zeros((size, size)) if kind.again is Again.FROM_GATHERS else None
             for i, source in enumerate(universe):
                 for j, goal in enumerate(universe):
                     if i != j:
                         pair = self._pair(kind, source, goal)
-                        weights[i, j], seconds[i, j], gathers[i, j] = pair.weight, pair.seconds(kind), pair.gathers
+                        weights[i, j], seconds[i, j], gathers[i, j] = (
+                            pair.weight,
+                            pair.seconds(kind),
+                            pair.gathers,
+                        )
                         if inside is not None:
                             inside[i, j] = pair.seconds(kind, inside=True)
-            found = self._tables[key] = _Table({g: i for i, g in enumerate(universe)}, weights, seconds, inside, gathers)
+            found = self._tables[key] = _Table(
+                {g: i for i, g in enumerate(universe)}, weights, seconds, inside, gathers
+            )
         return found
 
     def _pair(self, kind: ValueType, source: int, goal: int) -> _Pair:
-        pairs = self._pairs.setdefault((kind.dtype, kind.differentiable, kind.is_weight, kind.takes_gradient), {})
+        pairs = self._pairs.setdefault(
+            (kind.dtype, kind.differentiable, kind.is_weight, kind.takes_gradient), {}
+        )
         found = pairs.get((source, goal))
         if found is None:
             found = pairs[source, goal] = _Pair.of(*self._weighed(kind, source, goal))
         return found
 
-    def _weighed(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
+    def _weighed(
+        self, kind: ValueType, source: int, goal: int
+    ) -> tuple[float, tuple[StepTime, ...]]:
         """The weight of a conversion, and its steps."""
         forms = self._form(source, kind.differentiable), self._form(goal, kind.differentiable)
-        return (self._priced if forms[0].is_static and forms[1].is_static else self._converted)(kind, source, goal)
+        return (self._priced if forms[0].is_static and forms[1].is_static else self._converted)(
+            kind, source, goal
+        )
 
-    def _converted(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
+    def _converted(
+        self, kind: ValueType, source: int, goal: int
+    ) -> tuple[float, tuple[StepTime, ...]]:
         """Step by step; for layouts with sizes that are not known yet."""
-        steps = convert(self.layouts[source], self.layouts[goal], self.mesh, differentiable=kind.differentiable)
+        steps = convert(
+            self.layouts[source], self.layouts[goal], self.mesh, differentiable=kind.differentiable
+        )
         times = []
         for step in steps:
-            time = step_time(step, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
+            time = step_time(
+                step,
+                kind.dtype,
+                self.mesh,
+                self.ranks,
+                self.hardware,
+                differentiable=kind.differentiable,
+            )
             times.append(_step(kind, step.kind, time.forward_s, time.backward_s))
         return weight(steps, self.mesh, takes_gradient=kind.has_backward), tuple(times)
 
-    def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
+    def _priced(
+        self, kind: ValueType, source: int, goal: int
+    ) -> tuple[float, tuple[StepTime, ...]]:
         """The same numbers from the pattern of the pair."""
         differentiable = kind.differentiable
-        places, steps = self.patterns.steps(self._form(source, differentiable), self._form(goal, differentiable))
+        places, steps = self.patterns.steps(
+            self._form(source, differentiable), self._form(goal, differentiable)
+        )
         key = (self._shape(source), places.number, kind.dtype, kind.has_backward)
         prices = self._prices.get(key)
         if prices is None:
             tensor = Pieces(key[0], places.keys, self._sizes)
             prices = self._prices[key] = StepPrices(
-                tensor, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.has_backward
+                tensor,
+                kind.dtype,
+                self.mesh,
+                self.ranks,
+                self.hardware,
+                differentiable=kind.has_backward,
             )
         found = [prices.of(step) for step in steps]
-        times = tuple(_step(kind, step.kind, *price[1:]) for step, price in zip(steps, found, strict=True))
-        return sum(price[0] for price in found) + STEP_WEIGHT * len(steps), times  # added as lowering does, for equal ties
+        times = tuple(
+            _step(kind, step.kind, *price[1:]) for step, price in zip(steps, found, strict=True)
+        )
+        return sum(price[0] for price in found) + STEP_WEIGHT * len(
+            steps
+        ), times  # added as lowering does, for equal ties
 
     def _form(self, layout: int, differentiable: bool) -> Form:
         found = self._forms.get((layout, differentiable))
@@ -251,7 +324,9 @@ class Conversions:
     def _shape(self, layout: int) -> tuple[int, ...]:
         found = self._shapes.get(layout)
         if found is None:
-            found = self._shapes[layout] = tuple(round(estimate(size)) for size in self.layouts[layout].shape)
+            found = self._shapes[layout] = tuple(
+                round(estimate(size)) for size in self.layouts[layout].shape
+            )
         return found
 
     def _name(self, layout: int) -> str:
@@ -263,7 +338,9 @@ class Conversions:
 
 
 def _from_source(table: _Table, source: int, goals: Ids) -> Seconds:
-    """Seconds of all sets of one size, [sets, size] in ascending order, from one source; the source itself is free."""
+    """Seconds of all sets of one size, [sets, size] in ascending order, from one source; the source
+    itself is free.
+    """
     total = np.zeros(len(goals))
     has_source = (goals == source).any(axis=1)
     if has_source.any():
@@ -274,7 +351,9 @@ def _from_source(table: _Table, source: int, goals: Ids) -> Seconds:
 
 
 def _trees(table: _Table, source: int, goals: Ids) -> Seconds:
-    """Seconds of the tree that lowering takes, per row of ``goals`` [sets, size], none of which is the source."""
+    """Seconds of the tree that lowering takes, per row of ``goals`` [sets, size], none of which is
+    the source.
+    """
     num_goals = goals.shape[1]
     if num_goals == 0 or not len(goals):
         return np.zeros(len(goals))
@@ -284,7 +363,9 @@ def _trees(table: _Table, source: int, goals: Ids) -> Seconds:
     between = table.weights[goals[:, :, None], goals[:, None, :]]
     chosen = np.argmin(tree_weights(table.weights[source, goals], between), axis=-1)
     parents = _parents(num_goals)[chosen]  # [sets, size]
-    starts = np.where(parents < 0, source, np.take_along_axis(goals, np.maximum(parents, 0), axis=1))
+    starts = np.where(
+        parents < 0, source, np.take_along_axis(goals, np.maximum(parents, 0), axis=1)
+    )
     found = table.seconds[starts, goals]
     if table.inside is not None:
         again = _computed_again(parents, table.gathers[starts, goals])
@@ -294,7 +375,9 @@ def _trees(table: _Table, source: int, goals: Ids) -> Seconds:
 
 
 def _computed_again(parents: Ids, gathers: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """``[sets, size]``: which copies are made from one that some gather before them makes inside of the region."""
+    """``[sets, size]``: which copies are made from one that some gather before them makes inside of
+    the region.
+    """
     found = np.zeros_like(gathers)
     for _ in range(parents.shape[1] - 1):  # as deep as trees are
         found = (parents >= 0) & np.take_along_axis(found | gathers, np.maximum(parents, 0), axis=1)

@@ -1,4 +1,6 @@
-"""The problem of a placement in the making: nodes with their costs and memory, and costs between them."""
+"""The problem of a placement in the making: nodes with their costs and memory, and costs between
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.conversion import canonical
-from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.compiler.plan.repeated_blocks import container_of
 from shardwright.policies.autodist.placement.emission import Place
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
+from shardwright.policies.autodist.placement.layout_sets import Maker, Reader
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import OpMenu, Seconds
@@ -21,9 +23,9 @@ from shardwright.runtime.layout import Layout
 
 @dataclass(eq=False)
 class Draft:
-    """What a request's problem has so far. ``places``: of operators, by name; ``homes``: by node the module path it belongs to;
-    ``costs``, ``edges`` and ``usage``, by node the bytes of each choice, are as in the problem. ``storage``: what stores take,
-    by what that depends on.
+    """What a request's problem has so far. ``places``: of operators, by name; ``homes``: by node
+    the module path it belongs to; ``costs``, ``edges`` and ``usage``, by node the bytes of each
+    choice, are as in the problem. ``storage``: what stores take, by what that depends on.
     """
 
     request: PlacementRequest
@@ -48,7 +50,9 @@ class Draft:
         self.costs[node] = self.costs[node] + cost
 
     def forwards(self, op: IROp) -> int:
-        """How often an operator's forward runs per step: twice where it is computed again in the backward."""
+        """How often an operator's forward runs per step: twice where it is computed again in the
+        backward.
+        """
         return self.request.microbatches * (2 if self.places[op.name].runs_again else 1)
 
     def stretch_of(self, node: int | None) -> int | None:
@@ -62,7 +66,9 @@ class Draft:
 
     def layout_id(self, layout: Layout, value: IRValue) -> int:
         """The number of a layout of a value, in canonical form."""
-        return self.pricing.layouts.id(canonical(layout, self.request.mesh, differentiable=value.requires_grad))
+        return self.pricing.layouts.id(
+            canonical(layout, self.request.mesh, differentiable=value.requires_grad)
+        )
 
     def operators(self, readers: Sequence[Reader]) -> list[OpNode]:
         """The operators among some readers."""
@@ -70,12 +76,16 @@ class Draft:
         return [node for node in nodes if isinstance(node, OpNode)]
 
     def home_of(self, maker: Maker | None, readers: Sequence[Reader]) -> str:
-        """The module path a value belongs to: that of the operator that makes it, or reads it first."""
+        """The module path a value belongs to: that of the operator that makes it, or reads it
+        first.
+        """
         around = [maker.node if maker is not None else None, *(reader.node for reader in readers)]
         return next((self.homes[index] for index in around if index is not None), "")
 
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each numbered module, for modules that come more than once, in the order of the graph."""
+        """The nodes of each numbered module, for modules that come more than once, in the order of
+        the graph.
+        """
         found: dict[tuple[str, int], list[int]] = {}
         for index, home in enumerate(self.homes):
             container = container_of(home)

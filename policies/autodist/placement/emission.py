@@ -1,8 +1,9 @@
 """Where lowering puts the adapters of one value, and how often each of them runs.
 
-A copy is made for the first operator that reads it, in the recompute region of that operator. What emission does with regions
-(:mod:`shardwright.compiler.plan.blocks`) decides which of its adapters run again in the backward: of a value from outside those
-run in front of the region that something after it reads too, and, but for weights, those before the first gather.
+A copy is made for the first operator that reads it, in the recompute region of that operator. What
+emission does with regions (:mod:`shardwright.compiler.plan.repeated_blocks`) decides which of its
+adapters run again in the backward: of a value from outside those run in front of the region that
+something after it reads too, and, but for weights, those before the first gather.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ END = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an operator stands. ``stretch``: the number of its stretch, consecutive operators of one recompute region or none;
-    ``runs_again``: whether that is computed again; ``module``: path and region, for which pieces of a weight are gathered.
+    """Where an operator stands. ``stretch``: the number of its stretch, consecutive operators of
+    one recompute region or none;
+    ``runs_again``: whether that is computed again; ``module``: path and region, for which pieces of
+    a weight are gathered.
     """
 
     stretch: int
@@ -52,7 +55,9 @@ def places(graph: IRGraph, *, trains: bool) -> dict[str, Place]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One reader of a value: its node, what each of its choices wants, and its place. ``keeps``: as of a reader."""
+    """One reader of a value: its node, what each of its choices wants, and its place. ``keeps``: as
+    of a reader.
+    """
 
     node: int
     wants: tuple[LayoutSet, ...]
@@ -62,8 +67,9 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """The readers of a value. ``made_in``: the stretch of what makes it, None for a parameter or an input; ``stays``: whether
-    its adapters stay in a region that alone reads it, as those of weights do. ``readers``: in the order of the program;
+    """The readers of a value. ``made_in``: the stretch of what makes it, None for a parameter or an
+    input; ``stays``: whether its adapters stay in a region that alone reads it, as those of weights
+    do. ``readers``: in the order of the program;
     ``fixed``: what the outside wants.
     """
 
@@ -74,7 +80,9 @@ class Uses:
     fixed: LayoutSet
 
     def again(self) -> Again | None:
-        """Which adapters run again, whatever readers choose; None where that depends on their choices."""
+        """Which adapters run again, whatever readers choose; None where that depends on their
+        choices.
+        """
         stretches = {use.place.stretch for use in self.readers} | ({END} if self.fixed else set())
         if not any(use.place.runs_again for use in self.readers):
             return Again.NONE
@@ -87,7 +95,9 @@ class Uses:
         return union([self.fixed, *(use.wants[choice[use.node]] for use in self.readers)])
 
     def seconds(self, conversions: Conversions, source: int, choice: Sequence[int]) -> float:
-        """Per step, of all adapters of the value, made as ``source``, by the choices of its readers."""
+        """Per step, of all adapters of the value, made as ``source``, by the choices of its
+        readers.
+        """
         wishes = [(use.wants[choice[use.node]], use.place, use.keeps) for use in self.readers]
         if self.fixed:
             wishes.append((self.fixed, OUTSIDE, False))
@@ -97,8 +107,9 @@ class Uses:
 
 @dataclass(eq=False)
 class _Copy:
-    """One copy of the value. ``last``: the last stretch that reads it, or one made of it where it is made; ``is_inside``:
-    whether it is made by what runs again; ``is_kept``: whether a reader keeps it, or a copy of which it is a part.
+    """One copy of the value. ``last``: the last stretch that reads it, or one made of it where it
+    is made; ``is_inside``: whether it is made by what runs again; ``is_kept``: whether a reader
+    keeps it, or a copy of which it is a part.
     """
 
     layout: int
@@ -111,7 +122,9 @@ class _Copy:
 
 @dataclass(eq=False)
 class _Emission:
-    """The copies of a value in the order they are made, as :mod:`shardwright.compiler.passes.lower` makes them."""
+    """The copies of a value in the order they are made, as :mod:`shardwright.compiler.passes.lower`
+    makes them.
+    """
 
     uses: Uses
     conversions: Conversions
@@ -121,7 +134,9 @@ class _Emission:
 
     def __post_init__(self) -> None:
         kind = self.uses.kind
-        self.tree: Mapping[int, int] = self.conversions.tree(kind, self.source, union(wants for wants, _, _ in self.wishes))
+        self.tree: Mapping[int, int] = self.conversions.tree(
+            kind, self.source, union(wants for wants, _, _ in self.wishes)
+        )
         made_in = -1 if self.uses.made_in is None else self.uses.made_in
         root = _Copy(self.source, Place(made_in, False, ("", None)), is_inside=True)
         self.known: dict[tuple[int, object], _Copy] = {(self.source, None): root}
@@ -165,7 +180,9 @@ class _Emission:
         for index, step in enumerate(steps):
             stays = self.uses.stays or step.gathers
             inside = place.runs_again and (inside or (stays and not is_shared))
-            again_s = step.forward_s if inside else step.regathered_s if index >= num_before else 0.0
+            again_s = (
+                step.forward_s if inside else step.regathered_s if index >= num_before else 0.0
+            )
             total += step.forward_s + again_s + step.backward_s
         copy.is_inside = inside
         return total

@@ -24,8 +24,8 @@ class OpNode:
 
 @dataclass(frozen=True, eq=False)
 class StoreNode:
-    """A parameter or an updated buffer; its choices are layouts. ``least_bytes``: what each takes when a forward ends, with
-    gradients and optimizer state as far as they are there then.
+    """A parameter or an updated buffer; its choices are layouts. ``least_bytes``: what each takes
+    when a forward ends, with gradients and optimizer state as far as they are there then.
     """
 
     value: IRValue
@@ -44,9 +44,10 @@ class CopiesNode:
 
 @dataclass(frozen=True, eq=False)
 class RelayNode:
-    """A value with several readers that could want more sets of layouts than are told apart. Its choices are the layouts of one
-    copy, the relay, from which every reader's own is made. What lowering makes may cost less, where readers share a copy beside
-    the relay, or more, where another tree sends less but takes longer; :meth:`Formulation.cost` has the exact cost.
+    """A value with several readers that could want more sets of layouts than are told apart. Its
+    choices are the layouts of one copy, the relay, from which every reader's own is made. What
+    lowering makes may cost less, where readers share a copy beside the relay, or more, where
+    another tree sends less but takes longer; :meth:`Formulation.cost` has the exact cost.
     """
 
     value: IRValue
@@ -58,9 +59,10 @@ class RelayNode:
 
 @dataclass(frozen=True, eq=False)
 class SpreadValue:
-    """A value that a recompute region reads and something else too, so that the choices of all readers together decide which
-    adapters run again. The problem says what they cost if none does, :meth:`Formulation.cost` what they cost. ``paid``: as the
-    problem has it, [choices of the maker, choices of ``node``].
+    """A value that a recompute region reads and something else too, so that the choices of all
+    readers together decide which adapters run again. The problem says what they cost if none does,
+    :meth:`Formulation.cost` what they cost. ``paid``: as the problem has it, [choices of the maker,
+    choices of ``node``].
     """
 
     uses: Uses
@@ -71,9 +73,11 @@ class SpreadValue:
 
 @dataclass(frozen=True, eq=False)
 class SharedWeight:
-    """A parameter with several readers. Each place gathers pieces for itself, which is what it pays; of any other copy, which
-    is made once, every reader pays its share, as of a :class:`SharedValue`. ``sources``: what each choice stores it as;
-    ``conversions``: on the mesh that it is stored on. ``paid``: by reader, [stores, its choices], what the problem says.
+    """A parameter with several readers. Each place gathers pieces for itself, which is what it
+    pays; of any other copy, which is made once, every reader pays its share, as of a
+    :class:`SharedValue`. ``sources``: what each choice stores it as;
+    ``conversions``: on the mesh that it is stored on. ``paid``: by reader, [stores, its choices],
+    what the problem says.
     """
 
     store: int
@@ -85,9 +89,10 @@ class SharedWeight:
 
 @dataclass(frozen=True, eq=False)
 class SharedValue:
-    """A value without gradient that many blocks read, a rotary table or a mask. It is no node, so that the blocks are not all
-    neighbours: every reader pays its share of what the copy costs that it wants. Shares add up to the cost where all readers
-    want the same, and to less otherwise; :meth:`Formulation.cost` adds the difference.
+    """A value without gradient that many blocks read, a rotary table or a mask. It is no node, so
+    that the blocks are not all neighbours: every reader pays its share of what the copy costs that
+    it wants. Shares add up to the cost where all readers want the same, and to less otherwise;
+    :meth:`Formulation.cost` adds the difference.
     """
 
     value: IRValue
@@ -103,8 +108,9 @@ Node = OpNode | StoreNode | CopiesNode | RelayNode
 class Formulation:
     """The problem, and what its nodes mean.
 
-    ``restricted``: values whose copies were restricted to fewer sets. ``shared``: values priced by shares; the operators that
-    make them are computed on every rank. ``slack``: by how much all plans may be cheaper for that than the problem says.
+    ``restricted``: values whose copies were restricted to fewer sets. ``shared``: values priced by
+    shares; the operators that make them are computed on every rank. ``slack``: by how much all
+    plans may be cheaper for that than the problem says.
     ``spread``: values with adapters that may run again.
     """
 
@@ -148,7 +154,9 @@ class Formulation:
         wants = [use.wants[choice[use.node]] for use in node.uses.readers]
         wants += [node.uses.fixed] if node.uses.fixed else []
         exact = self.conversions.exact
-        paid = exact(node.kind, source, (relay,)) + sum(exact(node.kind, relay, want) for want in wants)
+        paid = exact(node.kind, source, (relay,)) + sum(
+            exact(node.kind, relay, want) for want in wants
+        )
         return node.uses.seconds(self.conversions, source, choice) - paid
 
     def settle(self, choice: Sequence[int]) -> tuple[int, ...]:

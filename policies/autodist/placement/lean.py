@@ -1,8 +1,10 @@
-"""A placement that saves memory: of the placement's problem with seconds for every byte, in the place of its row.
+"""A placement that saves memory: of the placement's problem with seconds for every byte, in the
+place of its row.
 
-A heavy weight gives the least memory, a light one the least time. What is weighed is the memory row; and a share of what every
-operator reads and writes, which is there for a moment only. That the peak is a sum of both is not said: which share gives the
-lowest depends on where it is, so that searches try several, and audit what they give.
+A heavy weight gives the least memory, a light one the least time. What is weighed is the memory
+row; and a share of what every operator reads and writes, which is there for a moment only. That the
+peak is a sum of both is not said: which share gives the lowest depends on where it is, so that
+searches try several, and audit what they give.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode
 from shardwright.policies.autodist.placement.place import Placement, placement_of
+from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
-from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import Seconds
 from shardwright.policies.autodist.solver.problem import Infeasible
@@ -24,16 +26,19 @@ from shardwright.policies.autodist.solver.solve import solve
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What memory counts. ``heavy``: all that a rank could hold, in the seconds of a step; ``momentary``: the share of what
-    operators read and write.
+    """What memory counts. ``heavy``: all that a rank could hold, in the seconds of a step;
+    ``momentary``: the share of what operators read and write.
     """
 
     heavy: float
     momentary: float
 
 
-def lean(request: PlacementRequest, weight: Weight, pricing: Pricing | None = None) -> Placement | Infeasible:
-    """The placement of least seconds, with those for its memory; whether it fits is not looked at. Its bound says nothing.
+def lean(
+    request: PlacementRequest, weight: Weight, pricing: Pricing | None = None
+) -> Placement | Infeasible:
+    """The placement of least seconds, with those for its memory; whether it fits is not looked at.
+    Its bound says nothing.
 
     Args:
         request: with a memory limit.
@@ -48,7 +53,9 @@ def lean(request: PlacementRequest, weight: Weight, pricing: Pricing | None = No
     costs = []
     for index, cost in enumerate(problem.node_costs):
         zero = np.zeros(len(cost))
-        costs.append(cost + byte_s * (usage.get(index, zero) + weight.momentary * momentary.get(index, zero)))
+        costs.append(
+            cost + byte_s * (usage.get(index, zero) + weight.momentary * momentary.get(index, zero))
+        )
     solution = solve(replace(problem, node_costs=tuple(costs)), time_limit_s=request.time_limit_s)
     if isinstance(solution, Infeasible):
         return solution
@@ -63,12 +70,17 @@ def _momentary(formulation: Formulation, request: PlacementRequest) -> dict[int,
         if not isinstance(node, OpNode):
             continue
         total = np.zeros(len(node.menu))
-        for values, ids in ((node.op.operands, node.menu.operands), (node.op.results, node.menu.results)):
+        for values, ids in (
+            (node.op.operands, node.menu.operands),
+            (node.op.results, node.menu.results),
+        ):
             for position, value in enumerate(values):
                 for choice, layout in enumerate(ids[:, position].tolist()):
                     key = layout, value.dtype
                     if key not in known:
-                        known[key] = local_bytes(formulation.layouts[layout], value.dtype, request.mesh)
+                        known[key] = local_bytes(
+                            formulation.layouts[layout], value.dtype, request.mesh
+                        )
                     total[choice] += known[key]
         found[index] = total
     return found

@@ -1,20 +1,25 @@
-"""What no plan on a mesh can avoid where memory binds, whatever layers and parts of layers it computes again.
+"""What no plan on a mesh can avoid where memory binds, whatever layers and parts of layers it
+computes again.
 
-The problem is that of the placement, with a node more for every tensor that an operator keeps and that plans may have computed
-again instead: as many bytes as it has with the operator's choice, or none, for a share of the seconds of computing it.
+The problem is that of the placement, with a node more for every tensor that an operator keeps and
+that plans may have computed again instead: as many bytes as it has with the operator's choice, or
+none, for a share of the seconds of computing it.
 
-**Which share.** A tensor is let go of only if one part, a module whose operators stand together, holds what makes it and all
-that keep it, and is computed again: with it the smallest such part, all of whose operators run once more. The forward of an
-operator is dealt among the tensors whose smallest part it is in, by their sizes. What a plan computes again then costs at least
-the shares of all that it lets go of. Operators count with their fastest choice, and adapters not at all.
+**Which share.** A tensor is let go of only if one part, a module whose operators stand together,
+holds what makes it and all that keep it, and is computed again: with it the smallest such part, all
+of whose operators run once more. The forward of an operator is dealt among the tensors whose
+smallest part it is in, by their sizes. What a plan computes again then costs at least the shares of
+all that it lets go of. Operators count with their fastest choice, and adapters not at all.
 
-**How much memory.** What a rank holds when a forward ends: parameters, gradients and optimizer state that are there by then;
-what operators keep of one microbatch, each in the layout it reads; and the variables of ``forward`` itself, which live until it
-returns: results outside of layers, and those of layers that are read outside of them. In a pipeline these count as far as they
-are kept only: a position may run several stages, each with a ``forward`` that lets go of its own.
+**How much memory.** What a rank holds when a forward ends: parameters, gradients and optimizer
+state that are there by then; what operators keep of one microbatch, each in the layout it reads;
+and the variables of ``forward`` itself, which live until it returns: results outside of layers, and
+those of layers that are read outside of them. In a pipeline these count as far as they are kept
+only: a position may run several stages, each with a ``forward`` that lets go of its own.
 
-So every plan of the space within the limit is a choice of this problem, at no more than its cost; the best multiplier of the
-row bounds them all. Of a pipeline the limit is that of all positions together, each of which has such a moment.
+So every plan of the space within the limit is a choice of this problem, at no more than its cost;
+the best multiplier of the row bounds them all. Of a pipeline the limit is that of all positions
+together, each of which has such a moment.
 """
 
 from __future__ import annotations
@@ -23,15 +28,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.plan.blocks import container_of
+from shardwright.compiler.plan.repeated_blocks import container_of
 from shardwright.policies.autodist.placement.activations import Activations
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
-from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import Seconds
 from shardwright.policies.autodist.solver.problem import Problem, Row
@@ -40,7 +45,9 @@ from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer
 from shardwright.runtime.layout import Layout
 
 
-def least_step_s(request: PlacementRequest, pricing: Pricing | None = None, *, again: bool = True) -> float:
+def least_step_s(
+    request: PlacementRequest, pricing: Pricing | None = None, *, again: bool = True
+) -> float:
     """Seconds per step that no plan within the memory limit is below; ``inf`` where none fits.
 
     Args:
@@ -116,13 +123,15 @@ class _Draft:
         """A tensor of an operator: ``kept`` bytes by its choice, or none for a price."""
         levels = np.unique(kept)
         between = np.where(kept[:, None] == levels[None, :], 0.0, np.inf)
-        self.edges.append((index, len(self.costs), np.column_stack([np.full(len(kept), price), between])))
+        self.edges.append(
+            (index, len(self.costs), np.column_stack([np.full(len(kept), price), between]))
+        )
         self.usage[len(self.costs)] = np.array([0.0, *levels])
         self.costs.append(np.zeros(len(levels) + 1))
 
     def _prices(self) -> dict[str, float]:
-        """By root, and by operator for what it makes inside, the least seconds per step of computing it again; without those
-        that no part holds.
+        """By root, and by operator for what it makes inside, the least seconds per step of
+        computing it again; without those that no part holds.
         """
         graph = self.formulation.graph
         parts = _parts_by_place(graph)
@@ -136,19 +145,31 @@ class _Draft:
         for root, part in smallest.items():
             for index in range(part.start, part.stop):
                 claims[index] += sizes[root]
-        menus = {node.op.name: node.menu for node in self.formulation.nodes if isinstance(node, OpNode)}
-        fastest = [self.request.microbatches * float(menus[op.name].forward_s.min()) for op in graph.ops]
+        menus = {
+            node.op.name: node.menu for node in self.formulation.nodes if isinstance(node, OpNode)
+        }
+        fastest = [
+            self.request.microbatches * float(menus[op.name].forward_s.min()) for op in graph.ops
+        ]
         return {
-            root: sum(fastest[index] * sizes[root] / claims[index] for index in range(part.start, part.stop))
+            root: sum(
+                fastest[index] * sizes[root] / claims[index]
+                for index in range(part.start, part.stop)
+            )
             for root, part in smallest.items()
         }
 
     def _places(self) -> dict[str, list[int]]:
-        """By root that may be let go of, the places of what makes it and of all that keep it; what an operator makes inside has
-        its own.
+        """By root that may be let go of, the places of what makes it and of all that keep it; what
+        an operator makes inside has its own.
         """
         ops, activations = self.formulation.graph.ops, self.activations
-        made = {value.name: index for index, op in enumerate(ops) for value in op.results if value.name not in self.alive}
+        made = {
+            value.name: index
+            for index, op in enumerate(ops)
+            for value in op.results
+            if value.name not in self.alive
+        }
         found: dict[str, list[int]] = {}
         for index, op in enumerate(ops):
             for share in activations.shares.get(op.name, ()):
@@ -161,7 +182,11 @@ class _Draft:
     def _sizes(self) -> dict[str, float]:
         """Bytes of roots and of what operators make inside, unsplit."""
         ops, mesh = self.formulation.graph.ops, self.request.mesh
-        found = {v.name: float(local_bytes(Layout.whole(v.shape), v.dtype, mesh)) for op in ops for v in op.results}
+        found = {
+            v.name: float(local_bytes(Layout.whole(v.shape), v.dtype, mesh))
+            for op in ops
+            for v in op.results
+        }
         return found | {_inside(op): float(self.activations.internal.get(op.name, 0)) for op in ops}
 
 
@@ -177,10 +202,17 @@ def _parts_by_place(graph: IRGraph) -> dict[int, list[Part]]:
 
 def _variables(graph: IRGraph) -> frozenset[str]:
     """The values that live until the forward returns, whatever is computed again."""
-    stretch: dict[str, tuple[object, object]] = {op.name: (container_of(op.module_path), op.region) for op in graph.ops}
+    stretch: dict[str, tuple[object, object]] = {
+        op.name: (container_of(op.module_path), op.region) for op in graph.ops
+    }
     starts, layers = layer_blocks(graph)
-    for block, path in layers.items():  # with a number or without: it becomes a method where it is computed again
-        for op in graph.ops[starts[block] : starts[block + 1] if block + 1 < len(starts) else len(graph.ops)]:
+    for (
+        block,
+        path,
+    ) in layers.items():  # with a number or without: it becomes a method where it is computed again
+        for op in graph.ops[
+            starts[block] : starts[block + 1] if block + 1 < len(starts) else len(graph.ops)
+        ]:
             stretch[op.name] = path, op.region
     uses = graph.uses()
     return frozenset(

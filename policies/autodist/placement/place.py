@@ -1,7 +1,9 @@
-"""Place a graph on one mesh: the best strategy of every operator over all axes at once, and how every parameter is stored.
+"""Place a graph on one mesh: the best strategy of every operator over all axes at once, and how
+every parameter is stored.
 
 The problem is stated in ``problem.py`` and solved by :mod:`shardwright.policies.autodist.solver`.
-The result is a plan, with its cost, a bound that no plan of the space is below, and where the bound comes from.
+The result is a plan, with its cost, a bound that no plan of the space is below, and where the bound
+comes from.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.compiler.cost.memory import program_memory
-from shardwright.compiler.cost.rank_memory import RankMemory
+from shardwright.compiler.cost.memory.rank_memory import RankMemory
+from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
-from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import MAX_MIXED
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
@@ -31,20 +33,27 @@ MAX_CORRECTIONS = 6
 """How often the memory row is corrected by the memory that a lowered plan takes."""
 
 CORRECTION, HURRIED_CORRECTION = 0.99, 0.9
-"""How much below what is needed the row is corrected, so that it ends; and where that is to be soon."""
+"""How much below what is needed the row is corrected, so that it ends; and where that is to be
+soon.
+"""
 
 EXTENSION, MAX_EXTENSIONS = 4.0, 5
-"""By how much the time of the solver grows, and how often, while it has found nothing at all where anything fits."""
+"""By how much the time of the solver grows, and how often, while it has found nothing at all where
+anything fits.
+"""
 
-TABLES = "; what cutting values that every rank makes (rotary tables, masks) may save at most is taken off"
+TABLES = (
+    "; what cutting values that every rank makes (rotary tables, masks) may save at most is taken "
+    "off"
+)
 """Of a bound that is that much below the optimum."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What was searched: choices of operators and stores, the assignments they stand for, and the values whose copies were
-    restricted to fewer sets of layouts than their readers could want. ``mixed``: the most strategies that one operator mixes,
-    where that is fewer than there are axes.
+    """What was searched: choices of operators and stores, the assignments they stand for, and the
+    values whose copies were restricted to fewer sets of layouts than their readers could want.
+    ``mixed``: the most strategies that one operator mixes, where that is fewer than there are axes.
     """
 
     num_operators: int
@@ -54,17 +63,25 @@ class Space:
     mixed: int | None = None
 
     def __str__(self) -> str:
-        text = f"{self.num_assignments} assignments of {self.num_operators} operators ({self.num_choices} that differ)"
+        text = (
+            f"{self.num_assignments} assignments of {self.num_operators} operators "
+            f"({self.num_choices} that differ)"
+        )
         if self.mixed is not None:
             text += f"; at most {self.mixed} strategies of an operator at once"
-        return f"{text}; copies of {len(self.restricted)} values restricted" if self.restricted else text
+        return (
+            f"{text}; copies of {len(self.restricted)} values restricted"
+            if self.restricted
+            else text
+        )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan, and what is certain of it: ``cost_s`` seconds per step (without what pipelines add), of which no plan of the
-    ``space`` is below ``bound_s``, for the reason ``proof``. ``memory``: of a rank at its peak, where there is a limit, the
-    graph is no stage of a pipeline, and there was time to measure. ``interrupted``: from the keyboard.
+    """A plan, and what is certain of it: ``cost_s`` seconds per step (without what pipelines add),
+    of which no plan of the ``space`` is below ``bound_s``, for the reason ``proof``. ``memory``: of
+    a rank at its peak, where there is a limit, the graph is no stage of a pipeline, and there was
+    time to measure. ``interrupted``: from the keyboard.
     """
 
     plan: Plan
@@ -80,11 +97,13 @@ class Placement:
 
     @property
     def longest_s(self) -> float:
-        """Seconds per step that no placement takes less in one operator: the longest of them, of those that are trained
-        through, where each is placed to take least, and not computed again.
+        """Seconds per step that no placement takes less in one operator: the longest of them, of
+        those that are trained through, where each is placed to take least, and not computed again.
         """
         nodes = [node for node in self.formulation.nodes if isinstance(node, OpNode)]
-        menus = [node.menu for node in nodes if any(value.requires_grad for value in node.op.results)]
+        menus = [
+            node.menu for node in nodes if any(value.requires_grad for value in node.op.results)
+        ]
         least = [float((menu.forward_s + menu.backward_s).min()) for menu in menus]
         return self.request.microbatches * max(least, default=0.0)
 
@@ -97,20 +116,27 @@ class Placement:
 def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Placement | Infeasible:
     """The best placement found in the time of the request.
 
-    With a memory limit, the best plan without it is tried first: where it fits, the limit costs nothing. Else the memory row
-    holds, corrected by what the lowered plan really takes until one fits. What the deadline leaves no time to measure keeps the
-    row, as far as it was corrected, and has no ``memory``.
+    With a memory limit, the best plan without it is tried first: where it fits, the limit costs
+    nothing. Else the memory row holds, corrected by what the lowered plan really takes until one
+    fits. What the deadline leaves no time to measure keeps the row, as far as it was corrected, and
+    has no ``memory``.
 
-    ``pricing``: shared by requests for one mesh, ranks, hardware and times, which then only pay for what is new.
+    ``pricing``: shared by requests for one mesh, ranks, hardware and times, which then only pay for
+    what is new.
 
     Raises:
-        PlanError: the constraints name something that does not exist, or leave an operator nothing to do.
+        PlanError: the constraints name something that does not exist, or leave an operator nothing
+            to do.
     """
     formulation = formulate(request, pricing)
     started = time.monotonic()
     rows = formulation.problem.rows
     walked = bool(rows) and request.in_flight == 1 and "sent" not in request.outputs.values()
-    problem = replace(formulation.problem, rows=()) if walked and not request.hurried else formulation.problem
+    problem = (
+        replace(formulation.problem, rows=())
+        if walked and not request.hurried
+        else formulation.problem
+    )
     memory: RankMemory | None = None
     smallest, measured_s = False, 0.0
     for _ in range(MAX_CORRECTIONS + 1):
@@ -119,18 +145,32 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         if isinstance(solution, Infeasible):
             least = solution.least_usage
             if smallest and memory is not None and (least is None or least <= rows[0].limit):
-                break  # some choice keeps the row as it was before it was corrected: what is too large is its peak
+                # Some choice keeps the row as it was before it was corrected: what is too large is
+                # its peak
+                break
             if not walked or least is None or least <= problem.rows[0].limit or smallest:
                 return solution
-            smallest = True  # the row may have been corrected too far: what uses least of it may fit
-            problem = replace(formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),))
+            smallest = (
+                True  # the row may have been corrected too far: what uses least of it may fit
+            )
+            problem = replace(
+                formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),)
+            )
             continue
         proof = f"{solution.proof}{TABLES}" if formulation.slack else solution.proof
-        found = placement_of(request, formulation, solution, solution.bound - formulation.slack, proof)
+        found = placement_of(
+            request, formulation, solution, solution.bound - formulation.slack, proof
+        )
         measuring = time.monotonic()
-        if not walked or solution.interrupted or (measured_s and measuring + measured_s > request.deadline):
+        if (
+            not walked
+            or solution.interrupted
+            or (measured_s and measuring + measured_s > request.deadline)
+        ):
             return found
-        memory = program_memory(lower(formulation.graph, found.plan), request.config, request.optimizer)
+        memory = program_memory(
+            lower(formulation.graph, found.plan), request.config, request.optimizer
+        )
         found = replace(found, memory=memory)
         assert request.memory_limit_bytes is not None
         if memory.peak_bytes <= request.memory_limit_bytes:
@@ -138,18 +178,25 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         measured_s = time.monotonic() - measuring
         used = rows[0].used(found.choice)
         limit = min(problem.rows[0].limit, used) if problem.rows else used
-        limit *= (HURRIED_CORRECTION if request.hurried else CORRECTION) * request.memory_limit_bytes / memory.peak_bytes
+        limit *= (
+            (HURRIED_CORRECTION if request.hurried else CORRECTION)
+            * request.memory_limit_bytes
+            / memory.peak_bytes
+        )
         problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
     assert request.memory_limit_bytes is not None and memory is not None
     return Infeasible(
         False,
-        f"{amount(memory.peak_bytes, 'B', digits=4)} at the peak ({memory.moment}) of the best plan found, "
+        f"{amount(memory.peak_bytes, 'B', digits=4)} at the peak ({memory.moment}) of the "
+        "best plan found, "
         f"of {amount(request.memory_limit_bytes, 'B', digits=4)}",
     )
 
 
 def _solved(problem: Problem, limit_s: float, target_gap: float) -> Solution | Infeasible:
-    """What the solver answers in the time; where no row has to be kept, in more time until it has a choice at all."""
+    """What the solver answers in the time; where no row has to be kept, in more time until it has a
+    choice at all.
+    """
     solution = solve(problem, time_limit_s=limit_s, target_gap=target_gap)
     for _ in range(MAX_EXTENSIONS):
         if isinstance(solution, Solution) or solution.proven or problem.rows:
@@ -160,7 +207,11 @@ def _solved(problem: Problem, limit_s: float, target_gap: float) -> Solution | I
 
 
 def placement_of(
-    request: PlacementRequest, formulation: Formulation, solution: Solution, bound_s: float, proof: str
+    request: PlacementRequest,
+    formulation: Formulation,
+    solution: Solution,
+    bound_s: float,
+    proof: str,
 ) -> Placement:
     """The placement that a solution says, with a bound of what it is a placement for."""
     choice = formulation.settle(solution.choice)
@@ -194,13 +245,21 @@ def plan_of(request: PlacementRequest, formulation: Formulation, choice: Sequenc
         assert layout is not None
         stored.setdefault(fqn, layout)
     outputs = {path: wish for path, wish in request.outputs.items() if wish != "sent"}
-    return Plan(request.mesh, strategies, stored, dict(request.inputs), outputs, "autodist", recompute=request.recompute)
+    return Plan(
+        request.mesh,
+        strategies,
+        stored,
+        dict(request.inputs),
+        outputs,
+        "autodist",
+        recompute=request.recompute,
+    )
 
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """A choice of one operator in words, and the best plan that has it: its seconds, and the ``choice`` of every node; infinite
-    and ``None`` where there is none within the memory limit.
+    """A choice of one operator in words, and the best plan that has it: its seconds, and the
+    ``choice`` of every node; infinite and ``None`` where there is none within the memory limit.
     """
 
     name: str
@@ -208,10 +267,16 @@ class RunnerUp:
     choice: tuple[int, ...] | None
 
 
-def runners_up(placement: Placement, op: str, *, time_limit_s: float | None = None) -> list[RunnerUp]:
+def runners_up(
+    placement: Placement, op: str, *, time_limit_s: float | None = None
+) -> list[RunnerUp]:
     """For every choice of an operator, the best plan that has it, cheapest first."""
     formulation = placement.formulation
-    index = next(i for i, node in enumerate(formulation.nodes) if isinstance(node, OpNode) and node.op.name == op)
+    index = next(
+        i
+        for i, node in enumerate(formulation.nodes)
+        if isinstance(node, OpNode) and node.op.name == op
+    )
     node = formulation.nodes[index]
     assert isinstance(node, OpNode)
     limit = placement.request.time_limit_s if time_limit_s is None else time_limit_s
@@ -230,16 +295,22 @@ def runners_up(placement: Placement, op: str, *, time_limit_s: float | None = No
     return sorted(found, key=lambda runner_up: runner_up.cost_s)
 
 
-def alternatives(placement: Placement, op: str, *, time_limit_s: float | None = None) -> Mapping[str, float]:
+def alternatives(
+    placement: Placement, op: str, *, time_limit_s: float | None = None
+) -> Mapping[str, float]:
     """The seconds of :func:`runners_up`, by the choice in words."""
-    return {found.name: found.cost_s for found in runners_up(placement, op, time_limit_s=time_limit_s)}
+    return {
+        found.name: found.cost_s for found in runners_up(placement, op, time_limit_s=time_limit_s)
+    }
 
 
 def pinned(problem: Problem, node: int, choice: int) -> Problem:
     """The problem with one choice made."""
     only = np.full(len(problem.node_costs[node]), np.inf)
     only[choice] = problem.node_costs[node][choice]
-    return replace(problem, node_costs=(*problem.node_costs[:node], only, *problem.node_costs[node + 1 :]))
+    return replace(
+        problem, node_costs=(*problem.node_costs[:node], only, *problem.node_costs[node + 1 :])
+    )
 
 
 def in_words(assignment: Assignment) -> str:

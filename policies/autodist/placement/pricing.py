@@ -1,4 +1,6 @@
-"""What costs of one mesh are read off: menus, conversions and tables by signature, shared by all graphs placed on it."""
+"""What costs of one mesh are read off: menus, conversions and tables by signature, shared by all
+graphs placed on it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import numpy.typing as npt
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.zero import in_pieces, over_units, units_of_storage
 from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType
-from shardwright.policies.autodist.placement.copies import Maker, Reader
 from shardwright.policies.autodist.placement.formulation import Formulation
+from shardwright.policies.autodist.placement.layout_sets import Maker, Reader
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenus, Seconds, used
 from shardwright.runtime.config import ComputeConfig
@@ -19,14 +21,17 @@ from shardwright.runtime.layout import Layout
 
 
 class OverUnits:
-    """Conversions of parameters on the mesh that they are stored on, which has an axis for the units: from the pieces that a
-    layout within the unit is stored in, to what readers have, whole over the units with a gradient that is a summand.
+    """Conversions of parameters on the mesh that they are stored on, which has an axis for the
+    units: from the pieces that a layout within the unit is stored in, to what readers have, whole
+    over the units with a gradient that is a summand.
     """
 
     def __init__(self, pricing: Pricing, num_units: int, unit_size: int) -> None:
         self._within, self._num_units = pricing.layouts, num_units
         self.unit_mesh, self.mesh = pricing.request.mesh, pricing.request.mesh.over_units(num_units)
-        ranks = tuple(unit * unit_size + rank for unit in range(num_units) for rank in pricing.request.ranks)
+        ranks = tuple(
+            unit * unit_size + rank for unit in range(num_units) for rank in pricing.request.ranks
+        )
         self._layouts = LayoutTable()
         self.conversions = Conversions(self.mesh, ranks, pricing.request.hardware, self._layouts)
         self._arrays: dict[Hashable, Seconds] = {}
@@ -39,13 +44,24 @@ class OverUnits:
 
     def wanted(self, layouts: LayoutSet, *, differentiable: bool) -> LayoutSet:
         """The numbers of what readers want that have these layouts within the unit."""
-        return tuple(sorted({self._id(over_units(self._within[layout]), differentiable) for layout in layouts}))
+        return tuple(
+            sorted(
+                {self._id(over_units(self._within[layout]), differentiable) for layout in layouts}
+            )
+        )
 
-    def adapters(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
-        """As :meth:`Pricing.adapters`; infinite where a reader has not as a summand what is stored in pieces for that."""
+    def adapters(
+        self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable
+    ) -> Seconds:
+        """As :meth:`Pricing.adapters`; infinite where a reader has not as a summand what is stored
+        in pieces for that.
+        """
         full = (kind, maker.key, key)
         if full not in self._arrays:
-            sources = [self.stored(layout, differentiable=kind.differentiable) for layout in maker.gives.tolist()]
+            sources = [
+                self.stored(layout, differentiable=kind.differentiable)
+                for layout in maker.gives.tolist()
+            ]
             distinct = tuple(dict.fromkeys(sets))
             goals = [self.wanted(wanted, differentiable=kind.differentiable) for wanted in distinct]
             prices = self.conversions.seconds(kind, sources, goals)
@@ -56,9 +72,14 @@ class OverUnits:
         return self._arrays[full]
 
     def _differs(self, layouts: Sequence[int], sets: Sequence[LayoutSet]) -> npt.NDArray[np.bool_]:
-        """``[layouts, sets]``: where a layout is G and some reader's is not, so that lowering stores it in other pieces."""
+        """``[layouts, sets]``: where a layout is G and some reader's is not, so that lowering
+        stores it in other pieces.
+        """
         summed = [set(self._within[layout].grad_partial) for layout in layouts]
-        common = [set.intersection(*(set(self._within[layout].grad_partial) for layout in wanted)) for wanted in sets]
+        common = [
+            set.intersection(*(set(self._within[layout].grad_partial) for layout in wanted))
+            for wanted in sets
+        ]
         return np.array([[not own <= shared for shared in common] for own in summed])
 
     def _id(self, layout: Layout, differentiable: bool) -> int:
@@ -66,22 +87,30 @@ class OverUnits:
 
 
 class Pricing:
-    """What does not change between the graphs placed on one mesh. Equal tables are one object, by which the solver knows equal
-    blocks. ``latest``: the last request, its problem without memory, and what says the bytes that are given and used by node.
+    """What does not change between the graphs placed on one mesh. Equal tables are one object, by
+    which the solver knows equal blocks. ``latest``: the last request, its problem without memory,
+    and what says the bytes that are given and used by node.
     """
 
     def __init__(self, request: PlacementRequest) -> None:
         self.request = request
         self.layouts = LayoutTable()
         self._over_units: dict[tuple[int, int], OverUnits] = {}
-        self.menus = OpMenus(request.mesh, request.ranks, request.hardware, request.times, self.layouts)
+        self.menus = OpMenus(
+            request.mesh, request.ranks, request.hardware, request.times, self.layouts
+        )
         self.conversions = Conversions(request.mesh, request.ranks, request.hardware, self.layouts)
         self.arrays: dict[Hashable, Seconds] = {}
         self.candidates: dict[Hashable, tuple[int, ...]] = {}
         self.sets: dict[Hashable, tuple[tuple[LayoutSet, ...], bool] | None] = {}
-        self.latest: tuple[PlacementRequest, Formulation, Callable[[], tuple[float, Mapping[int, Seconds]]]] | None = None
+        self.latest: (
+            tuple[PlacementRequest, Formulation, Callable[[], tuple[float, Mapping[int, Seconds]]]]
+            | None
+        ) = None
 
-    def adapters(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
+    def adapters(
+        self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable
+    ) -> Seconds:
         """``[choices of the maker, sets]``: seconds of the adapters; ``key`` names the sets."""
         full = (kind, maker.key, key)
         if full not in self.arrays:
@@ -90,7 +119,9 @@ class Pricing:
             position = {wanted: index for index, wanted in enumerate(distinct)}
             prices = self.conversions.seconds(kind, sources, distinct)
             rows = np.searchsorted(np.array(sources), maker.gives)
-            self.arrays[full] = prices[rows[:, None], np.array([position[wanted] for wanted in sets])[None, :]]
+            self.arrays[full] = prices[
+                rows[:, None], np.array([position[wanted] for wanted in sets])[None, :]
+            ]
         return self.arrays[full]
 
     def over_units(self, config: ComputeConfig) -> OverUnits:
@@ -101,7 +132,9 @@ class Pricing:
         return self._over_units[key]
 
     def has(self, sets: Sequence[LayoutSet], key: Hashable, reader: Reader) -> Seconds:
-        """``[sets, choices of the reader]``: 0 where the set has what the reader wants, else forbidden."""
+        """``[sets, choices of the reader]``: 0 where the set has what the reader wants, else
+        forbidden.
+        """
         full = ("has", key, reader.key)
         if full not in self.arrays:
             layouts = used(layout for wanted in (*sets, *reader.wants) for layout in wanted)
@@ -110,6 +143,10 @@ class Pricing:
             for index, wanted in enumerate(sets):
                 members[index, [position[layout] for layout in wanted]] = True
             distinct = tuple(dict.fromkeys(reader.wants))
-            columns = {w: members[:, [position[layout] for layout in w]].all(axis=1) for w in distinct}
-            self.arrays[full] = np.where(np.stack([columns[w] for w in reader.wants], axis=1), 0.0, np.inf)
+            columns = {
+                w: members[:, [position[layout] for layout in w]].all(axis=1) for w in distinct
+            }
+            self.arrays[full] = np.where(
+                np.stack([columns[w] for w in reader.wants], axis=1), 0.0, np.inf
+            )
         return self.arrays[full]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.operators import OperatorTimes
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.time.operator_time import OperatorTimes
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.runtime.config import ComputeConfig
@@ -18,13 +18,15 @@ from shardwright.runtime.layout import Layout, Mesh
 class PlacementRequest:
     """One mesh, one graph: a whole model, or a stage of one as a graph of its own.
 
-    ``ranks``: the unit's ranks that the mesh lies on, in its order. ``microbatches``: how often forward and backward run per
-    step; gradients are reduced once. ``inputs`` and ``outputs`` are as in a plan: layouts by input name, wishes by output path
-    (``None``: not needed, ``"whole"``, ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made, without
-    P and G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module paths whose activations are
-    computed again. ``in_flight``: microbatches whose activations are alive at once. ``target_gap``: how near to the bound is
-    near enough, relative to the cost. ``time_limit_s``: of the solver. ``deadline``: until when, by ``time.monotonic()``, the
-    memory is corrected by what a lowered plan takes; ``hurried``: in larger steps.
+    ``ranks``: the unit's ranks that the mesh lies on, in its order. ``microbatches``: how often
+    forward and backward run per step; gradients are reduced once. ``inputs`` and ``outputs`` are as
+    in a plan: layouts by input name, wishes by output path (``None``: not needed, ``"whole"``,
+    ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made, without P and
+    G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module paths whose
+    activations are computed again. ``in_flight``: microbatches whose activations are alive at once.
+    ``target_gap``: how near to the bound is near enough, relative to the cost. ``time_limit_s``: of
+    the solver. ``deadline``: until when, by ``time.monotonic()``, the memory is corrected by what a
+    lowered plan takes; ``hurried``: in larger steps.
     """
 
     graph: PlannableGraph

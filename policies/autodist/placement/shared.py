@@ -1,24 +1,31 @@
-"""Values without gradient that many blocks read, or that blocks make of such: rotary tables, masks, positions."""
+"""Values without gradient that many blocks read, or that blocks make of such: rotary tables, masks,
+positions.
+"""
 
 from __future__ import annotations
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.plan.blocks import container_of
+from shardwright.compiler.plan.repeated_blocks import container_of
 
 MANY = 1
 """A value that more blocks read would be a neighbour of all of them."""
 
 
 def shared_values(graph: IRGraph) -> tuple[frozenset[str], frozenset[str]]:
-    """``(values, operators)``: the shared values by name, and what makes them, which no gradient reaches.
+    """``(values, operators)``: the shared values by name, and what makes them, which no gradient
+    reaches.
 
-    Where some value is read by many blocks, the values that are made of it and read more than once are shared too: what a
-    block makes of a rotary table for its queries and its keys.
+    Where some value is read by many blocks, the values that are made of it and read more than once
+    are shared too: what a block makes of a rotary table for its queries and its keys.
     """
     tables = _tables(graph)
     uses = graph.uses()
-    wide = {name for name in tables if len({container_of(op.module_path) for op, _ in uses.get(name, ())} - {None}) > MANY}
+    wide = {
+        name
+        for name in tables
+        if len({container_of(op.module_path) for op, _ in uses.get(name, ())} - {None}) > MANY
+    }
     made_of = set(wide)
     for op in graph.ops:
         if op.results[0].name in tables and any(value.name in made_of for value in op.operands):
@@ -34,9 +41,15 @@ def shared_values(graph: IRGraph) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _tables(graph: IRGraph) -> set[str]:
-    """The values that come from inputs and constants by operators without gradient, random numbers or updates."""
+    """The values that come from inputs and constants by operators without gradient, random numbers
+    or updates.
+    """
     updated = {before.name for before, _ in graph.buffer_updates}
-    found = {value.name for value in graph.sources if not value.takes_gradient and value.name not in updated}
+    found = {
+        value.name
+        for value in graph.sources
+        if not value.takes_gradient and value.name not in updated
+    }
     for op in graph.ops:
         if all(value.name in found for value in op.operands) and _is_pure(op):
             found |= {value.name for value in op.results}
@@ -45,4 +58,6 @@ def _tables(graph: IRGraph) -> set[str]:
 
 def _is_pure(op: IROp) -> bool:
     assert op.rule is not None
-    return not (op.rule.random or op.rule.updates or any(value.takes_gradient for value in op.results))
+    return not (
+        op.rule.random or op.rule.updates or any(value.takes_gradient for value in op.results)
+    )

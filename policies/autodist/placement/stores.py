@@ -1,4 +1,6 @@
-"""How parameters, and buffers that operators update, may be held: layouts, seconds per step, bytes of memory."""
+"""How parameters, and buffers that operators update, may be held: layouts, seconds per step, bytes
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,36 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from shardwright.compiler.cost.adapters import step_time
-from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.optimizer_memory import gradient_bytes, kept_bytes, num_copies
-from shardwright.compiler.cost.reduction import parameter_s
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.optimizers.optimizer_memory import (
+    gradient_bytes,
+    kept_bytes,
+    num_copies,
+)
+from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.after_backward import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
-from shardwright.policies.autodist.placement.copies import Maker, Reader
 from shardwright.policies.autodist.placement.draft import Draft
 from shardwright.policies.autodist.placement.formulation import StoreNode
+from shardwright.policies.autodist.placement.layout_sets import Maker, Reader
 from shardwright.policies.autodist.placement.strategies import Seconds, too_mixed, used
 from shardwright.runtime.layout import Layout, Mesh
 
 
-def add_sources(draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers: Mapping[str, list[Reader]]) -> None:
-    """A node for every parameter and updated buffer that is read, with what it uses of the memory; everything else that comes
-    from outside is made in one given layout.
+def add_sources(
+    draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers: Mapping[str, list[Reader]]
+) -> None:
+    """A node for every parameter and updated buffer that is read, with what it uses of the memory;
+    everything else that comes from outside is made in one given layout.
     """
     request = draft.request
-    updated = {op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates}
+    updated = {
+        op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates
+    }
     for value in graph.sources:
         layout = request.inputs.get(value.name) if value.kind is ValueKind.INPUT else None
         stored = request.constraints.stored_layout(value.fqn) if value.fqn else None
@@ -38,7 +48,11 @@ def add_sources(draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers:
             makers[value.name] = Maker(None, np.array([given]), given)
             continue
         own = readers[value.name]
-        candidates = (draft.layout_id(stored, value),) if stored is not None else _candidates(draft, value, own)
+        candidates = (
+            (draft.layout_id(stored, value),)
+            if stored is not None
+            else _candidates(draft, value, own)
+        )
         cost, held, least = _stored(draft, value, candidates, own)
         index = draft.add(StoreNode(value, candidates, least), cost, draft.home_of(None, own))
         draft.usage[index] = held
@@ -46,8 +60,8 @@ def add_sources(draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers:
 
 
 def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tuple[int, ...]:
-    """The layouts a parameter may be held in: whole, as any reader uses it, and cut along any factor of its first reader
-    though that must have it whole.
+    """The layouts a parameter may be held in: whole, as any reader uses it, and cut along any
+    factor of its first reader though that must have it whole.
     """
     pricing = draft.pricing
     if value.kind is not ValueKind.PARAMETER:
@@ -61,18 +75,29 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     if found is None:
         letters = ["R", *(["G"] if value.requires_grad else [])]
         words = [(letter, letter) for letter in letters]
-        words += [("S", f"split:{name}") for name in dict.fromkeys(ref.factor for dim in refs for ref in dim)]
+        words += [
+            ("S", f"split:{name}")
+            for name in dict.fromkeys(ref.factor for dim in refs for ref in dim)
+        ]
         placed = itertools.product(words, repeat=len(draft.request.mesh.names))
-        own = {pricing.menus.tensor(value, refs, op.rule, each) for each in placed if not too_mixed(each)}
+        own = {
+            pricing.menus.tensor(value, refs, op.rule, each)
+            for each in placed
+            if not too_mixed(each)
+        }
         wanted = {layout for reader in readers for wants in reader.wants for layout in wants}
-        found = pricing.candidates[key] = used(own | {w for w in wanted if not pricing.layouts[w].partial})
+        found = pricing.candidates[key] = used(
+            own | {w for w in wanted if not pricing.layouts[w].partial}
+        )
     return found
 
 
 def _stored(
     draft: Draft, value: IRValue, candidates: tuple[int, ...], readers: Sequence[Reader]
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """What :func:`_storage` says, which is the same for tensors alike, but where ZeRO-3 gathers them for their readers."""
+    """What :func:`_storage` says, which is the same for tensors alike, but where ZeRO-3 gathers
+    them for their readers.
+    """
     if _is_in_pieces(draft, value):
         return _storage(draft, value, candidates, readers)
     key = value.kind, value.dtype, value.requires_grad, candidates
@@ -83,14 +108,17 @@ def _stored(
 
 def _is_in_pieces(draft: Draft, value: IRValue) -> bool:
     """Whether ZeRO-3 stores a tensor in pieces."""
-    return draft.request.config.use_zero == 3 and value.kind is ValueKind.PARAMETER and is_large(value)
+    return (
+        draft.request.config.use_zero == 3 and value.kind is ValueKind.PARAMETER and is_large(value)
+    )
 
 
 def _storage(
     draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """For every way to store a tensor: seconds per step of the gradient's sums and the optimizer, with ZeRO-3 also of gathering
-    it within the unit, once for every place that reads it; bytes held; and bytes held when the forward ends, at least.
+    """For every way to store a tensor: seconds per step of the gradient's sums and the optimizer,
+    with ZeRO-3 also of gathering it within the unit, once for every place that reads it; bytes
+    held; and bytes held when the forward ends, at least.
     """
     request, config = draft.request, draft.request.config
     cost, held, least = (np.zeros(len(candidates)) for _ in range(3))
@@ -106,24 +134,36 @@ def _storage(
         held[index] = least[index] = num_bytes
         if trained:
             each_s, once_s = parameter_s(
-                declaration, mesh, config, request.hardware, request.optimizer, request.ranks, request.microbatches
+                declaration,
+                mesh,
+                config,
+                request.hardware,
+                request.optimizer,
+                request.ranks,
+                request.microbatches,
             )
             cost[index] += request.microbatches * each_s + once_s
             state = kept_bytes(request.optimizer, layout, value.dtype, mesh, config)
             gradient = num_bytes / item * gradient_bytes(request.optimizer, value.dtype, config)
             held[index] += gradient + state
-            # without a bucket a gradient is made by a backward, which a pipeline may not have had; ZeRO-2 keeps a part of it
+            # without a bucket a gradient is made by a backward, which a pipeline may not have had;
+            # ZeRO-2 keeps a part of it
             is_made = request.microbatches > 1 and request.in_flight == 1
             table = config.optimizer_table
-            has_buffer = num_copies(layout, mesh, config) > 1 and (table is None or table.contiguous_grad_buffer)
+            has_buffer = num_copies(layout, mesh, config) > 1 and (
+                table is None or table.contiguous_grad_buffer
+            )
             is_there = is_made or has_buffer
             least[index] += state + (gradient if is_there and config.use_zero != 2 else 0.0)
     return cost, held, least
 
 
-def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[Reader]) -> tuple[Layout, Mesh, float]:
-    """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the seconds of gathering it; those
-    of gathering it from several units are among its adapters (:class:`~pricing.OverUnits`).
+def _in_pieces(
+    draft: Draft, value: IRValue, layout: Layout, readers: Sequence[Reader]
+) -> tuple[Layout, Mesh, float]:
+    """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the
+    seconds of gathering it; those of gathering it from several units are among its adapters
+    (:class:`~pricing.OverUnits`).
     """
     request = draft.request
     zero = units_of_storage(request.config)
@@ -136,11 +176,16 @@ def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[R
     for reader in readers:
         places.setdefault(reader.place.module, []).append(reader)
     # what several stretches of one module read is gathered in front of the first
-    inside = [len({reader.place for reader in own}) == 1 and own[0].place.runs_again for own in places.values()]
+    inside = [
+        len({reader.place for reader in own}) == 1 and own[0].place.runs_again
+        for own in places.values()
+    ]
     kept = [any(reader.keeps for reader in own) for own in places.values()]
     for step in convert(stored, layout, mesh):
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
         for runs_again, is_kept in zip(inside, kept, strict=True):
             again = runs_again or (is_kept and step.kind == "all_gather")
-            seconds += request.microbatches * ((2 if again else 1) * time.forward_s + time.backward_s)
+            seconds += request.microbatches * (
+                (2 if again else 1) * time.forward_s + time.backward_s
+            )
     return stored, mesh, seconds

@@ -1,9 +1,12 @@
-"""The menu of an operator: every way it may be computed on a mesh, with the layouts and the time of each.
+"""The menu of an operator: every way it may be computed on a mesh, with the layouts and the time of
+each.
 
-Along one axis an operator has the strategies of its rule (:func:`shardwright.compiler.ops.strategy.strategies`); on a mesh it
-may follow any combination of one per axis, several axes on one dim included. Assignments that ask for the same layouts and give
-the same ones are one choice, of which the fastest stays. Layouts are kept in canonical form and by number, as the planner
-compares them all the time. Operators that differ in names only share one menu.
+Along one axis an operator has the strategies of its rule
+(:func:`shardwright.compiler.ops.strategy.strategies`); on a mesh it may follow any combination of
+one per axis, several axes on one dim included. Assignments that ask for the same layouts and give
+the same ones are one choice, of which the fastest stays. Layouts are kept in canonical form and by
+number, as the planner compares them all the time. Operators that differ in names only share one
+menu.
 """
 
 from __future__ import annotations
@@ -15,13 +18,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import signature
-from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.local_calls import signature
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, op_time
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule, TensorRefs
-from shardwright.compiler.ops.strategy import Assignment, allowed, factor_axes, placements, strategies, tensor_layout
+from shardwright.compiler.ops.strategy import (
+    Assignment,
+    allowed,
+    factor_axes,
+    placements,
+    strategies,
+    tensor_layout,
+)
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -30,8 +40,10 @@ Seconds = npt.NDArray[np.float64]
 
 
 MAX_MIXED = 2
-"""On meshes of more axes than this, an operator or a stored parameter follows at most so many different strategies at once, all
-plans of coarser meshes among them: those of 2 x 2 x 2 have all that 4 x 2 and 2 x 4 have."""
+"""On meshes of more axes than this, an operator or a stored parameter follows at most so many
+different strategies at once, all plans of coarser meshes among them: those of 2 x 2 x 2 have all
+that 4 x 2 and 2 x 4 have.
+"""
 
 
 def too_mixed(combination: Sequence[object]) -> bool:
@@ -59,7 +71,8 @@ class LayoutTable:
 
 @dataclass(frozen=True, eq=False)
 class OpMenu:
-    """The choices of an operator. ``operands`` / ``results``: layout numbers, [choices, tensors]; times: seconds, [choices].
+    """The choices of an operator. ``operands`` / ``results``: layout numbers, [choices, tensors];
+    times: seconds, [choices].
 
     ``num_assignments`` counts the assignments that the choices stand for.
     """
@@ -80,17 +93,32 @@ Allowed = Mapping[str, frozenset[str]]
 
 
 class OpMenus:
-    """The menus of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh lies on, in its order."""
+    """The menus of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh
+    lies on, in its order.
+    """
 
     def __init__(
-        self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, times: OperatorTimes | None, table: LayoutTable
+        self,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        hardware: Hardware,
+        times: OperatorTimes | None,
+        table: LayoutTable,
     ) -> None:
-        self.mesh, self.ranks, self.hardware, self.times, self.table = mesh, tuple(ranks), hardware, times, table
+        self.mesh, self.ranks, self.hardware, self.times, self.table = (
+            mesh,
+            tuple(ranks),
+            hardware,
+            times,
+            table,
+        )
         self._menus: dict[Hashable, OpMenu] = {}
         self._tensors: dict[Hashable, int] = {}
 
     def of(self, op: IROp, only: Allowed | None = None) -> OpMenu:
-        """The menu of an operator. Its result is one object for all operators alike, so that it can be a key."""
+        """The menu of an operator. Its result is one object for all operators alike, so that it can
+        be a key.
+        """
         key = (signature(op), tuple(sorted((only or {}).items(), key=lambda item: item[0])))
         found = self._menus.get(key)
         if found is None:
@@ -102,23 +130,35 @@ class OpMenus:
         rule, mesh = op.rule, self.mesh
         differentiable = any(value.requires_grad for value in (*op.operands, *op.results))
         every = [s for s in strategies(rule) if differentiable or s != "G"]
-        per_axis = [[s for s in every if axis not in only or s in only[axis]] for axis in mesh.names]
+        per_axis = [
+            [s for s in every if axis not in only or s in only[axis]] for axis in mesh.names
+        ]
         letters = {strategy: placements(rule, strategy) for strategy in every}
         times: dict[Hashable, OpTime] = {}
-        best: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, int, Assignment, OpTime]] = {}
+        best: dict[
+            tuple[tuple[int, ...], tuple[int, ...]], tuple[float, int, Assignment, OpTime]
+        ] = {}
         count = 0
         for combination in itertools.product(*per_axis):
             if not only and too_mixed(combination):
                 continue
-            assignment = {axis: s for axis, s in zip(mesh.names, combination, strict=True) if s != "R"}
+            assignment = {
+                axis: s for axis, s in zip(mesh.names, combination, strict=True) if s != "R"
+            }
             if not allowed(rule, assignment, mesh):
                 continue
             count += 1
-            operands = self._layouts(op.operands, rule.operands, rule, combination, [letters[s][0] for s in combination])
-            results = self._layouts(op.results, rule.results, rule, combination, [letters[s][1] for s in combination])
+            operands = self._layouts(
+                op.operands, rule.operands, rule, combination, [letters[s][0] for s in combination]
+            )
+            results = self._layouts(
+                op.results, rule.results, rule, combination, [letters[s][1] for s in combination]
+            )
             cut = tuple(sorted(factor_axes(assignment, mesh).items()))
             if cut not in times:
-                times[cut] = op_time(op, assignment, mesh, self.hardware, self.times, ranks=self.ranks)
+                times[cut] = op_time(
+                    op, assignment, mesh, self.hardware, self.times, ranks=self.ranks
+                )
             entry = (times[cut].total_s, len(assignment), assignment, times[cut])
             known = best.get((operands, results))
             if known is None or entry[:2] < known[:2]:
@@ -141,23 +181,40 @@ class OpMenus:
         combination: Sequence[str],
         letters: Sequence[Sequence[str]],
     ) -> tuple[int, ...]:
-        """The numbers of the layouts of some operands or results, whose placement letters are given per axis."""
+        """The numbers of the layouts of some operands or results, whose placement letters are given
+        per axis.
+        """
         return tuple(
-            self.tensor(value, refs, rule, [(letter[i], s) for letter, s in zip(letters, combination, strict=True)])
+            self.tensor(
+                value,
+                refs,
+                rule,
+                [(letter[i], s) for letter, s in zip(letters, combination, strict=True)],
+            )
             for i, (value, refs) in enumerate(zip(values, tensors, strict=True))
         )
 
-    def tensor(self, value: IRValue, refs: TensorRefs, rule: OpRule, placed: Sequence[tuple[str, str]]) -> int:
-        """The number of a layout: per axis a letter, and for S the strategy that says along which factor."""
+    def tensor(
+        self, value: IRValue, refs: TensorRefs, rule: OpRule, placed: Sequence[tuple[str, str]]
+    ) -> int:
+        """The number of a layout: per axis a letter, and for S the strategy that says along which
+        factor.
+        """
         words = tuple(strategy if letter == "S" else letter for letter, strategy in placed)
         names = {ref.factor for dim in refs for ref in dim}
         key = (refs, words, value.requires_grad, tuple(f for f in rule.factors if f.name in names))
         found = self._tensors.get(key)
         if found is None:
-            assignment = {axis: strategy for axis, (_, strategy) in zip(self.mesh.names, placed, strict=True)}
-            placement = {axis: letter for axis, (letter, _) in zip(self.mesh.names, placed, strict=True)}
+            assignment = {
+                axis: strategy for axis, (_, strategy) in zip(self.mesh.names, placed, strict=True)
+            }
+            placement = {
+                axis: letter for axis, (letter, _) in zip(self.mesh.names, placed, strict=True)
+            }
             layout = tensor_layout(rule, refs, assignment, placement)
-            found = self._tensors[key] = self.table.id(canonical(layout, self.mesh, differentiable=value.requires_grad))
+            found = self._tensors[key] = self.table.id(
+                canonical(layout, self.mesh, differentiable=value.requires_grad)
+            )
         return found
 
 

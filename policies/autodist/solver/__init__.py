@@ -1,1 +1,3 @@
-"""One strategy per node, least cost, within memory rows, with a proof: numbers only, nothing of graphs, torch or plans."""
+"""One strategy per node, least cost, within memory rows, with a proof: numbers only, nothing of
+graphs, torch or plans.
+"""

@@ -1,19 +1,23 @@
-"""Exact elimination: take nodes out one after another, each leaving the table of its best cost for its neighbours' choices.
+"""Exact elimination: take nodes out one after another, each leaving the table of its best cost for
+its neighbours' choices.
 
-This is dynamic programming over a tree decomposition (bucket elimination, Dechter 1999; a min-plus tensor contraction). It is
-exact, and its cost is exponential only in the number of neighbours a node has when it goes: graphs of models are chains with
-branches, where that is two to four.
+This is dynamic programming over a tree decomposition (bucket elimination, Dechter 1999; a min-plus
+tensor contraction). It is exact, and its cost is exponential only in the number of neighbours a
+node has when it goes: graphs of models are chains with branches, where that is two to four.
 
-**Plan, then run.** Order and shapes do not depend on costs, so they are planned once; every run with other node costs (other
-multipliers, see dual.py) only adds and minimises arrays. All tables lie in one flat array; nodes that go in the same round and
-have equal shapes are computed by the same numpy calls, and so is the traceback that reads the best choices off the tables.
+**Plan, then run.** Order and shapes do not depend on costs, so they are planned once; every run
+with other node costs (other multipliers, see dual.py) only adds and minimises arrays. All tables
+lie in one flat array; nodes that go in the same round and have equal shapes are computed by the
+same numpy calls, and so is the traceback that reads the best choices off the tables.
 
-**Repeated blocks.** A round takes nodes out that are no neighbours, in the order of their *key*: which tables, in which order
-of dims, meet in the node. Nodes with equal keys leave equal tables, so each distinct one is computed once. In a chain of equal
-blocks the same nodes of all blocks go at once and leave a chain of equal tables between their boundaries; of that chain every
-second node goes at once, leaving equal tables again: these are the min-plus powers of the block's table, computed in the
-logarithm of the number of blocks. Nothing is assumed to repeat: every block keeps its own choices, ends may differ, and values
-read by all blocks are in the tables of all of them, as any other neighbour.
+**Repeated blocks.** A round takes nodes out that are no neighbours, in the order of their *key*:
+which tables, in which order of dims, meet in the node. Nodes with equal keys leave equal tables, so
+each distinct one is computed once. In a chain of equal blocks the same nodes of all blocks go at
+once and leave a chain of equal tables between their boundaries; of that chain every second node
+goes at once, leaving equal tables again: these are the min-plus powers of the block's table,
+computed in the logarithm of the number of blocks. Nothing is assumed to repeat: every block keeps
+its own choices, ends may differ, and values read by all blocks are in the tables of all of them, as
+any other neighbour.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ MAX_JOIN = 1 << 24
 """Entries of the largest table that a node and its neighbours may have together."""
 
 _ALWAYS = 17  # log2 of entries: computing a join of that size costs less than a batch of its own
-_LOOP_ABOVE = 1 << 21  # entries: larger joins are minimised strategy by strategy, without being stored
+_LOOP_ABOVE = (
+    1 << 21
+)  # entries: larger joins are minimised strategy by strategy, without being stored
 _CACHE_BELOW = 1 << 16  # entries: batches with smaller inputs keep the positions that they read
 _SLICE_ABOVE = 256  # entries: larger tables are copied one by one, smaller ones by one indexed copy
 
@@ -52,9 +58,11 @@ class Batch:
     Attributes:
         nodes: ``[members]``; ``neighbours``: ``[members, others]``.
         size: strategies of each node; ``shape``: of its neighbours.
-        axes: per input, the join dims of its own dims; join dim 0 is the node, ``i + 1`` is neighbour ``i``.
+        axes: per input, the join dims of its own dims; join dim 0 is the node, ``i + 1`` is
+            neighbour ``i``.
         inputs: per input, where the members' tables start, ``[members]``.
-        computed: members whose tables are computed (others have the same key as one of these or of an earlier round).
+        computed: members whose tables are computed (others have the same key as one of these or of
+            an earlier round).
         outputs: where the tables of those are written.
     """
 
@@ -88,7 +96,10 @@ class Batch:
             self.reads.append((first, others))
         self.gathers: list[NDArray[np.intp]] | None = None
         sizes = [math.prod(self.dims(axes)) for axes in self.axes]
-        if max(sizes) * len(self.computed) <= _CACHE_BELOW and self.size * math.prod(self.shape) <= _LOOP_ABOVE:
+        if (
+            max(sizes) * len(self.computed) <= _CACHE_BELOW
+            and self.size * math.prod(self.shape) <= _LOOP_ABOVE
+        ):
             self.gathers = [
                 aligned(starts[self.computed][:, None] + np.arange(size), self, axes)
                 for axes, starts, size in zip(self.axes, self.inputs, sizes, strict=True)
@@ -106,7 +117,8 @@ class Elimination:
     Args:
         unary: per node, a hashable kind: nodes of one kind have equal costs in every run.
         sizes: per node, its number of strategies.
-        edges: ``(a, b)``, ``a < b``, to ``[strategies of a, of b]``; equal tables are the same object.
+        edges: ``(a, b)``, ``a < b``, to ``[strategies of a, of b]``; equal tables are the same
+            object.
         keep: nodes that stay.
         dynamic: kinds whose costs change between runs; all of them if None.
         max_join: nodes stay when their join would have more entries than this.
@@ -137,7 +149,10 @@ class Elimination:
         self._unary_tables: dict[object, tuple[int, int]] = {}  # kind -> table, a node that has it
         for node, kind in unary.items():
             if kind not in self._unary_tables:
-                self._unary_tables[kind] = (self._table(sizes[node], dynamic is None or kind in dynamic), node)
+                self._unary_tables[kind] = (
+                    self._table(sizes[node], dynamic is None or kind in dynamic),
+                    node,
+                )
             self._factors[node][Factor(self._unary_tables[kind][0], (node,))] = 1
         self._edge_tables: dict[int, tuple[int, Array]] = {}
         for (a, b), cost in edges.items():
@@ -151,7 +166,9 @@ class Elimination:
         self._order(set(keep), math.log2(max_join), max_others, out_of_time)
         self.core = sorted(self._factors)
         self.core_factors = sorted(
-            {factor: count for node in self.core for factor, count in self._factors[node].items()}.items(),
+            {
+                factor: count for node in self.core for factor, count in self._factors[node].items()
+            }.items(),
             key=lambda item: (item[0].scope, item[0].table),
         )
         for batch in self.batches:
@@ -172,10 +189,16 @@ class Elimination:
     # ---- planning
 
     def _join_size(self, node: int) -> float:
-        return math.log2(self.sizes[node]) + sum(math.log2(self.sizes[other]) for other in self._others[node])
+        return math.log2(self.sizes[node]) + sum(
+            math.log2(self.sizes[other]) for other in self._others[node]
+        )
 
-    def _order(self, keep: set[int], limit: float, max_others: int | None, out_of_time: Callable[[], bool]) -> None:
-        """Rounds: of the nodes with about the smallest joins, as many as are no neighbours of each other."""
+    def _order(
+        self, keep: set[int], limit: float, max_others: int | None, out_of_time: Callable[[], bool]
+    ) -> None:
+        """Rounds: of the nodes with about the smallest joins, as many as are no neighbours of each
+        other.
+        """
         buckets: dict[int, set[int]] = {}
         place: dict[int, int] = {}
 
@@ -183,9 +206,14 @@ class Elimination:
             if node in place:
                 buckets[place[node]].discard(node)
             num_others = len(self._others[node])
-            size = math.inf if max_others is not None and num_others > max_others else self._join_size(node)
+            size = (
+                math.inf
+                if max_others is not None and num_others > max_others
+                else self._join_size(node)
+            )
             if size <= limit:
-                # taking out a node with one or two neighbours makes nothing wider: as many of them as possible at once
+                # taking out a node with one or two neighbours makes nothing wider: as many of them
+                # as possible at once
                 place[node] = 0 if num_others <= 2 and size <= _ALWAYS else int(size * 1.5)
                 buckets.setdefault(place[node], set()).add(node)
             else:
@@ -219,7 +247,9 @@ class Elimination:
                     rank(node)
 
     def _key(self, node: int) -> tuple[object, ...]:
-        """What the table that a node leaves depends on: shapes, and per factor its dims in the join and its table."""
+        """What the table that a node leaves depends on: shapes, and per factor its dims in the join
+        and its table.
+        """
         others = sorted(self._others[node])
         axis = {other: i + 1 for i, other in enumerate(others)}
         axis[node] = 0
@@ -269,7 +299,8 @@ class Elimination:
     # ---- running
 
     def run(self, costs: Mapping[int, Array]) -> float:
-        """Compute all tables for these node costs (of each kind, those of one node are read); the cost of what is taken out.
+        """Compute all tables for these node costs (of each kind, those of one node are read); the
+        cost of what is taken out.
 
         Where nodes stay, that is only the part that does not depend on them.
         """
@@ -280,7 +311,9 @@ class Elimination:
                 self._arena[self._offsets[table] : self._offsets[table] + cost.size] = cost.ravel()
         for table, node in self._unary_tables.values():
             if first or self._is_dynamic[table]:
-                self._arena[self._offsets[table] : self._offsets[table] + self.sizes[node]] = costs[node]
+                self._arena[self._offsets[table] : self._offsets[table] + self.sizes[node]] = costs[
+                    node
+                ]
         for batch in self.batches:
             if (first or batch.dynamic) and len(batch.computed):
                 _compute(self._arena, batch)
@@ -294,7 +327,9 @@ class Elimination:
         return self._arena[start : start + math.prod(shape)].reshape(shape)
 
     def trace(self, choice: NDArray[np.intp]) -> None:
-        """Fill in the best choices of the nodes taken out, given those of nodes that stay; ``choice`` is indexed by node."""
+        """Fill in the best choices of the nodes taken out, given those of nodes that stay;
+        ``choice`` is indexed by node.
+        """
         assert self._arena is not None
         for batch in reversed(self.batches):
             total: Array | float = 0.0
@@ -319,7 +354,10 @@ def _compute(arena: Array, batch: Batch) -> None:
     step = max(1, _LOOP_ABOVE // (batch.size * rest))
     for start in range(0, len(batch.computed), step):
         members = batch.computed[start : start + step]
-        inputs = [_gather(arena, batch, axes, starts[members]) for axes, starts in zip(batch.axes, batch.inputs, strict=True)]
+        inputs = [
+            _gather(arena, batch, axes, starts[members])
+            for axes, starts in zip(batch.axes, batch.inputs, strict=True)
+        ]
         outputs = batch.outputs[start : start + step]
         if batch.size * rest > _LOOP_ABOVE:
             best = _minimum_by_strategy(inputs, batch.size)
@@ -337,7 +375,9 @@ def _compute(arena: Array, batch: Batch) -> None:
 
 
 def _gather(arena: Array, batch: Batch, axes: tuple[int, ...], starts: NDArray[np.intp]) -> Array:
-    """The tables of some members as ``[members, join dims]``, with size 1 for dims they do not have."""
+    """The tables of some members as ``[members, join dims]``, with size 1 for dims they do not
+    have.
+    """
     dims = batch.dims(axes)
     size = math.prod(dims)
     if len(starts) == 1:
@@ -350,7 +390,9 @@ def _gather(arena: Array, batch: Batch, axes: tuple[int, ...], starts: NDArray[n
 
 
 def aligned(tables: NDArray[Any], batch: Batch, axes: tuple[int, ...]) -> NDArray[Any]:
-    """Tables ``[members, entries]`` as ``[members, join dims]``, with size 1 for dims they do not have."""
+    """Tables ``[members, entries]`` as ``[members, join dims]``, with size 1 for dims they do not
+    have.
+    """
     dims = batch.dims(axes)
     order = sorted(range(len(axes)), key=lambda i: axes[i])
     shape = [1] * (len(batch.shape) + 1)
@@ -367,6 +409,10 @@ def _minimum_by_strategy(inputs: Sequence[Array], size: int) -> Array:
         for table in inputs:
             total = total + (table[:, strategy] if table.shape[1] > 1 else table[:, 0])
         assert isinstance(total, np.ndarray)
-        best = total if best is None else np.minimum(best, total, out=best if best.shape == total.shape else None)
+        best = (
+            total
+            if best is None
+            else np.minimum(best, total, out=best if best.shape == total.shape else None)
+        )
     assert best is not None
     return best

@@ -1,8 +1,10 @@
-"""Nodes that follow another: where each strategy of a node leaves one of its neighbour's, the two are one node.
+"""Nodes that follow another: where each strategy of a node leaves one of its neighbour's, the two
+are one node.
 
-Most nodes of a real graph are so: an operator that takes its layout from its operand, the parts of a tuple, a copy that is what
-its reader wants. The follower's costs, edges and uses become those of its leader, strategy by strategy. It is exact, makes no
-node or edge larger, and of the contest's instances it leaves a fifth of the nodes and no forbidden pair.
+Most nodes of a real graph are so: an operator that takes its layout from its operand, the parts of
+a tuple, a copy that is what its reader wants. The follower's costs, edges and uses become those of
+its leader, strategy by strategy. It is exact, makes no node or edge larger, and of the contest's
+instances it leaves a fifth of the nodes and no forbidden pair.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from shardwright.policies.autodist.solver.problem import Array
 
 
 def merge_followers(network: Network, out_of_time: Callable[[], bool]) -> int:
-    """Merge nodes with their leaders in place, until there are no followers or no time; returns how many were merged."""
-    known: dict[int, NDArray[np.intp] | None] = {}  # the pool keeps the tables alive, so ids stay theirs
+    """Merge nodes with their leaders in place, until there are no followers or no time; returns how
+    many were merged.
+    """
+    known: dict[
+        int, NDArray[np.intp] | None
+    ] = {}  # the pool keeps the tables alive, so ids stay theirs
     rows_of: dict[int, list[WorkRow]] = {}
     for row in network.rows:
         for node in row.usage:
@@ -39,7 +45,9 @@ def merge_followers(network: Network, out_of_time: Callable[[], bool]) -> int:
                 known[id(table)] = _only_choice(table)
             index = known[id(table)]
             # of two nodes that determine each other, the one with fewer edges goes
-            if index is None or (table.shape[0] == table.shape[1] and len(network.neighbours[node]) > num_edges):
+            if index is None or (
+                table.shape[0] == table.shape[1] and len(network.neighbours[node]) > num_edges
+            ):
                 continue
             count += 1
             for changed in _merge(network, node, leader, index, table, rows_of):
@@ -50,7 +58,9 @@ def merge_followers(network: Network, out_of_time: Callable[[], bool]) -> int:
 
 
 def _only_choice(table: Array) -> NDArray[np.intp] | None:
-    """Per strategy of the first node, the one that the second has left; None if one leaves it several."""
+    """Per strategy of the first node, the one that the second has left; None if one leaves it
+    several.
+    """
     is_open = np.isfinite(table)
     return is_open.argmax(axis=1) if (is_open.sum(axis=1) == 1).all() else None
 

@@ -1,7 +1,9 @@
-"""Rows over time inside a network: what each node uses in which moments, and the room of every moment.
+"""Rows over time inside a network: what each node uses in which moments, and the room of every
+moment.
 
-A moment stands for a stretch of time in which the same nodes use a row. Those that cannot be exceeded are dropped, and so are
-those whose users are all users of the moment before or after, with no more room there (`Moments.merge`).
+A moment stands for a stretch of time in which the same nodes use a row. Those that cannot be
+exceeded are dropped, and so are those whose users are all users of the moment before or after, with
+no more room there (`Moments.merge`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class WorkRow:
 
 
 class Span(NamedTuple):
-    """What the strategies of a node use in the moments from ``first`` to before ``last``, ``[strategies]``."""
+    """What the strategies of a node use in the moments from ``first`` to before ``last``,
+    ``[strategies]``.
+    """
 
     first: int
     last: int
@@ -56,13 +60,22 @@ class Moments:
         for index, row in enumerate(rows):
             if row.intervals is None or row.limit == math.inf:
                 continue
-            times = sorted({time for start, end in row.intervals.values() if start < end for time in (start, end)})
+            times = sorted(
+                {
+                    time
+                    for start, end in row.intervals.values()
+                    if start < end
+                    for time in (start, end)
+                }
+            )
             place = {time: count + i for i, time in enumerate(times)}
             for node, (start, end) in row.intervals.items():
                 if start < end:
                     span = Span(place[start], place[end], pool.intern(row.usage[node]))
                     self.spans[node] = (*self.spans.get(node, ()), span)
-            rooms.append(np.full(len(times), row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit))))
+            rooms.append(
+                np.full(len(times), row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)))
+            )
             owners.append(np.full(len(times), index, dtype=np.intp))
             begins += times
             count += len(times)
@@ -88,17 +101,23 @@ class Moments:
     def take(self, node: int, index: NDArray[np.intp], pool: Pool) -> None:
         """Keep only some strategies of a node."""
         if node in self.spans:
-            self.spans[node] = tuple(span._replace(used=pool.take(span.used, (index,))) for span in self.spans[node])
+            self.spans[node] = tuple(
+                span._replace(used=pool.take(span.used, (index,))) for span in self.spans[node]
+            )
 
     def move(self, node: int, leader: int, index: NDArray[np.intp], pool: Pool) -> None:
-        """Let another node use what this one does, strategy ``index[k]`` of it with strategy ``k``."""
+        """Let another node use what this one does, strategy ``index[k]`` of it with strategy
+        ``k``.
+        """
         self.take(node, index, pool)
         moved = self.spans.pop(node, ())
         if moved:
             self.spans[leader] = (*self.spans.get(leader, ()), *moved)
 
     def tighten(self, pool: Pool) -> int | None:
-        """Take out what every strategy of a node uses, and moments that cannot be exceeded; a row that cannot be kept."""
+        """Take out what every strategy of a node uses, and moments that cannot be exceeded; a row
+        that cannot be kept.
+        """
         least = {id(span.used): float(span.used.min()) for span in self.all_spans()}
         taken = self.over_time((span, least[id(span.used)]) for span in self.all_spans())
         room = self.room - taken
@@ -114,7 +133,9 @@ class Moments:
                     before = together.get((first, last))
                     together[first, last] = rest if before is None else pool.add(before, rest)
             if together:
-                kept[node] = tuple(Span(first, last, used) for (first, last), used in sorted(together.items()))
+                kept[node] = tuple(
+                    Span(first, last, used) for (first, last), used in sorted(together.items())
+                )
         self.spans = kept
         most = self.over_time((span, float(span.used.max())) for span in self.all_spans())
         self._keep(most > self.room)
@@ -138,11 +159,16 @@ class Moments:
     def merge(self) -> None:
         """Drop moments that are kept whenever the one before or after is."""
         while len(self.room) > 1:
-            starts, ends = np.zeros(len(self.room) + 1, dtype=bool), np.zeros(len(self.room) + 1, dtype=bool)
+            starts, ends = (
+                np.zeros(len(self.room) + 1, dtype=bool),
+                np.zeros(len(self.room) + 1, dtype=bool),
+            )
             for span in self.all_spans():
                 starts[span.first] = ends[span.last] = True
             same = self.rows[:-1] == self.rows[1:]
-            by_earlier = same & ~starts[1:-1] & (self.room[:-1] <= self.room[1:])  # of each pair, the later one goes
+            by_earlier = (
+                same & ~starts[1:-1] & (self.room[:-1] <= self.room[1:])
+            )  # of each pair, the later one goes
             by_later = same & ~ends[1:-1] & (self.room[1:] <= self.room[:-1]) & ~by_earlier
             keep = np.ones(len(self.room), dtype=bool)
             keep[1:] &= ~by_earlier

@@ -1,7 +1,9 @@
-"""Large neighbourhood search: solve a part of the network as well as it can be while all other nodes stay as they are.
+"""Large neighbourhood search: solve a part of the network as well as it can be while all other
+nodes stay as they are.
 
-A part is a ball around a random node. Nodes of it that are too wide for elimination stay as well. Within the part everything
-else of the solver is used: multipliers on what the rest leaves of the rows, exact elimination, repair and moves.
+A part is a ball around a random node. Nodes of it that are too wide for elimination stay as well.
+Within the part everything else of the solver is used: multipliers on what the rest leaves of the
+rows, exact elimination, repair and moves.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.policies.autodist.solver.local import cost_of
+from shardwright.policies.autodist.solver.crossing import choices_of
+from shardwright.policies.autodist.solver.local_search import cost_of
 from shardwright.policies.autodist.solver.moments import WorkRow
 from shardwright.policies.autodist.solver.network import Network
-from shardwright.policies.autodist.solver.pieces import choices_of
 from shardwright.policies.autodist.solver.problem import Array
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.relaxation import Relaxation, maximise
@@ -28,7 +30,9 @@ MAX_STEPS = 25
 """Evaluations of the relaxation per part."""
 
 SMALLEST, LARGEST = 30, 1000
-"""Nodes of a part: it grows when parts of a size bring nothing, and starts small again at the end."""
+"""Nodes of a part: it grows when parts of a size bring nothing, and starts small again at the
+end.
+"""
 
 MAX_FAILURES = 12
 """Parts of one size in a row that bring nothing before the size doubles."""
@@ -51,7 +55,8 @@ def improve_parts(
     rounds: int = 2,
     until_s: float = 0.0,
 ) -> NDArray[np.intp]:
-    """Improve a choice within the rows until time is over or nothing improves any more; every better one is offered.
+    """Improve a choice within the rows until time is over or nothing improves any more; every
+    better one is offered.
 
     Args:
         network: with all rows.
@@ -65,7 +70,12 @@ def improve_parts(
     for index, row in enumerate(network.rows):
         for node in row.usage:
             rows_of.setdefault(node, []).append(index)
-    used = np.array([sum(float(usage[choice[node]]) for node, usage in row.usage.items()) for row in network.rows])
+    used = np.array(
+        [
+            sum(float(usage[choice[node]]) for node, usage in row.usage.items())
+            for row in network.rows
+        ]
+    )
     state = _State(network, choice.copy(), used, rows_of)
     rng = np.random.default_rng(0)
     nodes = sorted(network.costs)
@@ -73,7 +83,11 @@ def improve_parts(
     while not progress.done and idle < rounds and progress.left_s > until_s:
         if _improve(state, _ball(network, int(rng.choice(nodes)), size), progress):
             failures = idle = 0
-            progress.offer(expand(state.choice) if expand else network.expand(dict(enumerate(state.choice.tolist()))))
+            progress.offer(
+                expand(state.choice)
+                if expand
+                else network.expand(dict(enumerate(state.choice.tolist())))
+            )
             continue
         failures += 1
         if failures >= MAX_FAILURES:
@@ -84,7 +98,9 @@ def improve_parts(
 
 
 def _ball(network: Network, centre: int, size: int) -> set[int]:
-    """The nodes nearest to one; neighbours of nodes with very many neighbours are not entered through them."""
+    """The nodes nearest to one; neighbours of nodes with very many neighbours are not entered
+    through them.
+    """
     found, queue = {centre}, deque([centre])
     while queue and len(found) < size:
         node = queue.popleft()
@@ -109,11 +125,19 @@ def _improve(state: _State, free: set[int], progress: Progress) -> bool:
         return False
     before = cost_of(part, state.choice)
     maximum = maximise(
-        relaxation, np.zeros(len(part.rows)), max_steps=MAX_STEPS, stop_above=before, out_of_time=progress.is_over
+        relaxation,
+        np.zeros(len(part.rows)),
+        max_steps=MAX_STEPS,
+        stop_above=before,
+        out_of_time=progress.is_over,
     )
     if maximum.bound >= before - 1e-12 * abs(before):
         return False
-    best = min(choices_of(relaxation, maximum, progress, max_repaired=2), key=lambda c: cost_of(part, c), default=None)
+    best = min(
+        choices_of(relaxation, maximum, progress, max_repaired=2),
+        key=lambda c: cost_of(part, c),
+        default=None,
+    )
     if best is None or cost_of(part, best) >= before - 1e-12 * abs(before):
         return False
     for node in free:
@@ -125,7 +149,9 @@ def _improve(state: _State, free: set[int], progress: Progress) -> bool:
 
 
 def _part(state: _State, free: set[int]) -> Network:
-    """The network of some nodes, the others being constants: in the nodes' costs and in the rows' room."""
+    """The network of some nodes, the others being constants: in the nodes' costs and in the rows'
+    room.
+    """
     whole = state.network
     part = whole.copy_of_nodes(sorted(free), rows=[])
     part.constant = 0.0
@@ -141,7 +167,11 @@ def _part(state: _State, free: set[int]) -> Network:
         part.costs[node] = cost
     for index in sorted({index for node in free for index in state.rows_of.get(node, ())}):
         usage = {node: used for node, used in whole.rows[index].usage.items() if node in free}
-        room = whole.rows[index].room - state.used[index] + sum(float(used[state.choice[node]]) for node, used in usage.items())
+        room = (
+            whole.rows[index].room
+            - state.used[index]
+            + sum(float(used[state.choice[node]]) for node, used in usage.items())
+        )
         if sum(float(used.max()) for used in usage.values()) > room:
             part.rows.append(WorkRow(index, room, usage))
     return part

@@ -1,12 +1,16 @@
-"""The working form of a problem: equal arrays stored once, one edge per pair, only strategies that can matter.
+"""The working form of a problem: equal arrays stored once, one edge per pair, only strategies that
+can matter.
 
-Everything done here is exact: some optimal choice of the problem is a choice of the network, at the same cost.
+Everything done here is exact: some optimal choice of the problem is a choice of the network, at the
+same cost.
 
-1. parallel edges are added up, an edge from a node to itself becomes a node cost, edges ``f(a) + g(b)`` become node costs;
-2. rows lose what every strategy uses; rows that cannot be exceeded are dropped; a row that cannot be kept is reported;
-3. strategies are dropped that are forbidden, that fit no strategy of some neighbour (arc consistency), that exceed a row alone,
-   or that another strategy of the node replaces at no higher cost and usage whatever the neighbours choose (dead-end
-   elimination, Goldstein 1994);
+1. parallel edges are added up, an edge from a node to itself becomes a node cost, edges ``f(a) +
+   g(b)`` become node costs;
+2. rows lose what every strategy uses; rows that cannot be exceeded are dropped; a row that cannot
+   be kept is reported;
+3. strategies are dropped that are forbidden, that fit no strategy of some neighbour (arc
+   consistency), that exceed a row alone, or that another strategy of the node replaces at no higher
+   cost and usage whatever the neighbours choose (dead-end elimination, Goldstein 1994);
 4. a node with one strategy is folded into its neighbours.
 """
 
@@ -25,8 +29,9 @@ from shardwright.policies.autodist.solver.problem import ROW_TOLERANCE, Array, I
 
 DOMINANCE_WORK = 1_000_000
 DOMINANCE_WORK_IN_ALL = 400_000_000
-"""Comparisons spent at most on one pair of a node and an edge, and in one scan of all, when looking for strategies that others
-replace."""
+"""Comparisons spent at most on one pair of a node and an edge, and in one scan of all, when looking
+for strategies that others replace.
+"""
 
 
 def spread(array: Array) -> float:
@@ -44,8 +49,8 @@ class Network:
         edges: ``(a, b)`` with ``a < b`` to ``[strategies left of a, of b]``.
         neighbours: per node, the nodes it has an edge with.
         rows: those that may bind, without intervals; ``moments``: what those with intervals say.
-        followers: ``(node, its leader, its strategy by the leader's, in numbers of the problem)``, in the order found; a
-            follower is not in ``costs`` (followers.py).
+        followers: ``(node, its leader, its strategy by the leader's, in numbers of the problem)``,
+            in the order found; a follower is not in ``costs`` (followers.py).
         constant: the cost of folded nodes.
     """
 
@@ -62,7 +67,11 @@ class Network:
         for a, b, cost in problem.edges:
             self.add_edge(a, b, self.pool.intern(cost))
         self.rows = [
-            WorkRow(index, row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)), self._interned(row.usage.items()))
+            WorkRow(
+                index,
+                row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)),
+                self._interned(row.usage.items()),
+            )
             for index, row in enumerate(problem.rows)
             if row.limit < math.inf and row.intervals is None
         ]
@@ -73,7 +82,9 @@ class Network:
         return {node: self.pool.intern(array) for node, array in items}
 
     def add_edge(self, a: int, b: int, cost: Array) -> None:
-        """Add the cost between two nodes to what there is, ``[strategies of a, strategies of b]``."""
+        """Add the cost between two nodes to what there is, ``[strategies of a, strategies of
+        b]``.
+        """
         if a == b:
             self.costs[a] = self.pool.add(self.costs[a], self.pool.intern(np.diagonal(cost)))
             return
@@ -116,14 +127,20 @@ class Network:
         return whole
 
     def copy_of_nodes(self, nodes: Iterable[int], rows: list[WorkRow] | None = None) -> Network:
-        """A network of some of the nodes, with their costs and without edges; with their part of the rows if none are given."""
+        """A network of some of the nodes, with their costs and without edges; with their part of
+        the rows if none are given.
+        """
         part = copy.copy(self)
         part.costs = {node: self.costs[node] for node in nodes}
         part.strategies = list(self.strategies)
         part.edges, part.neighbours = {}, {node: set() for node in part.costs}
         if rows is None:
             rows = [
-                WorkRow(row.index, row.room, {node: used for node, used in row.usage.items() if node in part.costs})
+                WorkRow(
+                    row.index,
+                    row.room,
+                    {node: used for node, used in row.usage.items() if node in part.costs},
+                )
                 for row in self.rows
             ]
         part.rows, part.moments = rows, self.moments.part(part.costs)
@@ -137,7 +154,9 @@ class Network:
         return tuple(found)
 
     def condense(self, choice: Sequence[int]) -> NDArray[np.intp]:
-        """A choice of the problem as choices among the strategies left; where it was dropped, the first that is left."""
+        """A choice of the problem as choices among the strategies left; where it was dropped, the
+        first that is left.
+        """
         inner = np.zeros(len(choice), dtype=np.intp)
         for node in self.costs:
             found = np.flatnonzero(self.strategies[node] == choice[node])
@@ -155,7 +174,9 @@ def simplify(problem: Problem, out_of_time: Callable[[], bool] = _never) -> Netw
     return tighten(network, problem, out_of_time) or network
 
 
-def tighten(network: Network, problem: Problem, out_of_time: Callable[[], bool] = _never) -> Infeasible | None:
+def tighten(
+    network: Network, problem: Problem, out_of_time: Callable[[], bool] = _never
+) -> Infeasible | None:
     """Make a network of a problem as small as the rules above can in the time, in place."""
     changed = set(network.costs)
     while changed:
@@ -173,7 +194,9 @@ def tighten(network: Network, problem: Problem, out_of_time: Callable[[], bool] 
 
 
 def _drop_forbidden(network: Network, nodes: set[int]) -> Infeasible | None:
-    """Arc consistency: drop strategies with cost inf, alone or with every strategy of a neighbour."""
+    """Arc consistency: drop strategies with cost inf, alone or with every strategy of a
+    neighbour.
+    """
     walls = _Memo()
     pending: list[int] = []
     queued: set[int] = set()
@@ -225,18 +248,26 @@ class _Memo:
 
 
 def _tighten_rows(network: Network, problem: Problem) -> Infeasible | None:
-    """Take what every strategy of a node uses out of the rows; drop rows that cannot bind; find rows that cannot hold."""
+    """Take what every strategy of a node uses out of the rows; drop rows that cannot bind; find
+    rows that cannot hold.
+    """
     kept = []
     ranges: dict[int, tuple[float, float, Array]] = {}
     for row in network.rows:
         for used in row.usage.values():
             if id(used) not in ranges:
                 least, most = float(used.min()), float(used.max())
-                ranges[id(used)] = (least, most - least, used if least == 0 else network.pool.intern(used - least))
+                ranges[id(used)] = (
+                    least,
+                    most - least,
+                    used if least == 0 else network.pool.intern(used - least),
+                )
         room = row.room - math.fsum(ranges[id(used)][0] for used in row.usage.values())
         if room < 0:
             return row_exceeded(network, problem, row.index)
-        usage = {node: ranges[id(used)][2] for node, used in row.usage.items() if ranges[id(used)][1] > 0}
+        usage = {
+            node: ranges[id(used)][2] for node, used in row.usage.items() if ranges[id(used)][1] > 0
+        }
         if math.fsum(ranges[id(used)][1] for used in row.usage.values()) > room:
             kept.append(WorkRow(row.index, room, usage))
     network.rows = kept
@@ -245,26 +276,44 @@ def _tighten_rows(network: Network, problem: Problem) -> Infeasible | None:
 
 
 def row_exceeded(network: Network, problem: Problem, index: int) -> Infeasible:
-    """The certificate that a row cannot be kept: even with the least usage of every node it is exceeded."""
+    """The certificate that a row cannot be kept: even with the least usage of every node it is
+    exceeded.
+    """
     row = problem.rows[index]
-    least_of = {node: int(used[network.strategies[node]].argmin()) for node, used in row.usage.items()}
+    least_of = {
+        node: int(used[network.strategies[node]].argmin()) for node, used in row.usage.items()
+    }
     choice = [int(left[least_of.get(node, 0)]) for node, left in enumerate(network.strategies)]
     least = {node: float(used[choice[node]]) for node, used in row.usage.items()}
     total = row.used(choice)
-    most = tuple(sorted((node for node in least if least[node] > 0), key=lambda node: (-least[node], node))[:10])
-    reason = f"row {index}: its limit is {row.limit:.6g}, and the least that any allowed choice uses is {total:.6g}"
+    most = tuple(
+        sorted((node for node in least if least[node] > 0), key=lambda node: (-least[node], node))[
+            :10
+        ]
+    )
+    reason = (
+        f"row {index}: its limit is {row.limit:.6g}, and the least that any allowed choice uses "
+        f"is {total:.6g}"
+    )
     return Infeasible(True, reason, index, total, most)
 
 
 def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
-    """Drop strategies that use more than a row has; the nodes that lost some are added to ``changed``."""
+    """Drop strategies that use more than a row has; the nodes that lost some are added to
+    ``changed``.
+    """
     for row in network.rows:
         top = {id(used): used for used in row.usage.values()}
         large = {key for key, used in top.items() if used.max() > row.room}
-        for node in [node for node, used in row.usage.items() if id(used) in large] if large else ():
+        for node in (
+            [node for node, used in row.usage.items() if id(used) in large] if large else ()
+        ):
             keep = row.usage[node] <= row.room
             if not keep.any():
-                reason = f"row {row.index}: each strategy left of one node exceeds it, whatever the others use"
+                reason = (
+                    f"row {row.index}: each strategy left of one node exceeds it, whatever the "
+                    "others use"
+                )
                 return Infeasible(True, reason, row.index, nodes=(node,))
             if not keep.all():
                 network.restrict(node, keep)
@@ -276,8 +325,13 @@ def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
             level = (last - first).bit_length() - 1
             keep &= used <= min(rooms[level][first], rooms[level][last - (1 << level)])
         if not keep.any():
-            reason = "each strategy left of one node exceeds the limit at some moment, whatever the others use"
-            return Infeasible(True, reason, int(network.moments.rows[spans[0].first]), nodes=(node,))
+            reason = (
+                "each strategy left of one node exceeds the limit at some moment, whatever the "
+                "others use"
+            )
+            return Infeasible(
+                True, reason, int(network.moments.rows[spans[0].first]), nodes=(node,)
+            )
         if not keep.all():
             network.restrict(node, keep)
             changed.add(node)
@@ -285,7 +339,9 @@ def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
 
 
 def _drop_dominated(network: Network, out_of_time: Callable[[], bool]) -> set[int]:
-    """Drop strategies that another strategy of the node replaces; returns the nodes that lost some."""
+    """Drop strategies that another strategy of the node replaces; returns the nodes that lost
+    some.
+    """
     usages: dict[int, list[Array]] = {}
     for row in network.rows:
         for node, used in row.usage.items():
@@ -316,7 +372,9 @@ def _drop_dominated(network: Network, out_of_time: Callable[[], bool]) -> set[in
     return changed
 
 
-def _undominated(cost: Array, edges: list[Array], usages: list[Array], worst: dict[int, Array]) -> NDArray[np.bool_]:
+def _undominated(
+    cost: Array, edges: list[Array], usages: list[Array], worst: dict[int, Array]
+) -> NDArray[np.bool_]:
     """Which strategies no other replaces. ``excess[s, t]``: the most that t costs above s."""
     excess = cost[None, :] - cost[:, None]
     for edge in edges:
@@ -326,7 +384,8 @@ def _undominated(cost: Array, edges: list[Array], usages: list[Array], worst: di
             worst[id(edge)] = np.where(np.isinf(edge)[:, None, :], -np.inf, difference).max(axis=2)
         with np.errstate(invalid="ignore"):
             excess = excess + worst[id(edge)]
-    # -inf + inf: s is forbidden with one neighbour's strategies, t with another's; neither replaces the other
+    # -inf + inf: s is forbidden with one neighbour's strategies, t with another's; neither replaces
+    # the other
     replaces = np.nan_to_num(excess, nan=np.inf, posinf=np.inf, neginf=-np.inf) <= 0
     for used in usages:
         replaces &= used[None, :] <= used[:, None]
@@ -351,7 +410,9 @@ def _fold(network: Network) -> None:
             network.drop_edge(a, b)
     for node in [node for node, cost in network.costs.items() if len(cost) == 1]:
         network.constant += float(network.costs.pop(node)[0])
-        assert not network.neighbours[node]  # an edge with one strategy at an end is a sum of node costs
+        assert not network.neighbours[
+            node
+        ]  # an edge with one strategy at an end is a sum of node costs
 
 
 def _separate(edge: Array) -> tuple[Array, Array] | None:

@@ -1,9 +1,11 @@
-"""Rows over time: only the moments that matter become rows, those at which the last choice exceeds the limit.
+"""Rows over time: only the moments that matter become rows, those at which the last choice exceeds
+the limit.
 
-A bound with some of the moments is a bound with all of them, and a choice that is best with some of them and respects all is
-best. Every round solves the network with the moments found so far; of those that its choice exceeds, the worst of every stretch
-of time is added; the choice itself is brought within the limit by moves (moves.py). Networks that are too large for so many
-rounds begin with prices of all moments at once (priced.py).
+A bound with some of the moments is a bound with all of them, and a choice that is best with some of
+them and respects all is best. Every round solves the network with the moments found so far; of
+those that its choice exceeds, the worst of every stretch of time is added; the choice itself is
+brought within the limit by moves (moves.py). Networks that are too large for so many rounds begin
+with prices of all moments at once (priced.py).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.followers import merge_followers
 from shardwright.policies.autodist.solver.moments import Moments, WorkRow
-from shardwright.policies.autodist.solver.moves import Moves
 from shardwright.policies.autodist.solver.network import Network, tighten
+from shardwright.policies.autodist.solver.node_moves import Moves
 from shardwright.policies.autodist.solver.priced import search_priced
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Row
 from shardwright.policies.autodist.solver.progress import Progress
@@ -27,7 +29,9 @@ MAX_AT_ONCE = 100
 """Moments up to which all are made rows at once."""
 
 MAX_PAIRS = 1_000_000
-"""Pairs of strategies up to which moments are added one after another; above, all are priced at once (priced.py)."""
+"""Pairs of strategies up to which moments are added one after another; above, all are priced at
+once (priced.py).
+"""
 
 NUM_STRETCHES = 40
 """Stretches of time of which the worst moment is added in each round."""
@@ -46,7 +50,9 @@ def reduce_over_time(network: Network, problem: Problem, progress: Progress) -> 
     return failure
 
 
-def search_over_time(network: Network, problem: Problem, progress: Progress, search: Search) -> None:
+def search_over_time(
+    network: Network, problem: Problem, progress: Progress, search: Search
+) -> None:
     """Search with more and more moments.
 
     Args:
@@ -63,14 +69,18 @@ def search_over_time(network: Network, problem: Problem, progress: Progress, sea
     while not progress.done:
         whole = len(chosen) == len(moments)
         part = _with_rows(network, problem, sorted(chosen))
-        inner = Progress(part.problem, progress.left_s * (1 if whole else SHARE), target_gap=progress.target_gap)
+        inner = Progress(
+            part.problem, progress.left_s * (1 if whole else SHARE), target_gap=progress.target_gap
+        )
         failure = tighten(part.network, part.problem, lambda: progress.left_s <= 0)
         if failure is not None:
             progress.prove_infeasible(replace(failure, row=part.row_of(failure.row)))
             return
         search(part.network, part.problem, start, inner)
         if inner.infeasible is not None:
-            progress.prove_infeasible(replace(inner.infeasible, row=part.row_of(inner.infeasible.row)))
+            progress.prove_infeasible(
+                replace(inner.infeasible, row=part.row_of(inner.infeasible.row))
+            )
             return
         progress.raise_bound(inner.bound, inner.proof)
         if inner.choice is None:
@@ -93,14 +103,18 @@ def over_limit(network: Network, choice: Sequence[int]) -> Array:
     """By how much a choice of the problem exceeds each moment."""
     inner = network.condense(choice)
     used = network.moments.over_time(
-        (span, float(span.used[inner[node]])) for node, spans in network.moments.spans.items() for span in spans
+        (span, float(span.used[inner[node]]))
+        for node, spans in network.moments.spans.items()
+        for span in spans
     )
     return np.asarray(used - network.moments.room)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The problem and the network with rows of some moments, and which row of the problem each row is of."""
+    """The problem and the network with rows of some moments, and which row of the problem each row
+    is of.
+    """
 
     problem: Problem
     network: Network
@@ -124,7 +138,10 @@ def _with_rows(network: Network, problem: Problem, chosen: list[int]) -> _Part:
     for work_row in part.rows:
         work_row.index = place[work_row.index]
     usages = moments.usage_at(chosen, network.pool)
-    part.rows += [WorkRow(len(plain) + i, float(moments.room[moment]), usages[i]) for i, moment in enumerate(chosen)]
+    part.rows += [
+        WorkRow(len(plain) + i, float(moments.room[moment]), usages[i])
+        for i, moment in enumerate(chosen)
+    ]
     part.moments = Moments((), network.pool)
     whose = (*plain, *(int(moments.rows[moment]) for moment in chosen))
     return _Part(replace(problem, rows=tuple(rows)), part, whose)

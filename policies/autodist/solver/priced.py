@@ -1,18 +1,20 @@
-"""Limits over time on networks too large for one moment after another: a price for every moment, all at once.
+"""Limits over time on networks too large for one moment after another: a price for every moment,
+all at once.
 
-Passes of message passing (messages.py) alternate with steps of the moments' prices along the excess of the choice that the
-messages point at (a subgradient, with Polyak's step length). What a span costs is the sum of the prices of its moments, so a
-step takes time in the number of spans and moments, not of their product. Choices are read off the messages node by node and
-brought within the limits by moves (moves.py).
+Passes of message passing (messages.py) alternate with steps of the moments' prices along the excess
+of the choice that the messages point at (a subgradient, with Polyak's step length). What a span
+costs is the sum of the prices of its moments, so a step takes time in the number of spans and
+moments, not of their product. Choices are read off the messages node by node and brought within the
+limits by moves (moves.py).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from shardwright.policies.autodist.solver.messages import Messages
-from shardwright.policies.autodist.solver.moves import Moves
+from shardwright.policies.autodist.solver.message_passing import Messages
 from shardwright.policies.autodist.solver.network import Network
+from shardwright.policies.autodist.solver.node_moves import Moves
 from shardwright.policies.autodist.solver.problem import Array
 from shardwright.policies.autodist.solver.progress import Progress
 
@@ -25,11 +27,15 @@ MIN_STEP = 1e-4
 """The step length, relative to Polyak's, at which the prices are as good as they get."""
 
 FIRST_OFFER = 40
-"""Passes before the first choice is read off; then every twenty passes, later every eighth of all."""
+"""Passes before the first choice is read off; then every twenty passes, later every eighth of
+all.
+"""
 
 
 def search_priced(network: Network, progress: Progress, seconds: float) -> None:
-    """Raise the bound and offer choices until steps are short, the gap is closed or the seconds are over."""
+    """Raise the bound and offer choices until steps are short, the gap is closed or the seconds are
+    over.
+    """
     messages, moves = Messages(network), Moves(network)
     width = messages.own.shape[1]
     row_of = {node: i * width for i, node in enumerate(messages.nodes)}
@@ -65,7 +71,11 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
         useful = np.where((prices <= 0) & (direction < 0), 0.0, direction)
         length = float(useful @ useful)
         if length > 0:
-            target = progress.cost - network.constant if progress.choice is not None else bound + 0.1 * abs(bound)
+            target = (
+                progress.cost - network.constant
+                if progress.choice is not None
+                else bound + 0.1 * abs(bound)
+            )
             distance = max(target - bound, 1e-4 * abs(bound))
             move_to(np.maximum(0.0, prices + step * distance / length * useful))
         if count % 100 == 0:

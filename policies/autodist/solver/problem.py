@@ -1,7 +1,9 @@
-"""What the solver is asked and what it answers: costs of strategies and between them, memory rows; a choice with its proof.
+"""What the solver is asked and what it answers: costs of strategies and between them, memory rows;
+a choice with its proof.
 
-Nothing here knows what a node is. To the planner it is an operator, its strategies are ways to split it, an edge is a value
-that one makes and another reads, a row is the memory of one rank at one moment.
+Nothing here knows what a node is. To the planner it is an operator, its strategies are ways to
+split it, an edge is a value that one makes and another reads, a row is the memory of one rank at
+one moment.
 """
 
 from __future__ import annotations
@@ -18,20 +20,24 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 
 ROW_TOLERANCE = 1e-12
-"""How far above its limit a row may be, relative to the limit: the rounding of a sum of ten thousand terms, and no more."""
+"""How far above its limit a row may be, relative to the limit: the rounding of a sum of ten
+thousand terms, and no more.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """``sum of usage[node][choice of node] <= limit``; a node that is not in ``usage`` uses nothing.
+    """``sum of usage[node][choice of node] <= limit``; a node that is not in ``usage`` uses
+    nothing.
 
-    With intervals it is a limit over time: at every moment, the nodes whose interval covers it use no more than the limit.
+    With intervals it is a limit over time: at every moment, the nodes whose interval covers it use
+    no more than the limit.
 
     Attributes:
         limit: the most that may be used; ``inf`` for a row that never binds.
         usage: per node, what each of its strategies uses, ``[strategies]``; finite.
-        intervals: None if all uses are at one moment; else per node of ``usage`` the moments ``(start, end)`` at which it uses,
-            ``start`` included and ``end`` not.
+        intervals: None if all uses are at one moment; else per node of ``usage`` the moments
+            ``(start, end)`` at which it uses, ``start`` included and ``end`` not.
     """
 
     limit: float
@@ -44,8 +50,12 @@ class Row:
         object.__setattr__(self, "usage", MappingProxyType(usage))
         assert not math.isnan(self.limit), "a row with limit nan"
         if self.intervals is not None:
-            assert self.intervals.keys() == usage.keys(), "a row whose intervals are not of the nodes it limits"
-            intervals = {node: (int(self.intervals[node][0]), int(self.intervals[node][1])) for node in usage}
+            assert self.intervals.keys() == usage.keys(), (
+                "a row whose intervals are not of the nodes it limits"
+            )
+            intervals = {
+                node: (int(self.intervals[node][0]), int(self.intervals[node][1])) for node in usage
+            }
             object.__setattr__(self, "intervals", MappingProxyType(intervals))
 
     def used(self, choice: Sequence[int]) -> float:
@@ -73,15 +83,19 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Choose one strategy per node so that node costs plus edge costs are least and no row exceeds its limit.
+    """Choose one strategy per node so that node costs plus edge costs are least and no row exceeds
+    its limit.
 
-    Arrays that are the same object, or equal, may be given many times: repeated blocks are recognised by that.
+    Arrays that are the same object, or equal, may be given many times: repeated blocks are
+    recognised by that.
 
     Attributes:
         node_costs: per node ``[strategies of the node]``; ``inf`` is not allowed to be chosen.
-        edges: ``(node a, node b, [strategies of a, strategies of b])``; parallel edges add up, in either direction.
+        edges: ``(node a, node b, [strategies of a, strategies of b])``; parallel edges add up, in
+            either direction.
         rows: what must stay within limits.
-        blocks: optional hint: the nodes of repeated blocks, in the order of the chain. It never changes the answer.
+        blocks: optional hint: the nodes of repeated blocks, in the order of the chain. It never
+            changes the answer.
     """
 
     node_costs: tuple[Array, ...]
@@ -91,25 +105,35 @@ class Problem:
 
     def __post_init__(self) -> None:
         nodes = tuple(np.asarray(cost, dtype=np.float64) for cost in self.node_costs)
-        edges = tuple((int(a), int(b), np.asarray(cost, dtype=np.float64)) for a, b, cost in self.edges)
+        edges = tuple(
+            (int(a), int(b), np.asarray(cost, dtype=np.float64)) for a, b, cost in self.edges
+        )
         object.__setattr__(self, "node_costs", nodes)
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "rows", tuple(self.rows))
         object.__setattr__(self, "blocks", tuple(tuple(block) for block in self.blocks))
         sizes = [cost.shape for cost in nodes]
         for node, cost in enumerate(nodes):
-            assert cost.ndim == 1 and cost.size, f"node {node}: costs of shape {cost.shape}, not [strategies]"
+            assert cost.ndim == 1 and cost.size, (
+                f"node {node}: costs of shape {cost.shape}, not [strategies]"
+            )
         for a, b, cost in edges:
-            assert cost.shape == sizes[a] + sizes[b], f"edge {a} - {b}: {cost.shape} for {sizes[a]} and {sizes[b]} strategies"
+            assert cost.shape == sizes[a] + sizes[b], (
+                f"edge {a} - {b}: {cost.shape} for {sizes[a]} and {sizes[b]} strategies"
+            )
         for index, row in enumerate(self.rows):
             for node, used in row.usage.items():
-                assert used.shape == sizes[node], f"row {index}, node {node}: {used.shape} for {sizes[node]} strategies"
+                assert used.shape == sizes[node], (
+                    f"row {index}, node {node}: {used.shape} for {sizes[node]} strategies"
+                )
         seen: dict[int, Array] = {}
         for cost in (*nodes, *(cost for _, _, cost in edges)):
             seen.setdefault(id(cost), cost)
         assert all((cost > -math.inf).all() for cost in seen.values()), "a cost is nan or -inf"
         used_arrays = {id(used): used for row in self.rows for used in row.usage.values()}
-        assert all(np.isfinite(used).all() for used in used_arrays.values()), "a usage is not finite"
+        assert all(np.isfinite(used).all() for used in used_arrays.values()), (
+            "a usage is not finite"
+        )
 
     @property
     def num_nodes(self) -> int:
@@ -163,7 +187,9 @@ class Infeasible:
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> float:
-    """Node costs plus edge costs of a choice, exactly rounded; ``inf`` where forbidden. Rows are not looked at."""
+    """Node costs plus edge costs of a choice, exactly rounded; ``inf`` where forbidden. Rows are
+    not looked at.
+    """
     nodes = (float(cost[choice[node]]) for node, cost in enumerate(problem.node_costs))
     edges = (float(cost[choice[a], choice[b]]) for a, b, cost in problem.edges)
     return math.fsum((*nodes, *edges))
@@ -171,4 +197,6 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> float:
 
 def is_feasible(problem: Problem, choice: Sequence[int]) -> bool:
     """Whether nothing forbidden is chosen and every row stays within its limit."""
-    return evaluate(problem, choice) < math.inf and all(row.holds(row.used(choice)) for row in problem.rows)
+    return evaluate(problem, choice) < math.inf and all(
+        row.holds(row.used(choice)) for row in problem.rows
+    )

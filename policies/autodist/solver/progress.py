@@ -16,10 +16,12 @@ class Progress:
     """The state of one call of the solver, that every method reports to.
 
     Args:
-        problem: costs and rows of what is offered are those of the problem itself, never of a simplified form.
+        problem: costs and rows of what is offered are those of the problem itself, never of a
+            simplified form.
         time_limit_s: seconds from now.
         target_gap: a gap that is small enough.
-        on_improvement: called with ``(cost, bound)`` whenever one of the two gets better; cost is inf before the first choice.
+        on_improvement: called with ``(cost, bound)`` whenever one of the two gets better; cost is
+            inf before the first choice.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Progress:
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do, or no time to do it."""
-        reached = self.choice is not None and self.cost - self.bound <= self.target_gap * abs(self.cost)
+        reached = self.choice is not None and self.cost - self.bound <= self.target_gap * abs(
+            self.cost
+        )
         return reached or self.closed or self.infeasible is not None or self.left_s <= 0
 
     @property
@@ -82,7 +86,10 @@ class Progress:
         if self.infeasible is not None:
             return self.infeasible
         if self.choice is None:
-            return Infeasible(False, "no choice that respects every row was found in the time given; there may be one")
+            return Infeasible(
+                False,
+                "no choice that respects every row was found in the time given; there may be one",
+            )
         # rounding may put a bound above the cost it was computed for
         proof = f"optimal by {self.proof}" if self.closed else f"bound by {self.proof}"
         return Solution(self.choice, self.cost, self.cost if self.closed else self.bound, proof)

@@ -1,4 +1,6 @@
-"""A network made smaller by exact elimination where it stays pairwise: nodes in no row, with at most two neighbours."""
+"""A network made smaller by exact elimination where it stays pairwise: nodes in no row, with at
+most two neighbours.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,16 @@ class Reduced:
         in_rows = {node for row in whole.rows for node in row.usage}
         kinds = {node: id(cost) for node, cost in whole.costs.items()}
         sizes = {node: len(cost) for node, cost in whole.costs.items()}
-        self._elimination = Elimination(kinds, sizes, whole.edges, keep=in_rows, max_join=MAX_TABLE, max_others=2)
+        self._elimination = Elimination(
+            kinds, sizes, whole.edges, keep=in_rows, max_join=MAX_TABLE, max_others=2
+        )
         constant = self._elimination.run(whole.costs)
         self.network = whole.copy_of_nodes(self._elimination.core)
         self.network.constant += constant
-        zeros = {len(cost): self.network.pool.intern(np.zeros(len(cost))) for cost in self.network.costs.values()}
+        zeros = {
+            len(cost): self.network.pool.intern(np.zeros(len(cost)))
+            for cost in self.network.costs.values()
+        }
         self.network.costs = {node: zeros[len(cost)] for node, cost in self.network.costs.items()}
         for factor, count in self._elimination.core_factors:  # the nodes' own costs are factors too
             table = self._elimination.core_table(factor) * count
@@ -41,7 +48,9 @@ class Reduced:
                 self.network.add_edge(*factor.scope, self.network.pool.intern(table))
             else:
                 (node,) = factor.scope
-                self.network.costs[node] = self.network.pool.add(self.network.costs[node], self.network.pool.intern(table))
+                self.network.costs[node] = self.network.pool.add(
+                    self.network.costs[node], self.network.pool.intern(table)
+                )
 
     def restricted(self, node: int, keep: NDArray[np.bool_]) -> Reduced:
         """A copy in which a node has only the marked strategies."""
@@ -50,12 +59,18 @@ class Reduced:
         part.network.restrict(node, keep)
         return part
 
-    def simplify(self, problem: Problem, out_of_time: Callable[[], bool] = lambda: False) -> Infeasible | None:
-        """Simplify what stays once more: taking nodes out shows more strategies that others replace."""
+    def simplify(
+        self, problem: Problem, out_of_time: Callable[[], bool] = lambda: False
+    ) -> Infeasible | None:
+        """Simplify what stays once more: taking nodes out shows more strategies that others
+        replace.
+        """
         return tighten(self.network, problem, out_of_time)
 
     def condense(self, choice: Sequence[int]) -> NDArray[np.intp] | None:
-        """A choice of the problem as one among the strategies left; None if one of its strategies was dropped."""
+        """A choice of the problem as one among the strategies left; None if one of its strategies
+        was dropped.
+        """
         if any(choice[node] not in self.network.strategies[node] for node in self.network.costs):
             return None
         inner = np.zeros(len(choice), dtype=np.intp)
@@ -64,7 +79,9 @@ class Reduced:
         return inner
 
     def expand(self, choice: NDArray[np.intp]) -> tuple[int, ...]:
-        """A choice among the strategies left as a choice of the problem, the nodes taken out at their best."""
+        """A choice among the strategies left as a choice of the problem, the nodes taken out at
+        their best.
+        """
         problem_choice = self.network.expand(dict(enumerate(choice.tolist())))
         inner = np.zeros(len(choice), dtype=np.intp)
         for node in self._elimination.core:

@@ -1,9 +1,11 @@
-"""The rows relaxed: each row's usage is priced by a multiplier, and elimination solves the rest exactly.
+"""The rows relaxed: each row's usage is priced by a multiplier, and elimination solves the rest
+exactly.
 
-For multipliers ``m >= 0``, ``L(m) = min over choices of cost + sum_r m_r (used_r - room_r)`` is at most the cost of any choice
-within all rows. L is concave and piecewise linear; the choice found at ``m`` gives one of its linear pieces. With one row the
-maximum is found by intersecting the pieces on both sides of it (Handler and Zang 1980), with several by a cutting plane model
-in a trust region (a bundle method, Lemaréchal 1977; the model is a small linear program, solved by GLOP).
+For multipliers ``m >= 0``, ``L(m) = min over choices of cost + sum_r m_r (used_r - room_r)`` is at
+most the cost of any choice within all rows. L is concave and piecewise linear; the choice found at
+``m`` gives one of its linear pieces. With one row the maximum is found by intersecting the pieces
+on both sides of it (Handler and Zang 1980), with several by a cutting plane model in a trust region
+(a bundle method, Lemaréchal 1977; the model is a small linear program, solved by GLOP).
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ class Relaxation:
     """
 
     def __init__(
-        self, network: Network, *, shared: bool, max_join: int, out_of_time: Callable[[], bool] = lambda: False
+        self,
+        network: Network,
+        *,
+        shared: bool,
+        max_join: int,
+        out_of_time: Callable[[], bool] = lambda: False,
     ) -> None:
         self.network = network
         self.num_choices = len(network.strategies)
@@ -68,16 +75,22 @@ class Relaxation:
         kinds: dict[int, object] = {}
         self._examples: dict[object, int] = {}
         for node, cost in network.costs.items():
-            kind = (id(cost), *((index, id(used)) for index, used in usages[node])) if shared else node
+            kind = (
+                (id(cost), *((index, id(used)) for index, used in usages[node])) if shared else node
+            )
             kinds[node] = kind
             self._examples.setdefault(kind, node)
         dynamic = {kinds[node] for node in network.costs if usages[node]} if shared else None
         sizes = {node: len(cost) for node, cost in network.costs.items()}
-        self.elimination = Elimination(kinds, sizes, network.edges, dynamic=dynamic, max_join=max_join, out_of_time=out_of_time)
+        self.elimination = Elimination(
+            kinds, sizes, network.edges, dynamic=dynamic, max_join=max_join, out_of_time=out_of_time
+        )
         self.room = np.array([row.room for row in network.rows])
         self._row_nodes = [np.fromiter(row.usage, dtype=np.intp) for row in network.rows]
         self._row_flat = [np.concatenate([*row.usage.values()]) for row in network.rows]
-        self._row_starts = [np.cumsum([0, *(len(used) for used in row.usage.values())])[:-1] for row in network.rows]
+        self._row_starts = [
+            np.cumsum([0, *(len(used) for used in row.usage.values())])[:-1] for row in network.rows
+        ]
 
     @property
     def exact(self) -> bool:
@@ -89,8 +102,12 @@ class Relaxation:
         rows = zip(self._row_flat, self._row_starts, self._row_nodes, strict=True)
         return np.array([flat[starts + choice[nodes]].sum() for flat, starts, nodes in rows])
 
-    def evaluate(self, multipliers: Array, allowed: Mapping[int, NDArray[np.bool_]] | None = None) -> Piece | None:
-        """The best choice for these multipliers, among the allowed strategies; None if there is none."""
+    def evaluate(
+        self, multipliers: Array, allowed: Mapping[int, NDArray[np.bool_]] | None = None
+    ) -> Piece | None:
+        """The best choice for these multipliers, among the allowed strategies; None if there is
+        none.
+        """
         costs = {}
         for node in self._examples.values():
             cost = self.network.costs[node]
@@ -114,7 +131,8 @@ class Maximum:
     """The best multipliers found.
 
     Attributes:
-        bound: L at them; inf where no choice is left, or L grows without end (then no choice is feasible).
+        bound: L at them; inf where no choice is left, or L grows without end (then no choice is
+            feasible).
         pieces: those found on the way, the last ones first to matter.
     """
 
@@ -155,12 +173,19 @@ def _scale(relaxation: Relaxation, index: int) -> float:
     """A multiplier of the order that matters: the spread of node costs per spread of usage."""
     network = relaxation.network
     nodes = network.rows[index].usage
-    of_costs = sum(spread(network.costs[node]) for node in nodes) or abs(relaxation.network.constant) or 1.0
+    of_costs = (
+        sum(spread(network.costs[node]) for node in nodes)
+        or abs(relaxation.network.constant)
+        or 1.0
+    )
     return of_costs / sum(float(used.max()) for used in nodes.values())
 
 
 def _met(
-    relaxation: Relaxation, best: Maximum, point: Array, allowed: Mapping[int, NDArray[np.bool_]] | None
+    relaxation: Relaxation,
+    best: Maximum,
+    point: Array,
+    allowed: Mapping[int, NDArray[np.bool_]] | None,
 ) -> tuple[Piece, float]:
     """The piece at these multipliers, kept with the others, and L at them."""
     found = relaxation.evaluate(point, allowed)
@@ -179,7 +204,10 @@ def _intersect(
 ) -> Maximum:
     """One row: keep a piece that falls and one that rises, evaluate where they meet."""
     point = float(best.multipliers[0])
-    rising = falling = None  # rising: exceeds the row, to the left of the maximum; falling: within it, to the right
+    rising = falling = (
+        # Rising: exceeds the row, to the left of the maximum; falling: within it, to the right
+        None
+    )
     latest = best.pieces[0]
     step = point or _scale(relaxation, 0)
     for _ in range(max_steps):
@@ -206,7 +234,11 @@ def _intersect(
         latest, value = _met(relaxation, best, np.array([point]), allowed)
         if value > best.bound:
             best.multipliers, best.bound = np.array([point]), value
-        elif any(latest.cost == known.cost and latest.excess[0] == known.excess[0] for known in (rising, falling) if known):
+        elif any(
+            latest.cost == known.cost and latest.excess[0] == known.excess[0]
+            for known in (rising, falling)
+            if known
+        ):
             break  # rounding: the model promises more, yet its own pieces are the answer
     return best
 
@@ -219,7 +251,9 @@ def _bundle(
     max_steps: int,
     out_of_time: Callable[[], bool],
 ) -> Maximum:
-    """Several rows: maximise the minimum of the pieces within a box around the best point; widen or narrow the box."""
+    """Several rows: maximise the minimum of the pieces within a box around the best point; widen or
+    narrow the box.
+    """
     radius = np.array([_scale(relaxation, index) for index in range(len(best.multipliers))])
     for _ in range(max_steps):
         if best.bound >= stop_above or out_of_time():
@@ -246,14 +280,23 @@ def _model_maximum(pieces: list[Piece], lower: Array, upper: Array) -> tuple[Arr
     model = model_builder.Model()
     width = upper - lower
     offset = max(piece.value(lower) for piece in pieces)
-    unit = max(max(abs(piece.value(lower) - offset) for piece in pieces), float(np.abs(pieces[-1].excess) @ width)) or 1.0
+    unit = (
+        max(
+            max(abs(piece.value(lower) - offset) for piece in pieces),
+            float(np.abs(pieces[-1].excess) @ width),
+        )
+        or 1.0
+    )
     top = model.new_var(-math.inf, math.inf, False, "top")
     parts = [model.new_var(0.0, 1.0, False, f"m{index}") for index in range(len(lower))]
     for piece in pieces:
         slopes = piece.excess * width / unit
         terms = [top, *parts]
         weights = [1.0, *(-slopes)]
-        model.add(model_builder.LinearExpr.weighted_sum(terms, weights) <= (piece.value(lower) - offset) / unit)
+        model.add(
+            model_builder.LinearExpr.weighted_sum(terms, weights)
+            <= (piece.value(lower) - offset) / unit
+        )
     model.maximize(top)
     solver = model_builder.Solver("glop")
     status = solver.solve(model)

@@ -7,20 +7,22 @@ Objective: ``sum_n cost[n][x[n]] + sum_(a, b) cost[a, b][x[a], x[b]]`` (`evaluat
 Constraints:
 
 - forbidden strategies and pairs: costs of inf, dropped by arc consistency (network.py);
-- rows: ``sum_n usage[r][n][x[n]] <= limit[r]``; priced by multipliers (relaxation.py), kept by repair and moves (local.py).
+- rows: ``sum_n usage[r][n][x[n]] <= limit[r]``; priced by multipliers (relaxation.py), kept by
+  repair and moves (local.py).
 
 How it is solved, each step only if the one before left a gap and time is left:
 
-0. A hint of repeated blocks only orders the nodes, so that equal blocks are seen to be equal (blocks.py).
+0. A hint of repeated blocks only orders the nodes, so that equal blocks are seen to be equal
+   (blocks.py).
 1. `simplify` drops what cannot matter, and finds rows that cannot be kept (network.py).
 2. No row can bind: elimination is exact, repeated blocks included (eliminate.py).
-3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of them, repair and local
-   search give better ones (relaxation.py, pieces.py, local.py).
-4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved exactly while the rest stays
-   (neighbourhood.py), until many parts in a row bring nothing.
+3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of
+   them, repair and local search give better ones (relaxation.py, pieces.py, local.py).
+4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved
+   exactly while the rest stays (neighbourhood.py), until many parts in a row bring nothing.
 
-Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4. Rows over time are first made
-rows of moments, those that turn out to matter (over_time.py).
+Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4. Rows
+over time are first made rows of moments, those that turn out to matter (over_time.py).
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwright.policies.autodist.solver.blocks import Renumbering
 from shardwright.policies.autodist.solver.branch import branch
+from shardwright.policies.autodist.solver.crossing import choices_of
 from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
-from shardwright.policies.autodist.solver.local import LocalSearch
+from shardwright.policies.autodist.solver.local_search import LocalSearch
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, simplify
 from shardwright.policies.autodist.solver.over_time import reduce_over_time, search_over_time
-from shardwright.policies.autodist.solver.pieces import choices_of
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.relaxation import Maximum, Relaxation, maximise
+from shardwright.policies.autodist.solver.renumbering import Renumbering
 from shardwright.policies.autodist.solver.wide import search_wide
 
 MAX_BRANCHED = 2000
@@ -63,13 +65,16 @@ def solve(
 
     Args:
         problem: what to choose.
-        time_limit_s: seconds; the answer is there at most about a tenth later, or later by one step that cannot be cut short.
+        time_limit_s: seconds; the answer is there at most about a tenth later, or later by one step
+            that cannot be cut short.
         on_improvement: called with ``(cost, bound)`` whenever one of them gets better.
         target_gap: stop once cost and bound are that near, relative to the cost.
-        start: a choice to begin with, say of a problem that differs a little; it need not respect the rows.
+        start: a choice to begin with, say of a problem that differs a little; it need not respect
+            the rows.
 
     Raises:
-        KeyboardInterrupt: only before any choice is found; later the best so far is returned, and says so.
+        KeyboardInterrupt: only before any choice is found; later the best so far is returned, and
+            says so.
     """
     renumbering = Renumbering(problem)
     progress = Progress(renumbering.problem, time_limit_s, on_improvement, target_gap)
@@ -81,12 +86,15 @@ def solve(
             raise
         interrupted = True
     found = renumbering.back(progress.result())
-    return replace(found, interrupted=True) if interrupted and isinstance(found, Solution) else found
+    return (
+        replace(found, interrupted=True) if interrupted and isinstance(found, Solution) else found
+    )
 
 
 def lower_bound(problem: Problem, *, time_limit_s: float) -> float:
-    """What no choice within the rows costs less than: the best multipliers with exact elimination, and nothing more. ``inf``
-    where no choice keeps the rows, ``-inf`` where the problem is too wide for elimination.
+    """What no choice within the rows costs less than: the best multipliers with exact elimination,
+    and nothing more. ``inf`` where no choice keeps the rows, ``-inf`` where the problem is too wide
+    for elimination.
     """
     ends = time.monotonic() + time_limit_s
 
@@ -100,7 +108,9 @@ def lower_bound(problem: Problem, *, time_limit_s: float) -> float:
     if not relaxation.exact:
         return -math.inf
     beyond = _beyond(network)
-    maximum = maximise(relaxation, np.zeros(len(network.rows)), stop_above=beyond, out_of_time=is_over)
+    maximum = maximise(
+        relaxation, np.zeros(len(network.rows)), stop_above=beyond, out_of_time=is_over
+    )
     return math.inf if maximum.bound >= beyond else maximum.bound
 
 
@@ -121,7 +131,9 @@ def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -
     search_over_time(network, problem, progress, _search_network)
 
 
-def _search_network(network: Network, problem: Problem, start: Sequence[int] | None, progress: Progress) -> None:
+def _search_network(
+    network: Network, problem: Problem, start: Sequence[int] | None, progress: Progress
+) -> None:
     """Search a network whose rows are all at one moment."""
     if start is not None and network.costs:
         local = LocalSearch(network)
@@ -157,7 +169,9 @@ def _eliminate(relaxation: Relaxation, progress: Progress) -> None:
     """No rows: the best choice at once."""
     best = relaxation.evaluate(np.zeros(0))
     if best is None:
-        progress.prove_infeasible(Infeasible(True, "no choice avoids all forbidden pairs: proved by elimination"))
+        progress.prove_infeasible(
+            Infeasible(True, "no choice avoids all forbidden pairs: proved by elimination")
+        )
         return
     progress.offer(relaxation.network.expand(dict(enumerate(best.choice.tolist()))))
     # the same sum in another order: what it differs by from the cost is rounding
@@ -171,7 +185,9 @@ def _ceiling(network: Network) -> float:
         return float(array[np.isfinite(array)].max(initial=-math.inf))
 
     tops = {id(array): top(array) for array in (*network.costs.values(), *network.edges.values())}
-    return network.constant + math.fsum(tops[id(array)] for array in (*network.costs.values(), *network.edges.values()))
+    return network.constant + math.fsum(
+        tops[id(array)] for array in (*network.costs.values(), *network.edges.values())
+    )
 
 
 def _beyond(network: Network) -> float:
@@ -180,7 +196,9 @@ def _beyond(network: Network) -> float:
     return ceiling + 1e-6 * abs(ceiling) + 1e-9
 
 
-def _rows_exceeded(problem: Problem, network: Network, maximum: Maximum, ceiling: float) -> Infeasible:
+def _rows_exceeded(
+    problem: Problem, network: Network, maximum: Maximum, ceiling: float
+) -> Infeasible:
     """The certificate that the rows cannot be kept: L exceeds every cost that a choice can have."""
     multipliers = maximum.multipliers
     pressed = np.flatnonzero(multipliers > 0)
@@ -192,11 +210,22 @@ def _rows_exceeded(problem: Problem, network: Network, maximum: Maximum, ceiling
     index = network.rows[worst].index
     row = problem.rows[index]
     used = {node: float(usage[choice[node]]) for node, usage in row.usage.items()}
-    most = tuple(sorted((node for node in used if used[node] > 0), key=lambda node: (-used[node], node))[:10])
+    most = tuple(
+        sorted((node for node in used if used[node] > 0), key=lambda node: (-used[node], node))[:10]
+    )
     if len(pressed) > 1:
         names = ", ".join(str(network.rows[i].index) for i in pressed)
-        return Infeasible(True, f"rows {names} cannot be kept together: proved by Lagrange multipliers", index, None, most)
+        return Infeasible(
+            True,
+            f"rows {names} cannot be kept together: proved by Lagrange multipliers",
+            index,
+            None,
+            most,
+        )
     # every choice costs at most the ceiling, so L <= ceiling + multiplier * (least usage - limit)
     least = row.limit + (maximum.bound - ceiling) / float(multipliers[worst])
-    reason = f"row {index}: its limit is {row.limit:.6g}, and any allowed choice uses at least {least:.6g}"
+    reason = (
+        f"row {index}: its limit is {row.limit:.6g}, and any allowed choice uses at least "
+        f"{least:.6g}"
+    )
     return Infeasible(True, reason, index, least, most)

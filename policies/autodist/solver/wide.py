@@ -1,13 +1,15 @@
-"""Networks too wide for elimination: a bound by message passing and row prices, choices by rounding it, exact on what is left.
+"""Networks too wide for elimination: a bound by message passing and row prices, choices by rounding
+it, exact on what is left.
 
-1. Nodes that follow another are merged with it (followers.py); those in no row with at most two neighbours are taken out
-   exactly (reduce.py).
-2. Passes of message passing (messages.py) alternate with steps of the rows' multipliers along the excess of the choice that the
-   messages point at (a subgradient, with Polyak's step length). Every bound on the way is valid; the choice is repaired and
-   improved by moves (local.py).
-3. Strategies whose presence alone costs more than the best choice are dropped. When few pairs are left, the integer program is
-   given to a library (program.py); else parts of the network are solved while the rest stays (neighbourhood.py), and the
-   strategies of nodes that use most are split in two until bounds or the library decide.
+1. Nodes that follow another are merged with it (followers.py); those in no row with at most two
+   neighbours are taken out exactly (reduce.py).
+2. Passes of message passing (messages.py) alternate with steps of the rows' multipliers along the
+   excess of the choice that the messages point at (a subgradient, with Polyak's step length). Every
+   bound on the way is valid; the choice is repaired and improved by moves (local.py).
+3. Strategies whose presence alone costs more than the best choice are dropped. When few pairs are
+   left, the integer program is given to a library (program.py); else parts of the network are
+   solved while the rest stays (neighbourhood.py), and the strategies of nodes that use most are
+   split in two until bounds or the library decide.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.followers import merge_followers
-from shardwright.policies.autodist.solver.local import LocalSearch
-from shardwright.policies.autodist.solver.messages import Messages
+from shardwright.policies.autodist.solver.linear_program import solve_program
+from shardwright.policies.autodist.solver.local_search import LocalSearch
+from shardwright.policies.autodist.solver.message_passing import Messages
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem
-from shardwright.policies.autodist.solver.program import solve_program
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.reduce import Reduced, num_pairs
 
@@ -39,7 +41,9 @@ SMALL_PROGRAM_PAIRS = 60_000
 """The same for one of many parts."""
 
 ASCENT_SHARE, IMPROVEMENT_SHARE = 0.3, 0.3
-"""Of the time that is left: for the bound, then for better choices, before strategies are dropped with both."""
+"""Of the time that is left: for the bound, then for better choices, before strategies are dropped
+with both.
+"""
 
 PATIENCE = 40
 """Passes without a better bound after which the steps of the multipliers get shorter."""
@@ -55,7 +59,10 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
     """Bound and choices for a network that elimination cannot take apart."""
     parts = (*network.costs.values(), *network.edges.values())
     least = {key: float(part.min()) for key, part in {id(part): part for part in parts}.items()}
-    progress.raise_bound(network.constant + math.fsum(least[id(part)] for part in parts), "the least of every cost alone")
+    progress.raise_bound(
+        network.constant + math.fsum(least[id(part)] for part in parts),
+        "the least of every cost alone",
+    )
     merge_followers(network, progress.is_over)
     reduced = Reduced(network)
     failure = reduced.simplify(problem, progress.is_over)
@@ -95,7 +102,13 @@ def _improve(reduced: Reduced, progress: Progress, seconds: float) -> None:
     if progress.choice is not None and not progress.done:
         choice = reduced.condense(progress.choice)
         if choice is not None:
-            improve_parts(reduced.network, choice, progress, expand=reduced.expand, until_s=progress.left_s - seconds)
+            improve_parts(
+                reduced.network,
+                choice,
+                progress,
+                expand=reduced.expand,
+                until_s=progress.left_s - seconds,
+            )
 
 
 def _offer_the_only(reduced: Reduced, progress: Progress, proof: str) -> None:
@@ -112,20 +125,33 @@ def _integer_program(reduced: Reduced, progress: Progress) -> None:
     if answer.infeasible:
         if progress.choice is None:
             progress.prove_infeasible(
-                Infeasible(True, "the rows cannot be kept together: proved by an integer program (HiGHS)")
+                Infeasible(
+                    True, "the rows cannot be kept together: proved by an integer program (HiGHS)"
+                )
             )
         else:
             progress.raise_bound(progress.cost, "an integer program (HiGHS)")
         return
     if answer.bound > -math.inf:
         # the library proves to a relative tolerance of about 1e-9
-        near = progress.choice is not None and abs(progress.cost - answer.bound) <= 1e-9 * abs(progress.cost)
-        progress.raise_bound(progress.cost if near else min(progress.cost, answer.bound), "an integer program (HiGHS)")
+        near = progress.choice is not None and abs(progress.cost - answer.bound) <= 1e-9 * abs(
+            progress.cost
+        )
+        progress.raise_bound(
+            progress.cost if near else min(progress.cost, answer.bound),
+            "an integer program (HiGHS)",
+        )
 
 
-def _split_and_bound(reduced: Reduced, prices: dict[int, float], problem: Problem, progress: Progress) -> None:
-    """Branch and bound with these bounds: halves of a node's strategies, until each part is dropped or given to a library."""
-    heap: list[tuple[float, int, Reduced, dict[int, float]]] = [(progress.bound, 0, reduced, prices)]
+def _split_and_bound(
+    reduced: Reduced, prices: dict[int, float], problem: Problem, progress: Progress
+) -> None:
+    """Branch and bound with these bounds: halves of a node's strategies, until each part is dropped
+    or given to a library.
+    """
+    heap: list[tuple[float, int, Reduced, dict[int, float]]] = [
+        (progress.bound, 0, reduced, prices)
+    ]
     count = 0
     while heap:
         bound, _, whole, prices = heapq.heappop(heap)
@@ -189,7 +215,9 @@ class _Best:
 class _Ascent:
     """Passes and multiplier steps on one network, and the choices met on the way."""
 
-    def __init__(self, reduced: Reduced, prices: dict[int, float], progress: Progress, *, whole: bool = True) -> None:
+    def __init__(
+        self, reduced: Reduced, prices: dict[int, float], progress: Progress, *, whole: bool = True
+    ) -> None:
         self.reduced, self.progress, self.whole = reduced, progress, whole
         self.network = network = reduced.network
         self.messages = Messages(network)
@@ -197,13 +225,18 @@ class _Ascent:
         width = self.messages.own.shape[1]
         self.places, self.values = [], []
         for row in network.rows:
-            places = [self.messages.index[node] * width + np.arange(len(used)) for node, used in row.usage.items()]
+            places = [
+                self.messages.index[node] * width + np.arange(len(used))
+                for node, used in row.usage.items()
+            ]
             self.places.append(np.concatenate(places))
             self.values.append(np.concatenate([*row.usage.values()]) / (row.room or 1.0))
         self.multipliers = np.zeros(len(network.rows))
         self.unit_room = np.array([1.0 if row.room else 0.0 for row in network.rows])
         if prices:
-            self._move_to(np.array([prices.get(row.index, 0.0) * (row.room or 1.0) for row in network.rows]))
+            self._move_to(
+                np.array([prices.get(row.index, 0.0) * (row.room or 1.0) for row in network.rows])
+            )
 
     def prices(self) -> dict[int, float]:
         """The multipliers per unit of usage, by index of the row in the problem."""
@@ -211,7 +244,8 @@ class _Ascent:
         return {row.index: float(multiplier) / (row.room or 1.0) for row, multiplier in rows}
 
     def run(self, seconds: float) -> float:
-        """Raise the bound until steps are short, the gap is closed, or the seconds are over; ends at the best multipliers.
+        """Raise the bound until steps are short, the gap is closed, or the seconds are over; ends
+        at the best multipliers.
 
         Returns the bound.
         """
@@ -255,9 +289,17 @@ class _Ascent:
         length = float(useful @ useful)
         if length > 0:
             target = (
-                self.progress.cost - self.network.constant if self.progress.choice is not None else bound + 0.1 * abs(bound)
+                self.progress.cost - self.network.constant
+                if self.progress.choice is not None
+                else bound + 0.1 * abs(bound)
             )
-            self._move_to(np.maximum(0.0, self.multipliers + step * max(target - bound, 1e-4 * abs(bound)) / length * useful))
+            self._move_to(
+                np.maximum(
+                    0.0,
+                    self.multipliers
+                    + step * max(target - bound, 1e-4 * abs(bound)) / length * useful,
+                )
+            )
 
     def _move_to(self, multipliers: Array) -> None:
         for index in np.flatnonzero(multipliers != self.multipliers):
@@ -270,7 +312,12 @@ class _Ascent:
         width = self.messages.own.shape[1]
         chosen = np.zeros(self.messages.own.size, dtype=bool)
         chosen[np.arange(len(self.messages.nodes)) * width + choice[self.messages.nodes]] = True
-        return np.array([values[chosen[places]].sum() for places, values in zip(self.places, self.values, strict=True)])
+        return np.array(
+            [
+                values[chosen[places]].sum()
+                for places, values in zip(self.places, self.values, strict=True)
+            ]
+        )
 
     def _offer(self, choice: NDArray[np.intp]) -> None:
         self.local.load(choice)
@@ -287,7 +334,11 @@ class _Ascent:
         for _ in range(SETTLING):
             self.messages.backward()
             self.messages.forward()
-        bound = self.messages.forward() - float(self.multipliers @ self.unit_room) + self.network.constant
+        bound = (
+            self.messages.forward()
+            - float(self.multipliers @ self.unit_room)
+            + self.network.constant
+        )
         room = self.progress.cost - bound
         keep = self.messages.excess() <= room + 1e-9 * abs(self.progress.cost)
         for i, node in enumerate(self.messages.nodes):

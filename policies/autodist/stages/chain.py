@@ -1,12 +1,15 @@
-"""The model as a chain of blocks: where pipeline stages may begin, thinned to the places that are worth considering.
+"""The model as a chain of blocks: where pipeline stages may begin, thinned to the places that are
+worth considering.
 
-A stage may begin before any operator that is not inside a recompute region. Good places are those that little crosses: in a
-transformer, between blocks and between attention and feed-forward. So places are taken in the order of what crosses them, until
-no block between two places takes more than a small share of the whole, and slivers are joined with their neighbours.
+A stage may begin before any operator that is not inside a recompute region. Good places are those
+that little crosses: in a transformer, between blocks and between attention and feed-forward. So
+places are taken in the order of what crosses them, until no block between two places takes more
+than a small share of the whole, and slivers are joined with their neighbours.
 
-Where layers may have to be computed again, they are the blocks (:func:`layer_blocks`), and each may be computed again as
-a whole, or modules that it consists of (:func:`layer_parts`). Layers are numbered modules; of a model that has none worth it,
-the largest modules that are at most half of it.
+Where layers may have to be computed again, they are the blocks (:func:`layer_blocks`), and each may
+be computed again as a whole, or modules that it consists of (:func:`layer_parts`). Layers are
+numbered modules; of a model that has none worth it, the largest modules that are at most half of
+it.
 """
 
 from __future__ import annotations
@@ -19,25 +22,35 @@ from dataclasses import dataclass
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.stages import from_nothing
-from shardwright.compiler.plan.blocks import MIN_RUN, container_of, container_path
-from shardwright.policies.places import cut_traffic
+from shardwright.compiler.plan.repeated_blocks import MIN_RUN, container_of, container_path
+from shardwright.policies.stage_places import cut_traffic
 
 MAX_BLOCKS = 192
 """More places than that are thinned out, the ones that most crosses first."""
 
 SHARE = 0.25
-"""A block takes at most that share of a stage of average length in a search, where places allow it."""
+"""A block takes at most that share of a stage of average length in a search, where places allow
+it.
+"""
 
 
-def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int, share: float = SHARE) -> list[int]:
+def block_starts(
+    graph: IRGraph, times: Sequence[float], num_stages: int, share: float = SHARE
+) -> list[int]:
     """Positions in ``graph.ops`` at which blocks begin; the first is 0.
 
-    ``times``: seconds of every operator. ``num_stages``: the most stages that the blocks will be dealt into. ``share``: of a
-    stage of average length, the most that a block takes where places allow it.
+    ``times``: seconds of every operator. ``num_stages``: the most stages that the blocks will be
+    dealt into. ``share``: of a stage of average length, the most that a block takes where places
+    allow it.
     """
     traffic = cut_traffic(graph, from_nothing(graph))
-    places = sorted((i for i in range(1, len(graph.ops)) if math.isfinite(traffic[i])), key=lambda i: (traffic[i], i))
-    limit = max(share * sum(times) / max(1, num_stages), (1 + share) * max(times, default=0.0))  # one operator stays whole
+    places = sorted(
+        (i for i in range(1, len(graph.ops)) if math.isfinite(traffic[i])),
+        key=lambda i: (traffic[i], i),
+    )
+    limit = max(
+        share * sum(times) / max(1, num_stages), (1 + share) * max(times, default=0.0)
+    )  # one operator stays whole
     low, high = 0, len(places)
     while low < high:  # the fewest places that keep every block below the limit
         middle = (low + high) // 2
@@ -46,7 +59,9 @@ def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int, share:
         else:
             low = middle + 1
     low = min(max(low, num_stages - 1), len(places))
-    while low < len(places) and traffic[places[low]] == traffic[places[low - 1]]:  # what costs the same is taken together
+    while (
+        low < len(places) and traffic[places[low]] == traffic[places[low - 1]]
+    ):  # what costs the same is taken together
         low += 1
     chosen = sorted(places[:low])
     joined = _joined(chosen, traffic, times)
@@ -54,16 +69,24 @@ def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int, share:
 
 
 def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
-    """``(starts, layers)``: blocks that begin where a layer begins or ends; and the module path of each block that is a whole
-    layer and not part of a recompute region yet.
+    """``(starts, layers)``: blocks that begin where a layer begins or ends; and the module path of
+    each block that is a whole layer and not part of a recompute region yet.
     """
     paths = _layers(graph)
     traffic = cut_traffic(graph, from_nothing(graph))
-    starts = [i for i in range(len(paths)) if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))]
+    starts = [
+        i
+        for i in range(len(paths))
+        if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))
+    ]
     layers = {}
     for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(paths)], strict=True)):
         path = paths[start]
-        whole = path is not None and set(paths[start:stop]) == {path} and paths.count(path) == stop - start
+        whole = (
+            path is not None
+            and set(paths[start:stop]) == {path}
+            and paths.count(path) == stop - start
+        )
         if whole and all(op.region is None for op in graph.ops[start:stop]):
             assert path is not None
             layers[block] = path
@@ -71,21 +94,29 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
 
 
 MAX_DEPTH = 3
-"""How deep numbered modules inside one another are told apart: ``stages.0`` has ``stages.0.layers.1`` inside."""
+"""How deep numbered modules inside one another are told apart: ``stages.0`` has
+``stages.0.layers.1`` inside.
+"""
 
 
 def nested_starts(graph: IRGraph) -> list[list[int]]:
-    """The chains of blocks that begin where a numbered module inside a layer begins or ends, the coarsest first.
+    """The chains of blocks that begin where a numbered module inside a layer begins or ends, the
+    coarsest first.
 
-    Chains of too many blocks are left out, and such that are no finer than the one before. In a T5 they cut between attention
-    and feed-forward (``encoder.block.0.layer.1``), in a ResNet between the residual blocks of a stage.
+    Chains of too many blocks are left out, and such that are no finer than the one before. In a T5
+    they cut between attention and feed-forward (``encoder.block.0.layer.1``), in a ResNet between
+    the residual blocks of a stage.
     """
     traffic = cut_traffic(graph, from_nothing(graph))
     found: list[list[int]] = []
     known = layer_blocks(graph)[0]
     for depth in range(2, MAX_DEPTH + 1):
         paths = [_numbered_path(op.module_path, depth) for op in graph.ops]
-        starts = [i for i in range(len(paths)) if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))]
+        starts = [
+            i
+            for i in range(len(paths))
+            if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))
+        ]
         if starts != known and len(starts) <= MAX_BLOCKS:
             found.append(starts)
         known = starts
@@ -101,7 +132,9 @@ def _numbered_path(module_path: str, depth: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module whose operators stand together: ``graph.ops[start:stop]``. ``pattern``: its path, ``*`` for a layer's number."""
+    """A module whose operators stand together: ``graph.ops[start:stop]``. ``pattern``: its path,
+    ``*`` for a layer's number.
+    """
 
     path: str
     pattern: str
@@ -109,11 +142,18 @@ class Part:
     stop: int
 
 
-def layer_parts(graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]) -> dict[int, tuple[Part, ...]]:
-    """By block that is a layer, the layer itself and the modules inside it that may be computed again by themselves."""
+def layer_parts(
+    graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]
+) -> dict[int, tuple[Part, ...]]:
+    """By block that is a layer, the layer itself and the modules inside it that may be computed
+    again by themselves.
+    """
     found = {}
     for block, layer in layers.items():
-        start, stop = starts[block], starts[block + 1] if block + 1 < len(starts) else len(graph.ops)
+        start, stop = (
+            starts[block],
+            starts[block + 1] if block + 1 < len(starts) else len(graph.ops),
+        )
         stem, length = layer_pattern(layer), layer.count(".") + 1
         places: dict[str, list[int]] = {}
         for index in range(start, stop):
@@ -121,25 +161,34 @@ def layer_parts(graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]
             for end in range(length, len(names) + 1):
                 places.setdefault(".".join(names[:end]), []).append(index)
         together = {path: at for path, at in places.items() if at[-1] - at[0] + 1 == len(at)}
-        parts = (Part(path, stem + path.removeprefix(layer), at[0], at[-1] + 1) for path, at in together.items())
+        parts = (
+            Part(path, stem + path.removeprefix(layer), at[0], at[-1] + 1)
+            for path, at in together.items()
+        )
         found[block] = tuple(parts)
     return found
 
 
 def layer_pattern(path: str) -> str:
-    """``model.layers.*`` of ``model.layers.3``, for all layers of that list; a layer without a number stands for itself."""
+    """``model.layers.*`` of ``model.layers.3``, for all layers of that list; a layer without a
+    number stands for itself.
+    """
     stem, _, name = path.rpartition(".")
     return f"{stem}.*".removeprefix(".") if name.isdecimal() else path
 
 
 def _layers(graph: IRGraph) -> list[str | None]:
-    """By operator the path of its layer: the outermost numbered module, ``model.layers.3`` of ``model.layers.3.mlp``; or the
-    outermost of the large modules where no numbered one has more than a few operators of its own.
+    """By operator the path of its layer: the outermost numbered module, ``model.layers.3`` of
+    ``model.layers.3.mlp``; or the outermost of the large modules where no numbered one has more
+    than a few operators of its own.
     """
     paths = [op.module_path for op in graph.ops]
     numbered = [_numbered(path) for path in paths]
     sizes = Counter(numbered)
-    if any(own and (path != own or sizes[own] >= MIN_RUN) for path, own in zip(paths, numbered, strict=True)):
+    if any(
+        own and (path != own or sizes[own] >= MIN_RUN)
+        for path, own in zip(paths, numbered, strict=True)
+    ):
         return numbered
     large = _large_modules(paths)
     found = ([path for path in _with_those_around(own) if path in large] for own in paths)
@@ -157,7 +206,9 @@ def _large_modules(paths: Sequence[str]) -> set[str]:
     for index, own in enumerate(paths):
         for path in _with_those_around(own):
             places.setdefault(path, []).append(index)
-    return {path for path, at in places.items() if 1 < len(at) == at[-1] - at[0] + 1 <= len(paths) / 2}
+    return {
+        path for path, at in places.items() if 1 < len(at) == at[-1] - at[0] + 1 <= len(paths) / 2
+    }
 
 
 def _with_those_around(module_path: str) -> list[str]:
@@ -174,7 +225,9 @@ def _block_times(places: Sequence[int], times: Sequence[float]) -> list[float]:
 
 
 def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float]) -> list[int]:
-    """The places without slivers: of two places with next to nothing between them, the one stays that less crosses."""
+    """The places without slivers: of two places with next to nothing between them, the one stays
+    that less crosses.
+    """
     sliver = sum(times) / (8 * MAX_BLOCKS)
     kept: list[int] = []
     since = sum(times[: places[0]]) if places else 0.0
@@ -187,6 +240,8 @@ def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float])
             kept[-1] = place
         since += sum(times[place:stop])
     while len(kept) + 1 > MAX_BLOCKS:
-        shortest = min(range(len(kept)), key=lambda i: sum(times[kept[i - 1] if i else 0 : kept[i]]))
+        shortest = min(
+            range(len(kept)), key=lambda i: sum(times[kept[i - 1] if i else 0 : kept[i]])
+        )
         del kept[shortest]
     return [0, *kept]

@@ -1,11 +1,13 @@
-"""Begin stages so that the positions of a pipeline have about equal sums of seconds, where a position runs several stages.
+"""Begin stages so that the positions of a pipeline have about equal sums of seconds, where a
+position runs several stages.
 
-There the sum of a position counts, not its longest stage: where one stage is long anyhow, as with a large head, the
-others of its position should be short, and those of other positions need not be.
+There the sum of a position counts, not its longest stage: where one stage is long anyhow, as with a
+large head, the others of its position should be short, and those of other positions need not be.
 
-Example: eight layers of 4 s and a head of 24 s in the stages 0, 1, 0, 1 of two positions. Stages of 3, 3 and 2 layers
-and the head are as even as stages can be, and give positions of 20 and 36 s. With 3, 0, 5 layers and the head, they
-have 32 and 24 s; with the fourth stage begun a layer earlier, 28 s each.
+Example: eight layers of 4 s and a head of 24 s in the stages 0, 1, 0, 1 of two positions. Stages of
+3, 3 and 2 layers and the head are as even as stages can be, and give positions of 20 and 36 s. With
+3, 0, 5 layers and the head, they have 32 and 24 s; with the fourth stage begun a layer earlier, 28
+s each.
 """
 
 from __future__ import annotations
@@ -16,21 +18,27 @@ from collections.abc import Sequence
 import numpy as np
 
 WORTH = 0.01
-"""A begin is moved if that makes the sum of squares of the positions' sums smaller by that share."""
+"""A begin is moved if that makes the sum of squares of the positions' sums smaller by that
+share.
+"""
 
 
 def evened(times: Sequence[float], cuts: Sequence[int], placement: Sequence[int]) -> list[int]:
-    """The blocks ``cuts`` at which stages 1, 2, ... begin, moved one at a time until positions are about even.
+    """The blocks ``cuts`` at which stages 1, 2, ... begin, moved one at a time until positions are
+    about even.
 
-    ``times``: seconds of each block. ``placement``: the position that runs each stage. A begin is moved as long as that makes
-    the sum of squares of the positions' sums clearly smaller: a local optimum.
+    ``times``: seconds of each block. ``placement``: the position that runs each stage. A begin is
+    moved as long as that makes the sum of squares of the positions' sums clearly smaller: a local
+    optimum.
     """
     sums = [0.0, *itertools.accumulate(times)]
     num_blocks = len(times)
 
     def squares(cuts: Sequence[int]) -> float:
         positions = [0.0] * (max(placement) + 1)
-        for position, (start, stop) in zip(placement, itertools.pairwise((0, *cuts, num_blocks)), strict=True):
+        for position, (start, stop) in zip(
+            placement, itertools.pairwise((0, *cuts, num_blocks)), strict=True
+        ):
             positions[position] += sums[stop] - sums[start]
         return sum(time * time for time in positions)
 
@@ -50,9 +58,11 @@ def evened(times: Sequence[float], cuts: Sequence[int], placement: Sequence[int]
 
 
 def even_stages(times: Sequence[float], num_stages: int) -> list[int]:
-    """Begins of the stages 1, 2, ... whose longest is as short as can be; of all such, the most even stages.
+    """Begins of the stages 1, 2, ... whose longest is as short as can be; of all such, the most
+    even stages.
 
-    Exact, by dynamic programming over the block that a stage ends before. Even are stages of a small sum of squares.
+    Exact, by dynamic programming over the block that a stage ends before. Even are stages of a
+    small sum of squares.
     """
     sums = np.concatenate([[0.0], np.cumsum(times)])
     seconds = sums[None, :] - sums[:, None]  # [first block, block after the last] of a stage

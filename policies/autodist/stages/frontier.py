@@ -12,26 +12,38 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 FRONTIER_STEPS = 4096
-"""Into how many steps the bytes that recompute can save are divided, rounded down, once a frontier has that many points."""
+"""Into how many steps the bytes that recompute can save are divided, rounded down, once a frontier
+has that many points.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """One way to compute part of a block again, or all of it: ``time_s`` more per microbatch, ``saved_bytes`` less kept."""
+    """One way to compute part of a block again, or all of it: ``time_s`` more per microbatch,
+    ``saved_bytes`` less kept.
+    """
 
     time_s: float
     saved_bytes: float
 
 
 class Frontier:
-    """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending.
+    """The Pareto points of computing some of the blocks again: bytes saved against seconds, both
+    ascending.
 
-    ``origin``: the point of ``before``, the frontier of one block less, that a point comes from; ``way``: in which way the last
-    block is computed again, counted from 1, or 0. ``rounded``: by how many bytes at most a point saves more than it says.
+    ``origin``: the point of ``before``, the frontier of one block less, that a point comes from;
+    ``way``: in which way the last block is computed again, counted from 1, or 0. ``rounded``: by
+    how many bytes at most a point saves more than it says.
     """
 
     def __init__(
-        self, saved: Array, cost: Array, origin: Array, way: Array, before: Frontier | None, rounded: float = 0.0
+        self,
+        saved: Array,
+        cost: Array,
+        origin: Array,
+        way: Array,
+        before: Frontier | None,
+        rounded: float = 0.0,
     ) -> None:
         self.saved, self.cost, self.rounded = saved, cost, rounded
         self._origin, self._way, self._before = origin, way, before
@@ -57,12 +69,16 @@ class Frontier:
         return Frontier(saved[kept], cost[kept], kept % points, kept // points, self, rounded)
 
     def cost_of(self, needed: float, *, least: bool = False) -> float:
-        """The least seconds that save so many bytes; infinite if nothing does. ``least``: heeding that points are rounded."""
+        """The least seconds that save so many bytes; infinite if nothing does. ``least``: heeding
+        that points are rounded.
+        """
         index = self._point(needed - self.rounded if least else needed)
         return float(self.cost[index]) if index < len(self.cost) else float("inf")
 
     def chosen(self, needed: float) -> list[tuple[int, int]]:
-        """The blocks, by number, of the cheapest choice that saves so many bytes, each with its way."""
+        """The blocks, by number, of the cheapest choice that saves so many bytes, each with its
+        way.
+        """
         index, frontier, ways = self._point(needed), self, []
         while frontier._before is not None:
             ways.append(int(frontier._way[index]))

@@ -1,4 +1,6 @@
-"""What stages are made of: the blocks of the model in one placement, and all the stages that these could be."""
+"""What stages are made of: the blocks of the model in one placement, and all the stages that these
+could be.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from shardwright.policies.autodist.stages.frontier import Again, Array, Frontier
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stretch of the model that stays in one piece, in one placement. Seconds of one microbatch, bytes of one rank.
+    """A stretch of the model that stays in one piece, in one placement. Seconds of one microbatch,
+    bytes of one rank.
 
-    ``once_s``: per step. ``held_bytes``: parameters, gradients and optimizer state. ``activation_bytes``: what one microbatch
-    keeps from forward to backward; ``again``: the ways to compute it again, of which a plan takes one or none.
+    ``once_s``: per step. ``held_bytes``: parameters, gradients and optimizer state.
+    ``activation_bytes``: what one microbatch keeps from forward to backward; ``again``: the ways to
+    compute it again, of which a plan takes one or none.
     """
 
     forward_s: float
@@ -28,8 +32,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """What ``block`` has in common with ``before``, the block before it that has it last, and stages make for themselves: a
-    stage with the later one alone has it, too. Units as of blocks.
+    """What ``block`` has in common with ``before``, the block before it that has it last, and
+    stages make for themselves: a stage with the later one alone has it, too. Units as of blocks.
     """
 
     before: int
@@ -42,8 +46,8 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Unshared:
-    """What a stage with all of these blocks holds in addition: optimizer state of what they read, of which other stages would
-    hold their parts.
+    """What a stage with all of these blocks holds in addition: optimizer state of what they read,
+    of which other stages would hold their parts.
     """
 
     blocks: tuple[int, ...]
@@ -52,7 +56,9 @@ class Unshared:
 
 @dataclass(frozen=True)
 class Menu:
-    """One placement that stages may have: on so many devices, with all blocks of the model there."""
+    """One placement that stages may have: on so many devices, with all blocks of the model
+    there.
+    """
 
     num_devices: int
     blocks: Sequence[Block]
@@ -64,7 +70,11 @@ class Tables:
     """All stages that one placement could have: arrays [start, stop] over blocks."""
 
     def __init__(self, menu: Menu, num_microbatches: int, splits_backward: bool) -> None:
-        self.blocks, self.num_microbatches, self.fills_forward = (blocks := menu.blocks), num_microbatches, splits_backward
+        self.blocks, self.num_microbatches, self.fills_forward = (
+            (blocks := menu.blocks),
+            num_microbatches,
+            splits_backward,
+        )
         self.num_devices = menu.num_devices
         self.forward_s = ranges([b.forward_s for b in blocks], np.inf)
         self.backward_s = ranges([b.backward_s for b in blocks], np.inf)
@@ -83,11 +93,13 @@ class Tables:
         self.activation_bytes = ranges([b.activation_bytes for b in blocks])
         self._frontiers: dict[int, list[Frontier]] = {}
         self._empty = Frontier.empty()
-        self._grown: dict[tuple[int, tuple[Again, ...]], Frontier] = {}  # stages of blocks alike share theirs
+        self._grown: dict[
+            tuple[int, tuple[Again, ...]], Frontier
+        ] = {}  # stages of blocks alike share theirs
 
     def priced(self, count: float, memory_bytes: float) -> tuple[Array, Array]:
-        """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight, messages aside;
-        infinite where the stage does not fit.
+        """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches
+        in flight, messages aside; infinite where the stage does not fit.
         """
         time = self.work_s + self.again_s(count, memory_bytes)
         counted = self.once_s.copy()
@@ -96,29 +108,52 @@ class Tables:
         return time, counted
 
     def again_s(self, count: float, memory_bytes: float, *, least: bool = False) -> Array:
-        """Seconds per microbatch of what a stage has to compute again; infinite where it does not fit. ``least``: no less."""
+        """Seconds per microbatch of what a stage has to compute again; infinite where it does not
+        fit. ``least``: no less.
+        """
         found = np.where(self.least_bytes(count) > memory_bytes * (1 + 1e-12), np.inf, 0.0)
         lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
-        for start, stop in zip(*np.nonzero(np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)), strict=True):
-            found[start, stop] = self._frontier(start, stop).cost_of(lacking[start, stop] / count, least=least)
+        for start, stop in zip(
+            *np.nonzero(np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)), strict=True
+        ):
+            found[start, stop] = self._frontier(start, stop).cost_of(
+                lacking[start, stop] / count, least=least
+            )
         return found
 
-    def recomputed(self, start: int, stop: int, count: float, memory_bytes: float) -> tuple[tuple[int, int], ...]:
+    def recomputed(
+        self, start: int, stop: int, count: float, memory_bytes: float
+    ) -> tuple[tuple[int, int], ...]:
         """Which blocks of a stage are computed again so that it fits, and in which way."""
-        lacking = self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
+        lacking = (
+            self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
+        )
         if lacking <= 0:
             return ()
-        return tuple((start + index, way) for index, way in self._frontier(start, stop).chosen(lacking / count))
+        return tuple(
+            (start + index, way)
+            for index, way in self._frontier(start, stop).chosen(lacking / count)
+        )
 
-    def used_bytes(self, start: int, stop: int, recomputed: Sequence[tuple[int, int]], count: float) -> float:
+    def used_bytes(
+        self, start: int, stop: int, recomputed: Sequence[tuple[int, int]], count: float
+    ) -> float:
         """The bytes of one stage."""
         saved = sum(self.blocks[block].again[way].saved_bytes for block, way in recomputed)
-        return float(self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved))
+        return float(
+            self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved)
+        )
 
     def least_bytes(self, count: float) -> Array:
         """The bytes of every stage with all blocks computed again, as far as they can be."""
-        saved = ranges([max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks])
-        return np.where(np.isfinite(self.work_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
+        saved = ranges(
+            [max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks]
+        )
+        return np.where(
+            np.isfinite(self.work_s),
+            self.held_bytes + count * (self.activation_bytes - saved),
+            np.inf,
+        )
 
     def _frontier(self, start: int, stop: int) -> Frontier:
         frontiers = self._frontiers.setdefault(start, [self._empty])

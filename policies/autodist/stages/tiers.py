@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.machine.hardware import Hardware
 
 
 def lie(hardware: Hardware, ranks: Sequence[int]) -> bytes:
-    """Equal for lists of ranks that fall, in their order, into the same groups of every tier, whichever groups these are."""
+    """Equal for lists of ranks that fall, in their order, into the same groups of every tier,
+    whichever groups these are.
+    """
     devices = np.asarray(ranks)
-    return b"".join(_in_order_of_appearance(tier.group_of[devices]).tobytes() for tier in hardware.tiers)
+    return b"".join(
+        _in_order_of_appearance(tier.group_of[devices]).tobytes() for tier in hardware.tiers
+    )
 
 
 def _in_order_of_appearance(groups: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,6 +1,8 @@
-"""The program of the whole model on the mesh of a stage, operator by operator: seconds, layouts, and what is held.
+"""The program of the whole model on the mesh of a stage, operator by operator: seconds, layouts,
+and what is held.
 
-A *place* is the position of an operator in those of the graph; an adapter has that of the next operator.
+A *place* is the position of an operator in those of the graph; an adapter has that of the next
+operator.
 """
 
 from __future__ import annotations
@@ -11,18 +13,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from shardwright.compiler.cost.adapters import step_time
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.kept_weights import gathered_again
-from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
-from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, kept_bytes
-from shardwright.compiler.cost.reduction import parameter_s
-from shardwright.compiler.cost.split_time import parts_of_instructions, parts_of_operator
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import (
+    ADAM,
+    OptimizerMemory,
+    gradient_bytes,
+    kept_bytes,
+)
+from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.after_backward import parameter_s
+from shardwright.compiler.cost.time.kept_weights import gathered_again
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.time.split_backward_time import (
+    parts_of_instructions,
+    parts_of_operator,
+)
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
-from shardwright.compiler.plan.blocks import in_front, reads, writes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.compiler.plan.repeated_blocks import in_front, reads, writes
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.kept import Kept
 from shardwright.runtime.config import ComputeConfig
@@ -31,8 +41,8 @@ from shardwright.runtime.layout import Layout, Mesh
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on. ``num_microbatches``: of a
-    step.
+    """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on.
+    ``num_microbatches``: of a step.
     """
 
     hardware: Hardware
@@ -45,10 +55,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter or buffer, read at ``places``: bytes with gradient and optimizer state; seconds of adding to its gradient by
-    microbatch, and of its reduction and update once per step. Every stage that reads it has its own.
-    ``shared_bytes``: the bytes where another stage like this one has it, too: ZeRO deals the optimizer's state out to both.
-    ``gradient_bytes``: how many of the bytes are the gradient's. ``declaration``: of one that is trained.
+    """A parameter or buffer, read at ``places``: bytes with gradient and optimizer state; seconds
+    of adding to its gradient by microbatch, and of its reduction and update once per step. Every
+    stage that reads it has its own.
+    ``shared_bytes``: the bytes where another stage like this one has it, too: ZeRO deals the
+    optimizer's state out to both.
+    ``gradient_bytes``: how many of the bytes are the gradient's. ``declaration``: of one that is
+    trained.
     """
 
     places: tuple[int, ...]
@@ -68,10 +81,13 @@ class Walk:
         self.mesh: Mesh = program.plan.mesh
         self.storage_mesh: Mesh = program.plan.storage_mesh
         units = range(max(1, program.plan.zero))
-        # by start, what backward_parts says of further places: as far as it was asked, and what goes on with that
+        # by start, what backward_parts says of further places: as far as it was asked, and what
+        # goes on with that
         self._parts: dict[int, tuple[list[tuple[float, float]], Iterator[tuple[float, float]]]] = {}
         self._operators: dict[tuple[str, frozenset[int]], tuple[float, float]] = {}
-        self.storage_ranks = tuple(unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks)
+        self.storage_ranks = tuple(
+            unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks
+        )
 
     @cached_property
     def by_place(self) -> tuple[tuple[int, Instruction], ...]:
@@ -120,10 +136,14 @@ class Walk:
         return Kept(self.by_place, own, self.mesh, self.layouts)
 
     def again(self, start: int, stop: int, end: int | None = None) -> Again:
-        """What it takes to compute the operators of a range again, and saves, in a stage that ends at place ``end``: by
-        default that of the whole model. Adapters in front of the range, as emission puts them, run once.
+        """What it takes to compute the operators of a range again, and saves, in a stage that ends
+        at place ``end``: by default that of the whole model. Adapters in front of the range, as
+        emission puts them, run once.
         """
-        inside = [(item, time) for place, item, time in self._timed[self._first[start] : self._first[stop]]]
+        inside = [
+            (item, time)
+            for place, item, time in self._timed[self._first[start] : self._first[stop]]
+        ]
         last = len(self._first) if end is None else end
 
         def is_read_later(name: str) -> bool:
@@ -132,12 +152,16 @@ class Walk:
         front = in_front([item for item, _ in inside], is_read_later, recompute=True)
         names = {adapter.result.name for adapter in front if isinstance(adapter, Adapt)}
         others = names | self._gathered_again  # that run in front, or for the backward anyway
-        seconds = sum(t.forward_s for item, t in inside if not (isinstance(item, Adapt) and item.result.name in others))
+        seconds = sum(
+            t.forward_s
+            for item, t in inside
+            if not (isinstance(item, Adapt) and item.result.name in others)
+        )
         return Again(seconds, float(self.kept.saved(start, stop, names)))
 
     def backward_parts(self, start: int, stop: int) -> tuple[float, float]:
-        """The backward of a stage of these places, which gets values from others, in two parts: gradients of what it gets, and
-        of weights.
+        """The backward of a stage of these places, which gets values from others, in two parts:
+        gradients of what it gets, and of weights.
         """
         if start not in self._parts:
             self._parts[start] = [], self._parts_from(start)
@@ -147,13 +171,19 @@ class Walk:
 
     def _parts_from(self, start: int) -> Iterator[tuple[float, float]]:
         """Of 0, 1, 2, ... places."""
-        before = [item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)]
+        before = [
+            item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)
+        ]
         inputs = {value.name for item in before for value in writes(item) if value.takes_gradient}
         timed = self._timed[self._first[start] :]
-        parts = parts_of_instructions([(item, time) for _, item, time in timed], inputs, self._parts_of)
+        parts = parts_of_instructions(
+            [(item, time) for _, item, time in timed], inputs, self._parts_of
+        )
         inputs_s = weights_s = 0.0
         yield inputs_s, weights_s
-        for _, inside in groupby(zip(timed, parts, strict=True), key=lambda item: item[0][0]):  # every place has an operator
+        for _, inside in groupby(
+            zip(timed, parts, strict=True), key=lambda item: item[0][0]
+        ):  # every place has an operator
             for (_, item, time), (first_s, second_s) in inside:
                 if isinstance(item, Adapt) and item.result.name in self._gathered_again:
                     # for the gradient of what it is multiplied with
@@ -164,7 +194,9 @@ class Walk:
     def _parts_of(self, item: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
         key = item.original.name, inside
         if key not in self._operators:
-            self._operators[key] = parts_of_operator(item, time, inside, self.mesh, self.setting.hardware.device)
+            self._operators[key] = parts_of_operator(
+                item, time, inside, self.mesh, self.setting.hardware.device
+            )
         return self._operators[key]
 
     @cached_property
@@ -179,7 +211,10 @@ class Walk:
 
     @cached_property
     def _timed(self) -> list[tuple[int, Instruction, OpTime]]:
-        return [(place, item, time) for (place, item), time in zip(self.by_place, self.times, strict=True)]
+        return [
+            (place, item, time)
+            for (place, item), time in zip(self.by_place, self.times, strict=True)
+        ]
 
     @cached_property
     def _first(self) -> list[int]:
@@ -193,7 +228,9 @@ class Walk:
 
     @cached_property
     def _readers(self) -> dict[str, list[int]]:
-        """Name of a value to the places that read it; what goes out of the program stands behind all operators."""
+        """Name of a value to the places that read it; what goes out of the program stands behind
+        all operators.
+        """
         found: dict[str, list[int]] = {}
         num_places, num_inside = len(self._first) - 1, self._first[-1]
         for index, (place, item) in enumerate(self.by_place):
@@ -245,7 +282,11 @@ class Walk:
         setting, config = self.setting, self.setting.config
         homes = self._uses()
         for declaration in self.program.declarations:
-            value, layout, places = declaration.value, declaration.layout, homes.get(declaration.value.name, (0,))
+            value, layout, places = (
+                declaration.value,
+                declaration.layout,
+                homes.get(declaration.value.name, (0,)),
+            )
             num_bytes = local_bytes(layout, value.dtype, self.storage_mesh)
             if not value.requires_grad or value.kind is not ValueKind.PARAMETER:
                 yield Held(places, num_bytes, num_bytes)
@@ -253,7 +294,11 @@ class Walk:
             num_elements = num_bytes / value.dtype.itemsize
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
             held, shared = (
-                num_bytes + gradient + kept_bytes(setting.optimizer, layout, value.dtype, self.storage_mesh, config, num_stages)
+                num_bytes
+                + gradient
+                + kept_bytes(
+                    setting.optimizer, layout, value.dtype, self.storage_mesh, config, num_stages
+                )
                 for num_stages in (1, 2)
             )
             each_s, once_s = parameter_s(
@@ -263,8 +308,8 @@ class Walk:
             yield Held(places, held, shared, each_s, once_s, gradient, declaration)
 
     def _uses(self) -> dict[str, tuple[int, ...]]:
-        """Parameter or buffer to the places of its readers, ascending; of readers that every stage makes for itself, to the
-        places that these are made for.
+        """Parameter or buffer to the places of its readers, ascending; of readers that every stage
+        makes for itself, to the places that these are made for.
         """
         free = self.free_uses
         homes: dict[str, set[int]] = {}
@@ -275,7 +320,9 @@ class Walk:
 
     @cached_property
     def free_uses(self) -> dict[int, tuple[int, ...]]:
-        """Place of an operator that every stage makes for itself to those of the others that need it, ascending."""
+        """Place of an operator that every stage makes for itself to those of the others that need
+        it, ascending.
+        """
         graph = self.program.graph
         free = from_nothing(graph)
         needed: dict[str, set[int]] = {}
@@ -292,4 +339,7 @@ class Walk:
 
 def _is_of_weight(instruction: Instruction) -> bool:
     """Whether it makes a copy of a parameter or buffer."""
-    return isinstance(instruction, Adapt) and instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
+    return isinstance(instruction, Adapt) and instruction.of.kind in (
+        ValueKind.PARAMETER,
+        ValueKind.BUFFER,
+    )

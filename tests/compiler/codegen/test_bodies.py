@@ -1,5 +1,5 @@
-"""What generated bodies do beyond plain operators, each held to the module itself: repeated layers, recompute, autocast,
-no_grad, evaluation, buffers, structures, random numbers and dynamic sizes.
+"""What generated bodies do beyond plain operators, each held to the module itself: repeated layers,
+recompute, autocast, no_grad, evaluation, buffers, structures, random numbers and dynamic sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.compiler.compile import Compiled
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -38,7 +38,12 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def on_ranks(
-    model: nn.Module, inputs: Any, policy: str, directory: Path, function: Callable[[Any], Any], **options: Any
+    model: nn.Module,
+    inputs: Any,
+    policy: str,
+    directory: Path,
+    function: Callable[[Any], Any],
+    **options: Any,
 ) -> list:
     """What ``function`` returns for the compiled module of each of two ranks."""
     compiled = plans.compile_with(plans.traced(model, inputs), policy, 2, **options)
@@ -48,16 +53,29 @@ def on_ranks(
 
 
 def methods_of(compiled: Compiled) -> list[str]:
-    (cls,) = (node for node in ast.parse(compiled.files["gencode0.py"]).body if isinstance(node, ast.ClassDef))
+    (cls,) = (
+        node
+        for node in ast.parse(compiled.files["gencode0.py"]).body
+        if isinstance(node, ast.ClassDef)
+    )
     return [node.name for node in cls.body if isinstance(node, ast.FunctionDef)]
 
 
 def body_of(compiled: Compiled, method: str) -> str:
-    (cls,) = (node for node in ast.parse(compiled.files["gencode0.py"]).body if isinstance(node, ast.ClassDef))
-    return next(ast.unparse(node) for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method)
+    (cls,) = (
+        node
+        for node in ast.parse(compiled.files["gencode0.py"]).body
+        if isinstance(node, ast.ClassDef)
+    )
+    return next(
+        ast.unparse(node)
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.name == method
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ repeated layers
+# ------------------------------------------------------------------------------------------------------
+# repeated layers
 
 
 class Layer(nn.Module):
@@ -70,8 +88,8 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """``places``: in front, so that what the first layer reads takes a gradient that is worth reducing first, and it is planned
-    as all others.
+    """``places``: in front, so that what the first layer reads takes a gradient that is worth
+    reducing first, and it is planned as all others.
     """
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -88,33 +106,47 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_equal_layers_are_one_method(policy: str, tmp_path: Path) -> None:
-    compiled, _ = plans.check_policy(seeded(lambda: Stack(*(Layer() for _ in range(24)))), X, policy, 2, tmp_path)
+    compiled, _ = plans.check_policy(
+        seeded(lambda: Stack(*(Layer() for _ in range(24)))), X, policy, 2, tmp_path
+    )
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
     text = compiled.files["gencode0.py"]
-    assert text.count("F.layer_norm(") == 1 and text.count("self.layers_block(self.layers[layer]") == 1
+    assert (
+        text.count("F.layer_norm(") == 1 and text.count("self.layers_block(self.layers[layer]") == 1
+    )
     assert body_of(compiled, "forward").count("for layer in range(24):") == 1
     assert body_of(compiled, "declare").count("for layer in range(24):") == 1
     declared = [d.value.fqn for d in compiled.program.declarations]
-    assert declared == [name for name, _ in seeded(lambda: Stack(*(Layer() for _ in range(24)))).named_parameters()]
+    assert declared == [
+        name for name, _ in seeded(lambda: Stack(*(Layer() for _ in range(24)))).named_parameters()
+    ]
 
 
 def test_a_layer_that_differs_stays_apart(tmp_path: Path) -> None:
     layers = [lambda: Layer(), lambda: Layer(), lambda: Layer(10), lambda: Layer()]
-    compiled, _ = plans.check_policy(seeded(lambda: Stack(*(make() for make in layers))), X, "tp", 2, tmp_path)
+    compiled, _ = plans.check_policy(
+        seeded(lambda: Stack(*(make() for make in layers))), X, "tp", 2, tmp_path
+    )
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
-    calls = [line for line in body_of(compiled, "forward").splitlines() if "self.layers_block(" in line]
+    calls = [
+        line for line in body_of(compiled, "forward").splitlines() if "self.layers_block(" in line
+    ]
     assert len(calls) == 2 and "self.layers[layer]" in calls[0] and "self.layers[3]" in calls[1]
     assert "self.layers[2].up.weight" in compiled.files["gencode0.py"]
 
 
 class Called(Stack):
-    """Layers called in the order given, and what is kept of each: ``all``, what goes into the ``middle`` one, or nothing."""
+    """Layers called in the order given, and what is kept of each: ``all``, what goes into the
+    ``middle`` one, or nothing.
+    """
 
     def __init__(self, order: tuple[int, ...], kept: str = "", count: int = 4) -> None:
         super().__init__(*(Layer() for _ in range(count)))
         self.order, self.kept = order, kept
 
-    def forward(self, x: Tensor, layer: float = 2.0) -> Tensor:  # an argument called like the number of a loop
+    def forward(
+        self, x: Tensor, layer: float = 2.0
+    ) -> Tensor:  # an argument called like the number of a loop
         found = []
         x = x + self.places
         for position, index in enumerate(self.order):
@@ -134,10 +166,16 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(("model", "loops"), LOOPS.values(), ids=LOOPS)
-def test_layers_are_a_loop_where_nothing_of_each_leaves(model: nn.Module, loops: list[str], tmp_path: Path) -> None:
+def test_layers_are_a_loop_where_nothing_of_each_leaves(
+    model: nn.Module, loops: list[str], tmp_path: Path
+) -> None:
     compiled, _ = plans.check_policy(seeded(lambda: model), {**X, "layer": 2.0}, "tp", 2, tmp_path)
-    lines = "\n".join(body_of(compiled, name) for name in methods_of(compiled) if name.startswith("forward")).splitlines()
-    assert [line.split(" in ")[1].rstrip(":") for line in lines if line.strip().startswith("for layer")] == loops
+    lines = "\n".join(
+        body_of(compiled, name) for name in methods_of(compiled) if name.startswith("forward")
+    ).splitlines()
+    assert [
+        line.split(" in ")[1].rstrip(":") for line in lines if line.strip().startswith("for layer")
+    ] == loops
 
 
 def test_two_kinds_of_layers_are_two_methods(tmp_path: Path) -> None:
@@ -150,16 +188,22 @@ def test_a_plan_that_differs_keeps_a_layer_apart(tmp_path: Path) -> None:
     def policy(graph, config):
         b = graph.builder(mesh={"tp": 2})
         for dim in graph.dims.classes:
-            if any(re.match(r"layers\.[012]\.up\.weight:0", parameter) for parameter in dim.parameters):
+            if any(
+                re.match(r"layers\.[012]\.up\.weight:0", parameter) for parameter in dim.parameters
+            ):
                 b.split(dim, "tp")
         return b.build()
 
-    compiled, _ = plans.check_policy(seeded(lambda: Stack(*(Layer() for _ in range(5)))), X, policy, 2, tmp_path)
+    compiled, _ = plans.check_policy(
+        seeded(lambda: Stack(*(Layer() for _ in range(5)))), X, policy, 2, tmp_path
+    )
     assert methods_of(compiled) == ["declare", "forward", "layers_block", "layers_block_2"]
 
 
 def test_statistics_of_repeated_layers_are_updated_in_the_method(tmp_path: Path) -> None:
-    """Batch norm in repeated layers: each layer has its own buffers; nothing of them leaves the method."""
+    """Batch norm in repeated layers: each layer has its own buffers; nothing of them leaves the
+    method.
+    """
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -174,7 +218,9 @@ def test_statistics_of_repeated_layers_are_updated_in_the_method(tmp_path: Path)
 
     model = make()
     compiled, _ = plans.check_policy(model, X, "data", 2, tmp_path)
-    assert "self.update_buffer(f'layers.{layer}.norm.num_batches_tracked'" in body_of(compiled, "layers_block")
+    assert "self.update_buffer(f'layers.{layer}.norm.num_batches_tracked'" in body_of(
+        compiled, "layers_block"
+    )
 
     def after_two_steps_and_evaluation(module: Any) -> dict[str, Tensor]:
         for _ in range(2):
@@ -185,12 +231,17 @@ def test_statistics_of_repeated_layers_are_updated_in_the_method(tmp_path: Path)
 
     expected = after_two_steps_and_evaluation(model)
     for found in on_ranks(
-        seeded(lambda: Stack(Normed(), Normed(), Normed())), X, "data", tmp_path / "b", after_two_steps_and_evaluation
+        seeded(lambda: Stack(Normed(), Normed(), Normed())),
+        X,
+        "data",
+        tmp_path / "b",
+        after_two_steps_and_evaluation,
     ):
         assert_close_tree(found, expected)
 
 
-# ------------------------------------------------------------------------------------------------------------- regions
+# -------------------------------------------------------------------------------------------------------------
+# regions
 
 
 class Recomputing(nn.Module):
@@ -214,14 +265,20 @@ class Recomputing(nn.Module):
 
 @pytest.mark.parametrize("policy", ["dp", *POLICIES])
 def test_recomputed_layers_have_the_same_gradients(policy: str, tmp_path: Path) -> None:
-    compiled, _ = plans.check_policy(seeded(Recomputing), X, policy, 1 if policy == "dp" else 2, tmp_path)
+    compiled, _ = plans.check_policy(
+        seeded(Recomputing), X, policy, 1 if policy == "dp" else 2, tmp_path
+    )
     forward = body_of(compiled, "forward")
-    assert forward.count("recompute(self.layers_block, self.layers[layer]") == 1  # the dropout behind each layer included
+    assert (
+        forward.count("recompute(self.layers_block, self.layers[layer]") == 1
+    )  # the dropout behind each layer included
     assert forward.count("for layer in range(3):") == 1
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
 
 
-def test_recomputed_activations_are_computed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_activations_are_computed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     original = F.layer_norm
 
@@ -287,10 +344,15 @@ def test_dropout_is_the_same_when_it_is_recomputed(tmp_path: Path) -> None:
     def gradients(module: Any) -> dict[str, Tensor]:
         loss = module(**X)
         loss.backward()
-        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in module.named_parameters()}}
+        return {
+            "loss": loss.detach(),
+            **{name: p.grad.clone() for name, p in module.named_parameters()},
+        }
 
     options = {"rng": "plan_independent", "seed": 3}
-    recomputed = on_ranks(seeded(lambda: Recomputing(0.5)), X, "tp", tmp_path / "a", gradients, **options)
+    recomputed = on_ranks(
+        seeded(lambda: Recomputing(0.5)), X, "tp", tmp_path / "a", gradients, **options
+    )
     plain = on_ranks(seeded(lambda: Plain(0.5)), X, "tp", tmp_path / "b", gradients, **options)
     for found, expected in zip(recomputed, plain, strict=True):
         assert_close_tree(found, expected)
@@ -316,13 +378,23 @@ def test_autocast_regions_are_kept(tmp_path: Path) -> None:
         model = Autocast()
     inputs = {"x": X["x"].float()}
     compiled = plans.compile_with(trace(model, inputs), "tp", 2)
-    assert "with torch.autocast(self.device.type, dtype=torch.bfloat16):" in compiled.files["gencode0.py"]
+    assert (
+        "with torch.autocast(self.device.type, dtype=torch.bfloat16):"
+        in compiled.files["gencode0.py"]
+    )
     plans.write(tmp_path, compiled, model)
     expected = model(**inputs)
     for loss in run_ranks(2, lambda rank: load_class(tmp_path)()(**inputs).detach()):
-        torch.testing.assert_close(loss, expected.detach(), rtol=2**-8, atol=0)  # partial sums add a rounding of bfloat16
+        torch.testing.assert_close(
+            loss, expected.detach(), rtol=2**-8, atol=0
+        )  # partial sums add a rounding of bfloat16
     with torch.no_grad():
-        assert expected != (model.down(F.relu(model.up(inputs["x"]))) * inputs["x"].square().mean()).square().mean()
+        assert (
+            expected
+            != (model.down(F.relu(model.up(inputs["x"]))) * inputs["x"].square().mean())
+            .square()
+            .mean()
+        )
 
 
 def test_no_grad_regions_stop_gradients(tmp_path: Path) -> None:
@@ -341,11 +413,14 @@ def test_no_grad_regions_stop_gradients(tmp_path: Path) -> None:
         assert "with torch.no_grad():" in compiled.files["gencode0.py"]
 
 
-# ---------------------------------------------------------------------------------------------------------- evaluation
+# ----------------------------------------------------------------------------------------------------------
+# evaluation
 
 
 class TwoBodies(nn.Module):
-    """Another computation in evaluation, with a constant of its own; parameters and statistics are shared."""
+    """Another computation in evaluation, with a constant of its own; parameters and statistics are
+    shared.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +432,9 @@ class TwoBodies(nn.Module):
             with torch.no_grad():
                 self.mean.lerp_(x.mean(0), 0.1)
             return {"loss": self.down(F.relu(self.up(x))).square().mean() * scale}
-        y = self.down(torch.tanh(self.up(x - self.mean))) * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
+        y = self.down(torch.tanh(self.up(x - self.mean))) * torch.tensor(
+            [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+        )
         return {"loss": y.abs().mean(), "y": y}
 
 
@@ -374,7 +451,9 @@ def test_evaluation_has_a_body_of_its_own(policy: str, tmp_path: Path) -> None:
     expected = both(seeded(TwoBodies))
     for found in on_ranks(seeded(TwoBodies), {**X, "scale": 3.0}, policy, tmp_path / "run", both):
         assert_close_tree(found, expected)
-    compiled, _ = plans.check_policy(seeded(TwoBodies), {**X, "scale": 3.0}, policy, 2, tmp_path / "check")
+    compiled, _ = plans.check_policy(
+        seeded(TwoBodies), {**X, "scale": 3.0}, policy, 2, tmp_path / "check"
+    )
     assert methods_of(compiled) == ["declare", "forward", "forward_eval"]
     assert compiled.files["gencode0.py"].count('self.parameter("up.weight"') == 1
     if policy == "tp":  # both bodies split the same dim, so that the weights are held in one way
@@ -389,7 +468,9 @@ def test_a_fixed_argument_is_checked_in_evaluation_too(tmp_path: Path) -> None:
         return str(caught.value)
 
     for text in on_ranks(seeded(TwoBodies), {**X, "scale": 3.0}, "tp", tmp_path, refused):
-        assert text.startswith("TwoBodies.forward: argument 'scale' is 4.0, but was compiled as 3.0")
+        assert text.startswith(
+            "TwoBodies.forward: argument 'scale' is 4.0, but was compiled as 3.0"
+        )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -436,7 +517,8 @@ def test_a_training_only_update_leaves_evaluation_alone(tmp_path: Path) -> None:
             assert_close_tree(found, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------- structures
+# ----------------------------------------------------------------------------------------------------------
+# structures
 
 
 @dataclasses.dataclass
@@ -477,13 +559,18 @@ def structured_inputs() -> dict[str, Any]:
 def test_nested_arguments_and_results(policy: str, tmp_path: Path) -> None:
     model, inputs = seeded(Structured), structured_inputs()
     expected = model(**inputs)
-    for found in on_ranks(model, inputs, policy, tmp_path / "run", lambda module: module(**inputs), outputs="all"):
+    for found in on_ranks(
+        model, inputs, policy, tmp_path / "run", lambda module: module(**inputs), outputs="all"
+    ):
         assert type(found) is Scores and found.parts["list"][1:] == [None, 3]
-        assert_close_tree(tensors_of(found.parts["y"].detach()), tensors_of(expected.parts["y"].detach()))
+        assert_close_tree(
+            tensors_of(found.parts["y"].detach()), tensors_of(expected.parts["y"].detach())
+        )
     plans.check_policy(model, inputs, policy, 2, tmp_path / "check")
 
 
-# ------------------------------------------------------------------------------------------------------ random numbers
+# ------------------------------------------------------------------------------------------------------
+# random numbers
 
 
 class Dropping(nn.Module):
@@ -514,7 +601,8 @@ def test_plan_independent_draws_are_the_same_under_every_plan(tmp_path: Path) ->
     assert plans.run_once(tmp_path / "other", other, X).loss != found["dp", 1]["loss"]
 
 
-# ------------------------------------------------------------------------------------------------------- dynamic sizes
+# -------------------------------------------------------------------------------------------------------
+# dynamic sizes
 
 
 def test_another_size_than_the_compiled_one_is_refused(tmp_path: Path) -> None:
@@ -528,5 +616,6 @@ def test_another_size_than_the_compiled_one_is_refused(tmp_path: Path) -> None:
         assert text == (
             "Stack.forward: argument 'x' has shape [2, 6], but was compiled for float64[4, 6]\n"
             "  why:   dim 0 is 2, not 4\n"
-            "  try:   pass the compiled shape, or compile again and name the dims that vary in ComputeConfig.dynamic_dims"
+            "  try:   pass the compiled shape, or compile again and name the dims that vary "
+            "in ComputeConfig.dynamic_dims"
         )

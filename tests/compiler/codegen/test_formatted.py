@@ -1,4 +1,6 @@
-"""Generated files are as the formatter leaves them, whatever the model, the mesh and the options."""
+"""Generated files are as the formatter leaves them, whatever the model, the mesh and the
+options.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import zoo
 
 from shardwright.compiler.codegen.text import WIDTH
 from shardwright.compiler.compile import compile_graph
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -23,14 +25,26 @@ TP_PP = {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"pipeline_nstages":
 DYNAMIC = {"dynamic_dims": {"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}}
 FEW = {
     "llama, tp x pp": ("llama", "hybrid", TP_PP),
-    "gpt2, tp x pp over many ranks": ("gpt2", "hybrid", {**TP_PP, "plan_ngpus": 64, "runtime_ngpus": 64}),
+    "gpt2, tp x pp over many ranks": (
+        "gpt2",
+        "hybrid",
+        {**TP_PP, "plan_ngpus": 64, "runtime_ngpus": 64},
+    ),
     "bert, ZeRO-3": ("bert", "dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}),
     "gpt2, tp x pp of varying sizes": ("gpt2", "hybrid", {**TP_PP, **DYNAMIC}),
 }
 MANY = {
     "t5, tp x pp with ZeRO-3": ("t5", "hybrid", {**TP_PP, "runtime_ngpus": 8, "use_zero": 3}),
-    "llama, 40 microbatches": ("llama", "pp", {**TP_PP, "plan_ngpus": 2, "pas_config": {"pipeline_nmicros": 40}}),
-    "gpt2, recomputed": ("gpt2", "pp", {**TP_PP, "plan_ngpus": 2, "pas_config": {"recompute": ["transformer.h.*"]}}),
+    "llama, 40 microbatches": (
+        "llama",
+        "pp",
+        {**TP_PP, "plan_ngpus": 2, "pas_config": {"pipeline_nmicros": 40}},
+    ),
+    "gpt2, recomputed": (
+        "gpt2",
+        "pp",
+        {**TP_PP, "plan_ngpus": 2, "pas_config": {"recompute": ["transformer.h.*"]}},
+    ),
     "vit, data": ("vit", "data", {"plan_ngpus": 2, "runtime_ngpus": 2}),
     "t5, tp": ("t5", "tp", {"plan_ngpus": 3, "runtime_ngpus": 3}),
     "resnet, pp": ("resnet", "pp", {**TP_PP, "plan_ngpus": 2, "pas_config": {}}),
@@ -41,7 +55,11 @@ def files_of(model: str, policy: str, options: dict[str, Any]) -> dict[str, str]
     config = ComputeConfig(**options)
     entry = zoo.get(model)
     varies = "dynamic_dims" in options
-    graph = trace(entry.build(), entry.inputs(), dynamic_dims=config.dim_symbols()) if varies else plans.zoo_traced(model)
+    graph = (
+        trace(entry.build(), entry.inputs(), dynamic_dims=config.dim_symbols())
+        if varies
+        else plans.zoo_traced(model)
+    )
     return compile_graph(graph, find_policy(policy).apply, config, policy_name=policy).files
 
 
@@ -52,8 +70,20 @@ def check_format(files: dict[str, str], directory: Path) -> None:
             ast.parse(text)
             (directory / name).write_text(text)
     isort = 'lint.isort.known-first-party = ["shardwright"]'
-    for arguments in (["format", "--diff"], ["check", "--select", "E,F,W,I,UP,B", "--config", isort]):
-        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length", str(WIDTH), str(directory)]
+    for arguments in (
+        ["format", "--diff"],
+        ["check", "--select", "E,F,W,I,UP,B", "--config", isort],
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *arguments,
+            "--isolated",
+            "--line-length",
+            str(WIDTH),
+            str(directory),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[:3000] + done.stderr
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.codegen.emit import class_name
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, attribute_path
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pipeline.module import PipelineModule
 
@@ -19,15 +19,29 @@ X = {"x": torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().man
 def test_every_attribute_of_a_parallel_module_is_known() -> None:
     """A model's module of that name must be read by its path."""
     for cls in (ParallelModule, PipelineModule):
-        names = {*dir(cls), *(name for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))}
-        own = names - set(dir(torch.nn.Module))  # libraries add attributes to all modules when they are imported
+        names = {
+            *dir(cls),
+            *(name for base in cls.__mro__ for name in vars(base).get("__annotations__", {})),
+        }
+        own = names - set(
+            dir(torch.nn.Module)
+        )  # libraries add attributes to all modules when they are imported
         assert {name for name in own if not name.startswith("_")} <= MODULE_ATTRIBUTES
 
 
 def test_attribute_paths() -> None:
     assert attribute_path("transformer.h.0.attn.weight") == "self.transformer.h[0].attn.weight"
     assert attribute_path("h.10", root="block") == "block.h[10]"
-    odd_ones = ("mesh.weight", "0.weight", "_inner.weight", "a-b.weight", "class.weight", "rank", "shared.weight", "a.b c")
+    odd_ones = (
+        "mesh.weight",
+        "0.weight",
+        "_inner.weight",
+        "a-b.weight",
+        "class.weight",
+        "rank",
+        "shared.weight",
+        "a.b c",
+    )
     for odd in (*odd_ones, "stage12.weight", "stage0_eval.weight"):
         assert attribute_path(odd) == f'self.weights("{odd}")'
     assert attribute_path("mesh.weight", root="block") == "block.mesh.weight"
@@ -80,7 +94,12 @@ def test_awkward_module_names(first: str, second: str, policy: str, tmp_path: Pa
     ],
 )
 def test_awkward_module_names_in_a_pipeline(first: str, second: str) -> None:
-    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": {"stage_starts": [second]}}
+    config = {
+        "plan_ngpus": 2,
+        "runtime_ngpus": 2,
+        "use_end2end": True,
+        "pas_config": {"stage_starts": [second]},
+    }
     report = verify(Named(first, second), X, "pp", config, steps=1)
     assert report.ok, str(report)
 
@@ -99,7 +118,9 @@ class Arguments(nn.Module):
 @pytest.mark.parametrize("policy", ["tp", "data"])
 def test_awkward_argument_names(policy: str, tmp_path: Path) -> None:
     (x,) = X.values()
-    plans.check_policy(Arguments().double(), {"tp": x, "F": x + 1, "input": x * 2}, policy, 2, tmp_path)
+    plans.check_policy(
+        Arguments().double(), {"tp": x, "F": x + 1, "input": x * 2}, policy, 2, tmp_path
+    )
 
 
 class OddParameters(nn.Module):
@@ -125,7 +146,11 @@ def test_awkward_parameter_names(policy: str, tmp_path: Path) -> None:
 
 def sequential(num_layers: int) -> nn.Sequential:
     """Numbered layers at the top level: their weights are ``0.weight``, ``2.weight`` ..."""
-    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Dropout(0.0))]
+    layers = [
+        layer
+        for _ in range(num_layers)
+        for layer in (nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Dropout(0.0))
+    ]
     return nn.Sequential(*layers, nn.Linear(6, 1), nn.Flatten(0), nn.Softplus())
 
 
@@ -148,9 +173,15 @@ def test_numbered_modules(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["tp", "data"])
 def test_numbered_modules_at_the_top(policy: str) -> None:
-    """``nn.Sequential`` itself: blocks of one instruction are not worth a method, and paths begin with a number."""
-    files = plans.compile_with(plans.traced(sequential(12).double(), {"input": X["x"]}), policy, 2).files
-    assert 'self.weights("0.weight")' in files["gencode0.py"] and "_block" not in files["gencode0.py"]
+    """``nn.Sequential`` itself: blocks of one instruction are not worth a method, and paths begin
+    with a number.
+    """
+    files = plans.compile_with(
+        plans.traced(sequential(12).double(), {"input": X["x"]}), policy, 2
+    ).files
+    assert (
+        'self.weights("0.weight")' in files["gencode0.py"] and "_block" not in files["gencode0.py"]
+    )
 
 
 class Blocks(nn.Module):
@@ -187,11 +218,15 @@ def test_awkward_names_of_repeated_layers(name: str, tmp_path: Path) -> None:
 def test_an_argument_called_like_its_dynamic_dim(policy: str, tmp_path: Path) -> None:
     class Rows(Layer):
         def forward(self, batch: Tensor) -> Tensor:
-            return super().forward(batch.reshape(batch.shape[0] * 2, 3).reshape(-1, 6)).square().mean()
+            return (
+                super().forward(batch.reshape(batch.shape[0] * 2, 3).reshape(-1, 6)).square().mean()
+            )
 
     inputs = {"batch": X["x"]}
     model = Rows().double()
-    compiled = plans.compile_with(plans.traced(model, inputs, dynamic_dims={"batch": {0: "batch"}}), policy, 2)
+    compiled = plans.compile_with(
+        plans.traced(model, inputs, dynamic_dims={"batch": {0: "batch"}}), policy, 2
+    )
     plans.check(model, inputs, compiled, tmp_path, plans.reference_run(model, [inputs], steps=1))
 
 

@@ -1,4 +1,6 @@
-"""Names, keys, paths and values of a model go into source as text: no other statement comes of them, and no other number."""
+"""Names, keys, paths and values of a model go into source as text: no other statement comes of
+them, and no other number.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,18 @@ from shardwright.runtime.errors import PlanError, TraceError
 from shardwright.runtime.layout import Layout, Mesh
 
 ALL_AT_ONCE = Texts(
-    'a"b', "\n", "'''", "{layer}", '"""', "x" * 130, "\\", "\u2028", 'C"""\nimport os', "\n#\f", "class", math.nan
+    'a"b',
+    "\n",
+    "'''",
+    "{layer}",
+    '"""',
+    "x" * 130,
+    "\\",
+    "\u2028",
+    'C"""\nimport os',
+    "\n#\f",
+    "class",
+    math.nan,
 )
 
 
@@ -57,9 +70,48 @@ def test_every_awkward_text_in_every_place(field: str) -> None:
 
 
 NUMBERS = {
-    "digits": Texts("01", "__x", "forward", "a b", "\\", "key " * 30, '"', "{0}", "float", "x\n", "self", 10**5000),
-    "unicode": Texts("²", "ﬁ", "\\'", "{layer}", "__class__", 1, None, ("a", 1.5), "torch", "\f", "é", {"k'": (-0.0,)}),
-    "keywords": Texts("class", "हिन्दी", "\r\n", "weights", "mesh", True, b"'", -0.0, "all_reduce", '"""', "linear", [1j, ...]),
+    "digits": Texts(
+        "01",
+        "__x",
+        "forward",
+        "a b",
+        "\\",
+        "key " * 30,
+        '"',
+        "{0}",
+        "float",
+        "x\n",
+        "self",
+        10**5000,
+    ),
+    "unicode": Texts(
+        "²",
+        "ﬁ",
+        "\\'",
+        "{layer}",
+        "__class__",
+        1,
+        None,
+        ("a", 1.5),
+        "torch",
+        "\f",
+        "é",
+        {"k'": (-0.0,)},
+    ),
+    "keywords": Texts(
+        "class",
+        "हिन्दी",
+        "\r\n",
+        "weights",
+        "mesh",
+        True,
+        b"'",
+        -0.0,
+        "all_reduce",
+        '"""',
+        "linear",
+        [1j, ...],
+    ),
 }
 
 
@@ -77,8 +129,12 @@ def test_numbers_under_any_names(tmp_path_factory: pytest.TempPathFactory, texts
 
 @pytest.mark.parametrize("constant", [*CONSTANTS, -(10**5000)], ids=lambda c: type(c).__name__)
 def test_the_source_of_a_constant_is_that_constant(constant: Any) -> None:
-    if not isinstance(constant, odd_text.Pair | odd_text.Record):  # results of such types are rebuilt, see the numbers
-        assert odd_text.same_constant(eval(source(constant), {"torch": torch, "odd_text": odd_text}), constant)
+    if not isinstance(
+        constant, odd_text.Pair | odd_text.Record
+    ):  # results of such types are rebuilt, see the numbers
+        assert odd_text.same_constant(
+            eval(source(constant), {"torch": torch, "odd_text": odd_text}), constant
+        )
 
 
 def test_text_stays_inside_of_its_quotes() -> None:
@@ -89,7 +145,11 @@ def test_text_stays_inside_of_its_quotes() -> None:
         assert eval(f'"""{docstring(text)}."""').isprintable()
         assert identifier(text).isidentifier()
         assert not text.isidentifier() or axis_variable(text).isidentifier()
-    assert quoted("it's") == '"it\'s"' and quoted('say "a"') == "'say \"a\"'" and quoted("\\") == '"\\\\"'
+    assert (
+        quoted("it's") == '"it\'s"'
+        and quoted('say "a"') == "'say \"a\"'"
+        and quoted("\\") == '"\\\\"'
+    )
 
 
 def test_axes_of_any_name_have_layouts() -> None:
@@ -131,16 +191,30 @@ def local_member() -> Any:
 X = torch.zeros(4, 6)
 REFUSED = [
     (Keys({1: X, "1": X}), {"x": X}, "the result of forward has two leaves called 'result.1'"),
-    (Keys({object: 1}), {"x": X}, "a key of the result of forward is a type, which generated code cannot write"),
-    (Keys({1, 2}), {"x": X}, "'result' in the result of forward is a set, which generated code cannot write"),
+    (
+        Keys({object: 1}),
+        {"x": X},
+        "a key of the result of forward is a type, which generated code cannot write",
+    ),
+    (
+        Keys({1, 2}),
+        {"x": X},
+        "'result' in the result of forward is a set, which generated code cannot write",
+    ),
     (Keys(local_member()), {"x": X}, "generated code cannot import"),
-    (Keys(None), {"x": {"a": {"b": X}, "a.b": X}}, "the argument 'x' of forward has two leaves called 'x.a.b'"),
+    (
+        Keys(None),
+        {"x": {"a": {"b": X}, "a.b": X}},
+        "the argument 'x' of forward has two leaves called 'x.a.b'",
+    ),
     (Keys(None), {"x": X, "a b": X}, "Keys.forward is given an argument called 'a b'"),
     (Keys(None), {"x": X, "class": X}, "Keys.forward is given an argument called 'class'"),
 ]
 
 
 @pytest.mark.parametrize(("model", "inputs", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_has_no_source_is_refused(model: nn.Module, inputs: dict[str, Any], message: str) -> None:
+def test_what_has_no_source_is_refused(
+    model: nn.Module, inputs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TraceError, match=message):
         plans.traced(model, inputs)

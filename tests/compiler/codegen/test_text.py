@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compiler.codegen.text import Line, _tokens, layout_lines, names_read, split_commas, wrap, wrap_statement
+from shardwright.compiler.codegen.text import (
+    Line,
+    _tokens,
+    layout_lines,
+    names_read,
+    split_commas,
+    wrap,
+    wrap_statement,
+)
 
 A, B, C = "a" * 20, "b" * 20, "c" * 20
 
@@ -33,12 +41,20 @@ def test_breaks_are_those_of_the_formatter(code: str) -> None:
     lines = wrap_statement(code, 48)
     assert len(lines) > 1
     command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "48", "-"]
-    formatted = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stdout
+    formatted = subprocess.run(
+        command, input=code, capture_output=True, text=True, check=True
+    ).stdout
     assert formatted == "\n".join(lines) + "\n"
 
 
 def test_a_return_breaks_inside_its_value() -> None:
-    assert wrap_statement(f"return gg({A}, {B}, 1)", 48) == ["return gg(", f"    {A},", f"    {B},", "    1,", ")"]
+    assert wrap_statement(f"return gg({A}, {B}, 1)", 48) == [
+        "return gg(",
+        f"    {A},",
+        f"    {B},",
+        "    1,",
+        ")",
+    ]
     assert wrap_statement(f"return gg({A}, {B})", 48) == ["return gg(", f"    {A}, {B}", ")"]
 
 
@@ -54,7 +70,12 @@ def test_headers_break_one_argument_a_line() -> None:
 
 
 def test_commas_inside_strings_and_brackets_do_not_count() -> None:
-    assert split_commas('"a, b", (c, d), {"e": [f, g]}, h') == ['"a, b"', "(c, d)", '{"e": [f, g]}', "h"]
+    assert split_commas('"a, b", (c, d), {"e": [f, g]}, h') == [
+        '"a, b"',
+        "(c, d)",
+        '{"e": [f, g]}',
+        "h",
+    ]
 
 
 def test_names_that_a_line_reads() -> None:
@@ -88,7 +109,11 @@ def test_a_comment_that_does_not_fit_stands_above() -> None:
         f"    {long} = 1",
     ]
     parts = ["y" * 70, "z" * 70]
-    assert layout_lines([Line("x = 1", "  ".join(parts))], 4) == [f"    # {parts[0]}", f"    # {parts[1]}", "    x = 1"]
+    assert layout_lines([Line("x = 1", "  ".join(parts))], 4) == [
+        f"    # {parts[0]}",
+        f"    # {parts[1]}",
+        "    x = 1",
+    ]
 
 
 GENERATED = sorted((Path(__file__).parents[2] / "golden").glob("gpt.*.py"))
@@ -100,14 +125,20 @@ SIGNS = [
 ]
 
 
-@pytest.mark.parametrize("path", [*GENERATED, None], ids=lambda path: path.name if path else "signs")
+@pytest.mark.parametrize(
+    "path", [*GENERATED, None], ids=lambda path: path.name if path else "signs"
+)
 def test_tokens_are_those_of_python(path: Path | None) -> None:
-    lines = [line.split("  # ")[0].strip() for line in path.read_text().splitlines()] if path else SIGNS
+    lines = (
+        [line.split("  # ")[0].strip() for line in path.read_text().splitlines()] if path else SIGNS
+    )
     statements = [line for line in lines if '"""' not in line and is_python(line)]
     assert len(statements) > len(lines) // 2
     for line in statements:
         tokens = tokenize.generate_tokens(iter([line]).__next__)
-        expected = [(token.start[1], token.end[1], token.string) for token in tokens if token.string]
+        expected = [
+            (token.start[1], token.end[1], token.string) for token in tokens if token.string
+        ]
         assert [(start, end, text) for start, end, text, _ in _tokens(line)] == expected, line
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
@@ -37,7 +37,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+        self.embed, self.up, self.down = (
+            nn.Embedding(16, 8),
+            nn.Linear(8, 32, bias=False),
+            nn.Linear(32, 8, bias=False),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -45,7 +49,9 @@ class Net(nn.Module):
 
 
 class Features(nn.Module):
-    """A floating input, scaled in front of the first weight: neither it nor the scaled one takes a gradient."""
+    """A floating input, scaled in front of the first weight: neither it nor the scaled one takes a
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +67,12 @@ FEATURES = {"features": torch.arange(256, dtype=torch.float64).view(8, 4, 8) / 2
 
 
 @pytest.mark.parametrize(
-    ("made", "inputs", "seed"), [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 0), (Features, FEATURES, 1)]
+    ("made", "inputs", "seed"),
+    [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 0), (Features, FEATURES, 1)],
 )
-def test_of_adapters(made: type[nn.Module], inputs: dict[str, Tensor], seed: int, tmp_path: Path) -> None:
+def test_of_adapters(
+    made: type[nn.Module], inputs: dict[str, Tensor], seed: int, tmp_path: Path
+) -> None:
     graph = plans.annotated(plans.traced(made().double(), inputs))
     plan = plans.random_plan(graph, Mesh((("x", 2), ("y", 2))), random.Random(seed))
     compiled = compile_graph(graph, lambda graph, config: plan, FOUR)
@@ -72,12 +81,14 @@ def test_of_adapters(made: type[nn.Module], inputs: dict[str, Tensor], seed: int
     for key, volume in plans.run_once(tmp_path, compiled, inputs).traffic[0].items():
         counted[f"{key.axis} {key.collective}"] += volume.num_bytes
     told = audit(compiled.program, FOUR, load_hardware("cpu", 4)).ranks[0].comm_bytes
-    assert {name: num_bytes for name, num_bytes in told.items() if not name.endswith(" gradients")} == counted
+    assert {
+        name: num_bytes for name, num_bytes in told.items() if not name.endswith(" gradients")
+    } == counted
 
 
 class Biased(nn.Module):
-    """What the backward needs, and so gathers again, are the norm, ``down`` and ``head.weight``, the frozen one included; not
-    the table, biases of products, nor what multiplies an input.
+    """What the backward needs, and so gathers again, are the norm, ``down`` and ``head.weight``,
+    the frozen one included; not the table, biases of products, nor what multiplies an input.
     """
 
     def __init__(self) -> None:
@@ -95,35 +106,56 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize("recompute", [(), ("block",)])
 def test_of_weights_in_pieces(recompute: tuple[str, ...], tmp_path: Path) -> None:
-    """Weights that a region gathers are gathered twice like all else in it, and not a third time."""
+    """Weights that a region gathers are gathered twice like all else in it, and not a third
+    time.
+    """
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
-    inputs = {"tokens": TOKENS["tokens"], "features": torch.arange(128, dtype=torch.float64).view(8, 4, 4) / 128}
+    inputs = {
+        "tokens": TOKENS["tokens"],
+        "features": torch.arange(128, dtype=torch.float64).view(8, 4, 4) / 128,
+    }
 
     def in_pieces(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         plan = find_policy("data").apply(graph, config).plan
         (axis,) = plan.mesh.names
         stored = {str(v.fqn): Layout.whole(v.shape) for v in graph.parameters}
-        stored = {fqn: layout.with_dim(0, (Atom(layout.dims[0][0].segments, (axis,)),)) for fqn, layout in stored.items()}
+        stored = {
+            fqn: layout.with_dim(0, (Atom(layout.dims[0][0].segments, (axis,)),))
+            for fqn, layout in stored.items()
+        }
         return replace(plan, stored=stored, recompute=recompute)
 
-    compiled = compile_graph(plans.annotated(plans.traced(Biased().double(), inputs)), in_pieces, config)
+    compiled = compile_graph(
+        plans.annotated(plans.traced(Biased().double(), inputs)), in_pieces, config
+    )
     plans.write(tmp_path, compiled, Biased().double())
     traffic = plans.run_once(tmp_path, compiled, inputs).traffic[0].items()
-    counted = Counter({key.phase: found.num_bytes for key, found in traffic if key.collective == "all_gather"})
+    counted = Counter(
+        {key.phase: found.num_bytes for key, found in traffic if key.collective == "all_gather"}
+    )
     told = audit(compiled.program, config, load_hardware("cpu", 2)).ranks[0].comm_bytes
     assert told["dp all_gather"] == counted.total()
-    block, head = 8 * (8 + 8 + 64), 8 * 16 * 8  # in the backward: norm and weight of the block, the head's weight
+    block, head = (
+        8 * (8 + 8 + 64),
+        8 * 16 * 8,
+    )  # in the backward: norm and weight of the block, the head's weight
     assert counted["backward"] == (head if recompute else block + head)
 
 
-@pytest.mark.parametrize("zero", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize(
+    "zero", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))]
+)
 def test_of_messages_and_gradients(zero: int, tmp_path: Path) -> None:
     """Two stages of two ranks each, two units."""
     options = {"num_microbatches": 2, "tp": 2, "num_stages": 2}
     zeros = {"use_zero": zero, "zero_use_reduce_scatter": True} if zero else {}
-    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=8, use_end2end=True, pas_config=options, **zeros)
+    config = ComputeConfig(
+        plan_ngpus=4, runtime_ngpus=8, use_end2end=True, pas_config=options, **zeros
+    )
     entry = zoo.get("gpt2")
-    compiled = compile_graph(plans.zoo_traced("gpt2"), find_policy("hybrid").apply, config, policy_name="hybrid")
+    compiled = compile_graph(
+        plans.zoo_traced("gpt2"), find_policy("hybrid").apply, config, policy_name="hybrid"
+    )
     plans.write(tmp_path, compiled, entry.build())
 
     def on_rank(rank: int) -> Counter[str]:
@@ -143,28 +175,51 @@ def test_of_messages_and_gradients(zero: int, tmp_path: Path) -> None:
     told, seen = cost.ranks[0].comm_bytes, counted[0]
     assert told["tp all_reduce"] == seen["forward tp all_reduce"] + seen["backward tp all_reduce"]
     kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
-    summed = sum(seen[f"gradients {over} {kind}"] for over in ("units", "stages+units") for kind in kinds)
-    assert told["stages+units gradients"] == pytest.approx(summed, rel=0.01)  # beside them the flags of what has gradients
-    received = sum(counted[rank][f"{phase} stages receive"] for rank in range(4) for phase in ("forward", "backward"))
-    assert sum(cost.message_bytes.values()) == received and set(cost.message_bytes) == {"stage 0 to 1", "stage 1 to 0"}
+    summed = sum(
+        seen[f"gradients {over} {kind}"] for over in ("units", "stages+units") for kind in kinds
+    )
+    assert told["stages+units gradients"] == pytest.approx(
+        summed, rel=0.01
+    )  # beside them the flags of what has gradients
+    received = sum(
+        counted[rank][f"{phase} stages receive"]
+        for rank in range(4)
+        for phase in ("forward", "backward")
+    )
+    assert sum(cost.message_bytes.values()) == received and set(cost.message_bytes) == {
+        "stage 0 to 1",
+        "stage 1 to 0",
+    }
 
 
 def test_no_gradient_is_sent_of_what_only_inputs_are_made_into(tmp_path: Path) -> None:
     """The scaled input crosses, as the first stage makes it and the second one reads it."""
-    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, pas_config={"num_microbatches": 2})
+    config = ComputeConfig(
+        plan_ngpus=2, runtime_ngpus=2, use_end2end=True, pas_config={"num_microbatches": 2}
+    )
     graph = plans.traced(Features().double(), FEATURES)
     compiled = compile_graph(graph, find_policy("pp").apply, config, policy_name="pp")
     assert isinstance(compiled.program, PipelineProgram)
     crossing = [c.value for c in compiled.program.crossings]
-    assert {value.takes_gradient for value in crossing} == {False, True} and all(value.requires_grad for value in crossing)
+    assert {value.takes_gradient for value in crossing} == {False, True} and all(
+        value.requires_grad for value in crossing
+    )
     plans.write(tmp_path, compiled, Features().double())
 
     def on_rank(rank: int) -> tuple[int, int, list[Tensor]]:
         module = load_class(tmp_path)()
         with count_communication() as volume:
             module.train_step([FEATURES["features"]] * 2)
-        sent = {key.phase: found.num_bytes for key, found in volume.items() if key.collective == "receive"}
-        return sent.get("forward", 0), sent.get("backward", 0), [p.grad for p in module.parameters()]
+        sent = {
+            key.phase: found.num_bytes
+            for key, found in volume.items()
+            if key.collective == "receive"
+        }
+        return (
+            sent.get("forward", 0),
+            sent.get("backward", 0),
+            [p.grad for p in module.parameters()],
+        )
 
     (_, back, first), (forth, _, second) = run_ranks(2, on_rank)
     told = audit(compiled.program, config, load_hardware("cpu", 2)).message_bytes

@@ -1,4 +1,6 @@
-"""Peaks that are predicted against those measured in real processes with gloo, for one plan of each kind."""
+"""Peaks that are predicted against those measured in real processes with gloo, for one plan of each
+kind.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,9 @@ ZERO = [
     PeakCase("dp", 1, fields={"use_zero": 1, "zero_use_reduce_scatter": True}),
     PeakCase("dp", 1, 2, fields={"use_zero": 2}),
     PeakCase("dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2}),
-    PeakCase("dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2, "use_async_reducer": True}),
+    PeakCase(
+        "dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2, "use_async_reducer": True}
+    ),
     PeakCase("dp", 1, fields={"use_zero": 3}),
     PeakCase("dp", 1, fields={"use_zero": 3}, recompute=BLOCKS),
 ]
@@ -41,7 +45,9 @@ TABLES = [
     PeakCase("dp", 1, 8, fields=table(store_param_remainders=True), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(grad_sync_dtype="bf16"), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(dtype="bf16")),
-    PeakCase("dp", 1, 8, fields=table(contiguous_param_buffer=True, overlap_grad_sync=False), dtype=BF16),
+    PeakCase(
+        "dp", 1, 8, fields=table(contiguous_param_buffer=True, overlap_grad_sync=False), dtype=BF16
+    ),
     PeakCase("dp", 1, 8, fields=table(contiguous_grad_buffer=False), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(overlap_param_sync=True, bucket_cap_mb=0.2), dtype=BF16),
     PeakCase("dp", 1, 8, fields={"use_zero": 2} | table(bucket_cap_mb=0.2), dtype=BF16),
@@ -51,11 +57,24 @@ TABLES = [
 PIPELINES = [
     PeakCase("pp", num_microbatches=2),
     PeakCase("pp", num_microbatches=8),
-    PeakCase("pp", num_microbatches=4, recompute=BLOCKS, options={"stage_starts": ("transformer.h.2",)}),
-    PeakCase("pp", num_microbatches=8, fields={"use_zero": 1}),  # the tied embedding is split between its two stages
+    PeakCase(
+        "pp", num_microbatches=4, recompute=BLOCKS, options={"stage_starts": ("transformer.h.2",)}
+    ),
+    PeakCase(
+        "pp", num_microbatches=8, fields={"use_zero": 1}
+    ),  # the tied embedding is split between its two stages
     *(
-        PeakCase("pp", num_microbatches=4, options={"schedule": name, **({"chunks": 2} if chunks else {})})
-        for name, chunks in (("gpipe", False), ("1f1b_interleaved", True), ("zb_h1", False), ("zb_v", True))
+        PeakCase(
+            "pp",
+            num_microbatches=4,
+            options={"schedule": name, **({"chunks": 2} if chunks else {})},
+        )
+        for name, chunks in (
+            ("gpipe", False),
+            ("1f1b_interleaved", True),
+            ("zb_h1", False),
+            ("zb_v", True),
+        )
     ),
 ]
 MUON, ADAFACTOR = "zero_training:Muonlike", "Adafactor"
@@ -72,7 +91,14 @@ WHOLES_ON_FOUR = [
     PeakCase("tp", 2, 8, fields={"use_zero": 1}, optimizer=MUON),
     PeakCase("tp", 2, 8, fields={"use_zero": 2}, optimizer=ADAFACTOR),
     PeakCase("hybrid", num_microbatches=16, options={"num_stages": 2, "tp": 2}, optimizer=MUON),
-    PeakCase("hybrid", 0, 8, fields={"use_zero": 3}, options={"dp": 2, "num_stages": 1, "tp": 2}, optimizer=ADAFACTOR),
+    PeakCase(
+        "hybrid",
+        0,
+        8,
+        fields={"use_zero": 3},
+        options={"dp": 2, "num_stages": 1, "tp": 2},
+        optimizer=ADAFACTOR,
+    ),
 ]
 FOUR = [
     PeakCase("dp", 1, 2, fields={"use_zero": 2}),
@@ -100,7 +126,10 @@ def test_peaks_are_those_measured(tmp_path: Path, num_ranks: int, cases: list[Pe
         peaks = predicted(case, num_ranks)
         for rank in range(num_ranks):
             mine, theirs = peaks[rank % len(peaks)], measured[rank][number]
-            line = f"{case}, rank {rank}: predicted {mine}, measured {theirs} ({mine / theirs - 1:+.2%})"
+            line = (
+                f"{case}, rank {rank}: predicted {mine}, measured {theirs} "
+                f"({mine / theirs - 1:+.2%})"
+            )
             print(line)
             if abs(mine / theirs - 1) > 0.05:
                 wrong.append(line)
@@ -108,9 +137,15 @@ def test_peaks_are_those_measured(tmp_path: Path, num_ranks: int, cases: list[Pe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, WHOLES), (4, WHOLES_ON_FOUR)], ids=["two ranks", "four ranks"])
-def test_peaks_are_those_of_the_rank_that_owns_most(tmp_path: Path, num_ranks: int, cases: list[PeakCase]) -> None:
-    """Whole tensors of what the plan cuts, and their state, lie on their owners; microbatches are so small that they bind."""
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, WHOLES), (4, WHOLES_ON_FOUR)], ids=["two ranks", "four ranks"]
+)
+def test_peaks_are_those_of_the_rank_that_owns_most(
+    tmp_path: Path, num_ranks: int, cases: list[PeakCase]
+) -> None:
+    """Whole tensors of what the plan cuts, and their state, lie on their owners; microbatches are
+    so small that they bind.
+    """
     measured = run_processes(num_ranks, "peak_ranks:measure", str(tmp_path), cases)
     wrong = []
     for number, case in enumerate(cases):

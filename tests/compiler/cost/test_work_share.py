@@ -1,4 +1,6 @@
-"""Which part of one device's arithmetic ranks do, and that a compile says so where it is much more than their part."""
+"""Which part of one device's arithmetic ranks do, and that a compile says so where it is much more
+than their part.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright import parallelize
-from shardwright.compiler.cli import main
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.work_share import WorkShare
+from shardwright.frontend.cli.main import main
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -33,7 +35,10 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layers = nn.Linear(8, 8, bias=False), nn.ModuleList(Layer() for _ in range(2))
+        self.first, self.layers = (
+            nn.Linear(8, 8, bias=False),
+            nn.ModuleList(Layer() for _ in range(2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -55,25 +60,40 @@ def half(graph: Any, config: ComputeConfig) -> Any:
 
 def compiled_share(name: str, policy: str, **fields: Any) -> WorkShare:
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, **fields)
-    found = compile_graph(plans.zoo_traced(name), find_policy(policy).apply, config, policy_name=policy)
+    found = compile_graph(
+        plans.zoo_traced(name), find_policy(policy).apply, config, policy_name=policy
+    )
     assert found.work is not None
     return found.work
 
 
-@pytest.mark.parametrize(("policy", "name"), [("tp", "mlp"), ("data", "mlp"), ("tp", "mlp-uneven"), ("pp", "mlp")])
+@pytest.mark.parametrize(
+    ("policy", "name"), [("tp", "mlp"), ("data", "mlp"), ("tp", "mlp-uneven"), ("pp", "mlp")]
+)
 def test_an_even_plan(policy: str, name: str) -> None:
     """Uneven pieces and stages count with their mean."""
-    found = compiled_share(name, policy, pas_config={"num_microbatches": 2} if policy == "pp" else {})
+    found = compiled_share(
+        name, policy, pas_config={"num_microbatches": 2} if policy == "pp" else {}
+    )
     assert found == WorkShare(2, pytest.approx(0.5), ()) and not found.is_uneven
 
 
 def test_dp_is_exempt() -> None:
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2)
-    assert compile_graph(plans.zoo_traced("mlp"), find_policy("dp").apply, config, policy_name="dp").work is None
+    assert (
+        compile_graph(
+            plans.zoo_traced("mlp"), find_policy("dp").apply, config, policy_name="dp"
+        ).work
+        is None
+    )
 
 
-def test_ranks_that_do_more_than_their_part_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of five products one has no gradient of its input: 14 passes, of which 6 are whole on 2 ranks, so that each does 10."""
+def test_ranks_that_do_more_than_their_part_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of five products one has no gradient of its input: 14 passes, of which 6 are whole on 2
+    ranks, so that each does 10.
+    """
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
     with pytest.warns(UserWarning) as told:
         parallelize(Layers(), ARGS, half, config, gen_savedir=tmp_path, load_module=False)
@@ -86,4 +106,7 @@ def test_ranks_that_do_more_than_their_part_are_told(tmp_path: Path, capsys: pyt
     ]
     assert main(["inspect", str(next(tmp_path.rglob("manifest.json")).parent)]) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "work 0.71 of the arithmetic of one device on each of 2 ranks, 0.5 would be even layers.*.experts" in shown
+    assert (
+        "work 0.71 of the arithmetic of one device on each of 2 ranks, 0.5 would be even "
+        "layers.*.experts" in shown
+    )

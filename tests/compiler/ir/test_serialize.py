@@ -24,7 +24,9 @@ class Model(nn.Module):
         self.linear = nn.Linear(3, 3)
         self.inside = inside
 
-    def forward(self, x: Tensor, names: frozenset[str] = frozenset({"b", "a", "c"})) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, names: frozenset[str] = frozenset({"b", "a", "c"})
+    ) -> dict[str, Tensor]:
         return {"y": self.linear(x) * self.table * self.inside}
 
 
@@ -59,7 +61,23 @@ def test_source_lines_do_not_count() -> None:
 
 
 def test_literals_of_different_types_differ() -> None:
-    values = [1, 1.0, True, "1", None, (1,), {1: 1}, {1}, 1j, b"1", slice(1), range(1), torch.float32, RankDevice(), int]
+    values = [
+        1,
+        1.0,
+        True,
+        "1",
+        None,
+        (1,),
+        {1: 1},
+        {1},
+        1j,
+        b"1",
+        slice(1),
+        range(1),
+        torch.float32,
+        RankDevice(),
+        int,
+    ]
     values += [
         WhenTraining(1, 2),
         WhenTraining(2, 1),
@@ -86,5 +104,7 @@ print(digest(t.trace(t.Model([1, 2, 3]), {{"x": t.X}})))
 def test_the_same_in_every_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "12345"}
     command = [sys.executable, "-c", SCRIPT.format(folder=os.path.dirname(__file__))]
-    there = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+    there = subprocess.run(
+        command, env=env, check=True, capture_output=True, text=True
+    ).stdout.strip()
     assert there == digest(trace(Model([1, 2, 3]), {"x": X})) and len(there) == 64

@@ -1,6 +1,8 @@
-"""Every alias of the structural operators binds to the canonical one, whose source computes the same.
+"""Every alias of the structural operators binds to the canonical one, whose source computes the
+same.
 
-(The aliases of pointwise operators are tested beside their rules; aliases with arguments of their own beside theirs.)
+(The aliases of pointwise operators are tested beside their rules; aliases with arguments of their
+own beside theirs.)
 """
 
 from __future__ import annotations
@@ -98,12 +100,24 @@ OWN_ARGUMENTS: dict[Any, tuple[Any, ...]] = {
 
 def aliases() -> list[Any]:
     registry.load_tables()
-    tables = [f"shardwright.compiler.ops.tables.{name}" for name in ("shape", "joining", "positions", "indexing", "cast")]
+    tables = [
+        f"shardwright.compiler.ops.tables.{name}"
+        for name in ("shape", "joining", "positions", "indexing", "cast")
+    ]
     names = {name for name, opdef in registry.OPS.items() if opdef.rule.__module__ in tables}
-    names |= {"alias", "clone", "contiguous", "detach"}  # their rule is that of linear pointwise operators
+    names |= {
+        "alias",
+        "clone",
+        "contiguous",
+        "detach",
+    }  # their rule is that of linear pointwise operators
     assert names == SAMPLES.keys()
     # (there is no GPU to move to)
-    found = [(f, name) for f, (name, _) in registry.CALLABLES.items() if name in names and f is not torch.Tensor.cuda]
+    found = [
+        (f, name)
+        for f, (name, _) in registry.CALLABLES.items()
+        if name in names and f is not torch.Tensor.cuda
+    ]
     return [pytest.param(f, name, id=f"{name}:{split_check.title(f)}") for f, name in found]
 
 
@@ -115,7 +129,9 @@ def test_aliases(function: Callable[..., Any], name: str) -> None:
     op, *_ = split_check.trace(function, *copies(args))
     assert op.target == name
     tensors = iter(leaf for leaf in flat(args) if isinstance(leaf, torch.Tensor))
-    results = split_check.run(op, {value.name: tensor for value, tensor in zip(op.operands, tensors, strict=False)})
+    results = split_check.run(
+        op, {value.name: tensor for value, tensor in zip(op.operands, tensors, strict=False)}
+    )
     assert len(results) == len(expected)
     for result, reference in zip(results, expected, strict=True):
         assert result.dtype == reference.dtype

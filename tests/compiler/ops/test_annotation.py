@@ -14,9 +14,9 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.ir.value import IRValue, SourceLocation
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import annotation_text
 from shardwright.compiler.ops.grammar import parse
 from shardwright.compiler.ops.rule import FactorKind, OpRule
+from shardwright.compiler.ops.rule_builder import annotation_text
 from shardwright.runtime.errors import AnnotationError
 
 
@@ -29,7 +29,12 @@ def call(shapes: dict[str, Any], *results: tuple[Any, ...]) -> IROp:
         return IRValue(name, shape, torch.float64) if isinstance(shape, tuple) else shape
 
     args = tuple((name, value(name, shape)) for name, shape in shapes.items())
-    return IROp("op", "op", args, tuple(IRValue(f"y{i}", shape, torch.float64) for i, shape in enumerate(results)))
+    return IROp(
+        "op",
+        "op",
+        args,
+        tuple(IRValue(f"y{i}", shape, torch.float64) for i, shape in enumerate(results)),
+    )
 
 
 LINEAR = call({"input": (4, 6, 7), "weight": (5, 7), "bias": (5,)}, (4, 6, 5))
@@ -59,23 +64,42 @@ def test_factors_and_marks() -> None:
 def test_star() -> None:
     rule = parse_rule("* k+, n k, n -> * n", LINEAR)
     assert sizes(rule) == {"*0": 4, "*1": 6, "k": 7, "n": 5}
-    empty = parse_rule("* k+, n k, n -> * n", call({"input": (7,), "weight": (5, 7), "bias": (5,)}, (5,)))
+    empty = parse_rule(
+        "* k+, n k, n -> * n", call({"input": (7,), "weight": (5, 7), "bias": (5,)}, (5,))
+    )
     assert sizes(empty) == {"k": 7, "n": 5}
     assert kinds(parse_rule("*^ a -> * a", call({"x": (2, 3, 4)}, (2, 3, 4)))) == {
         "*0": FactorKind.FROZEN,
         "*1": FactorKind.FROZEN,
         "a": FactorKind.FREE,
     }
-    assert sizes(parse_rule("a *+ -> a", call({"x": (2, 3, 4)}, (2,)))) == {"a": 2, "*0": 3, "*1": 4}
+    assert sizes(parse_rule("a *+ -> a", call({"x": (2, 3, 4)}, (2,)))) == {
+        "a": 2,
+        "*0": 3,
+        "*1": 4,
+    }
 
 
 def test_products_take_the_size_that_is_left() -> None:
     heads = call({"x": (2, 12)}, (2, 3, 4))
     assert sizes(parse_rule("b (h d) -> b h d", heads)) == {"b": 2, "h": 3, "d": 4}
     grouped = call({"q": (2, 8, 6), "k": (2, 4, 6)}, (2, 8, 6))
-    assert sizes(parse_rule("b (g r) d, b g d -> b (g r) d", grouped)) == {"b": 2, "g": 4, "r": 2, "d": 6}
-    assert sizes(parse_rule("b (h=3 d) -> (d h) b", call({"x": (2, 12)}, (12, 2)))) == {"b": 2, "h": 3, "d": 4}
-    assert sizes(parse_rule("(a b c^) -> (a b)", call({"x": (24,)}, (12,)), sizes={"a": 4})) == {"a": 4, "b": 3, "c": 2}
+    assert sizes(parse_rule("b (g r) d, b g d -> b (g r) d", grouped)) == {
+        "b": 2,
+        "g": 4,
+        "r": 2,
+        "d": 6,
+    }
+    assert sizes(parse_rule("b (h=3 d) -> (d h) b", call({"x": (2, 12)}, (12, 2)))) == {
+        "b": 2,
+        "h": 3,
+        "d": 4,
+    }
+    assert sizes(parse_rule("(a b c^) -> (a b)", call({"x": (24,)}, (12,)), sizes={"a": 4})) == {
+        "a": 4,
+        "b": 3,
+        "c": 2,
+    }
 
 
 def test_segments() -> None:
@@ -95,9 +119,14 @@ def test_sizes_of_one_carry_no_factor() -> None:
 
 def test_symbolic_sizes() -> None:
     batch, seq = DynamicSize("batch", 32), DynamicSize("seq", 32)
-    rule = parse_rule("(b s) (h=3 d) -> b s h d", call({"x": (batch * seq, 12)}, (batch, seq, 3, 4)))
+    rule = parse_rule(
+        "(b s) (h=3 d) -> b s h d", call({"x": (batch * seq, 12)}, (batch, seq, 3, 4))
+    )
     assert sizes(rule) == {"b": batch, "s": seq, "h": 3, "d": 4}
-    assert sizes(parse_rule("(b s) -> b s", call({"x": (2 * seq,)}, (2, seq)))) == {"b": 2, "s": seq}
+    assert sizes(parse_rule("(b s) -> b s", call({"x": (2 * seq,)}, (2, seq)))) == {
+        "b": 2,
+        "s": seq,
+    }
     with pytest.raises(AnnotationError, match="dim 0 of x has size 2\\*seq, but b is seq"):
         parse_rule("b, b -> b", call({"y": (seq,), "x": (2 * seq,)}, (seq,)))
 
@@ -120,7 +149,9 @@ def test_terms_stand_for_parameters() -> None:
 
 
 def test_fields_of_the_rule() -> None:
-    rule = parse_rule("b s k+, n k, n -> b s n", LINEAR, additive=(2,), linear_sets=(frozenset({0, 2}),))
+    rule = parse_rule(
+        "b s k+, n k, n -> b s n", LINEAR, additive=(2,), linear_sets=(frozenset({0, 2}),)
+    )
     assert rule.additive == (2,)
     assert rule.linear_sets == (frozenset({0, 2}),)
 
@@ -136,11 +167,22 @@ def test_fields_of_the_rule() -> None:
             "  try:   write operands -> results, as in 'b k+, n k+ -> b n'",
         ),
         ("b $ -> b", "annotation: unexpected character '$'\n  why:   b $ -> b\n           ^"),
-        ("b ( -> b", "annotation: expected a name, '1', '(' or '*', found '->'\n  why:   b ( -> b\n             ^^"),
+        (
+            "b ( -> b",
+            "annotation: expected a name, '1', '(' or '*', found '->'\n  why:   b ( -> b\n   "
+            "          ^^",
+        ),
         ("b -> b -> b", "annotation: unexpected '->'\n  why:   b -> b -> b\n                ^^"),
-        ("* b * -> b", "annotation: '*' stands twice in one term\n  why:   * b * -> b\n             ^"),
+        (
+            "* b * -> b",
+            "annotation: '*' stands twice in one term\n  why:   * b * -> b\n             ^",
+        ),
         ("b[3 -> b", "annotation: expected '|' or ']'\n  why:   b[3 -> b\n             ^^"),
-        ("b[k] -> b", "annotation: expected the size of a segment, found 'k'\n  why:   b[k] -> b\n           ^"),
+        (
+            "b[k] -> b",
+            "annotation: expected the size of a segment, found 'k'\n  why:   b[k] -> b\n     "
+            "      ^",
+        ),
         (
             "b 3 -> b",
             "annotation: a dim of fixed size 3\n"
@@ -170,30 +212,63 @@ SHAPES = "         shapes: input [4, 6, 7], weight [5, 7], bias [5] -> [4, 6, 5]
         ),
         ("b s k+, k n, n -> b s n", "dim 0 of weight has size 5, but k is 7", (8, 1), None),
         ("b k+, n k, n -> b n", "input has 3 dims, the annotation 2", (0, 4), None),
-        ("b s k+, n k, n -> b s k", "k is marked + but every result has it", (4, 1), "leave the mark out"),
+        (
+            "b s k+, n k, n -> b s k",
+            "k is marked + but every result has it",
+            (4, 1),
+            "leave the mark out",
+        ),
         ("b s k+, n k^, n -> b s n", "k is marked both + and ^", (10, 1), None),
-        ("b s k+, 1 k, n -> b s n", "dim 0 of weight has size 5, but the dim as written is 1", (8, 3), None),
+        (
+            "b s k+, 1 k, n -> b s n",
+            "dim 0 of weight has size 5, but the dim as written is 1",
+            (8, 3),
+            None,
+        ),
         ("b s k+, n k -> b s n", "2 operand terms for 3 tensors", (0, 12), None),
         ("b s k+, n k, n, n -> b s n", "4 operand terms for 3 arguments", (16, 1), None),
         ("b s k+, n k, n -> b s n, n", "2 result terms for 1 results", (25, 1), None),
-        ("* k+, * a, n -> * n", "'*' stands for 1 dims of weight, but for 2 elsewhere", (6, 1), None),
+        (
+            "* k+, * a, n -> * n",
+            "'*' stands for 1 dims of weight, but for 2 elsewhere",
+            (6, 1),
+            None,
+        ),
         (
             "b s k+, (n m) k, (n m) -> b s (n m)",
             "the sizes of n and m do not follow from the shapes",
             (9, 1),
             "give sizes, as in (n=12 m)",
         ),
-        ("b s k+, (n=2 m) k, n -> b s (n m)", "dim 0 of weight has size 5, which 2 does not divide", (13, 1), None),
-        ("b s s, n s, n -> b s n", "s stands twice in input", (4, 1), "mark it s^, or name one of them anew"),
+        (
+            "b s k+, (n=2 m) k, n -> b s (n m)",
+            "dim 0 of weight has size 5, which 2 does not divide",
+            (13, 1),
+            None,
+        ),
+        (
+            "b s s, n s, n -> b s n",
+            "s stands twice in input",
+            (4, 1),
+            "mark it s^, or name one of them anew",
+        ),
         ("b s k+, n[2|2] k, n -> b s n", "dim 0 of weight has size 5, but n is 4", (8, 1), None),
         ("b s k+, n[2|3] k, n#2 -> b s n", "n has 2 segments", (18, 1), None),
     ],
 )
-def test_errors_of_the_fit(annotation: str, what: str, span: tuple[int, int], hint: str | None) -> None:
+def test_errors_of_the_fit(
+    annotation: str, what: str, span: tuple[int, int], hint: str | None
+) -> None:
     with pytest.raises(AnnotationError) as error:
         parse_rule(annotation, LINEAR)
     carets = " " * (9 + span[0]) + "^" * span[1]
-    lines = [f"annotation of op: {what}", f"  why:   {annotation}", carets, SHAPES, *([f"  try:   {hint}"] if hint else [])]
+    lines = [
+        f"annotation of op: {what}",
+        f"  why:   {annotation}",
+        carets,
+        SHAPES,
+        *([f"  try:   {hint}"] if hint else []),
+    ]
     assert str(error.value) == "\n".join(lines)
 
 

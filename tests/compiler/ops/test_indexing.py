@@ -14,7 +14,12 @@ ALL = slice(None)
 
 
 def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)), requires_grad=True)
+    return torch.randn(
+        shape,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(len(shape)),
+        requires_grad=True,
+    )
 
 
 def ints(*shape: int, below: int) -> torch.Tensor:
@@ -57,12 +62,16 @@ def test_getitem(index: Any, annotation: str) -> None:
 def test_tensors_apart_put_their_dims_in_front() -> None:
     op = split_check.check(T.__getitem__, rand(2, 4, 3, 5), (ALL, J, slice(0, 2), J))
     assert op.rule is not None
-    assert split_check.canonical(op.rule.annotation) == split_check.canonical("a b^ c^ d^, e, e -> e a f^")
+    assert split_check.canonical(op.rule.annotation) == split_check.canonical(
+        "a b^ c^ d^, e, e -> e a f^"
+    )
 
 
 def along(dim: int, size: int, *shape: int) -> torch.Tensor:
     """Places along ``dim`` that are all different, so that writes have no order."""
-    order = torch.rand(shape[:dim] + (size,) + shape[dim + 1 :], generator=torch.Generator().manual_seed(3)).argsort(dim)
+    order = torch.rand(
+        shape[:dim] + (size,) + shape[dim + 1 :], generator=torch.Generator().manual_seed(3)
+    ).argsort(dim)
     return order.narrow(dim, 0, shape[dim])
 
 
@@ -102,8 +111,12 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function, args, kwargs, annotation", CALLS, ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS])
-def test_calls(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], annotation: str) -> None:
+@pytest.mark.parametrize(
+    "function, args, kwargs, annotation", CALLS, ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS]
+)
+def test_calls(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], annotation: str
+) -> None:
     op = split_check.check(function, *args, **kwargs)
     assert op.rule is not None
     assert split_check.canonical(op.rule.annotation) == split_check.canonical(annotation)
@@ -118,6 +131,8 @@ def test_adding_writes_pass_partial_inputs_on() -> None:
 
 @pytest.mark.filterwarnings("ignore:The reduce argument")
 def test_scatter_with_a_reduction_has_no_gradient_and_is_not_linear() -> None:
-    op, *_ = split_check.trace(T.scatter, X.detach(), 1, along(1, 3, 4, 2, 5), rand(4, 2, 5).detach(), reduce="add")
+    op, *_ = split_check.trace(
+        T.scatter, X.detach(), 1, along(1, 3, 4, 2, 5), rand(4, 2, 5).detach(), reduce="add"
+    )
     assert op.rule is not None
     assert op.rule.linear_sets == ()

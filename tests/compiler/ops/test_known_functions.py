@@ -1,4 +1,6 @@
-"""Rules of autograd Functions of transformers: each is proved, and a model with one is split around it."""
+"""Rules of autograd Functions of transformers: each is proved, and a model with one is split around
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from shardwright.compiler.ops.prover import prove
 
 
 def rand(*shape: int) -> Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))) + 0.1
+    return (
+        torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+        + 0.1
+    )
 
 
 def chosen_experts() -> Tensor:
@@ -48,7 +53,9 @@ def known(path: str) -> Any:
 def test_rules_are_proved(path: str) -> None:
     for call in CALLS[path.rpartition(".")[2]]:
         report = prove(known(path), call)
-        assert report.ok and any(trial.name.startswith("split") for trial in report.trials), str(report)
+        assert report.ok and any(trial.name.startswith("split") for trial in report.trials), str(
+            report
+        )
 
 
 class Namesake(torch.autograd.Function):
@@ -70,12 +77,27 @@ def test_other_parameters_have_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bloom_is_split_around_its_activation(tmp_path: Path) -> None:
-    """Its GELU is a Function with a backward of its own. Two all-reduces a layer each way, as for any transformer."""
-    sizes = {"vocab_size": 32, "hidden_size": 16, "n_layer": 1, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    """Its GELU is a Function with a backward of its own. Two all-reduces a layer each way, as for
+    any transformer.
+    """
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "n_layer": 1,
+        "n_head": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     make = zoo.hf("BloomForCausalLM", "BloomConfig", **zoo.NO_SPECIAL_TOKENS, **sizes)
     entry = zoo.ZooModel("bloom", make, zoo.causal_lm(32))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*no rule.*")
-        compiled, _ = plans.check_policy(entry.build(), entry.inputs(), "tp", 2, tmp_path, outputs="loss")
+        compiled, _ = plans.check_policy(
+            entry.build(), entry.inputs(), "tp", 2, tmp_path, outputs="loss"
+        )
     kinds = [a.step.kind for a in compiled.program.adapters()]
-    assert (kinds.count("all_reduce"), kinds.count("grad_all_reduce"), kinds.count("all_gather")) == (3, 3, 0)
+    assert (
+        kinds.count("all_reduce"),
+        kinds.count("grad_all_reduce"),
+        kinds.count("all_gather"),
+    ) == (3, 3, 0)

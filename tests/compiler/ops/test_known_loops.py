@@ -1,4 +1,6 @@
-"""Rules of library functions that loop over time steps: each is proved, and a model with one compiles as fast as it is long."""
+"""Rules of library functions that loop over time steps: each is proved, and a model with one
+compiles as fast as it is long.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,44 @@ BATCH, STEPS, HEADS, KEY, VALUE = 4, 5, 3, 2, 6
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))) + 0.1
+    return (
+        torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+        + 0.1
+    )
 
 
 def scanned(**options: Any) -> dict[str, Any]:
     x, b = draw(BATCH, VALUE, STEPS), draw(BATCH, KEY, STEPS)
-    arguments = {"hidden_states": x, "dt": draw(BATCH, VALUE, STEPS), "A": -draw(VALUE, KEY), "B": b, "C": draw(*b.shape)}
+    arguments = {
+        "hidden_states": x,
+        "dt": draw(BATCH, VALUE, STEPS),
+        "A": -draw(VALUE, KEY),
+        "B": b,
+        "C": draw(*b.shape),
+    }
     return {**arguments, **options}
 
 
 def ruled(value_heads: int = HEADS, decays: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
     keys, values = (BATCH, STEPS, HEADS, KEY), (BATCH, STEPS, value_heads, VALUE)
-    arguments = {"query": draw(*keys), "key": draw(*keys), "value": draw(*values), "g": -draw(*values[:3], *decays)}
+    arguments = {
+        "query": draw(*keys),
+        "key": draw(*keys),
+        "value": draw(*values),
+        "g": -draw(*values[:3], *decays),
+    }
     return {**arguments, "beta": draw(*values[:3]), **options}
 
 
 def attended(**options: Any) -> dict[str, Any]:
     key = (BATCH, STEPS, VALUE)
-    return {"time_decay": draw(VALUE), "time_first": draw(VALUE), "key": draw(*key), "value": draw(*key), **options}
+    return {
+        "time_decay": draw(VALUE),
+        "time_first": draw(VALUE),
+        "key": draw(*key),
+        "value": draw(*key),
+        **options,
+    }
 
 
 def recurred(**options: Any) -> dict[str, Any]:
@@ -65,20 +87,40 @@ def recurred(**options: Any) -> dict[str, Any]:
 
 
 STATE = {"initial_state": draw(BATCH, HEADS, KEY, VALUE), "output_final_state": True}
-GATED = {"D": draw(VALUE), "z": draw(BATCH, VALUE, STEPS), "delta_bias": draw(VALUE), "delta_softplus": True}
+GATED = {
+    "D": draw(VALUE),
+    "z": draw(BATCH, VALUE, STEPS),
+    "delta_bias": draw(VALUE),
+    "delta_softplus": True,
+}
 CALLS: dict[str, list[dict[str, Any]]] = {
     "mamba_selective_scan": [scanned(), scanned(**GATED, return_last_state=True)],
-    "torch_chunk_gated_delta_rule": [ruled(chunk_size=2), ruled(2 * HEADS, use_qk_l2norm_in_kernel=True), ruled(**STATE)],
+    "torch_chunk_gated_delta_rule": [
+        ruled(chunk_size=2),
+        ruled(2 * HEADS, use_qk_l2norm_in_kernel=True),
+        ruled(**STATE),
+    ],
     "torch_recurrent_gated_delta_rule": [ruled(), ruled(2 * HEADS), ruled(**STATE)],
-    "chunk_kimi_delta_attention": [ruled(decays=(KEY,), chunk_size=2), ruled(decays=(KEY,), chunk_size=4, **STATE)],
+    "chunk_kimi_delta_attention": [
+        ruled(decays=(KEY,), chunk_size=2),
+        ruled(decays=(KEY,), chunk_size=4, **STATE),
+    ],
     "rwkv_linear_attention": [attended(), attended(return_state=True)],
     "RecurrentGemmaRglru._rnn_scan": [recurred(), recurred(recurrent_states=draw(BATCH, VALUE))],
 }
 
 
 def griffin() -> nn.Module:
-    sizes = {"vocab_size": 8, "hidden_size": 8, "lru_width": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    return transformers.RecurrentGemmaModel(transformers.RecurrentGemmaConfig(**sizes, intermediate_size=8, pad_token_id=0))
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "lru_width": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
+    return transformers.RecurrentGemmaModel(
+        transformers.RecurrentGemmaConfig(**sizes, intermediate_size=8, pad_token_id=0)
+    )
 
 
 def library_function(path: str, home: str) -> Any:
@@ -110,7 +152,9 @@ def test_rules_are_proved(path: str) -> None:
 
 
 def mamba(num_tokens: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.MambaConfig(vocab_size=32, hidden_size=12, state_size=4, num_hidden_layers=2)
+    config = transformers.MambaConfig(
+        vocab_size=32, hidden_size=12, state_size=4, num_hidden_layers=2
+    )
     with torch.device("meta"):
         model = transformers.MambaForCausalLM(config)
     return model, {"input_ids": torch.zeros(2, num_tokens, dtype=torch.int64)}
@@ -140,19 +184,42 @@ def of_library(function: Any) -> Any:
 
 def test_function_of_another_version_is_traced_through() -> None:
     def more(
-        time_decay: Any, time_first: Any, key: Any, value: Any, mask: Any, state: Any = None, return_state: bool = False
+        time_decay: Any,
+        time_first: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        state: Any = None,
+        return_state: bool = False,
     ) -> None: ...
-    def renamed(decay: Any, time_first: Any, key: Any, value: Any, state: Any = None, return_state: bool = False) -> None: ...
+    def renamed(
+        decay: Any,
+        time_first: Any,
+        key: Any,
+        value: Any,
+        state: Any = None,
+        return_state: bool = False,
+    ) -> None: ...
     def default(
-        time_decay: Any, time_first: Any, key: Any, value: Any, state: Any = None, return_state: bool = True
+        time_decay: Any,
+        time_first: Any,
+        key: Any,
+        value: Any,
+        state: Any = None,
+        return_state: bool = True,
     ) -> None: ...
     def known(
-        time_decay: Any, time_first: Any, key: Any, value: Any, state: Any = None, return_state: bool = False
+        time_decay: Any,
+        time_first: Any,
+        key: Any,
+        value: Any,
+        state: Any = None,
+        return_state: bool = False,
     ) -> None: ...
 
-    assert [known_loop(of_library(function)) is not None for function in (more, renamed, default, known)] == [False] * 3 + [
-        True
-    ]
+    assert [
+        known_loop(of_library(function)) is not None for function in (more, renamed, default, known)
+    ] == [False] * 3 + [True]
     known.__module__ = "my_project"
     assert known_loop(known) is None
 
@@ -174,7 +241,11 @@ def test_unrolled_loop_is_said() -> None:
         trace(Recurrence(128), {"x": torch.zeros(2, 128, 3)})
     text = str(next(w.message for w in caught if "unrolled" in str(w.message)))
     line = inspect.getsourcelines(Recurrence.forward)[1] + 3
-    assert f"test_known_loops.py:{line} runs" in text and "128 times in the model" in text and "register_op" in text
+    assert (
+        f"test_known_loops.py:{line} runs" in text
+        and "128 times in the model" in text
+        and "register_op" in text
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(Recurrence(100), {"x": torch.zeros(2, 128, 3)})

@@ -20,7 +20,11 @@ def test_torchs_functions_are_in_their_places(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "half", mine, raising=False)
     monkeypatch.setattr(torch, "relu", mine)
     with unpatched() as stand_ins:
-        assert torch.Tensor.float is torch._C.TensorBase.float and torch.relu is relu and torch.Tensor.half is half
+        assert (
+            torch.Tensor.float is torch._C.TensorBase.float
+            and torch.relu is relu
+            and torch.Tensor.half is half
+        )
         assert not stand_ins
     assert torch.Tensor.float is torch.Tensor.double and torch.relu is torch.Tensor.half is mine
 
@@ -29,7 +33,10 @@ def test_what_cannot_be_found_has_a_stand_in(monkeypatch):
     monkeypatch.setattr(F, "mse_loss", F.l1_loss)
     monkeypatch.setattr(torch, "save", mine)
     with unpatched() as stand_ins:
-        assert {stand_ins[F.mse_loss], stand_ins[torch.save]} == {"torch.nn.functional.mse_loss", "torch.save"}
+        assert {stand_ins[F.mse_loss], stand_ins[torch.save]} == {
+            "torch.nn.functional.mse_loss",
+            "torch.save",
+        }
     assert F.mse_loss is F.l1_loss and torch.save is mine
 
 
@@ -61,10 +68,13 @@ assert registry.CALLABLES[torch._C.TensorBase.float] != registry.CALLABLES[torch
 @pytest.mark.slow
 def test_the_tables_mean_what_torch_calls_so():
     """In a process of its own, as before a first compile; what no operator is may be anything."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "torch.nn.functional.mse_loss had been replaced before the first compile\n"
-        "  why:   the function of torch that stood there cannot be found: where it is called, its operator has no rule\n"
+        "  why:   the function of torch that stood there cannot be found: where it is "
+        "called, its operator has no rule\n"
         "  try:   import shardwright.compiler.ops.tables before it is replaced\n"
     )

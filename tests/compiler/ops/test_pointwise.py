@@ -1,4 +1,6 @@
-"""Pointwise operators: every split and every partial operand against the whole call; every alias against torch."""
+"""Pointwise operators: every split and every partial operand against the whole call; every alias
+against torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ T = torch.Tensor
 
 def rand(*shape: int) -> torch.Tensor:
     return (
-        torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))) * 0.8 + 0.1
+        torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+        * 0.8
+        + 0.1
     ).requires_grad_()
 
 
@@ -28,10 +32,13 @@ INTS = torch.arange(15).reshape(3, 5)
 
 
 @pytest.mark.parametrize(
-    "other", [X.detach() * 2, ROW, COLUMN, SCALAR, 2.0, 0], ids=["same", "row", "column", "scalar", "2", "0"]
+    "other",
+    [X.detach() * 2, ROW, COLUMN, SCALAR, 2.0, 0],
+    ids=["same", "row", "column", "scalar", "2", "0"],
 )
 @pytest.mark.parametrize(
-    "function", [torch.add, torch.sub, torch.mul, T.__rsub__, T.__radd__, torch.maximum, torch.lt, torch.pow]
+    "function",
+    [torch.add, torch.sub, torch.mul, T.__rsub__, T.__radd__, torch.maximum, torch.lt, torch.pow],
 )
 def test_binary(function: Callable[..., Any], other: Any) -> None:
     if function is torch.maximum:  # takes tensors only
@@ -90,13 +97,18 @@ def test_binary(function: Callable[..., Any], other: Any) -> None:
     ],
 )
 def test_calls(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    split_check.check(function, *(a.detach() if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+    split_check.check(
+        function, *(a.detach() if isinstance(a, torch.Tensor) else a for a in args), **kwargs
+    )
 
 
 SAMPLES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["bitwise_and", "bitwise_or", "bitwise_xor", "gcd", "lcm"], (INTS, INTS + 3)),
     **dict.fromkeys(["bitwise_left_shift", "bitwise_right_shift"], (INTS, INTS % 3)),
-    **dict.fromkeys(["eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"], (MASK, ~MASK)),
+    **dict.fromkeys(
+        ["eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"],
+        (MASK, ~MASK),
+    ),
     **dict.fromkeys(["bitwise_not", "logical_not"], (MASK,)),
     **dict.fromkeys(["real", "imag", "conj", "conj_physical"], (torch.complex(X, X).detach(),)),
     "acosh": (X + 1,),
@@ -139,9 +151,13 @@ def test_aliases(function: Callable[..., Any], name: str) -> None:
     assert op.target == name
     expected = [result.clone() for result in expected]
     for value in op.operands:  # an in-place alias has overwritten its operand
-        tensors[value.name].copy_(next(b for a, b in zip(args, before, strict=True) if a is tensors[value.name]))
+        tensors[value.name].copy_(
+            next(b for a, b in zip(args, before, strict=True) if a is tensors[value.name])
+        )
     results = split_check.run(op, {name: t.clone() for name, t in tensors.items()})
     for result, reference in zip(results, expected, strict=True):
         if not getattr(function, "__name__", "").endswith("_"):
             assert result.dtype == reference.dtype
-        torch.testing.assert_close(result.to(reference.dtype), reference, rtol=1e-15, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            result.to(reference.dtype), reference, rtol=1e-15, atol=0, equal_nan=True
+        )

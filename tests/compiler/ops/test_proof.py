@@ -1,4 +1,6 @@
-"""What register_op is told is proved when a model is compiled: once, on small calls, or refused in words."""
+"""What register_op is told is proved when a model is compiled: once, on small calls, or refused in
+words.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ import tried_ops
 import user_ops
 from torch import Tensor, nn
 
-from shardwright.compiler.api import parallelize
 from shardwright.compiler.ops import proof, registry
 from shardwright.compiler.ops.proof import prove_operators
 from shardwright.compiler.ops.register import UserOpDef, register_op
-from shardwright.compiler.ops.samples import Sample, sample_calls
+from shardwright.compiler.ops.sample_calls import Sample, sample_calls
 from shardwright.compiler.trace import trace
+from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import AnnotationError, ArgumentError, TraceError
 from shardwright.runtime.ranks.threads import run_ranks
@@ -42,7 +44,10 @@ class Model(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Any:
-        rest = [getattr(self, f"t{i}") if isinstance(arg, Tensor) else arg for i, arg in enumerate(self.rest)]
+        rest = [
+            getattr(self, f"t{i}") if isinstance(arg, Tensor) else arg
+            for i, arg in enumerate(self.rest)
+        ]
         return self.function(x * self.weight if x.is_floating_point() else x, *rest)
 
 
@@ -111,7 +116,10 @@ def test_what_is_right_is_proved(function: Any, args: tuple[Any, ...]) -> None:
     ],
 )
 def test_what_is_wrong_is_refused(function: Any, args: tuple[Any, ...], strategy: str) -> None:
-    with pytest.raises(AnnotationError, match=rf"ways to split a call differ from one device[\s\S]*\n +{strategy} over 2: "):
+    with pytest.raises(
+        AnnotationError,
+        match=rf"ways to split a call differ from one device[\s\S]*\n +{strategy} over 2: ",
+    ):
         proved(function, *args)
 
 
@@ -120,14 +128,21 @@ def test_what_is_wrong_is_refused(function: Any, args: tuple[Any, ...], strategy
     [
         (tried_ops.noisy, (X,), "the same call gives other results the second time"),
         (tried_ops.counting, (X,), "the same call gives other results the second time"),
-        (tried_ops.segment_sums_unhelped, (X, torch.tensor([0, 10, 40])), "the call raises ValueError: offsets end where x"),
+        (
+            tried_ops.segment_sums_unhelped,
+            (X, torch.tensor([0, 10, 40])),
+            "the call raises ValueError: offsets end where x",
+        ),
     ],
 )
 def test_what_cannot_be_tried_is_refused(function: Any, args: tuple[Any, ...], why: str) -> None:
     with pytest.raises(AnnotationError) as caught:
         proved(function, *args)
     text = str(caught.value)
-    assert f"the annotation of tried_ops.{function.__name__} cannot be proved\n" in text and why in text
+    assert (
+        f"the annotation of tried_ops.{function.__name__} cannot be proved\n" in text
+        and why in text
+    )
     assert "register_op(prove=False) takes the annotation on trust" in text
 
 
@@ -135,25 +150,35 @@ def test_the_words_for_a_wrong_annotation() -> None:
     with pytest.raises(AnnotationError) as caught:
         proved(user_ops.wrong_summed, torch.zeros(400, 640))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "the annotation of wrong.summed is wrong: 2 of 8 ways to split a call differ from one device"
+    assert (
+        lines[0]
+        == "the annotation of wrong.summed is wrong: 2 of 8 ways to split a call differ from "
+        "one device"
+    )
     assert lines[1].startswith(f"  where: {__file__}:")
     assert lines[2:4] == ["  why:   a b+ -> a", "         tried on x [4, 6]"]
     assert lines[4].startswith("         split:b over 2: result 0 is wrong by ")
     assert lines[-1] == (
-        "  try:   write b^, not b+, unless the result is the plain sum over pieces of b: a mean, a maximum or a norm "
+        "  try:   write b^, not b+, unless the result is the plain sum over pieces of b: a "
+        "mean, a maximum or a norm "
         "is not; parameters that are added to the sum, like a bias, go into additive=[...]"
     )
 
 
 def test_dynamic_sizes_are_tried_as_others_are() -> None:
     dims = {"x": {0: "batch", 1: "width"}}
-    assert len(proved(user_ops.affine, X, torch.zeros(30, 64), dynamic_dims={"x": {0: "batch"}})) == 1
+    assert (
+        len(proved(user_ops.affine, X, torch.zeros(30, 64), dynamic_dims={"x": {0: "batch"}})) == 1
+    )
     with pytest.raises(AnnotationError, match="tried on x \\[4, 6\\]"):
         proved(user_ops.wrong_summed, X, dynamic_dims=dims)
 
 
 def test_large_calls_become_small_ones() -> None:
-    graph = trace(Model(user_ops.affine, torch.empty(2**15, 2**14, device="meta")), {"x": torch.empty(8, 2**14)})
+    graph = trace(
+        Model(user_ops.affine, torch.empty(2**15, 2**14, device="meta")),
+        {"x": torch.empty(8, 2**14)},
+    )
     op = graph.ops[-1]
     opdef = registry.get(op.target)
     assert isinstance(opdef, UserOpDef)
@@ -165,7 +190,11 @@ def test_large_calls_become_small_ones() -> None:
 
 def test_numbers_that_are_all_alike_are_no_sample() -> None:
     """An input_gen made for profiling alone gives zeros: with them, anything would be right."""
-    (op,) = (op for op in trace(Model(user_ops.row_blocks, 4), {"x": X}).ops if op.target == "user_ops.row_blocks")
+    (op,) = (
+        op
+        for op in trace(Model(user_ops.row_blocks, 4), {"x": X}).ops
+        if op.target == "user_ops.row_blocks"
+    )
     opdef = registry.get(op.target)
     assert isinstance(opdef, UserOpDef)
     sample = next(sample_calls(op, opdef))
@@ -175,7 +204,9 @@ def test_numbers_that_are_all_alike_are_no_sample() -> None:
 
 def test_a_proof_that_takes_too_long_ends_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "LIMIT_S", -1.0)
-    with pytest.raises(AnnotationError, match=r"the annotation of user_ops.scaled could not be proved within -1 s"):
+    with pytest.raises(
+        AnnotationError, match=r"the annotation of user_ops.scaled could not be proved within -1 s"
+    ):
         proved(user_ops.scaled, torch.zeros(4, 6, 8), torch.zeros(8))
 
 
@@ -187,13 +218,19 @@ def test_the_global_generator_is_left_alone() -> None:
 
 @pytest.mark.parametrize("argument", [torch.relu, user_ops.plain, (1, lambda x: x)])
 def test_a_function_as_an_argument_is_refused_in_words(argument: Any) -> None:
-    with pytest.raises(TraceError, match="got an argument of type .*, which a graph cannot hold") as caught:
+    with pytest.raises(
+        TraceError, match="got an argument of type .*, which a graph cannot hold"
+    ) as caught:
         trace(Model(tried_ops.mapped, argument), {"x": X})
-    assert caught.value.hint is not None and caught.value.hint.startswith("register a function that calls it")
+    assert caught.value.hint is not None and caught.value.hint.startswith(
+        "register a function that calls it"
+    )
 
 
 def test_dynamic_sizes_as_arguments(tmp_path: Path) -> None:
-    """Sizes, expressions of them and tuples that hold them are arguments of registered functions like others."""
+    """Sizes, expressions of them and tuples that hold them are arguments of registered functions
+    like others.
+    """
 
     class Sized(nn.Module):
         def __init__(self) -> None:
@@ -214,7 +251,9 @@ def test_dynamic_sizes_as_arguments(tmp_path: Path) -> None:
         return [module(x=x).detach() for x in batches]
 
     for found in run_ranks(2, rank):
-        torch.testing.assert_close(found, [model(x).detach() for x in batches], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            found, [model(x).detach() for x in batches], rtol=1e-12, atol=1e-12
+        )
 
 
 # ---------------------------------------------------------------- in a compile
@@ -225,7 +264,15 @@ def compiled(folder: Path, function: Any, *rest: Any, ngpus: int = 2, **options:
         return graph.builder({"tp": config.plan_ngpus}).build()
 
     config = ComputeConfig(plan_ngpus=ngpus, runtime_ngpus=ngpus)
-    parallelize(Model(function, *rest), {"x": X}, policy, config, gen_savedir=folder, load_module=False, **options)
+    parallelize(
+        Model(function, *rest),
+        {"x": X},
+        policy,
+        config,
+        gen_savedir=folder,
+        load_module=False,
+        **options,
+    )
     (made,) = (path.parent for path in folder.rglob("manifest.json"))
     return made
 
@@ -241,7 +288,10 @@ def test_a_proof_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tried: list[str] = []
     monkeypatch.setattr(proof, "_prove", lambda op, opdef: tried.append(op.target))
     folder = compiled(tmp_path, tried_ops.logarithm)
-    assert tried == ["tried_ops.logarithm"] and len(json.loads((folder / "proofs.json").read_text())) == 1
+    assert (
+        tried == ["tried_ops.logarithm"]
+        and len(json.loads((folder / "proofs.json").read_text())) == 1
+    )
     monkeypatch.setattr(proof, "_proved", set())
     compiled(tmp_path, tried_ops.logarithm)
     compiled(tmp_path, tried_ops.logarithm, reuse="override")
@@ -252,7 +302,9 @@ def test_a_proof_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(tried) == 2
 
 
-def test_an_edited_function_is_proved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_function_is_proved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the program stays the same: it calls the function by its name."""
     compiled(tmp_path, tried_ops.edited)
     monkeypatch.setattr(tried_ops, "_inside", lambda x: x.softmax(-1))

@@ -1,4 +1,6 @@
-"""The prover accepts what is right and finds what is wrong: in results, in gradients, in shapes, in buffers."""
+"""The prover accepts what is right and finds what is wrong: in results, in gradients, in shapes, in
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from shardwright.runtime.errors import AnnotationError
 
 
 def rand(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 def altered(function: Any, change: Callable[[OpRule], OpRule]) -> OpDef:
@@ -51,25 +55,51 @@ IMAGE = rand(4, 6, 3)
 @pytest.mark.parametrize(
     ("entry", "args", "strategies"),
     [
-        (annotated(F.linear, "b k, n k+, n -> b n"), (X, W, B), {"split:k"}),  # the bias is added on every rank
-        (annotated(F.linear, "b k+, n k, n -> b n", additive=(2,), linear_sets=(frozenset({0}),)), (X, W, B), {"linear:0"}),
+        (
+            annotated(F.linear, "b k, n k+, n -> b n"),
+            (X, W, B),
+            {"split:k"},
+        ),  # the bias is added on every rank
+        (
+            annotated(
+                F.linear, "b k+, n k, n -> b n", additive=(2,), linear_sets=(frozenset({0}),)
+            ),
+            (X, W, B),
+            {"linear:0"},
+        ),
         (annotated(F.softmax, "b c -> b c"), (X, -1), {"split:c"}),
         (annotated(F.layer_norm, "b h, h, h -> b h"), (X, (6,), rand(6), rand(6)), {"split:h"}),
         (annotated(torch.mean, "b c+ -> b"), (X, 1), {"split:c"}),
         (annotated(torch.cumsum, "b c -> b c"), (X, 1), {"split:c"}),
         (annotated(torch.relu, "b c -> b c", linear_sets=(frozenset({0}),)), (X,), {"linear:0"}),
-        (annotated(torch.mul, "b c, b c -> b c", linear_sets=(frozenset({0, 1}),)), (X, X), {"linear:0"}),
+        (
+            annotated(torch.mul, "b c, b c -> b c", linear_sets=(frozenset({0, 1}),)),
+            (X, X),
+            {"linear:0"},
+        ),
         (annotated(torch.flip, "b c -> b c"), (X, (1,)), {"split:c"}),
         (annotated(torch.amax, "b c+ -> b"), (X, 1), {"split:c"}),
-        (annotated(F.group_norm, "n (g=3 c^) y^ -> n (g c) y"), (IMAGE, 3), {"split:g"}),  # num_groups is not localised
-        (annotated(F.embedding, "b s, v+ h -> b s h"), (torch.tensor([[0, 1], [4, 3]]), W), {"split:v"}),
+        (
+            annotated(F.group_norm, "n (g=3 c^) y^ -> n (g c) y"),
+            (IMAGE, 3),
+            {"split:g"},
+        ),  # num_groups is not localised
+        (
+            annotated(F.embedding, "b s, v+ h -> b s h"),
+            (torch.tensor([[0, 1], [4, 3]]), W),
+            {"split:v"},
+        ),
     ],
 )
-def test_wrong_annotations_are_found(entry: OpDef, args: tuple[Any, ...], strategies: set[str]) -> None:
+def test_wrong_annotations_are_found(
+    entry: OpDef, args: tuple[Any, ...], strategies: set[str]
+) -> None:
     assert wrong(prove(entry, args)) == strategies
 
 
-def placed(operands: tuple[str, ...] | None, results: tuple[str, ...] | None) -> Callable[[OpRule], OpRule]:
+def placed(
+    operands: tuple[str, ...] | None, results: tuple[str, ...] | None
+) -> Callable[[OpRule], OpRule]:
     def change(rule: OpRule) -> OpRule:
         assert rule.parallel is not None
         factors = {name: ParallelFactor(operands, results) for name in rule.parallel.factors}
@@ -85,7 +115,12 @@ def placed(operands: tuple[str, ...] | None, results: tuple[str, ...] | None) ->
         (torch.logsumexp, (X, 1), placed(None, ("G",)), {"split:r1"}),  # only gradients tell
         (torch.mean, (X, 1), lambda rule: replace(rule, parallel=wrong_count(rule)), {"split:r1"}),
         (F.embedding, (torch.tensor([[0, 1], [4, 3]]), W), placed(("R", "S"), ("R",)), {"split:v"}),
-        (F.batch_norm, (IMAGE, None, None, rand(6), rand(6), True), placed(("S", "R", "R"), ("S",)), {"split:n", "split:y0"}),
+        (
+            F.batch_norm,
+            (IMAGE, None, None, rand(6), rand(6), True),
+            placed(("S", "R", "R"), ("S",)),
+            {"split:n", "split:y0"},
+        ),
     ],
 )
 def test_wrong_placements_are_found(
@@ -100,7 +135,14 @@ def wrong_count(rule: OpRule) -> ParallelForm:
 
 
 def test_an_update_that_differs_between_ranks_is_found() -> None:
-    args = (IMAGE.clone().requires_grad_(), torch.zeros(6).double(), torch.ones(6).double(), None, None, True)
+    args = (
+        IMAGE.clone().requires_grad_(),
+        torch.zeros(6).double(),
+        torch.ones(6).double(),
+        None,
+        None,
+        True,
+    )
     assert prove(F.batch_norm, args).ok
     local = altered(F.batch_norm, lambda rule: replace(rule, parallel=None))
     report = prove(local, args)
@@ -119,7 +161,9 @@ def test_an_update_that_differs_between_ranks_is_found() -> None:
         (user_ops.WrongBackward, (X,), {"G"}),  # results are right: only gradients tell
     ],
 )
-def test_wrong_rules_of_users_are_found(function: Any, args: tuple[Any, ...], strategies: set[str]) -> None:
+def test_wrong_rules_of_users_are_found(
+    function: Any, args: tuple[Any, ...], strategies: set[str]
+) -> None:
     assert wrong(prove(function, args)) == strategies
 
 
@@ -151,12 +195,19 @@ def test_report_text() -> None:
 def test_a_function_without_a_rule() -> None:
     with pytest.raises(AnnotationError) as error:
         prove(torch.linalg.lu, (X,))
-    assert str(error.value) == "linalg_lu has no rule to prove\n  try:   give it one with shardwright.register_op"
+    assert (
+        str(error.value)
+        == "linalg_lu has no rule to prove\n  try:   give it one with shardwright.register_op"
+    )
 
 
 def test_a_rank_that_no_gradient_passes() -> None:
-    """What communicates above it in the backward would be left out there, and the other ranks would wait."""
-    opdef = OpDef("user_ops.forgetful", "x", "user_ops.forgetful", lambda op: parse_rule("b c -> b c", op))
+    """What communicates above it in the backward would be left out there, and the other ranks would
+    wait.
+    """
+    opdef = OpDef(
+        "user_ops.forgetful", "x", "user_ops.forgetful", lambda op: parse_rule("b c -> b c", op)
+    )
     report = prove(opdef, (X,), num_ranks=(2, 4))
     assert wrong(report) == {"split:b"} and [trial.mesh.size for trial in report.failures] == [4]
     assert "no gradient reaches x on rank 0 of 4" in str(report)

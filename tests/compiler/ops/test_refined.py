@@ -1,4 +1,6 @@
-"""Rules stay right when the dims of the model refine their factors into products: local arguments follow the references."""
+"""Rules stay right when the dims of the model refine their factors into products: local arguments
+follow the references.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ def halved(rule: OpRule) -> OpRule:
     factors = []
     for factor in rule.factors:
         if factor.name in even:
-            factors.append(replace(factor, name=f"{factor.name}.0", segments=tuple(size // 2 for size in factor.segments)))
+            factors.append(
+                replace(
+                    factor,
+                    name=f"{factor.name}.0",
+                    segments=tuple(size // 2 for size in factor.segments),
+                )
+            )
             factors.append(Factor(f"{factor.name}.1", (2,), factor.kind))
         else:
             factors.append(factor)
@@ -35,7 +43,9 @@ def halved(rule: OpRule) -> OpRule:
                 new
                 for ref in dim
                 for new in (
-                    (FactorRef(f"{ref.factor}.0", ref.segment), FactorRef(f"{ref.factor}.1")) if ref.factor in even else (ref,)
+                    (FactorRef(f"{ref.factor}.0", ref.segment), FactorRef(f"{ref.factor}.1"))
+                    if ref.factor in even
+                    else (ref,)
                 )
             )
             for dim in tensor
@@ -78,7 +88,9 @@ def test_refined(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     check_all(replace(op, rule=halved(op.rule)), tensors)
 
 
-@pytest.mark.parametrize("index, bounds", [(0, slice(None, 12)), (1, slice(12, 16)), (2, slice(16, None))])
+@pytest.mark.parametrize(
+    "index, bounds", [(0, slice(None, 12)), (1, slice(12, 16)), (2, slice(16, None))]
+)
 def test_refined_slices(index: int, bounds: slice) -> None:
     op, tensors, _ = split_check.trace(T.__getitem__, rand(3, 20), (slice(None), bounds))
     check_all(replace(op, rule=halved(segmented_slice_rule(op, (12, 4, 4), index))), tensors)
@@ -90,4 +102,6 @@ def check_all(op: Any, tensors: dict[str, torch.Tensor]) -> None:
         for size in (2, 3, 4):
             split_check.check_strategy(op, tensors, Mesh((("u", size),)), {"u": strategy})
         for other in strategies(op.rule):
-            split_check.check_strategy(op, tensors, Mesh((("u", 2), ("v", 2))), {"u": strategy, "v": other})
+            split_check.check_strategy(
+                op, tensors, Mesh((("u", 2), ("v", 2))), {"u": strategy, "v": other}
+            )

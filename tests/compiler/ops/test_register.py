@@ -1,4 +1,6 @@
-"""``register_op``: one operator in a trace, a call in the source, a rule that holds, and errors in words."""
+"""``register_op``: one operator in a trace, a call in the source, a rule that holds, and errors in
+words.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from shardwright.runtime.errors import AnnotationError, ConfigError, TraceError
 
 
 def rand(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 class Model(nn.Module):
     """Calls one function on its input and a parameter."""
 
-    def __init__(self, function: Any, *shapes: tuple[int, ...], rest: tuple[Any, ...] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, function: Any, *shapes: tuple[int, ...], rest: tuple[Any, ...] = (), **kwargs: Any
+    ) -> None:
         super().__init__()
         self.function, self.rest, self.kwargs = function, rest, kwargs
         self.weights = nn.ParameterList([rand(*shape) for shape in shapes])
@@ -39,7 +45,9 @@ class Model(nn.Module):
         return self.function(x, *self.weights, *self.rest, **self.kwargs)
 
 
-def traced(function: Any, x: Tensor, *shapes: tuple[int, ...], rest: tuple[Any, ...] = (), **kwargs: Any) -> IROp:
+def traced(
+    function: Any, x: Tensor, *shapes: tuple[int, ...], rest: tuple[Any, ...] = (), **kwargs: Any
+) -> IROp:
     """The only operator of the model's graph."""
     (op,) = trace(Model(function, *shapes, rest=rest, **kwargs), {"x": x}).ops
     return op
@@ -60,17 +68,54 @@ def doubled(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "args", "text", "names"),
     [
-        (user_ops.scaled, (rand(4, 6, 8), rand(8)), "user_ops.scaled(x, weights_0)", ["R", "G", "split:b", "split:s"]),
-        (user_ops.affine, (rand(4, 6), rand(5, 6)), None, ["R", "G", "split:b", "split:k", "split:n", "linear:0", "linear:1"]),
-        (clipped, (rand(4, 5, 6), rand(6)), "user_ops.Clipped.apply(x, weights_0, 0.5)", ["R", "split:*0", "split:*1"]),
+        (
+            user_ops.scaled,
+            (rand(4, 6, 8), rand(8)),
+            "user_ops.scaled(x, weights_0)",
+            ["R", "G", "split:b", "split:s"],
+        ),
+        (
+            user_ops.affine,
+            (rand(4, 6), rand(5, 6)),
+            None,
+            ["R", "G", "split:b", "split:k", "split:n", "linear:0", "linear:1"],
+        ),
+        (
+            clipped,
+            (rand(4, 5, 6), rand(6)),
+            "user_ops.Clipped.apply(x, weights_0, 0.5)",
+            ["R", "split:*0", "split:*1"],
+        ),
         (doubled, (rand(4, 5),), "user_ops.Doubled.apply(x)", ["R", "G", "split:*0", "split:*1"]),
-        (user_ops.tripled, (rand(4, 5),), "user_ops.tripled(x)", ["R", "G", "split:*0", "split:*1"]),
-        (user_ops.by_value, (rand(4, 5),), "user_ops.by_value(x)", ["R", "G", "split:n", "split:d"]),
-        (user_ops.scripted, (rand(4, 5),), "user_ops.scripted(x)", ["R", "G", "split:a", "split:b"]),
-        (user_ops.compiled, (rand(4, 5),), "user_ops.compiled(x)", ["R", "G", "split:a", "split:b"]),
+        (
+            user_ops.tripled,
+            (rand(4, 5),),
+            "user_ops.tripled(x)",
+            ["R", "G", "split:*0", "split:*1"],
+        ),
+        (
+            user_ops.by_value,
+            (rand(4, 5),),
+            "user_ops.by_value(x)",
+            ["R", "G", "split:n", "split:d"],
+        ),
+        (
+            user_ops.scripted,
+            (rand(4, 5),),
+            "user_ops.scripted(x)",
+            ["R", "G", "split:a", "split:b"],
+        ),
+        (
+            user_ops.compiled,
+            (rand(4, 5),),
+            "user_ops.compiled(x)",
+            ["R", "G", "split:a", "split:b"],
+        ),
     ],
 )
-def test_one_operator_in_a_trace(function: Any, args: tuple[Tensor, ...], text: str | None, names: list[str]) -> None:
+def test_one_operator_in_a_trace(
+    function: Any, args: tuple[Tensor, ...], text: str | None, names: list[str]
+) -> None:
     op = traced(function, args[0], *(tuple(arg.shape) for arg in args[1:]))
     opdef = registry.get(op.target)
     assert isinstance(opdef, UserOpDef)
@@ -121,9 +166,18 @@ def test_emitted_source() -> None:
 
 
 def test_arguments_left_at_their_defaults_are_not_written() -> None:
-    assert source(traced(user_ops.scaled, rand(4, 6, 8), (8,), eps=1e-6)) == "user_ops.scaled(x, weights_0)"
-    assert source(traced(user_ops.scaled, rand(4, 6, 8), (8,), eps=0.1)) == "user_ops.scaled(x, weights_0, eps=0.1)"
-    assert source(traced(user_ops.with_dtype, rand(4, 5))) == "user_ops.with_dtype(x, torch.float64, flip=False)"
+    assert (
+        source(traced(user_ops.scaled, rand(4, 6, 8), (8,), eps=1e-6))
+        == "user_ops.scaled(x, weights_0)"
+    )
+    assert (
+        source(traced(user_ops.scaled, rand(4, 6, 8), (8,), eps=0.1))
+        == "user_ops.scaled(x, weights_0, eps=0.1)"
+    )
+    assert (
+        source(traced(user_ops.with_dtype, rand(4, 5)))
+        == "user_ops.with_dtype(x, torch.float64, flip=False)"
+    )
 
 
 def test_functions_of_torch_without_a_rule() -> None:
@@ -174,7 +228,8 @@ def test_local_functions_cannot_be_imported() -> None:
     with pytest.raises(AnnotationError) as error:
         register_op("a -> a")(local)
     assert message(error) == (
-        "register_op: generated code cannot import test_local_functions_cannot_be_imported.<locals>.local\n"
+        "register_op: generated code cannot import "
+        "test_local_functions_cannot_be_imported.<locals>.local\n"
         "  why:   it has no name at the top level of a module\n"
         "  try:   move it to the top level of a module"
     )
@@ -195,7 +250,8 @@ def test_source_is_not_copied() -> None:
         register_op("a -> a", code_impl_pattern="source")
     assert message(error) == (
         "register_op: code_impl_pattern='source'\n"
-        "  why:   generated files import registered functions, so that there is one definition of each\n"
+        "  why:   generated files import registered functions, so that there is one "
+        "definition of each\n"
         "  try:   leave it out and keep the function at the top level of a module, or pass emit="
     )
 
@@ -206,7 +262,10 @@ def test_operators_of_torch_keep_their_rules() -> None:
     assert message(error) == "register_op: torch.relu has a rule already, as the operator 'relu'"
     with pytest.raises(AnnotationError) as error:
         register_op("a b -> a b", name="relu")(user_ops.plain)
-    assert message(error) == "register_op: there is an operator named 'relu' already\n  try:   pass another name="
+    assert (
+        message(error)
+        == "register_op: there is an operator named 'relu' already\n  try:   pass another name="
+    )
     assert type(registry.get("relu")) is not UserOpDef
 
 
@@ -245,6 +304,14 @@ def test_a_function_as_an_argument_is_refused_in_words() -> None:
         with pytest.raises(TraceError) as caught:
             traced(user_ops.applied, rand(4, 5), rest=(given,))
         what, where, *_, hint = str(caught.value).splitlines()
-        assert what == f"applied() got an argument of type {type(given).__name__}, which a graph cannot hold"
+        assert (
+            what
+            == f"applied() got an argument of type {type(given).__name__}, which a graph cannot "
+            "hold"
+        )
         assert "test_register.py:" in where
-        assert hint == "  try:   register a function that calls it with this one, or let it choose the function by a name"
+        assert (
+            hint
+            == "  try:   register a function that calls it with this one, or let it choose the "
+            "function by a name"
+        )

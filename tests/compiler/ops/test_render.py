@@ -96,23 +96,38 @@ def test_forms_of_calls() -> None:
     add = OpDef("add", "input, other, *, alpha=1", "+", lambda op: "")
     assert call(add, input=X, other=Y) == ("x + y", set())
     assert call(add, input=X, other=-1) == ("x + (-1)", set())
-    assert call(add, input=X, other=WhenTraining(1, 2)) == ("x + (1 if self.training else 2)", set())
+    assert call(add, input=X, other=WhenTraining(1, 2)) == (
+        "x + (1 if self.training else 2)",
+        set(),
+    )
     assert call(add, input=X, other=Y, alpha=2) == ("torch.add(x, y, alpha=2)", {"import torch"})
     assert call(OpDef("neg", "input", "-", lambda op: ""), input=X) == ("-x", set())
-    assert call(OpDef("view", "input, *shape", ".view", lambda op: ""), input=X, shape=(DynamicSize("b", 32), 6)) == (
+    assert call(
+        OpDef("view", "input, *shape", ".view", lambda op: ""),
+        input=X,
+        shape=(DynamicSize("b", 32), 6),
+    ) == (
         "x.view(b, 6)",
         set(),
     )
     cat = OpDef("cat", "tensors, dim=0", "torch.cat", lambda op: "")
     assert call(cat, tensors=(X, Y), dim=-1) == ("torch.cat((x, y), dim=-1)", {"import torch"})
     linear = OpDef("linear", "input, weight, bias=None", "F.linear", lambda op: "")
-    assert call(linear, input=X, weight=Y, bias=Y) == ("F.linear(x, y, y)", {"import torch.nn.functional as F"})
+    assert call(linear, input=X, weight=Y, bias=Y) == (
+        "F.linear(x, y, y)",
+        {"import torch.nn.functional as F"},
+    )
     index = OpDef("getitem", "input, index", "[]", lambda op: "")
     assert call(index, input=X, index=(slice(None), None)) == ("x[:, None]", set())
     to = OpDef("to", "input, dtype", ".to", lambda op: "")
     assert call(to, input=X, dtype=torch.float64) == ("x.to(torch.float64)", {"import torch"})
-    runtime = OpDef("setitem", "input, index", "shardwright.runtime.ops.indexing.setitem", lambda op: "")
-    assert call(runtime, input=X, index=(0,)) == ("setitem(x, (0,))", {"from shardwright.runtime.ops.indexing import setitem"})
+    runtime = OpDef(
+        "setitem", "input, index", "shardwright.runtime.ops.indexing.setitem", lambda op: ""
+    )
+    assert call(runtime, input=X, index=(0,)) == (
+        "setitem(x, (0,))",
+        {"from shardwright.runtime.ops.indexing import setitem"},
+    )
 
 
 def test_unregistered_functions_are_called_by_their_path() -> None:

@@ -1,6 +1,8 @@
-"""Every rule of the operator tables is proved on example calls: all strategies, on two and three ranks.
+"""Every rule of the operator tables is proved on example calls: all strategies, on two and three
+ranks.
 
-The calls are those that torch's dispatch reports, so the aliases and their arguments are tested along with the rules.
+The calls are those that torch's dispatch reports, so the aliases and their arguments are tested
+along with the rules.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ WITHOUT_EXAMPLE = {
 }
 
 CALLS = [
-    pytest.param(function, args, kwargs[0] if kwargs else {}, id=f"{group}-{getattr(function, '__name__', 'entry')}-{index}")
+    pytest.param(
+        function,
+        args,
+        kwargs[0] if kwargs else {},
+        id=f"{group}-{getattr(function, '__name__', 'entry')}-{index}",
+    )
     for group, calls in op_examples.EXAMPLES.items()
     for index, (function, args, *kwargs) in enumerate(calls)
 ]
@@ -40,15 +47,21 @@ class FirstCall(TorchFunctionMode):
 
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func.__name__ != "__get__":  # reading a property of a tensor
             self.call = self.call or (func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def dispatched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def dispatched(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The call as a trace sees it; entries of the registry and in-place methods as they are."""
-    if isinstance(function, OpDef) or (function.__name__[-1] == "_" and function.__name__[:2] != "__"):
+    if isinstance(function, OpDef) or (
+        function.__name__[-1] == "_" and function.__name__[:2] != "__"
+    ):
         return function, args, kwargs
     with torch.random.fork_rng(devices=[]), FirstCall() as mode:
         function(*args, **kwargs)
@@ -59,14 +72,21 @@ def dispatched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def skip_without_derivative(function: Any, args: tuple[Any, ...]) -> None:
     """Leave out a call that this version of torch cannot differentiate, where newer ones can."""
     if getattr(function, "__name__", "") in LATE_DERIVATIVES:
-        results = function(*(arg.detach().requires_grad_() if isinstance(arg, torch.Tensor) else arg for arg in args))
+        results = function(
+            *(
+                arg.detach().requires_grad_() if isinstance(arg, torch.Tensor) else arg
+                for arg in args
+            )
+        )
         try:
             (results if isinstance(results, torch.Tensor) else results[0]).sum().backward()
         except (NotImplementedError, RuntimeError) as error:
             pytest.skip(str(error))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, about broadcasting in losses and about beta functions
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch's own, about broadcasting in losses and about beta functions
 @pytest.mark.parametrize(("function", "args", "kwargs"), CALLS)
 def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     skip_without_derivative(function, args)
@@ -77,7 +97,9 @@ def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("function", "args", "kwargs"), CALLS)
-def test_rule_holds_on_two_axes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_rule_holds_on_two_axes(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if getattr(function, "__name__", "") == "grouped_mm":
         pytest.skip("torch's kernel takes only pieces of a multiple of 16 bytes")
     skip_without_derivative(function, args)
@@ -87,7 +109,11 @@ def test_rule_holds_on_two_axes(function: Any, args: tuple[Any, ...], kwargs: di
 
 def test_every_operator_has_an_example() -> None:
     registry.load_tables()
-    operators = {name for name, opdef in registry.OPS.items() if type(opdef) is OpDef and not name.startswith(RUNTIME)}
+    operators = {
+        name
+        for name, opdef in registry.OPS.items()
+        if type(opdef) is OpDef and not name.startswith(RUNTIME)
+    }
     shown = {found[0].name for call in CALLS if (found := registry.find(call.values[0]))}
     shown |= {call.values[0].name for call in CALLS if isinstance(call.values[0], OpDef)}
     assert operators - shown == set(WITHOUT_EXAMPLE)
@@ -98,10 +124,16 @@ MOST_DELICATE = ("losses", "norms", "attention")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "group", [pytest.param(g, marks=() if g in MOST_DELICATE else pytest.mark.slow) for g in op_examples.EXAMPLES]
+    "group",
+    [
+        pytest.param(g, marks=() if g in MOST_DELICATE else pytest.mark.slow)
+        for g in op_examples.EXAMPLES
+    ],
 )
 def test_more_ranks_than_elements(group: str) -> None:
-    """Pieces may be empty, unless the rule says that the function refuses them. Gradients pass through them."""
+    """Pieces may be empty, unless the rule says that the function refuses them. Gradients pass
+    through them.
+    """
     for function, args, *kwargs in op_examples.EXAMPLES[group]:
         if getattr(function, "__name__", "") == "grouped_mm":
             continue  # torch's kernel takes only pieces of a multiple of 16 bytes

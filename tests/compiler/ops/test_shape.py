@@ -1,4 +1,6 @@
-"""Views, permutations, expansion, joining, splitting, padding: every split against the whole call."""
+"""Views, permutations, expansion, joining, splitting, padding: every split against the whole
+call.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ T = torch.Tensor
 
 
 def rand(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)), requires_grad=True)
+    return torch.randn(
+        shape,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(len(shape)),
+        requires_grad=True,
+    )
 
 
 CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
@@ -60,9 +67,19 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (T.repeat_interleave, (rand(3, 2), 2), {"dim": 1}, "a b -> a (b c)"),
     (torch.repeat_interleave, (rand(3, 2), 2), {}, "a b -> (a b c)"),
     (torch.repeat_interleave, (rand(3, 2), torch.tensor([1, 0, 2]), 0), {}, "a^ b^, c^ -> d^ e^"),
-    (torch.meshgrid, (rand(3), rand(4), rand(2)), {"indexing": "ij"}, "a, b, c -> a b c, a b c, a b c"),
+    (
+        torch.meshgrid,
+        (rand(3), rand(4), rand(2)),
+        {"indexing": "ij"},
+        "a, b, c -> a b c, a b c, a b c",
+    ),
     (torch.meshgrid, ([rand(3), rand(4)],), {"indexing": "xy"}, "a, b -> b a, b a"),
-    (torch.cat, ([rand(2, 3), rand(2, 4), rand(2, 3)],), {"dim": -1}, "a b[3|4|3]#0, a b#1, a b#2 -> a b"),
+    (
+        torch.cat,
+        ([rand(2, 3), rand(2, 4), rand(2, 3)],),
+        {"dim": -1},
+        "a b[3|4|3]#0, a b#1, a b#2 -> a b",
+    ),
     (torch.concat, ((rand(2, 3), rand(1, 3)),), {}, "b[2|1]#0 a, b#1 a -> b a"),
     (torch.cat, ([rand(0), rand(2, 4)],), {"dim": 1}, "c^, a b -> a b"),
     (torch.stack, ([rand(2, 3), rand(2, 3)],), {"dim": 1}, "a b, a b -> a c^ b"),
@@ -101,8 +118,12 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("function, args, kwargs, annotation", CALLS, ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS])
-def test_calls(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], annotation: str) -> None:
+@pytest.mark.parametrize(
+    "function, args, kwargs, annotation", CALLS, ids=[f"{c[0].__name__}-{c[3]}" for c in CALLS]
+)
+def test_calls(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], annotation: str
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         op = split_check.check(function, *args, **kwargs)

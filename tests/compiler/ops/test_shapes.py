@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 
 from shardwright.compiler.ir.size import DynamicSize, Size
-from shardwright.compiler.ops.builder import RuleBuilder
 from shardwright.compiler.ops.rule import FactorKind
+from shardwright.compiler.ops.rule_builder import RuleBuilder
 from shardwright.compiler.ops.shapes import factorise, segmented_slice_rule, slice_of
 from shardwright.runtime.layout import Mesh
 
@@ -55,7 +55,9 @@ def test_factorise(old: Sequence[Size], new: Sequence[Size], expected: str) -> N
 @given(st.lists(st.integers(1, 4), max_size=4), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_factors_number_the_elements_alike(shape: list[int], random: Any) -> None:
-    """Every element has the same coordinates in terms of the factors that both shapes share, and frozen ones stay whole."""
+    """Every element has the same coordinates in terms of the factors that both shapes share, and
+    frozen ones stay whole.
+    """
     count = int(torch.tensor(shape).prod()) if shape else 1
     new, rest = [], count
     while rest > 1:
@@ -69,14 +71,21 @@ def test_factors_number_the_elements_alike(shape: list[int], random: Any) -> Non
 
     def coordinates(refs: Any) -> list[dict[str, int]]:
         names = [ref.factor for dim in refs for ref in dim]
-        grid = torch.cartesian_prod(*(torch.arange(sizes[name]) for name in names)) if names else torch.zeros(1, 0)
-        return [dict(zip(names, row, strict=True)) for row in grid.reshape(count, len(names)).tolist()]
+        grid = (
+            torch.cartesian_prod(*(torch.arange(sizes[name]) for name in names))
+            if names
+            else torch.zeros(1, 0)
+        )
+        return [
+            dict(zip(names, row, strict=True)) for row in grid.reshape(count, len(names)).tolist()
+        ]
 
     for left, right in zip(coordinates(old_refs), coordinates(new_refs), strict=True):
         assert all(left[name] == right[name] for name in free)
 
 
-# ------------------------------------------------------------------------------------------------ slices
+# ------------------------------------------------------------------------------------------------
+# slices
 
 X = torch.randn(3, 8, 5, dtype=torch.float64, requires_grad=True)
 

@@ -1,4 +1,6 @@
-"""What is kept of the answers about rules is of rules from which the same follows, and of no others."""
+"""What is kept of the answers about rules is of rules from which the same follows, and of no
+others.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,14 @@ def test_rules_that_say_the_same_have_one_form() -> None:
         lambda rule: {"additive": (0,)},
         lambda rule: {"linear_sets": ()},
         lambda rule: {"nonempty": not rule.nonempty},
-        lambda rule: {"factors": tuple(replace(f, segments=(60, *f.segments)) for f in rule.factors)},
-        lambda rule: {"parallel": ParallelForm("form", {rule.factors[0].name: ParallelFactor(anywhere=True)}, {})},
+        lambda rule: {
+            "factors": tuple(replace(f, segments=(60, *f.segments)) for f in rule.factors)
+        },
+        lambda rule: {
+            "parallel": ParallelForm(
+                "form", {rule.factors[0].name: ParallelFactor(anywhere=True)}, {}
+            )
+        },
     ],
 )
 def test_rules_that_say_something_else_have_another(changed) -> None:
@@ -53,10 +61,15 @@ def test_layouts_are_those_of_the_rule_and_the_names_of_the_axes() -> None:
     first = layouts(rule, split, MESH)
     assert layouts(replace(rule), split, MESH) == first
     assert layouts(rule, {"y": f"split:{name}"}, MESH) != first
-    longer = replace(rule, factors=tuple(replace(f, segments=(60,)) if f.name == name else f for f in rule.factors))
+    longer = replace(
+        rule,
+        factors=tuple(replace(f, segments=(60,)) if f.name == name else f for f in rule.factors),
+    )
     assert layouts(longer, split, MESH) != first
     given = ParallelForm("form", {name: ParallelFactor(operands=("R",) * len(rule.operands))}, {})
-    assert placements(replace(rule, parallel=given), f"split:{name}")[0] == ("R",) * len(rule.operands)
+    assert placements(replace(rule, parallel=given), f"split:{name}")[0] == ("R",) * len(
+        rule.operands
+    )
     assert "G" in strategies(rule) and "G" not in strategies(replace(rule, grad_linear=False))
 
 

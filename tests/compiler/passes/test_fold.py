@@ -1,4 +1,6 @@
-"""What constant folding computes while compiling, what it leaves alone, and that the numbers stay."""
+"""What constant folding computes while compiling, what it leaves alone, and that the numbers
+stay.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import zoo
 from torch import Tensor, nn
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.verify import verify as verify_graph
+from shardwright.compiler.ir.graph_grammar import verify as verify_graph
 from shardwright.compiler.passes import fold
 from shardwright.compiler.passes.fold import fold_constants
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 
 X = {"x": torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(2, 6, 4)}
 
@@ -44,23 +46,42 @@ def folded(module: nn.Module, inputs: dict[str, Any] = X, **options: Any) -> IRG
 def test_masks_and_tables_become_constants() -> None:
     graph = folded(Masked())
     assert [op.target for op in graph.ops] == [
-        *("linear", "linear", "transpose", "matmul", "add", "masked_fill", "softmax", "square", "mean")
+        *(
+            "linear",
+            "linear",
+            "transpose",
+            "matmul",
+            "add",
+            "masked_fill",
+            "softmax",
+            "square",
+            "mean",
+        )
     ]
     assert {value.name: tuple(tensor.shape) for value, tensor in graph.constants} == {
         "const_bias": (6, 6),
         "const_bitwise_not": (6, 6),
     }
     row = torch.arange(6)
-    expected = {"const_bias": -(row[:, None] - row).abs().double(), "const_bitwise_not": row[:, None] < row}
+    expected = {
+        "const_bias": -(row[:, None] - row).abs().double(),
+        "const_bitwise_not": row[:, None] < row,
+    }
     for value, tensor in graph.constants:
         assert torch.equal(tensor, expected[value.name])
 
 
 def test_large_results_stay_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask has 36 bytes, the bias 288: it is computed by the ranks, from the smaller constant it follows from."""
+    """The mask has 36 bytes, the bias 288: it is computed by the ranks, from the smaller constant
+    it follows from.
+    """
     monkeypatch.setattr(fold, "MAX_CONSTANT_BYTES", 48)
     graph = folded(Masked())
-    assert {value.name for value, _ in graph.constants} == {"const_bitwise_not", "const_positions", "const_getitem_1"}
+    assert {value.name for value, _ in graph.constants} == {
+        "const_bitwise_not",
+        "const_positions",
+        "const_getitem_1",
+    }
     assert {"sub", "abs", "to", "neg"} <= {op.target for op in graph.ops}
 
 

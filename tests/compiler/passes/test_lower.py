@@ -30,7 +30,11 @@ def adapters_of(program: Program, value: str) -> list[tuple[str, str]]:
 
 def operands_of(program: Program, op: str) -> list[str]:
     """The values an operator reads after adaptation."""
-    return next([v.name for v in i.op.operands] for i in program.body if isinstance(i, Compute) and i.op.name == op)
+    return next(
+        [v.name for v in i.op.operands]
+        for i in program.body
+        if isinstance(i, Compute) and i.op.name == op
+    )
 
 
 class Shared(nn.Module):
@@ -68,7 +72,9 @@ def test_one_adapter_serves_all_consumers_that_agree(tmp_path: Path) -> None:
 
 
 def sharded_then_both(graph, config):
-    """``first`` split over rows of the batch; ``a`` reads it whole with whole gradients, ``b`` and ``c`` with summands."""
+    """``first`` split over rows of the batch; ``a`` reads it whole with whole gradients, ``b`` and
+    ``c`` with summands.
+    """
     b = graph.builder(mesh={"tp": 2})
     for op in ("first", "hidden"):
         b.partition(op, "batch", "tp")
@@ -79,11 +85,20 @@ def test_a_slice_wanted_as_r_and_as_g_is_gathered_once(tmp_path: Path) -> None:
     """S -> G -> R: the gradients of both kinds of use go home in one reduce-scatter."""
     program = compiled_by(Shared(), sharded_then_both).program
     assert isinstance(program, Program)
-    assert adapters_of(program, "hidden") == [("all_gather", "S(0) -> G"), ("grad_keep_one", "G -> R")]
+    assert adapters_of(program, "hidden") == [
+        ("all_gather", "S(0) -> G"),
+        ("grad_keep_one", "G -> R"),
+    ]
     gathered, kept = (a for a in program.adapters() if a.of.name == "hidden")
     assert gathered.step.backward == "reduce_scatter" and kept.value.name == gathered.result.name
     _, outcome = plans.check_policy(Shared().double(), X, sharded_then_both, 2, tmp_path)
-    calls = Counter({(k.phase, k.collective): v.calls for k, v in outcome.traffic[0].items() if k.phase == "backward"})
+    calls = Counter(
+        {
+            (k.phase, k.collective): v.calls
+            for k, v in outcome.traffic[0].items()
+            if k.phase == "backward"
+        }
+    )
     assert calls["backward", "reduce_scatter"] == 1 and calls["backward", "all_gather"] == 0
 
 
@@ -91,7 +106,9 @@ def partial_then_both(graph, config):
     """``first`` leaves a sum over tp that ``a`` reads as R and ``b`` as G."""
     b = graph.builder(mesh={"tp": 2})
     (inner,) = [f.name for f in graph.op("first").rule.factors if f.kind.value == "+"]
-    return b.partition("first", inner, "tp").replicate("hidden", "tp", partial_gradient=True).build()
+    return (
+        b.partition("first", inner, "tp").replicate("hidden", "tp", partial_gradient=True).build()
+    )
 
 
 def test_a_sum_read_with_partial_gradients_is_reduced_both_ways() -> None:
@@ -132,28 +149,40 @@ def layouts_of(program: Program) -> dict[str, str]:
     """The layout of every value that an instruction makes."""
     made = {a.result.name: str(a.step.after) for a in program.adapters()}
     computed = (i for i in program.body if isinstance(i, Compute))
-    return made | {v.name: str(layout) for i in computed for v, layout in zip(i.op.results, i.layouts, strict=True)}
+    return made | {
+        v.name: str(layout)
+        for i in computed
+        for v, layout in zip(i.op.results, i.layouts, strict=True)
+    }
 
 
 @pytest.mark.parametrize(
     ("outputs", "gathered", "held"),
     [
         ("all", {"head", "sin"}, {"loss": "[]", "logits": "[4, 10]", "probe": "[4, 12]"}),
-        ({"logits": "sharded", "probe": "sharded"}, set(), {"loss": "[]", "logits": "[4, 10/tp]", "probe": "[4, 12/tp]"}),
+        (
+            {"logits": "sharded", "probe": "sharded"},
+            set(),
+            {"loss": "[]", "logits": "[4, 10/tp]", "probe": "[4, 12/tp]"},
+        ),
         ({"probe": "drop"}, {"head"}, {"loss": "[]", "logits": "[4, 10]"}),
         ({"logits": "sharded", "probe": "drop"}, set(), {"loss": "[]", "logits": "[4, 10/tp]"}),
         ("loss", set(), {"loss": "[]"}),
     ],
     ids=["all", "sharded", "drop one", "sharded and drop", "loss"],
 )
-def test_outputs_are_whole_by_default_and_cost_nothing_otherwise(outputs, gathered: set[str], held: dict[str, str]) -> None:
+def test_outputs_are_whole_by_default_and_cost_nothing_otherwise(
+    outputs, gathered: set[str], held: dict[str, str]
+) -> None:
     program = compiled_by(TwoResults(), follow_columns, outputs=outputs).program
     assert {a.of.name for a in program.adapters() if a.step.kind == "all_gather"} == gathered
     found = {path for path, value in program.output.leaves() if isinstance(value, IRValue)}
     layouts = layouts_of(program)
     assert {path: layouts[leaf(program, path).name] for path in found} == held
     names = {i.op.name for i in program.body if isinstance(i, Compute)}
-    assert ("probe" in names) == ("sin" in names) == ("probe" in held)  # what only a dropped output needed is gone
+    assert (
+        ("probe" in names) == ("sin" in names) == ("probe" in held)
+    )  # what only a dropped output needed is gone
 
 
 def test_an_output_in_a_layout_of_choice() -> None:
@@ -182,7 +211,10 @@ def test_buffers_that_are_updated_are_held_like_the_operand() -> None:
     program = compiled_by(WithNorm(), policy).program
     for name in ("running_mean", "running_var"):
         assert str(program.layout_of(f"norm.{name}")) == "[8/tp]"
-    assert str(program.layout_of("norm.weight")) == "[8/tp]" and str(program.layout_of("norm.num_batches_tracked")) == "[]"
+    assert (
+        str(program.layout_of("norm.weight")) == "[8/tp]"
+        and str(program.layout_of("norm.num_batches_tracked")) == "[]"
+    )
     assert not [a for a in program.adapters() if a.of.fqn and a.of.fqn.startswith("norm.")]
 
 
@@ -209,7 +241,8 @@ def test_updates_return_to_the_layout_the_buffer_is_held_in(tmp_path: Path) -> N
         plans.check_policy(Average().double(), X, plan, 2, tmp_path / held.replace("/", "-"))
 
 
-# --------------------------------------------------------------------------------------------------- best storage
+# ---------------------------------------------------------------------------------------------------
+# best storage
 
 
 def stored(model: nn.Module, policy, fqn: str, num_ranks: int = 2) -> str:
@@ -246,13 +279,19 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("num_split", [1, 2])
-def test_a_parameter_used_twice_is_held_for_the_cheaper_of_its_uses(num_split: int, tmp_path: Path) -> None:
-    """Split in both uses: no adapter. Split in the head only: one adapter from what is held to what the other use needs."""
+def test_a_parameter_used_twice_is_held_for_the_cheaper_of_its_uses(
+    num_split: int, tmp_path: Path
+) -> None:
+    """Split in both uses: no adapter. Split in the head only: one adapter from what is held to what
+    the other use needs.
+    """
 
     def policy(graph, config):
         b = graph.builder(mesh={"tp": 2})
         (rows,) = (c for c in graph.dims.classes if "table:0" in c.parameters)
-        return b.split(rows, "tp", where=lambda op: num_split == 2 or op.target != "embedding").build()
+        return b.split(
+            rows, "tp", where=lambda op: num_split == 2 or op.target != "embedding"
+        ).build()
 
     compiled, _ = plans.check_policy(Tied().double(), X, policy, 2, tmp_path)
     assert str(compiled.program.layout_of("table")) == "[8/tp, 6]"
@@ -273,7 +312,8 @@ def test_a_stored_layout_is_kept(tmp_path: Path) -> None:
     assert calls["forward", "all_gather"] == calls["backward", "reduce_scatter"] == 48
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------------
+# refusals
 
 
 def test_strategies_that_do_not_exist_are_refused() -> None:
@@ -281,7 +321,9 @@ def test_strategies_that_do_not_exist_are_refused() -> None:
     plan = plans.compile_with(graph, columns("a"), 2).plan
     with pytest.raises(PlanError, match="operator b .linear. cannot follow 'split:nope' over tp=2"):
         plans.compile_plan(graph, replace(plan, strategies={"b": {"tp": "split:nope"}}))
-    with pytest.raises(PlanError, match="operator b is given a strategy on axis 'dp', which the mesh does not have"):
+    with pytest.raises(
+        PlanError, match="operator b is given a strategy on axis 'dp', which the mesh does not have"
+    ):
         plans.compile_plan(graph, replace(plan, strategies={"b": {"dp": "R"}}))
 
 
@@ -290,6 +332,12 @@ def test_adapters_stand_right_before_their_first_use() -> None:
     for position, instruction in enumerate(program.body):
         if isinstance(instruction, Adapt):
             following = next((i for i in program.body[position:] if isinstance(i, Compute)), None)
-            readers = [i for i in program.body if isinstance(i, Compute) and instruction.result in i.op.operands]
-            chained = [i for i in program.body if isinstance(i, Adapt) and i.value == instruction.result]
+            readers = [
+                i
+                for i in program.body
+                if isinstance(i, Compute) and instruction.result in i.op.operands
+            ]
+            chained = [
+                i for i in program.body if isinstance(i, Adapt) and i.value == instruction.result
+            ]
             assert not readers or chained or following is readers[0]

@@ -15,7 +15,9 @@ from shardwright.runtime.config import ComputeConfig
 
 
 class Turned(nn.Module):
-    """Applies a function to transposed activations, which are back in order when they are viewed."""
+    """Applies a function to transposed activations, which are back in order when they are
+    viewed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +25,9 @@ class Turned(nn.Module):
         self.down = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x).transpose(1, 2)).transpose(1, 2)  # [B, S, H], as strided as up's result
+        hidden = F.gelu(self.up(x).transpose(1, 2)).transpose(
+            1, 2
+        )  # [B, S, H], as strided as up's result
         rows = hidden.view(-1, 8)
         return self.down(rows).view(2, -1).square().mean()
 
@@ -35,16 +39,25 @@ def cut_before_the_transpose(graph: PlannableGraph, config: ComputeConfig) -> Pl
 
 
 def targets(program: Program) -> dict[str, str]:
-    return {i.original.name: i.op.target for i in program.body if isinstance(i, Compute) and "view" in i.original.target}
+    return {
+        i.original.name: i.op.target
+        for i in program.body
+        if isinstance(i, Compute) and "view" in i.original.target
+    }
 
 
 INPUTS = {"x": torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(2, 3, 6)}
 
 
 def test_a_gather_between_two_transposes(tmp_path: Path) -> None:
-    compiled, _ = plans.check_policy(Turned().double(), INPUTS, cut_before_the_transpose, 2, tmp_path)
+    compiled, _ = plans.check_policy(
+        Turned().double(), INPUTS, cut_before_the_transpose, 2, tmp_path
+    )
     assert isinstance(compiled.program, Program)
-    assert targets(compiled.program) == {"rows": "reshape", "view": "view"}  # what the product makes is in order
+    assert targets(compiled.program) == {
+        "rows": "reshape",
+        "view": "view",
+    }  # what the product makes is in order
 
 
 def test_views_stay_views_where_nothing_is_moved() -> None:

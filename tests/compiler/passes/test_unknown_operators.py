@@ -54,16 +54,20 @@ def test_the_warning_stands_at_the_users_line():
     lines, start = inspect.getsourcelines(Norms.forward)
     assert (warning.filename, warning.lineno) == (__file__, start + 1) and "matrix_norm" in lines[1]
     assert str(warning.message) == (
-        "no rule for operator torch._C._linalg.linalg_matrix_norm: it runs replicated on every rank\n"
+        "no rule for operator torch._C._linalg.linalg_matrix_norm: it runs replicated on "
+        "every rank\n"
         f"  where: {__file__}:{start + 1} (top-level forward)\n"
         "  why:   operand shapes [(2, 3, 3)], result shapes [(2,)]\n"
-        "  try:   say which dims may be split: drop the ^ there, and write one letter for equal dims\n"
+        "  try:   say which dims may be split: drop the ^ there, and write one letter for "
+        "equal dims\n"
         "         import torch, shardwright\n"
         '         shardwright.register_op("a^ b^ c^ -> d^")(torch._C._linalg.linalg_matrix_norm)'
     )
 
 
-@pytest.mark.parametrize("module", [Norms(), Scaled(), Halves(), Doubled()], ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize(
+    "module", [Norms(), Scaled(), Halves(), Doubled()], ids=lambda module: type(module).__name__
+)
 def test_the_stub_works_when_pasted(module, registered):
     found = warnings_of(module)
     assert found

@@ -59,7 +59,9 @@ def with_step(program: Program, adapter: Adapt, **changes: object) -> Program:
 
 def compute(program: Program, path: str, target: str) -> Compute:
     return next(
-        i for i in program.body if isinstance(i, Compute) and i.original.module_path == path and i.original.target == target
+        i
+        for i in program.body
+        if isinstance(i, Compute) and i.original.module_path == path and i.original.target == target
     )
 
 
@@ -80,11 +82,16 @@ WRONG_BACKWARDS = {
 @pytest.mark.parametrize(("kind", "backward"), WRONG_BACKWARDS.items())
 def test_a_wrong_backward(kind: str, backward: str) -> None:
     program = program_of()
-    refused(with_step(program, first(program, kind), backward=backward), f"adapter {kind} of .* goes from")
+    refused(
+        with_step(program, first(program, kind), backward=backward),
+        f"adapter {kind} of .* goes from",
+    )
 
 
 def test_every_entry_of_the_table_is_told_from_every_other() -> None:
-    """No two kinds of adapter, and no two backwards of one kind, go between the same placements with the same backward."""
+    """No two kinds of adapter, and no two backwards of one kind, go between the same placements
+    with the same backward.
+    """
     assert len(set(TABLE.values())) == len(TABLE) == 13
     assert {(a, b) for a in "SRPG" for b in "SRPG" if a != b} - set(TABLE.values()) == set()
 
@@ -92,7 +99,10 @@ def test_every_entry_of_the_table_is_told_from_every_other() -> None:
 def test_another_kind_of_adapter() -> None:
     program = program_of()
     adapter = first(program, "all_reduce")
-    refused(with_step(program, adapter, kind="keep_one", backward="identity"), "adapter keep_one .* goes from P to R on tp")
+    refused(
+        with_step(program, adapter, kind="keep_one", backward="identity"),
+        "adapter keep_one .* goes from P to R on tp",
+    )
 
 
 def test_a_missing_adapter() -> None:
@@ -105,7 +115,10 @@ def test_a_missing_adapter() -> None:
             return adapter.value if value == adapter.result else value
 
         without = swapped(program, adapter)
-        body = tuple(replace(i, op=i.op.map_args(read_unadapted)) if isinstance(i, Compute) else i for i in without.body)
+        body = tuple(
+            replace(i, op=i.op.map_args(read_unadapted)) if isinstance(i, Compute) else i
+            for i in without.body
+        )
         refused(replace(without, body=body), f"needs {adapter.of.name} as .* and gets")
 
 
@@ -124,11 +137,15 @@ def test_a_wrong_axis() -> None:
 
 
 def test_an_adapter_over_several_axes() -> None:
-    """Each must go between the placements of the adapter, all others must stay; and what is cut along several is not joined."""
+    """Each must go between the placements of the adapter, all others must stay; and what is cut
+    along several is not joined.
+    """
     entry = zoo.get("mlp")
 
     def policy(graph, config):
-        return graph.builder(mesh={"a": 2, "b": 2}).split("hidden", "a").split("hidden", "b").build()
+        return (
+            graph.builder(mesh={"a": 2, "b": 2}).split("hidden", "a").split("hidden", "b").build()
+        )
 
     program = plans.compile_with(plans.traced(entry.build(), entry.inputs()), policy, 4).program
     adapter = first(program, "all_reduce")
@@ -136,9 +153,18 @@ def test_an_adapter_over_several_axes() -> None:
     refused(with_step(program, adapter, axes=("a",)), "on a changes b")
     refused(with_step(program, adapter, axes=("a", "a")), "cannot go over a and a")
     refused(with_step(program, adapter, axes=()), "cannot go over no axis")
-    refused(with_step(program, adapter, after=replace(adapter.step.after, partial=("b",))), "goes from P to P on b")
+    refused(
+        with_step(program, adapter, after=replace(adapter.step.after, partial=("b",))),
+        "goes from P to P on b",
+    )
     whole = Layout.whole(adapter.of.shape)
-    gather = {"kind": "all_gather", "backward": "slice", "dim": 0, "cut": CutSizes((4,)), "after": whole}
+    gather = {
+        "kind": "all_gather",
+        "backward": "slice",
+        "dim": 0,
+        "cut": CutSizes((4,)),
+        "after": whole,
+    }
     refused(with_step(program, adapter, **gather), "cannot go over a and b")
 
 
@@ -184,14 +210,19 @@ def test_a_layout_of_a_result_that_the_strategy_does_not_give() -> None:
     program = program_of()
     product = compute(program, "transformer.h.0.mlp.c_fc", "addmm")
     whole = (Layout.whole(product.original.results[0].shape),)
-    refused(swapped(program, product, replace(product, layouts=whole)), r"gives \[32, 64/tp\], not \[32, 64\]")
+    refused(
+        swapped(program, product, replace(product, layouts=whole)),
+        r"gives \[32, 64/tp\], not \[32, 64\]",
+    )
 
 
 def test_use_before_definition() -> None:
     program = program_of()
     body = list(program.body)
     position = next(
-        i for i, item in enumerate(body) if isinstance(item, Compute) and item.original.module_path == "transformer.ln_f"
+        i
+        for i, item in enumerate(body)
+        if isinstance(item, Compute) and item.original.module_path == "transformer.ln_f"
     )
     body[position], body[position + 1] = body[position + 1], body[position]
     refused(replace(program, body=tuple(body)), "is used before it is made")
@@ -210,7 +241,9 @@ def test_a_version_of_another_value() -> None:
     norm = compute(program, "transformer.h.0.ln_1", "layer_norm")
     weight, bias = norm.op.arg("weight"), norm.op.arg("bias")
     exchanged = replace(norm, op=norm.op.with_args(weight=bias, bias=weight))
-    refused(swapped(program, norm, exchanged), "transformer_h_0_ln_1 needs .*weight and gets .*bias")
+    refused(
+        swapped(program, norm, exchanged), "transformer_h_0_ln_1 needs .*weight and gets .*bias"
+    )
     adapter = first(program, "all_reduce")
     refused(swapped(program, adapter, replace(adapter, of=adapter.result)), "gets transformer_wte")
 
@@ -219,14 +252,26 @@ def test_parameters_stored_otherwise() -> None:
     program = program_of()
 
     def stored(change: Callable[[Layout], Layout], fqn: str) -> Program:
-        declarations = tuple(replace(d, layout=change(d.layout)) if d.value.fqn == fqn else d for d in program.declarations)
+        declarations = tuple(
+            replace(d, layout=change(d.layout)) if d.value.fqn == fqn else d
+            for d in program.declarations
+        )
         return replace(program, declarations=declarations)
 
     weight = "transformer.h.0.mlp.c_fc.weight"
-    refused(stored(lambda layout: Layout.whole(layout.shape), weight), r"needs .* as \[16, 64/tp\] G?.*and gets \[16, 64\]")
+    refused(
+        stored(lambda layout: Layout.whole(layout.shape), weight),
+        r"needs .* as \[16, 64/tp\] G?.*and gets \[16, 64\]",
+    )
     refused(stored(lambda layout: replace(layout, dims=layout.dims[::-1]), weight), "and gets")
-    refused(stored(lambda layout: replace(layout, partial=("tp",)), "transformer.ln_f.weight"), "stored partial")
-    refused(stored(lambda layout: replace(layout, grad_partial=("tp",)), "transformer.ln_f.weight"), r"and gets \[16\] G\(tp\)")
+    refused(
+        stored(lambda layout: replace(layout, partial=("tp",)), "transformer.ln_f.weight"),
+        "stored partial",
+    )
+    refused(
+        stored(lambda layout: replace(layout, grad_partial=("tp",)), "transformer.ln_f.weight"),
+        r"and gets \[16\] G\(tp\)",
+    )
 
 
 def test_inputs_given_otherwise() -> None:
@@ -258,16 +303,24 @@ def test_results_that_are_not_what_was_asked_for() -> None:
     logits = dict(program.graph.output.leaves())["logits"]
 
     def with_logits(tree: Tree) -> Tree:
-        children = tuple((key, replace(child, value=logits) if key == "logits" else child) for key, child in tree.children)
+        children = tuple(
+            (key, replace(child, value=logits) if key == "logits" else child)
+            for key, child in tree.children
+        )
         return replace(tree, children=children)
 
-    refused(replace(program, output=with_logits(program.output)), r"output 'logits' needs lm_head as \[4, 8, 32\] and gets")
+    refused(
+        replace(program, output=with_logits(program.output)),
+        r"output 'logits' needs lm_head as \[4, 8, 32\] and gets",
+    )
 
 
 def test_buffers_updated_with_something_else() -> None:
     program = program_of("resnet", "data")
     (before, after), (_, other), *rest = program.buffer_updates
-    refused(replace(program, buffer_updates=((before, other), *rest)), "buffer .* needs .* and gets")
+    refused(
+        replace(program, buffer_updates=((before, other), *rest)), "buffer .* needs .* and gets"
+    )
     assert after != other
 
 
@@ -285,10 +338,16 @@ def test_the_evaluation_body_is_verified_too() -> None:
     assert isinstance(program, Program) and program.eval_program is not None
     verify_program(program)
     adapter = first(program.eval_program, "all_reduce")
-    refused(replace(program, eval_program=with_step(program.eval_program, adapter, backward="all_reduce")), "goes from P to R")
+    refused(
+        replace(
+            program, eval_program=with_step(program.eval_program, adapter, backward="all_reduce")
+        ),
+        "goes from P to R",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ ZeRO-3
+# ------------------------------------------------------------------------------------------------------------
+# ZeRO-3
 
 
 @pytest.mark.parametrize(("policy", "num_ranks"), [("dp", 1), ("tp", 2), ("data", 2)])
@@ -296,10 +355,13 @@ def test_parameters_in_pieces_over_units(policy: str, num_ranks: int) -> None:
     program = zero_program(policy, num_ranks)
     verify_program(program)
     assert all(
-        (ZERO in d.layout.cut_axes) == (d.value.fqn is not None and len(d.value.shape) > 1) for d in program.declarations
+        (ZERO in d.layout.cut_axes) == (d.value.fqn is not None and len(d.value.shape) > 1)
+        for d in program.declarations
     )
     over_units = [a for a in program.adapters() if a.step.axis == ZERO]
-    assert {(a.step.kind, a.step.backward) for a in over_units} == {("all_gather", "reduce_scatter")}
+    assert {(a.step.kind, a.step.backward) for a in over_units} == {
+        ("all_gather", "reduce_scatter")
+    }
 
 
 def test_a_gradient_that_is_not_summed_over_units() -> None:
@@ -308,23 +370,34 @@ def test_a_gradient_that_is_not_summed_over_units() -> None:
     adapter = next(a for a in program.adapters() if a.step.axis == ZERO)
     after = replace(adapter.step.after, grad_partial=())
     refused(with_step(program, adapter, after=after, backward="slice"), "needs .* as .* and gets")
-    refused(with_step(program, adapter, backward="slice"), "adapter all_gather of .* goes from S to G on zero")
+    refused(
+        with_step(program, adapter, backward="slice"),
+        "adapter all_gather of .* goes from S to G on zero",
+    )
 
 
 def test_a_piece_in_the_place_of_the_weight() -> None:
     program = zero_program("dp", 1)
     adapter = next(a for a in program.adapters() if a.step.axis == ZERO)
-    reader = next(i for i in program.body if isinstance(i, Compute) and adapter.result in i.op.operands)
+    reader = next(
+        i for i in program.body if isinstance(i, Compute) and adapter.result in i.op.operands
+    )
     operands = {adapter.result: adapter.value}
-    op = reader.op.map_args(lambda leaf: operands.get(leaf, leaf) if isinstance(leaf, IRValue) else leaf)
+    op = reader.op.map_args(
+        lambda leaf: operands.get(leaf, leaf) if isinstance(leaf, IRValue) else leaf
+    )
     refused(swapped(program, reader, replace(reader, op=op)), "needs .* and gets")
 
 
 def test_nothing_but_parameters_lies_over_units() -> None:
     program = zero_program("dp", 1)
     wrong = tuple(
-        d if d.value.kind is ValueKind.PARAMETER else replace(d, layout=Layout.parse("[8/zero]")) for d in program.declarations
+        d if d.value.kind is ValueKind.PARAMETER else replace(d, layout=Layout.parse("[8/zero]"))
+        for d in program.declarations
     )
     buffer = IRValue("table", (8,), torch.float64, kind=ValueKind.BUFFER, fqn="table")
-    wrong = (*wrong, replace(program.declarations[0], value=buffer, layout=Layout.parse("[8/zero]")))
+    wrong = (
+        *wrong,
+        replace(program.declarations[0], value=buffer, layout=Layout.parse("[8/zero]")),
+    )
     refused(replace(program, declarations=wrong), "is no parameter and stored over units")

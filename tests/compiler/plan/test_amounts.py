@@ -29,4 +29,7 @@ def test_three_digits_and_the_fitting_multiple(value: float, unit: str, text: st
 
 
 def test_as_many_digits_as_asked_for() -> None:
-    assert amount(1.2345678, "s", digits=6) == "1.23457 s" and amount(999999.6e-6, "s", digits=6) == "1 s"
+    assert (
+        amount(1.2345678, "s", digits=6) == "1.23457 s"
+        and amount(999999.6e-6, "s", digits=6) == "1 s"
+    )

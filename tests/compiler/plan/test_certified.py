@@ -32,17 +32,23 @@ def found(mlp: PlannableGraph) -> dict[str, Any]:
     return plan.to_json()
 
 
-def loaded(data: dict[str, Any], graph: PlannableGraph, path: Path, num_ranks: int = 2, num_units: int = 1) -> Plan:
+def loaded(
+    data: dict[str, Any], graph: PlannableGraph, path: Path, num_ranks: int = 2, num_units: int = 1
+) -> Plan:
     (path / "plan.json").write_text(json.dumps(data))
     config = ComputeConfig(
-        plan_ngpus=num_ranks, runtime_ngpus=num_ranks * num_units, pas_config={"load_plan": str(path / "plan.json")}
+        plan_ngpus=num_ranks,
+        runtime_ngpus=num_ranks * num_units,
+        pas_config={"load_plan": str(path / "plan.json")},
     )
     plan = find_policy("saved").apply(graph, config)
     assert isinstance(plan, Plan)
     return plan
 
 
-def test_the_plan_that_was_found_keeps_it(found: dict[str, Any], mlp: PlannableGraph, tmp_path: Path) -> None:
+def test_the_plan_that_was_found_keeps_it(
+    found: dict[str, Any], mlp: PlannableGraph, tmp_path: Path
+) -> None:
     kept = loaded({**found, "dims": {}, "notes": []}, mlp, tmp_path).certificate
     assert kept is not None and kept.to_json() == found["certificate"]
 
@@ -53,7 +59,9 @@ def test_others_do_not(found: dict[str, Any], mlp: PlannableGraph, tmp_path: Pat
     assert loaded(found, mlp, tmp_path, num_ranks=4).certificate is None
     assert loaded(found, mlp, tmp_path, num_units=2).certificate is None
     first, *others = mlp.inputs
-    taller = replace(mlp, inputs=(replace(first, shape=(2 * first.shape[0], *first.shape[1:])), *others))
+    taller = replace(
+        mlp, inputs=(replace(first, shape=(2 * first.shape[0], *first.shape[1:])), *others)
+    )
     assert loaded(found, taller, tmp_path).certificate is None
     for change in ({"dtype": torch.bfloat16}, {"requires_grad": False}):
         other = replace(mlp, parameters=tuple(replace(value, **change) for value in mlp.parameters))

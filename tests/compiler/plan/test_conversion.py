@@ -1,4 +1,6 @@
-"""Conversions between random layouts, run with the real adapters on ranks that are threads: values and gradients."""
+"""Conversions between random layouts, run with the real adapters on ranks that are threads: values
+and gradients.
+"""
 
 import math
 import random
@@ -63,7 +65,11 @@ def number(size: object, groups: RankMesh) -> int:
 def cut_of(sizes: CutSizes | None, groups: RankMesh) -> Cut | None:
     if sizes is None:
         return None
-    return Cut(tuple(number(s, groups) for s in sizes.segments), number(sizes.outer, groups), number(sizes.inner, groups))
+    return Cut(
+        tuple(number(s, groups) for s in sizes.segments),
+        number(sizes.outer, groups),
+        number(sizes.inner, groups),
+    )
 
 
 def apply(step: AdapterStep, x: torch.Tensor, groups: RankMesh) -> torch.Tensor:
@@ -101,8 +107,12 @@ def run(source: Layout, target: Layout, mesh: Mesh) -> None:
         return y.detach(), x.grad
 
     results = run_ranks(mesh.size, rank)
-    torch.testing.assert_close(decode([y for y, _ in results], target, mesh), value, rtol=0, atol=1e-12)
-    torch.testing.assert_close(decode([g for _, g in results], dual(source), mesh), gradient, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        decode([y for y, _ in results], target, mesh), value, rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(
+        decode([g for _, g in results], dual(source), mesh), gradient, rtol=0, atol=1e-12
+    )
 
 
 def dual(layout: Layout) -> Layout:
@@ -128,7 +138,14 @@ def test_equal_cuts_written_differently_are_one_layout() -> None:
     heads = Layout(((atom(12, axes=("tp",)), atom(64)),))
     flat = Layout(((atom(768, axes=("tp",)),),))
     assert convert(heads, flat, mesh) == ()
-    assert convert(Layout(((atom(6, axes=("tp",)), atom(64)),)), Layout(((atom(384, axes=("tp",)),),)), mesh) != ()
+    assert (
+        convert(
+            Layout(((atom(6, axes=("tp",)), atom(64)),)),
+            Layout(((atom(384, axes=("tp",)),),)),
+            mesh,
+        )
+        != ()
+    )
 
 
 def test_the_order_of_axes_that_cut_one_element_does_not_matter() -> None:
@@ -142,28 +159,49 @@ def test_the_order_of_axes_that_cut_one_element_does_not_matter() -> None:
 def test_slices_come_before_collectives_and_gathers_last() -> None:
     mesh = Mesh.of({"dp": 2, "tp": 2})
     source = Layout(((atom(4, axes=("dp",)),), (atom(6),)), partial=("tp",))
-    assert [s.kind for s in convert(source, Layout(((atom(4),), (atom(6, axes=("tp",)),))), mesh)] == [
+    assert [
+        s.kind for s in convert(source, Layout(((atom(4),), (atom(6, axes=("tp",)),))), mesh)
+    ] == [
         "reduce_scatter",
         "all_gather",
     ]
-    assert [s.kind for s in convert(source, Layout.whole((4, 6)), mesh)] == ["all_reduce", "all_gather"]
+    assert [s.kind for s in convert(source, Layout.whole((4, 6)), mesh)] == [
+        "all_reduce",
+        "all_gather",
+    ]
 
 
 def test_a_sum_over_several_axes_is_one() -> None:
-    """Of the value over all axes on which it is P, and of the gradient over all on which that is to be G."""
+    """Of the value over all axes on which it is P, and of the gradient over all on which that is to
+    be G.
+    """
     mesh = Mesh.of({"a": 2, "b": 2, "c": 2})
 
-    def steps(source: tuple[str, str], target: tuple[str, str]) -> list[tuple[str, tuple[str, ...], str | None]]:
-        layouts = [Layout.whole((4, 6), partial=tuple(p), grad_partial=tuple(g)) for p, g in (source, target)]
+    def steps(
+        source: tuple[str, str], target: tuple[str, str]
+    ) -> list[tuple[str, tuple[str, ...], str | None]]:
+        layouts = [
+            Layout.whole((4, 6), partial=tuple(p), grad_partial=tuple(g))
+            for p, g in (source, target)
+        ]
         run(*layouts, mesh)
         return [(step.kind, step.axes, step.backward) for step in convert(*layouts, mesh)]
 
     assert steps(("ac", ""), ("", "")) == [("all_reduce", ("a", "c"), "identity")]
     assert steps(("ab", ""), ("", "ab")) == [("all_reduce", ("a", "b"), "all_reduce")]
     assert steps(("", ""), ("", "bc")) == [("grad_all_reduce", ("b", "c"), None)]
-    assert steps(("ab", ""), ("", "b")) == [("all_reduce", ("a", "b"), "identity"), ("grad_all_reduce", ("b",), None)]
-    assert steps(("a", ""), ("", "ab")) == [("all_reduce", ("a",), "identity"), ("grad_all_reduce", ("a", "b"), None)]
-    assert steps(("", "abc"), ("a", "")) == [("grad_keep_one", ("a", "b", "c"), None), ("keep_one", ("a",), "identity")]
+    assert steps(("ab", ""), ("", "b")) == [
+        ("all_reduce", ("a", "b"), "identity"),
+        ("grad_all_reduce", ("b",), None),
+    ]
+    assert steps(("a", ""), ("", "ab")) == [
+        ("all_reduce", ("a",), "identity"),
+        ("grad_all_reduce", ("a", "b"), None),
+    ]
+    assert steps(("", "abc"), ("a", "")) == [
+        ("grad_keep_one", ("a", "b", "c"), None),
+        ("keep_one", ("a",), "identity"),
+    ]
     assert steps(("", "ab"), ("ab", "")) == [("keep_one", ("a", "b"), "keep_one")]
     assert steps(("a", "b"), ("b", "a")) == [
         ("all_reduce", ("a",), "all_reduce"),
@@ -188,9 +226,15 @@ def test_dynamic_sizes_stay_expressions() -> None:
 
 def test_cost_of_a_step_is_ring_optimal() -> None:
     mesh = Mesh.of({"tp": 4})
-    (step,) = convert(Layout.whole((8, 4), partial=("tp",)), Layout.whole((8, 4), grad_partial=("tp",)), mesh)
+    (step,) = convert(
+        Layout.whole((8, 4), partial=("tp",)), Layout.whole((8, 4), grad_partial=("tp",)), mesh
+    )
     assert step_elements(step, mesh) == (2 * 3 / 4 * 32, 2 * 3 / 4 * 32)
-    (step,) = convert(Layout(((atom(8, axes=("tp",)),), (atom(4),))), Layout.whole((8, 4), grad_partial=("tp",)), mesh)
+    (step,) = convert(
+        Layout(((atom(8, axes=("tp",)),), (atom(4),))),
+        Layout.whole((8, 4), grad_partial=("tp",)),
+        mesh,
+    )
     assert step_elements(step, mesh) == (3 / 4 * 32, 3 / 4 * 32)
     assert math.isclose(sum(step_elements(step, mesh)), 48)
 
@@ -201,8 +245,14 @@ def test_many_random_conversions(seed: int) -> None:
     """Three axes, larger dims, all kinds of layouts."""
     rng = random.Random(seed)
     for _ in range(6):
-        mesh = Mesh.of(rng.choice([*MESHES, {"a": 2, "b": 3, "c": 2}, {"a": 3, "b": 2, "c": 2}, {"a": 5, "b": 2}]))
-        shape = tuple(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 18]) for _ in range(rng.randint(1, 3)))
+        mesh = Mesh.of(
+            rng.choice(
+                [*MESHES, {"a": 2, "b": 3, "c": 2}, {"a": 3, "b": 2, "c": 2}, {"a": 5, "b": 2}]
+            )
+        )
+        shape = tuple(
+            rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 18]) for _ in range(rng.randint(1, 3))
+        )
         source, target = random_layout(rng, shape, mesh), random_layout(rng, shape, mesh)
         try:
             run(source, target, mesh)

@@ -1,4 +1,6 @@
-"""A plan file edited by hand: what is said of an edit that makes it none. Files of all kinds of plans pass."""
+"""A plan file edited by hand: what is said of an edit that makes it none. Files of all kinds of
+plans pass.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import pytest
 from shardwright.compiler.plan.plan import Batch, Certificate, Note, Plan, StagePlan
 from shardwright.compiler.plan.plan_file import KEYS, check_plan_file
 from shardwright.policies.registry import find_policy
-from shardwright.policies.saved import read_plan_file
+from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
@@ -43,13 +45,17 @@ FULL = Plan(
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """So every field of a plan has its key here: a new one that is forgotten is refused as unknown."""
+    """So every field of a plan has its key here: a new one that is forgotten is refused as
+    unknown.
+    """
     assert all(getattr(FULL, field.name) for field in fields(Plan))
     path = tmp_path / "plan.json"
     path.write_text(FULL.dumps())
     assert read_plan_file(path) == FULL and set(FULL.to_json()) == set(KEYS)
     check_plan_file(json.loads(Plan(Mesh(())).dumps()))
-    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, pas_config={"num_stages": 2})
+    config = ComputeConfig(
+        plan_ngpus=4, runtime_ngpus=4, use_end2end=True, pas_config={"num_stages": 2}
+    )
     made = find_policy("hybrid").apply(plans.zoo_graph("mlp"), config)
     check_plan_file(json.loads((made if isinstance(made, Plan) else made.plan).dumps()))
 
@@ -66,7 +72,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ("strategies", {"up": {"tp": None}}, "strategies['up']['tp'] is None, not a text"),
         ("stored", {"up.weight": "[8/"}, "stored['up.weight']: the layout '[8/' does not parse"),
         ("stored", {"up.weight": 8}, "stored['up.weight'] is 8, not a layout"),
-        ("outputs", {"loss": "[3/tp/tp]"}, "outputs['loss']: the layout '[3/tp/tp]' uses the axis 'tp' twice"),
+        (
+            "outputs",
+            {"loss": "[3/tp/tp]"},
+            "outputs['loss']: the layout '[3/tp/tp]' uses the axis 'tp' twice",
+        ),
         ("recompute", "up", "recompute is 'up', not a list"),
         ("stages", [{"first_op": "", "mesh": {}}], "key 'ranks' is missing in stages[0]"),
         ("stages.0.ranks", [0, "1"], "stages[0].ranks[1] is '1', not a whole number from 0"),
@@ -77,9 +87,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_edits_that_make_it_no_plan(path: str, value: Any, why: str, tmp_path: Path) -> None:
     data = copy.deepcopy(FULL.to_json())
     *parents, last = path.split(".")
-    reduce(lambda node, key: node[int(key) if key.isdecimal() else key], parents, data)[last] = value
+    reduce(lambda node, key: node[int(key) if key.isdecimal() else key], parents, data)[last] = (
+        value
+    )
     file = tmp_path / "edited.json"
     file.write_text(json.dumps(data))
     with pytest.raises(PlanError) as caught:
         read_plan_file(file)
-    assert str(caught.value) == f"{file} holds no plan\n  why:   {why}\n  try:   compare it with the plan.json of a compile"
+    assert (
+        str(caught.value)
+        == f"{file} holds no plan\n  why:   {why}\n  try:   compare it with the plan.json of a "
+        "compile"
+    )

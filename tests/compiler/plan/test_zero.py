@@ -41,7 +41,10 @@ def test_the_first_dim_that_cuts_about_best(layout: str, expected: str) -> None:
 
 def test_several_axes_cut_one_dim() -> None:
     mesh = Mesh((("dp", 2), ("tp", 2))).over_units(3)
-    assert str(cut_further(Layout.parse("[768/tp, 64]"), ["dp", "zero"], mesh)) == "[768/tp/dp/zero, 64]"
+    assert (
+        str(cut_further(Layout.parse("[768/tp, 64]"), ["dp", "zero"], mesh))
+        == "[768/tp/dp/zero, 64]"
+    )
 
 
 def test_vectors_stay_whole_unless_they_are_large() -> None:
@@ -51,7 +54,9 @@ def test_vectors_stay_whole_unless_they_are_large() -> None:
 
 def program(policy: str, num_ranks: int, units: int, **options: object) -> Program:
     graph = plans.zoo_traced("gpt2")
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks * units, use_zero=3, **options)
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks * units, use_zero=3, **options
+    )
     found = compile_graph(graph, find_policy(policy).apply, config).program
     assert isinstance(found, Program)
     return found
@@ -62,7 +67,13 @@ def program(policy: str, num_ranks: int, units: int, **options: object) -> Progr
     [
         ("dp", 1, 4, "[16/zero, 64]", "[64]"),
         ("tp", 2, 2, "[16/zero, 64/tp]", "[64/tp]"),
-        ("data", 2, 1, "[16/dp, 64]", "[64] G(dp)"),  # one unit: over the ranks that split the batch
+        (
+            "data",
+            2,
+            1,
+            "[16/dp, 64]",
+            "[64] G(dp)",
+        ),  # one unit: over the ranks that split the batch
         ("data", 2, 2, "[16/dp/zero, 64]", "[64] G(dp)"),
     ],
 )
@@ -89,6 +100,7 @@ def test_the_name_of_the_axis_is_taken() -> None:
         compile_graph(graph, lambda g, c: g.builder(mesh={"zero": 2}).build(), config)
     assert str(error.value) == (
         "no axis of a plan's mesh is called 'zero'\n"
-        "  why:   the axis of that name runs over units: along it ZeRO-3 stores parameters in pieces\n"
+        "  why:   the axis of that name runs over units: along it ZeRO-3 stores parameters "
+        "in pieces\n"
         "  try:   give the axis another name"
     )

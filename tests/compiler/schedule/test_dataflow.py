@@ -15,14 +15,16 @@ from shardwright.runtime.errors import PlanError
             {1: [0]},
             [],
             "stage 0 cannot use what stage 1 produces\n"
-            "  why:   activations go from earlier to later stages, and there are 2, counted from 0\n"
+            "  why:   activations go from earlier to later stages, and there are 2, counted "
+            "from 0\n"
             "  try:   number the stages in the order in which the model runs them",
         ),
         (
             {0: [2]},
             [],
             "stage 2 cannot use what stage 0 produces\n"
-            "  why:   activations go from earlier to later stages, and there are 2, counted from 0\n"
+            "  why:   activations go from earlier to later stages, and there are 2, counted "
+            "from 0\n"
             "  try:   number the stages in the order in which the model runs them",
         ),
     ],

@@ -4,7 +4,7 @@ import pytest
 from schedules import schedules_of
 
 from shardwright.compiler.schedule.draw import draw_text
-from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -21,7 +21,8 @@ def test_text_as_wide_as_it_needs() -> None:
 
 def test_text_in_a_narrow_terminal() -> None:
     assert draw_text(simulate(generate("zb_h1", 2, 3)), width=30) == (
-        "rank 0 F F ··I W F I W I W\nrank 1 ··F I F I W F I W W\ntime 10, bubble 10.0% of it, most activations held: 2, 2\n"
+        "rank 0 F F ··I W F I W I W\nrank 1 ··F I F I W F I W W\ntime 10, bubble 10.0% of "
+        "it, most activations held: 2, 2\n"
     )
 
 

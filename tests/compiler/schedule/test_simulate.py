@@ -8,18 +8,23 @@ from hypothesis import strategies as st
 from schedules import dependencies, random_dataflow, random_schedule
 
 from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.generate import generate
-from shardwright.compiler.schedule.memory import held_together, peak_in_flight
-from shardwright.compiler.schedule.sharing import SharedMachines, Sharing
+from shardwright.compiler.schedule.live_microbatches import held_together, peak_in_flight
+from shardwright.compiler.schedule.published import generate
+from shardwright.compiler.schedule.shared_cores import SharedMachines, Sharing
 from shardwright.compiler.schedule.simulate import StageTimes, Timeline, simulate
 
 
 def rows(timeline: Timeline) -> list[str]:
-    return [" ".join(f"{span.action}@{span.start_s:g}-{span.end_s:g}" for span in spans) for spans in timeline.spans]
+    return [
+        " ".join(f"{span.action}@{span.start_s:g}-{span.end_s:g}" for span in spans)
+        for spans in timeline.spans
+    ]
 
 
 def test_two_ranks_by_hand() -> None:
-    """Unequal stages; activations travel for 2, gradients for 1: 0F1 ends at 2, arrives at 4, but 1B0 runs until 10."""
+    """Unequal stages; activations travel for 2, gradients for 1: 0F1 ends at 2, arrives at 4, but
+    1B0 runs until 10.
+    """
     times = [StageTimes(1, 2, 1), StageTimes(3, 2, 2)]
     timeline = simulate(generate("1f1b", 2, 2), times, {(0, 1): 2, (1, 0): 1})
     assert rows(timeline) == [
@@ -49,7 +54,10 @@ def test_stages_of_one_rank_hand_over_at_once() -> None:
 def test_skips_delay_only_those_who_use_them() -> None:
     """Without a link from stage 1, stage 2 waits for stage 0 alone."""
     timeline = simulate(
-        generate("infer_pipe", 3, 1), [StageTimes(1), StageTimes(5), StageTimes(1)], 0, Dataflow.of(3, {0: [1, 2]})
+        generate("infer_pipe", 3, 1),
+        [StageTimes(1), StageTimes(5), StageTimes(1)],
+        0,
+        Dataflow.of(3, {0: [1, 2]}),
     )
     assert rows(timeline) == ["0F0@0-1", "1F0@1-6", "2F0@1-2"]
 
@@ -60,7 +68,10 @@ def test_actions_start_as_soon_as_they_can_and_not_before(rng: Random) -> None:
     num_ranks = rng.randint(1, 4)
     dataflow = random_dataflow(rng, num_ranks + rng.randint(0, 3))
     schedule = random_schedule(rng, dataflow, num_ranks, rng.randint(1, 4))
-    times = [StageTimes(rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 4)) for _ in range(schedule.num_stages)]
+    times = [
+        StageTimes(rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 4))
+        for _ in range(schedule.num_stages)
+    ]
     transfer = rng.randint(0, 3)
     timeline = simulate(schedule, times, transfer, dataflow)
     spans = {span.action: span for row in timeline.spans for span in row}
@@ -69,7 +80,10 @@ def test_actions_start_as_soon_as_they_can_and_not_before(rng: Random) -> None:
         assert tuple(span.action for span in row) == schedule.actions[rank]
         free_s = 0.0
         for span in row:
-            there = [spans[need].end_s + transfer * (schedule.placement[need.stage] != rank) for need in needs[span.action]]
+            there = [
+                spans[need].end_s + transfer * (schedule.placement[need.stage] != rank)
+                for need in needs[span.action]
+            ]
             assert span.start_s == max([free_s, *there])
             assert span.end_s - span.start_s == times[span.action.stage].of(span.action.kind)
             free_s = span.end_s
@@ -105,19 +119,28 @@ def shared(num_ranks: int, num_cores: int, positions: list[list[int]]) -> Shared
 
 
 def test_two_ranks_on_one_core_by_hand() -> None:
-    """Times are those of two ranks at work; one alone takes half as long. While 1F0 and 0F1 both run, neither does."""
-    timeline = simulate(generate("infer_pipe", 2, 2), [StageTimes(2), StageTimes(6)], 0, machines=shared(2, 1, [[0], [1]]))
+    """Times are those of two ranks at work; one alone takes half as long. While 1F0 and 0F1 both
+    run, neither does.
+    """
+    timeline = simulate(
+        generate("infer_pipe", 2, 2),
+        [StageTimes(2), StageTimes(6)],
+        0,
+        machines=shared(2, 1, [[0], [1]]),
+    )
     assert rows(timeline) == ["0F0@0-1 0F1@1-3", "1F0@1-5 1F1@5-8"]
     assert timeline.makespan_s == (2 + 2 + 6 + 6) / 2  # the core is never free
 
 
 def test_ranks_that_wait_leave_no_core_unused_and_take_none() -> None:
-    """Four positions on two cores, an action takes a core a second. One microbatch leaves a core free all the time; of four
-    microbatches only the first action and the last one do.
+    """Four positions on two cores, an action takes a core a second. One microbatch leaves a core
+    free all the time; of four microbatches only the first action and the last one do.
     """
     machines = shared(4, 2, [[0], [1], [2], [3]])
     assert simulate(generate("infer_pipe", 4, 1), StageTimes(2), machines=machines).makespan_s == 4
-    assert simulate(generate("infer_pipe", 4, 4), StageTimes(2), machines=machines).makespan_s == pytest.approx((16 + 2) / 2)
+    assert simulate(
+        generate("infer_pipe", 4, 4), StageTimes(2), machines=machines
+    ).makespan_s == pytest.approx((16 + 2) / 2)
 
 
 def test_ranks_of_a_position_and_of_other_units_count_where_they_are() -> None:
@@ -125,7 +148,11 @@ def test_ranks_of_a_position_and_of_other_units_count_where_they_are() -> None:
     apart = SharedMachines.of(Sharing(2, 1), [[0, 1], [2, 3]], 4, 1)
     assert apart.beside == [[2, 0], [0, 2]] and apart.speeds([0, 1]) == [1.0, 1.0]
     units = SharedMachines.of(Sharing(4, 2), [[0], [1]], 2, 2)
-    assert units.beside == [[2, 2], [2, 2]] and units.speeds([0]) == [2.0] and units.speeds([0, 1]) == [1.0, 1.0]
+    assert (
+        units.beside == [[2, 2], [2, 2]]
+        and units.speeds([0]) == [2.0]
+        and units.speeds([0, 1]) == [1.0, 1.0]
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -134,12 +161,17 @@ def test_shared_cores_do_all_work_and_no_more_at_a_time(rng: Random) -> None:
     num_ranks = rng.randint(1, 4)
     dataflow = random_dataflow(rng, num_ranks + rng.randint(0, 3))
     schedule = random_schedule(rng, dataflow, num_ranks, rng.randint(1, 4))
-    times = [StageTimes(rng.randint(0, 4), rng.randint(0, 4), rng.randint(1, 4)) for _ in range(schedule.num_stages)]
+    times = [
+        StageTimes(rng.randint(0, 4), rng.randint(0, 4), rng.randint(1, 4))
+        for _ in range(schedule.num_stages)
+    ]
     transfer, num_cores = rng.randint(0, 3), rng.randint(1, num_ranks)
     alone = simulate(schedule, times, transfer, dataflow)
     machines = shared(num_ranks, num_cores, [[rank] for rank in range(num_ranks)])
     timeline = simulate(schedule, times, transfer, dataflow, machines)
-    assert [[s.action for s in row] for row in timeline.spans] == [[s.action for s in row] for row in alone.spans]
+    assert [[s.action for s in row] for row in timeline.spans] == [
+        [s.action for s in row] for row in alone.spans
+    ]
     work = sum(alone.busy_s)
     most = num_ranks / num_cores  # how much faster than with all at work a rank can be
     assert max(alone.makespan_s / most, work / num_ranks) <= timeline.makespan_s * (1 + 1e-9)

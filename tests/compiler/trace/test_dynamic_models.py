@@ -11,17 +11,29 @@ DYNAMIC = {path: {0: "batch", 1: "seq"} for path in ("input_ids", "labels")}
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-cache", "llama-padded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+    "name",
+    [
+        "gpt2-cache",
+        "llama-padded",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama")),
+    ],
 )
 def test_dynamic_batch_and_sequence(name: str) -> None:
-    """Equal but for the last digits: with sizes unknown, attention gets its causal mask as a tensor and another kernel."""
+    """Equal but for the last digits: with sizes unknown, attention gets its causal mask as a tensor
+    and another kernel.
+    """
     entry = zoo.get(name)
     inputs = entry.inputs()
     dims = DYNAMIC | ({"attention_mask": DYNAMIC["labels"]} if "attention_mask" in inputs else {})
     with float64_casts():
         model = entry.build()
         graph = traced(model, inputs, exact=False, dynamic_dims=dims)
-        assert {str(symbol) for value in graph.inputs for size in value.shape for symbol in size.free_symbols} == {
+        assert {
+            str(symbol)
+            for value in graph.inputs
+            for size in value.shape
+            for symbol in size.free_symbols
+        } == {
             "batch",
             "seq",
         }
@@ -41,5 +53,8 @@ def test_an_encoder_and_a_decoder_of_two_lengths() -> None:
     with float64_casts():
         model = entry.build()
         graph = traced(model, entry.inputs(), exact=False, dynamic_dims=dims)
-        assert [str(condition) for condition in graph.conditions] == ["Ne(target - 1, 1)", "target - 1 >= 2"]
+        assert [str(condition) for condition in graph.conditions] == [
+            "Ne(target - 1, 1)",
+            "target - 1 >= 2",
+        ]
         same_as_eager(graph, model, entry.inputs(batch=3, seq=11), exact=False)

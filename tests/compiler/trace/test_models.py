@@ -1,4 +1,6 @@
-"""Every model of the zoo: traced, executed operator by operator, bit-equal to eager in both modes."""
+"""Every model of the zoo: traced, executed operator by operator, bit-equal to eager in both
+modes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_dropout_draws_the_same_numbers() -> None:
     entry = zoo.get("gpt2")
     with float64_casts():
         graph = traced(entry.build(resid_pdrop=0.1, attn_pdrop=0.2, embd_pdrop=0.3), entry.inputs())
-    text = "\n".join(str(op.args) for op in graph.ops if "dropout" in op.target or "attention" in op.target)
+    text = "\n".join(
+        str(op.args) for op in graph.ops if "dropout" in op.target or "attention" in op.target
+    )
     assert "WhenTraining(train=0.2, eval=0.0)" in text
     assert "WhenTraining(train=True, eval=False)" in text
 
@@ -35,7 +39,9 @@ def test_the_digest_tells_graphs_apart() -> None:
     with float64_casts():
         model = entry.build()
         first = digest(trace(model, entry.inputs()))
-        assert digest(trace(entry.build(seed=3), entry.inputs(seed=4))) == first, "values of parameters and inputs do not count"
+        assert digest(trace(entry.build(seed=3), entry.inputs(seed=4))) == first, (
+            "values of parameters and inputs do not count"
+        )
         assert digest(trace(model, entry.inputs(batch=3))) != first
         model.up.weight.requires_grad_(False)
         assert digest(trace(model, entry.inputs())) != first
@@ -53,5 +59,8 @@ def test_a_meta_model_gives_the_same_graph() -> None:
 def test_inputs_on_meta() -> None:
     entry = zoo.get("gpt2")
     with float64_casts():
-        inputs = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in entry.inputs().items()}
+        inputs = {
+            name: x.to("meta") if isinstance(x, torch.Tensor) else x
+            for name, x in entry.inputs().items()
+        }
         assert digest(trace(entry.build(), inputs)) == digest(trace(entry.build(), entry.inputs()))

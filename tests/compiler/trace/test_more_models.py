@@ -1,4 +1,6 @@
-"""Models beyond the zoo: mixtures of experts, state spaces, convolutions with attention, recurrent networks."""
+"""Models beyond the zoo: mixtures of experts, state spaces, convolutions with attention, recurrent
+networks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
 GPT = {key: SMALL[key] for key in SMALL if key != "num_key_value_heads"}
-SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+SWIN = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "window_size": 4,
+}
 BART = {
     **TOKENS, "vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 0,
@@ -51,13 +60,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gemma2": (model("Gemma2ForCausalLM", "Gemma2Config", **SMALL, head_dim=4), LM),
     "phi3": (model("Phi3ForCausalLM", "Phi3Config", **SMALL), LM),
     "gpt-neox": (model("GPTNeoXForCausalLM", "GPTNeoXConfig", **GPT), LM),
-    "mamba": (model("MambaForCausalLM", "MambaConfig", vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2), LM),
-    "bart": (model("BartForConditionalGeneration", "BartConfig", **BART, max_position_embeddings=32), LM),
+    "mamba": (
+        model(
+            "MambaForCausalLM",
+            "MambaConfig",
+            vocab_size=64,
+            hidden_size=16,
+            state_size=4,
+            num_hidden_layers=2,
+        ),
+        LM,
+    ),
+    "bart": (
+        model("BartForConditionalGeneration", "BartConfig", **BART, max_position_embeddings=32),
+        LM,
+    ),
     "swin": (
         model("SwinForImageClassification", "SwinConfig", **SWIN),
         {"pixel_values": IMAGES, "labels": torch.tensor([0, 1])},
     ),
-    "lstm": (lambda: nn.LSTM(6, 5, 2, batch_first=True, dropout=0.1, bidirectional=True), {"input": IMAGES[0, :, :, :6]}),
+    "lstm": (
+        lambda: nn.LSTM(6, 5, 2, batch_first=True, dropout=0.1, bidirectional=True),
+        {"input": IMAGES[0, :, :, :6]},
+    ),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from tracing import traced
 
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 
 X = torch.randn(4, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -33,7 +33,11 @@ def error_of(function: object, **dims: object) -> str:
     state, weight = set(vars(module)), module.inner.weight
     with pytest.raises(TraceError) as caught:
         trace(module, {"x": X}, **dims)
-    assert set(vars(module)) == state and module.inner.weight is weight and type(weight) is nn.Parameter
+    assert (
+        set(vars(module)) == state
+        and module.inner.weight is weight
+        and type(weight) is nn.Parameter
+    )
     assert not isinstance(torch.nn.Module.__dict__.get("training"), property)
     return str(caught.value)
 
@@ -82,12 +86,21 @@ def to_numpy(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "name", "remedy"),
     [
-        (branches, "__bool__", "choose between results with torch.where, apply a mask whether it masks anything or not"),
+        (
+            branches,
+            "__bool__",
+            "choose between results with torch.where, apply a mask whether it masks anything "
+            "or not",
+        ),
         (item, "item", "keep it a tensor: x * y.max() computes what x * y.max().item() does"),
         (loops, "tolist", "compute with torch's own operators on the tensor"),
         (first_rows, "__int__", "use the tensor itself as an index, or a mask over all places"),
         (nonzero, "nonzero", "keep all elements, and give those that do not count the weight 0"),
-        (mask_select, "__getitem__", "keep all elements, and give those that do not count the weight 0"),
+        (
+            mask_select,
+            "__getitem__",
+            "keep all elements, and give those that do not count the weight 0",
+        ),
         (repeats, "repeat_interleave", "pass output_size=, the sum of the repeats"),
         (to_numpy, "numpy", "compute with torch's own operators on the tensor"),
         (formats, "__format__", "leave printing out of forward, or print what it returns"),
@@ -100,8 +113,15 @@ def test_values_are_needed(function: object, name: str, remedy: str, dynamic: bo
     assert first == f"{name}() needs the values of a tensor while tracing"
     line = function.__code__.co_firstlineno
     assert any(f"{__file__}:{line + offset} in (root) (Apply)" in where for offset in (1, 2)), where
-    unsized = "the size of what it returns depends on values; " if name in ("nonzero", "__getitem__") else ""
-    assert why == f"  why:   {unsized}the traced graph must be right for all inputs, and no values exist while tracing"
+    unsized = (
+        "the size of what it returns depends on values; "
+        if name in ("nonzero", "__getitem__")
+        else ""
+    )
+    assert (
+        why == f"  why:   {unsized}the traced graph must be right for all inputs, and no values "
+        "exist while tracing"
+    )
     assert hint.startswith(f"  try:   {remedy}")
     assert hint.endswith("; or put the code into a function, and register_op it with fake=")
 
@@ -120,12 +140,20 @@ def skips_by_value(x: Tensor) -> Tensor:
     return x if torch.rand([]) < x.mean() else x * 2
 
 
-@pytest.mark.parametrize(("function", "drawn"), [(skips_at_random, True), (skips_by_number, True), (skips_by_value, False)])
+@pytest.mark.parametrize(
+    ("function", "drawn"),
+    [(skips_at_random, True), (skips_by_number, True), (skips_by_value, False)],
+)
 def test_what_is_skipped_at_random(function: object, drawn: bool) -> None:
     _, where, why, hint = error_of(function).split("\n")
     assert __file__ in where
     assert why.endswith("what this draws differs from call to call") == drawn
-    assert hint.startswith("  try:   set the rate at which something is skipped at random to 0 (layerdrop=0.0)") == drawn
+    assert (
+        hint.startswith(
+            "  try:   set the rate at which something is skipped at random to 0 (layerdrop=0.0)"
+        )
+        == drawn
+    )
 
 
 def test_a_module_is_not_converted_in_forward() -> None:
@@ -144,7 +172,9 @@ def test_a_module_is_not_converted_in_forward() -> None:
     assert first == "forward converts weight of a Linear from torch.float64 to torch.float16"
     assert __file__ in where
     assert why == "  why:   it would be of another dtype after the first call than before"
-    assert hint == "  try:   convert the module before compiling, or cast in forward what it is given"
+    assert (
+        hint == "  try:   convert the module before compiling, or cast in forward what it is given"
+    )
 
 
 @register_op("* -> *")
@@ -156,7 +186,8 @@ def test_a_registered_function_that_reads_values_wants_a_fake() -> None:
     text = error_of(scaled_by_largest)
     assert text.startswith("scaled_by_largest() needs the values of a tensor while tracing")
     assert text.endswith(
-        "  try:   pass fake= to register_op, a function that is called instead and returns empty tensors like the results"
+        "  try:   pass fake= to register_op, a function that is called instead and returns "
+        "empty tensors like the results"
     )
 
 
@@ -178,7 +209,9 @@ def test_tensor_hooks() -> None:
         x.register_hook(lambda grad: grad * 2)
         return x
 
-    assert error_of(hooked).startswith("forward calls register_hook() on a tensor, which tracing would lose\n")
+    assert error_of(hooked).startswith(
+        "forward calls register_hook() on a tensor, which tracing would lose\n"
+    )
 
 
 def test_gradients_taken_in_forward() -> None:
@@ -187,7 +220,10 @@ def test_gradients_taken_in_forward() -> None:
         return grad**2
 
     text = error_of(penalty)
-    assert text.startswith(f"forward calls torch.autograd.grad()\n  where: {__file__}:") and "register_op" in text
+    assert (
+        text.startswith(f"forward calls torch.autograd.grad()\n  where: {__file__}:")
+        and "register_op" in text
+    )
 
     def backward(x: Tensor) -> Tensor:
         x.sum().backward()
@@ -199,11 +235,16 @@ def test_gradients_taken_in_forward() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_tensors() -> None:
     def multiplies(x: Tensor) -> Tensor:
-        sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.ones(2, dtype=x.dtype), (3, 3))
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[0, 1], [2, 0]]), torch.ones(2, dtype=x.dtype), (3, 3)
+        )
         return torch.sparse.mm(sparse, x)
 
     text = error_of(multiplies)
-    assert text.startswith(f"sparse_coo_tensor() makes a sparse tensor\n  where: {__file__}:") and "index_add" in text
+    assert (
+        text.startswith(f"sparse_coo_tensor() makes a sparse tensor\n  where: {__file__}:")
+        and "index_add" in text
+    )
     assert error_of(lambda x: x.to_sparse()).startswith("to_sparse() makes a sparse tensor\n")
 
 
@@ -236,11 +277,18 @@ def test_local_autograd_functions() -> None:
             return x * 2
 
     text = error_of(lambda x: Local.apply(x))
-    assert "cannot be imported by generated code" in text and "move it to the top level of a module" in text
+    assert (
+        "cannot be imported by generated code" in text
+        and "move it to the top level of a module" in text
+    )
 
 
-def test_a_failing_forward(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [caplog.handler])
+def test_a_failing_forward(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [caplog.handler]
+    )
     text = error_of(lambda x: x @ torch.zeros(7, 7, dtype=torch.float64))
     assert text.startswith("forward of Apply failed while it was traced: RuntimeError: ")
     assert f"  where: {__file__}:" in text
@@ -254,7 +302,8 @@ def test_backward_hooks() -> None:
         trace(module, {"input": X.float()})
     assert str(caught.value) == (
         "the module 0 (Linear) has a backward hook, which tracing would lose\n"
-        "  try:   remove the hook before compiling, or write its effect as a torch.autograd.Function"
+        "  try:   remove the hook before compiling, or write its effect as a "
+        "torch.autograd.Function"
     )
 
 
@@ -262,7 +311,9 @@ def test_gradient_hooks_of_parameters() -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         module = nn.Linear(4, 4)
         getattr(module.weight, register)(lambda grad: None)
-        with pytest.raises(TraceError, match="the parameter weight has a gradient hook, which tracing would lose\n"):
+        with pytest.raises(
+            TraceError, match="the parameter weight has a gradient hook, which tracing would lose\n"
+        ):
             trace(module, {"input": X.float()})
 
 
@@ -270,7 +321,10 @@ def test_lazy_modules() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(TraceError, match="0.weight is not initialized\n  try:   call the lazy module once before compiling it"):
+    with pytest.raises(
+        TraceError,
+        match="0.weight is not initialized\n  try:   call the lazy module once before compiling it",
+    ):
         trace(module, {"input": X.float()})
 
 
@@ -286,18 +340,24 @@ def test_what_would_be_trained_and_is_no_parameter() -> None:
     with pytest.raises(TraceError) as caught:
         trace(Hides(), {"x": X.float()})
     first, where, why, hint = str(caught.value).split("\n")
-    assert first == "forward uses a tensor that requires gradients and is no parameter of the module"
+    assert (
+        first == "forward uses a tensor that requires gradients and is no parameter of the module"
+    )
     assert f"  where: {__file__}:" in where
     assert why == "  why:   its shape is [4, 4]; as a constant it would never be trained"
     assert hint == (
-        "  try:   make it an nn.Parameter of a module, keep modules in nn.ModuleList or nn.ModuleDict instead of a list or "
+        "  try:   make it an nn.Parameter of a module, keep modules in nn.ModuleList or "
+        "nn.ModuleDict instead of a list or "
         "dict, or detach() it"
     )
 
     class Attribute(nn.Module):
         def __init__(self, detached: bool) -> None:
             super().__init__()
-            self.scale, self.detached = torch.ones(4, dtype=torch.float64, requires_grad=True), detached
+            self.scale, self.detached = (
+                torch.ones(4, dtype=torch.float64, requires_grad=True),
+                detached,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.set_grad_enabled(not self.detached):
@@ -324,7 +384,8 @@ def test_hooks_of_state_dicts_are_named() -> None:
     with pytest.warns(UserWarning) as caught:
         trace(hooked, {"input": X.float()})
     assert [str(warning.message) for warning in caught] == [
-        "the state dict hooks of 0 (Linear): a compiled module saves and loads tensors only, under their names; "
+        "the state dict hooks of 0 (Linear): a compiled module saves and loads tensors only, "
+        "under their names; "
         "apply them to merged state dicts"
     ]
 
@@ -333,7 +394,10 @@ def test_hooks_of_state_dicts_are_named() -> None:
             return 2
 
     extra = Versioned(4, 4)
-    with pytest.warns(UserWarning, match=r"the extra state of \(root\) \(Versioned\): .*; save it beside the checkpoint"):
+    with pytest.warns(
+        UserWarning,
+        match=r"the extra state of \(root\) \(Versioned\): .*; save it beside the checkpoint",
+    ):
         trace(extra, {"input": X.float()})
 
 
@@ -352,7 +416,8 @@ def test_numbers_that_forward_changes_are_named() -> None:
     with pytest.warns(UserWarning) as caught:
         trace(module, {"x": X})
     assert [str(warning.message) for warning in caught] == [
-        f"forward changes Counts.{name} from {before} to {after}; the compiled module does in every call what it does in the "
+        f"forward changes Counts.{name} from {before} to {after}; the compiled module does "
+        "in every call what it does in the "
         "first one: keep what changes from call to call in a buffer"
         for name, before, after in (("calls", 0, 1), ("ready", False, True))
     ]
@@ -396,12 +461,14 @@ class Scaled(torch.autograd.Function):
         (
             {"by": 2},
             "dict",
-            "pass tensors, numbers, strings, dtypes and tuples of these, of an object or dict what is used of it",
+            "pass tensors, numbers, strings, dtypes and tuples of these, of an object or "
+            "dict what is used of it",
         ),
         (
             nn.Linear(4, 4),
             "Linear",
-            "call the module outside, or in a function under torch.utils.checkpoint, which is traced through",
+            "call the module outside, or in a function under torch.utils.checkpoint, which "
+            "is traced through",
         ),
     ],
 )
@@ -410,7 +477,10 @@ def test_arguments_that_no_file_can_hold(argument: object, kind: str, remedy: st
     first, where, why, hint = text.split("\n")
     assert first == f"Scaled() got an argument of type {kind}, which a graph cannot hold"
     assert f"{__file__}:" in where and where.endswith("in (root) (Apply)")
-    assert why == "  why:   a call is written into the generated file, with tensors, numbers, strings and tuples"
+    assert (
+        why == "  why:   a call is written into the generated file, with tensors, numbers, strings "
+        "and tuples"
+    )
     assert hint == f"  try:   {remedy}"
 
 
@@ -420,5 +490,6 @@ def test_a_table_that_a_lookup_shortens() -> None:
         trace(module, {"input": torch.zeros(2, 3, dtype=torch.int64)})
     assert str(caught.value).startswith("embedding() changes one of its arguments in place\n")
     assert str(caught.value).endswith(
-        "leave out max_norm, and after optimizer.step() let torch.renorm shorten the rows of the table"
+        "leave out max_norm, and after optimizer.step() let torch.renorm shorten the rows of "
+        "the table"
     )

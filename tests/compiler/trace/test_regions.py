@@ -1,4 +1,6 @@
-"""What is recorded beside the operators: recompute, autocast and gradient regions, modules, source lines, names."""
+"""What is recorded beside the operators: recompute, autocast and gradient regions, modules, source
+lines, names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.trace import trace
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.errors import TraceError, UsageError
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -67,9 +69,15 @@ def test_gradient_checkpointing_of_transformers(use_reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     ids = torch.tensor([[1, 2, 3, 4]])
     graph = trace(model, {"input_ids": ids, "labels": ids, "use_cache": False})
-    regions = {op.module_path.split(".")[2]: op.region for op in graph.ops if op.module_path.startswith("transformer.h.")}
+    regions = {
+        op.module_path.split(".")[2]: op.region
+        for op in graph.ops
+        if op.module_path.startswith("transformer.h.")
+    }
     assert regions == {"0": "recompute_0", "1": "recompute_1"}
-    assert all(op.region is None for op in graph.ops if not op.module_path.startswith("transformer.h."))
+    assert all(
+        op.region is None for op in graph.ops if not op.module_path.startswith("transformer.h.")
+    )
 
 
 class Regions(nn.Module):
@@ -92,7 +100,11 @@ def test_autocast_and_gradient_regions() -> None:
     by_name = {op.name: op for op in graph.ops}
     assert not by_name["scale"].grad_enabled and not by_name["scale"].results[0].requires_grad
     linear = by_name["linear"]
-    assert linear.autocast is torch.bfloat16 and linear.results[0].dtype is torch.bfloat16 and linear.results[0].requires_grad
+    assert (
+        linear.autocast is torch.bfloat16
+        and linear.results[0].dtype is torch.bfloat16
+        and linear.results[0].requires_grad
+    )
     assert not by_name["sum_1"].grad_enabled and by_name["mul"].autocast is None
 
 
@@ -126,7 +138,11 @@ def test_names_sources_and_modules() -> None:
     ]
     hidden = nested.ops[1]
     assert (hidden.module_path, hidden.module_type) == ("0", "Block")
-    assert hidden.source is not None and hidden.source.file == __file__ and hidden.source.function == "forward"
+    assert (
+        hidden.source is not None
+        and hidden.source.file == __file__
+        and hidden.source.function == "forward"
+    )
     assert [v.name for v in nested.parameters[:2]] == ["_0_up_weight", "_0_up_bias"]
     assert nested.module_types["1.up"] == "Linear"
 
@@ -161,13 +177,20 @@ def test_requires_grad_is_propagated() -> None:
         def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
             table = self.frozen(torch.eye(4, dtype=torch.float64))
             looked_up = F.embedding(ids, table)
-            return looked_up, self.free(looked_up), self.frozen(x), self.free(x).detach(), x.argmax(-1)
+            return (
+                looked_up,
+                self.free(looked_up),
+                self.frozen(x),
+                self.free(x).detach(),
+                x.argmax(-1),
+            )
 
     graph = traced(Mixed(), {"ids": torch.tensor([0, 3]), "x": X})
     assert [value.requires_grad for value in graph.outputs] == [False, True, True, False, False]
     assert [value.requires_grad for value in graph.inputs] == [False, True]
     assert [value.requires_grad for value in graph.parameters] == [False, False, True, True]
-    # of the caller's inputs none takes a gradient unless it is asked for, nor does what only inputs are made into
+    # of the caller's inputs none takes a gradient unless it is asked for, nor does what only inputs
+    # are made into
     assert [value.takes_gradient for value in graph.outputs] == [False, True, False, False, False]
     assert not any(value.takes_gradient for value in graph.inputs)
     assert [value.takes_gradient for value in graph.parameters] == [False, False, True, True]
@@ -201,7 +224,11 @@ class Routes(nn.Module):
 
 def test_registered_functions_stay_one_operator() -> None:
     graph = traced(Routes(), {"x": X})
-    assert [op.target for op in graph.ops] == ["opaque_functions.gated", "opaque_functions.route", "cube"]
+    assert [op.target for op in graph.ops] == [
+        "opaque_functions.gated",
+        "opaque_functions.route",
+        "cube",
+    ]
     assert graph.ops[0].arg("power") == 2 and graph.ops[1].results[0].requires_grad
     assert graph.ops[0].source is not None and graph.ops[0].source.file == __file__
 
@@ -260,7 +287,8 @@ def test_hooks_of_modules_are_part_of_the_graph() -> None:
     handle = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
     hooks = dict(model[1]._forward_hooks)
     with pytest.warns(
-        UserWarning, match=r"^a forward hook of 1 \(Tanh\) returns nothing, so it ran for the trace and will not"
+        UserWarning,
+        match=r"^a forward hook of 1 \(Tanh\) returns nothing, so it ran for the trace and will not",
     ):
         traced(model, {"input": X})
     assert seen and model[1]._forward_hooks == hooks
@@ -274,7 +302,9 @@ def test_hooks_of_modules_are_part_of_the_graph() -> None:
 def test_devices_are_the_ranks_own() -> None:
     class Devices(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            y = torch.zeros(4, device="cuda", dtype=x.dtype) + torch.ones(4, device=x.device, dtype=x.dtype)
+            y = torch.zeros(4, device="cuda", dtype=x.dtype) + torch.ones(
+                4, device=x.device, dtype=x.dtype
+            )
             return x.to("cuda:1") + y.cuda() + x.to(x.device, torch.float64)
 
     graph = trace(Devices(), {"x": X})
@@ -305,7 +335,22 @@ def test_the_innermost_autocast_region_decides_whichever_device_it_names() -> No
 
     half, brain = torch.float16, torch.bfloat16
     # Each product is of a transpose.
-    assert dtypes_of(forward) == [half, half, None, None, brain, brain, brain, brain, half, half, None, None, None, None]
+    assert dtypes_of(forward) == [
+        half,
+        half,
+        None,
+        None,
+        brain,
+        brain,
+        brain,
+        brain,
+        half,
+        half,
+        None,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_what_torch_says_about_autocast_in_a_trace() -> None:
@@ -317,7 +362,11 @@ def test_what_torch_says_about_autocast_in_a_trace() -> None:
             answers.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
             with torch.autocast(device, dtype=torch.bfloat16):
                 answers.append(
-                    (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cuda"))
+                    (
+                        torch.is_autocast_enabled(),
+                        torch.is_autocast_enabled("cpu"),
+                        torch.get_autocast_dtype("cuda"),
+                    )
                 )
         return x + 1
 
@@ -334,14 +383,19 @@ def test_a_trace_inside_autocast_stands_in_it() -> None:
         assert torch.get_autocast_dtype("cpu") is torch.float16 and torch.is_autocast_enabled("cpu")
     by_name = {op.name: op.autocast for op in graph.ops}
     assert by_name["linear"] is torch.bfloat16 and by_name["mul"] is torch.float16
-    assert graph.autocast is torch.float16 and print_graph(graph).startswith("graph Regions  autocast(f16)\n")
+    assert graph.autocast is torch.float16 and print_graph(graph).startswith(
+        "graph Regions  autocast(f16)\n"
+    )
     outside = trace(Regions(), {"x": X.float()})
     assert outside.autocast is None and digest(outside) != digest(graph)
 
 
 def test_two_blocks_of_autocast_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    outer, inner = torch.autocast("cuda", dtype=torch.float16), torch.autocast("cpu", dtype=torch.bfloat16)
+    outer, inner = (
+        torch.autocast("cuda", dtype=torch.float16),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    )
     with outer, inner, pytest.raises(TraceError) as caught:
         trace(Regions(), {"x": X.float()})
     assert str(caught.value) == (
@@ -352,7 +406,9 @@ def test_two_blocks_of_autocast_that_differ(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class ReentrantFirst(nn.Module):
-    """A reentrant checkpoint in front of an ordinary layer. ``ask``: its input is made to require a gradient."""
+    """A reentrant checkpoint in front of an ordinary layer. ``ask``: its input is made to require a
+    gradient.
+    """
 
     def __init__(self, ask: bool = False) -> None:
         super().__init__()
@@ -367,11 +423,17 @@ class ReentrantFirst(nn.Module):
 
 
 def test_a_reentrant_checkpoint_without_gradients_gives_none_as_in_torch() -> None:
-    says = r"no argument of the reentrant checkpoint at .*test_regions.py:\d+ in .* requires a gradient"
+    says = (
+        r"no argument of the reentrant checkpoint at .*test_regions.py:\d+ in .* requires a "
+        r"gradient"
+    )
     with pytest.warns(UserWarning, match=says):
         graph = trace(ReentrantFirst(), {"x": X})
     inside = [op for op in graph.ops if op.module_path.startswith("inside")]
-    assert inside and all(op.region is None and not op.grad_enabled and not op.results[0].requires_grad for op in inside)
+    assert inside and all(
+        op.region is None and not op.grad_enabled and not op.results[0].requires_grad
+        for op in inside
+    )
     assert graph.outputs[0].takes_gradient
 
     with pytest.warns(UserWarning, match="requires a gradient|have requires_grad=True"):
@@ -389,7 +451,9 @@ class ReentrantAlone(ReentrantFirst):
 
 
 @pytest.mark.parametrize(("ask", "x"), [(True, X), (False, X.clone().requires_grad_())])
-def test_a_reentrant_checkpoint_whose_input_is_made_to_require_a_gradient(ask: bool, x: Tensor) -> None:
+def test_a_reentrant_checkpoint_whose_input_is_made_to_require_a_gradient(
+    ask: bool, x: Tensor
+) -> None:
     graph = trace(ReentrantFirst(ask), {"x": x})
     assert {op.region for op in graph.ops if op.module_path.startswith("inside")} == {"recompute_0"}
     assert verify(ReentrantFirst(ask), {"x": x}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2}).ok

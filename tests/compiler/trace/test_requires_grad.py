@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.trace import trace
-from shardwright.compiler.verification.verify import verify
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.errors import TraceError
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -24,16 +24,29 @@ class Reads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.free, self.frozen = nn.Linear(4, 4).double(), nn.Linear(4, 4).double().requires_grad_(False)
+        self.free, self.frozen = (
+            nn.Linear(4, 4).double(),
+            nn.Linear(4, 4).double().requires_grad_(False),
+        )
         self.register_buffer("state", torch.zeros(4, dtype=torch.float64))
 
     def note(self, **tensors: Tensor) -> None:
-        READ.append({name: (x.requires_grad, x.is_leaf, x.grad_fn is None) for name, x in tensors.items()})
+        READ.append(
+            {name: (x.requires_grad, x.is_leaf, x.grad_fn is None) for name, x in tensors.items()}
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.free(x)
-        self.note(x=x, y=y, h=h, weight=self.free.weight, frozen=self.frozen.weight, state=self.state)
-        self.note(of_x=self.frozen(x), of_y=self.frozen(y), of_both=x * y, view=x.view(-1), chosen=h.argmax(-1))
+        self.note(
+            x=x, y=y, h=h, weight=self.free.weight, frozen=self.frozen.weight, state=self.state
+        )
+        self.note(
+            of_x=self.frozen(x),
+            of_y=self.frozen(y),
+            of_both=x * y,
+            view=x.view(-1),
+            chosen=h.argmax(-1),
+        )
         self.note(detached=h.detach(), data=h.data, moved=x.to(torch.float64), dense=x.contiguous())
         with torch.no_grad():
             without, of_x, view = self.free(x), x * 2, x.view(-1)
@@ -41,7 +54,10 @@ class Reads(nn.Module):
         copies = [torch.zeros_like(x) for _ in range(3)]
         rows = [copy[0] for copy in copies]
         copies[0][0], copies[1][0] = x[0], h[0]
-        self.note(**{f"copy_{i}": copy for i, copy in enumerate(copies)}, **{f"row_{i}": row for i, row in enumerate(rows)})
+        self.note(
+            **{f"copy_{i}": copy for i, copy in enumerate(copies)},
+            **{f"row_{i}": row for i, row in enumerate(rows)},
+        )
         self.note(literal=torch.tensor([1.0]), trained=torch.tensor([1.0], requires_grad=True))
         self.note(ones=torch.ones(2), trained_ones=torch.ones(2, requires_grad=True))
         asked, later = x.detach().requires_grad_(), x + 1
@@ -66,7 +82,10 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.free, self.frozen = nn.Linear(4, 8).double(), nn.Linear(4, 8).double().requires_grad_(False)
+        self.free, self.frozen = (
+            nn.Linear(4, 8).double(),
+            nn.Linear(4, 8).double().requires_grad_(False),
+        )
         self.back = nn.Linear(8, 4).double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +101,10 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("x", [X, Y.detach().requires_grad_()], ids=["without", "with"])
 def test_branches_on_gradients_are_those_of_one_device(x: Tensor) -> None:
     does = "does" if x.requires_grad else "does not"
-    says = rf"reads requires_grad of a tensor made of its arguments: .*test_requires_grad.py:\d+ in .* it {does} require"
+    says = (
+        r"reads requires_grad of a tensor made of its arguments: .*test_requires_grad.py:\d+ in "
+        rf".* it {does} require"
+    )
     with pytest.warns(UserWarning, match=says):
         report = verify(Branches(), {"x": x}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2})
     assert report.ok, str(report)
@@ -105,7 +127,11 @@ def test_what_follows_from_the_module_alone_is_read_without_a_warning() -> None:
 
 
 def test_a_frozen_encoder_of_torch_is_traced_by_its_parts() -> None:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double().requires_grad_(False)
+    layer = (
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        .double()
+        .requires_grad_(False)
+    )
     graph = trace(nn.TransformerEncoder(layer, 2), {"src": X[None]})
     assert graph.eval_graph is None and any(op.target == "linear" for op in graph.ops)
 

@@ -26,14 +26,26 @@ peak = next(line for line in Path("/proc/self/status").read_text().splitlines() 
 print(len(graph.ops), int(peak.split()[1]) / 2**20)
 """
 
-SIZES_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
-SIZES_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+SIZES_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+SIZES_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
 
 
 def measure(layers: int, sizes: dict[str, int]) -> tuple[int, float]:
     """Operators and peak memory in GiB of a trace in a fresh process."""
     code = SCRIPT.format(layers=layers, sizes=sizes)
-    ops, gib = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    ops, gib = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
     return int(ops), float(gib)
 
 
@@ -46,7 +58,9 @@ def test_operators_and_memory(layers: int, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_keeps_the_module_alive() -> None:
-    """Fakes of one trace hold each other through graphs of autograd, which Python's collector does not see into."""
+    """Fakes of one trace hold each other through graphs of autograd, which Python's collector does
+    not see into.
+    """
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     graph = trace(module, {"input": torch.ones(2, 4)})
     alive = weakref.ref(module)

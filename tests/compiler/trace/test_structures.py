@@ -1,4 +1,6 @@
-"""Arguments and results of every shape: dicts, tuples, dataclasses, named tuples, caches, literals."""
+"""Arguments and results of every shape: dicts, tuples, dataclasses, named tuples, caches,
+literals.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ class Holder:
 
 class Nested(nn.Module):
     def forward(
-        self, batch: Batch, pairs: list[Any], *, options: dict[str, Any] | None = None, unused: int = 3, **more: Any
+        self,
+        batch: Batch,
+        pairs: list[Any],
+        *,
+        options: dict[str, Any] | None = None,
+        unused: int = 3,
+        **more: Any,
     ) -> Any:
         x = batch.x * batch.scale + (batch.extra["bias"] if batch.extra else 0)
         a, (b, c) = pairs
@@ -130,7 +138,11 @@ def test_a_cache_as_argument() -> None:
     graph = trace(model, {"input_ids": ids, "past_key_values": cache})
     assert cache.get_seq_length() == length, "the caller's cache is left alone"
     names = [value.name for value in graph.inputs]
-    assert names == ["input_ids", "past_key_values_layers_0_keys", "past_key_values_layers_0_values"]
+    assert names == [
+        "input_ids",
+        "past_key_values_layers_0_keys",
+        "past_key_values_layers_0_values",
+    ]
     key = dict(graph.output.leaves())["past_key_values.layers.0.keys"]
     assert key.shape == (1, 1, 8, 4)
 
@@ -155,7 +167,10 @@ def test_unknown_and_missing_arguments() -> None:
         def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
             return hidden + mask
 
-    with pytest.raises(TraceError, match="Add.forward has no parameter 'hiden'\n.*\n  try:   did you mean 'hidden'?"):
+    with pytest.raises(
+        TraceError,
+        match="Add.forward has no parameter 'hiden'\n.*\n  try:   did you mean 'hidden'?",
+    ):
         trace(Add(), {"hiden": X, "mask": X})
     with pytest.raises(TraceError, match="the dummy arguments lack mask\n"):
         trace(Add(), {"hidden": X})
@@ -170,5 +185,7 @@ def test_a_result_of_a_local_class_is_refused() -> None:
         def forward(self, x: Tensor) -> Local:
             return Local(x)
 
-    with pytest.raises(TraceError, match="the result of forward contains an object of the local class .*Local\n"):
+    with pytest.raises(
+        TraceError, match="the result of forward contains an object of the local class .*Local\n"
+    ):
         trace(Makes(), {"x": X})

@@ -31,7 +31,9 @@ def test_one_trace_without_training() -> None:
 
 
 def test_dropout_becomes_a_run_time_flag() -> None:
-    graph = traced(double(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))), {"input": X})
+    graph = traced(
+        double(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))), {"input": X}
+    )
     dropout = next(op for op in graph.ops if "dropout" in op.target)
     assert WhenTraining(True, False) in [arg for _, arg in dropout.args]
     assert graph.eval_graph is None
@@ -51,7 +53,10 @@ def test_the_residual_around_dropout() -> None:
 
 
 def test_batch_norm_counts_batches_in_training_only() -> None:
-    graph = traced(double(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True))), {"input": X})
+    graph = traced(
+        double(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True))),
+        {"input": X},
+    )
     assert graph.eval_graph is None
     norm = next(op for op in graph.ops if op.target == "batch_norm")
     assert [value.fqn for value in norm.operands[1:3]] == ["1.running_mean", "1.running_var"]
@@ -91,9 +96,9 @@ def test_another_structure_gives_two_bodies() -> None:
     graph = traced(TwoBodies(), {"x": X})
     assert graph.eval_graph is not None
     assert {v.name for v in graph.eval_graph.parameters} == {v.name for v in graph.parameters}
-    assert [v.name for v, _ in graph.constants] == ["const_0"] and [v.name for v, _ in graph.eval_graph.constants] == [
-        "const_0_eval"
-    ]
+    assert [v.name for v, _ in graph.constants] == ["const_0"] and [
+        v.name for v, _ in graph.eval_graph.constants
+    ] == ["const_0_eval"]
     assert graph.buffer_updates and not graph.eval_graph.buffer_updates
 
 
@@ -111,7 +116,15 @@ def test_a_buffer_updated_in_training_only() -> None:
 
     graph = traced(Average(), {"x": X})
     assert graph.eval_graph is None
-    assert [op.only_in for op in graph.ops] == [None, "train", "train", "train", "train", "train", None]
+    assert [op.only_in for op in graph.ops] == [
+        None,
+        "train",
+        "train",
+        "train",
+        "train",
+        "train",
+        None,
+    ]
 
 
 class KeepsNormFrozen(nn.Module):
@@ -139,7 +152,9 @@ def test_mixed_modes_are_reported() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Dropout(0.1))
     module[1].eval()
     with pytest.warns(
-        UserWarning, match="the module is in training mode but these submodules are in eval mode: 1; the compiled"
+        UserWarning,
+        match="the module is in training mode but these submodules are in eval mode: 1; the "
+        "compiled",
     ):
         trace(module, {"input": X.float()})
     assert [m.training for m in module] == [True, False, True]
@@ -169,7 +184,9 @@ def test_a_module_that_changes_parameters_in_eval_mode_trains(tmp_path: Path) ->
     def rank(index: int) -> None:
         module = load_class(tmp_path)()
         module(x=x).backward()
-        with pytest.raises(UsageError, match="Rescales was compiled for training only, and is in eval mode"):
+        with pytest.raises(
+            UsageError, match="Rescales was compiled for training only, and is in eval mode"
+        ):
             module.eval()(x=x)
 
     run_ranks(2, rank)

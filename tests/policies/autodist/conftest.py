@@ -1,4 +1,6 @@
-"""Searches without hurry: on a machine that others use, the time limit that options have by default may cut one short."""
+"""Searches without hurry: on a machine that others use, the time limit that options have by default
+may cut one short.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sequences split inside attention: chosen where it pays, called by its name, explained, and trained like one device."""
+"""Sequences split inside attention: chosen where it pays, called by its name, explained, and
+trained like one device.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,15 @@ from planning import slow_machine
 from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.verification.verify import verify
-from shardwright.policies.autodist.explain import NOTHING_BINDS, Request, explain_operator, factor_dims
+from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
+from shardwright.policies.autodist.questions.explain import (
+    NOTHING_BINDS,
+    Request,
+    explain_operator,
+    factor_dims,
+)
 from shardwright.runtime.config import ComputeConfig
 
 INPUTS = {"x": torch.randn(2, 24, 12, generator=torch.Generator().manual_seed(0)).double()}
@@ -33,8 +40,12 @@ class Long(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        query, key, value = (t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.mixed(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal and self.training)
+        query, key, value = (
+            t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.mixed(x).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.is_causal and self.training
+        )
         return self.out(attended.transpose(1, 2).reshape(batch, seq, -1)).square().mean()
 
 
@@ -63,7 +74,13 @@ def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "is_causal"),
-    [(2, True), *(pytest.param(n, c, marks=pytest.mark.slow) for n, c in ((2, False), (4, False), (4, True)))],
+    [
+        (2, True),
+        *(
+            pytest.param(n, c, marks=pytest.mark.slow)
+            for n, c in ((2, False), (4, False), (4, True))
+        ),
+    ],
 )
 def test_it_trains_like_one_device(num_ranks: int, is_causal: bool, tmp_path: Path) -> None:
     (tmp_path / "slow.json").write_text(slow_machine(num_ranks).dumps())

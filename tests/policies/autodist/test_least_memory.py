@@ -1,4 +1,6 @@
-"""A model that just fits gets a plan, and where it does not, the message says the least that there is."""
+"""A model that just fits gets a plan, and where it does not, the message says the least that there
+is.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,23 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph, without_gradients
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import load_hardware
-from shardwright.compiler.cost.rank_memory import CATEGORIES
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.memory.rank_memory import CATEGORIES
 from shardwright.compiler.plan.amounts import amount
-from shardwright.compiler.verification.verify import verify
-from shardwright.policies.autodist.found import Found
+from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.candidates.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search, settled
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
 
-def found_within(name: str, num_ranks: int, limit_bytes: float, use_zero: Any = 0, **options: Any) -> Found:
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_zero=use_zero, use_end2end=True)
+def found_within(
+    name: str, num_ranks: int, limit_bytes: float, use_zero: Any = 0, **options: Any
+) -> Found:
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_zero=use_zero, use_end2end=True
+    )
     chosen = AutodistOptions(memory_limit_gb=limit_bytes / 1e9, time_limit_s=600.0, **options)
     return search(zoo_graph(name), config, chosen, load_hardware("a100-80gb", num_ranks))
 
@@ -43,7 +49,9 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("name", "num_ranks", "options"),
     [("mlp", 2, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
 )
-def test_the_least_that_is_said_is_enough_and_less_is_not(name: str, num_ranks: int, options: dict[str, Any]) -> None:
+def test_the_least_that_is_said_is_enough_and_less_is_not(
+    name: str, num_ranks: int, options: dict[str, Any]
+) -> None:
     nothing = found_within(name, num_ranks, 1000.0, **options)
     assert nothing.best is None
     least_bytes = nothing.least[0]
@@ -81,7 +89,8 @@ class Named(nn.Module):
         super().__init__()
         self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
         self.block_a, self.block_b, self.block_c = (
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+            for _ in range(3)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,11 +113,16 @@ class Heard(nn.Module):
 
 
 def test_the_share_of_what_is_momentary_that_fits_first_is_not_the_last() -> None:
-    """Weights held in pieces fit too, and need collectives that weighing what is momentary does without."""
+    """Weights held in pieces fit too, and need collectives that weighing what is momentary does
+    without.
+    """
     inputs = {"x": torch.randn(4, 5, 6).double(), "y": torch.randn(4, 5).double()}
     graph = annotated(without_gradients(traced(Heard().double(), inputs)))
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, inference_only=True)
-    options, hardware = AutodistOptions(hardware="cpu", mesh={"x": 4}, time_limit_s=3600.0), load_hardware("cpu", 4)
+    options, hardware = (
+        AutodistOptions(hardware="cpu", mesh={"x": 4}, time_limit_s=3600.0),
+        load_hardware("cpu", 4),
+    )
     found = search(graph, config, replace(options, memory_limit_gb=16.9e-6), hardware)
     assert found.best is not None
     assert not found.best.is_simple and found.best.step_s < 300e-6, "a simple policy's takes 430 us"

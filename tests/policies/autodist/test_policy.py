@@ -1,4 +1,6 @@
-"""Policy ``autodist``: what it finds trains like one device, costs what its certificate says, and is no worse than others."""
+"""Policy ``autodist``: what it finds trains like one device, costs what its certificate says, and
+is no worse than others.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,28 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from watched import inputs, watched
 
-from shardwright.compiler.api import parallelize
-from shardwright.compiler.cache import read_plan
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import load_hardware
-from shardwright.compiler.cost.local import local_call
-from shardwright.compiler.cost.operator_file import dumps_times
-from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key
+from shardwright.compiler.cost.local_calls import local_call
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.time.operator_file import dumps_times
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.certified import checked_certificate
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute, Program
-from shardwright.compiler.schedule.sharing import Sharing
+from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.compiler.trace import trace
-from shardwright.compiler.verification.verify import verify
-from shardwright.policies.autodist import placer as placer_module
+from shardwright.frontend.files.cache import read_plan
+from shardwright.frontend.parallelize import parallelize
+from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.candidates.space import Wish
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.placer import LARGE, TARGET_GAP, Placer
 from shardwright.policies.autodist.policy import certificate, search
-from shardwright.policies.autodist.space import Wish
+from shardwright.policies.autodist.search.placer import LARGE, TARGET_GAP, Placer
+from shardwright.policies.autodist.search.search import placer as placer_module
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
@@ -50,7 +52,10 @@ from shardwright.runtime.loader import load_class
 def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
     pipelined = "num_microbatches" in options
     return ComputeConfig(
-        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=pipelined, pas_config={"time_limit_s": 3600.0, **options}
+        plan_ngpus=num_ranks,
+        runtime_ngpus=num_ranks,
+        use_end2end=pipelined,
+        pas_config={"time_limit_s": 3600.0, **options},
     )
 
 
@@ -61,7 +66,9 @@ def plan_of(graph: IRGraph, num_ranks: int, **options: Any) -> Plan:
 
 def check(name: str, num_ranks: int, **options: Any) -> None:
     entry = zoo.get(name)
-    report = verify(entry.build(), entry.inputs(), "autodist", config_of(num_ranks, **options), steps=2)
+    report = verify(
+        entry.build(), entry.inputs(), "autodist", config_of(num_ranks, **options), steps=2
+    )
     assert report.ok, str(report)
 
 
@@ -70,7 +77,12 @@ def test_what_is_found_trains_like_one_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_microbatches": 4, "num_stages": 2}, {"num_microbatches": 4, "recompute": ["layers.0"]}]
+    "options",
+    [
+        {},
+        {"num_microbatches": 4, "num_stages": 2},
+        {"num_microbatches": 4, "recompute": ["layers.0"]},
+    ],
 )
 def test_what_only_outputs_that_are_dropped_need_is_in_no_plan(options: dict[str, Any]) -> None:
     """Nor in the search: blocks, stages and times are of what is left."""
@@ -91,7 +103,8 @@ def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "unet"])
 @pytest.mark.parametrize(
-    ("num_ranks", "options"), [(2, {}), (4, {}), (4, {"num_microbatches": 4}), (8, {}), (8, {"mesh": {"dp": 2, "tp": 4}})]
+    ("num_ranks", "options"),
+    [(2, {}), (4, {}), (4, {"num_microbatches": 4}), (8, {}), (8, {"mesh": {"dp": 2, "tp": 4}})],
 )
 def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[str, Any]) -> None:
     check(name, num_ranks, **options)
@@ -114,7 +127,9 @@ def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
 
 
 def test_a_bound_heeds_that_ranks_are_faster_while_others_wait() -> None:
-    """Pipelines are put aside by times at which all ranks compute: with four ranks on two cores they may take half."""
+    """Pipelines are put aside by times at which all ranks compute: with four ranks on two cores
+    they may take half.
+    """
     graph, hardware = plans.zoo_traced("gpt2"), load_hardware("cpu", 4)
     shared = replace(hardware, device=replace(hardware.device, sharing=Sharing(4, 2)))
     options = AutodistOptions(mesh={"tp": 4}, hardware="cpu")
@@ -145,21 +160,33 @@ def test_times_measured_on_the_machine_are_used(tmp_path: Path) -> None:
     assert isinstance(program, Program)
     computed = [i for i in program.body if isinstance(i, Compute)]
     times = OperatorTimes(
-        {call_key(local_call(i.original, i.assignment, estimated.mesh)): OpTime(1e-9, 1e-9) for i in computed}
+        {
+            call_key(local_call(i.original, i.assignment, estimated.mesh)): OpTime(1e-9, 1e-9)
+            for i in computed
+        }
     )
     (tmp_path / "own.operators.json").write_text(dumps_times(times))
     measured = plan_of(graph, 2, **options)
     assert estimated.certificate is not None and measured.certificate is not None
     assert measured.certificate.cost_s < 0.9 * estimated.certificate.cost_s
-    cost = audit(compile_graph(graph, lambda g, c: measured, config).program, config, hardware, times=times)
+    cost = audit(
+        compile_graph(graph, lambda g, c: measured, config).program, config, hardware, times=times
+    )
     assert measured.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
 
 
 def wide_llama(num_layers: int) -> IRGraph:
     """Layers of the width of Llama 8B, without weights."""
     with torch.device("meta"):
-        fields = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, vocab_size=32000, use_cache=False, **fields))
+        fields = {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        }
+        model = LlamaForCausalLM(
+            LlamaConfig(num_hidden_layers=num_layers, vocab_size=32000, use_cache=False, **fields)
+        )
     ids = torch.zeros(2, 2048, dtype=torch.long)
     return trace(model.bfloat16(), {"input_ids": ids, "labels": ids})
 
@@ -169,16 +196,24 @@ def test_no_other_policy_is_better_on_its_own_cost() -> None:
     graph, hardware = wide_llama(4), load_hardware("a100-80gb", 8)
 
     def step_s(policy: str, **options: Any) -> float:
-        config = ComputeConfig(plan_ngpus=8, runtime_ngpus=8, use_end2end=True, outputs="loss", pas_config=options)
+        config = ComputeConfig(
+            plan_ngpus=8, runtime_ngpus=8, use_end2end=True, outputs="loss", pas_config=options
+        )
         compiled = compile_graph(graph, find_policy(policy).apply, config, policy_name=policy)
         certificate = compiled.plan.certificate
-        return certificate.cost_s if certificate else audit(compiled.program, config, hardware).step_s
+        return (
+            certificate.cost_s if certificate else audit(compiled.program, config, hardware).step_s
+        )
 
     alone = step_s("autodist")
     assert alone <= min(step_s("tp"), step_s("data")) * (1 + 1e-9)
     pipelined = step_s("autodist", num_microbatches=16)
     assert pipelined <= 16 * alone
-    for options in ({"num_stages": 2, "tp": 4}, {"num_stages": 4, "tp": 2}, {"num_stages": 2, "tp": 2, "dp": 2}):
+    for options in (
+        {"num_stages": 2, "tp": 4},
+        {"num_stages": 4, "tp": 2},
+        {"num_stages": 2, "tp": 2, "dp": 2},
+    ):
         assert pipelined <= step_s("hybrid", num_microbatches=16, **options) * (1 + 1e-9), options
 
 
@@ -187,17 +222,26 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
     small = plans.zoo_graph("mlp")
     large = replace(small, ops=small.ops * (LARGE // len(small.ops) + 1))
     wish = Wish(Mesh((("x", 2),)), (0, 1), 1)
-    for graph, options, gap in ((small, {}, 0.0), (large, {}, TARGET_GAP), (large, {"mesh": {"tp": 2}}, 0.0)):
+    for graph, options, gap in (
+        (small, {}, 0.0),
+        (large, {}, TARGET_GAP),
+        (large, {"mesh": {"tp": 2}}, 0.0),
+    ):
         placer = Placer(graph, config, AutodistOptions(**options), hardware)
         assert placer.request(wish).target_gap == gap
 
 
 @pytest.mark.parametrize(
     ("num_positions", "words"),
-    [(1, "at least 11.71 kB, and 40 B"), (2, "at least 5.856 kB if 2 positions share it evenly, and 20 B")],
+    [
+        (1, "at least 11.71 kB, and 40 B"),
+        (2, "at least 5.856 kB if 2 positions share it evenly, and 20 B"),
+    ],
 )
 def test_what_does_not_fit_is_said_of_one_device(num_positions: int, words: str) -> None:
-    placer = Placer(plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), load_hardware("a100-80gb", 2))
+    placer = Placer(
+        plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), load_hardware("a100-80gb", 2)
+    )
     with pytest.raises(PlanError) as caught:
         placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=40.0, num_positions=num_positions))
     assert f"{words} are allowed; most of it for " in str(caught.value)
@@ -207,10 +251,15 @@ def test_what_does_not_fit_is_said_of_one_device(num_positions: int, words: str)
     ("memory_bytes", "words"),
     [
         (11_000.0, "at least 11.71 kB, and 11 kB are allowed"),  # 640 B of it inputs
-        (12_000.0, "12.55 kB at the peak (optimizer step) of the best plan found, of 12 kB"),  # 11.71 kB without it
+        (
+            12_000.0,
+            "12.55 kB at the peak (optimizer step) of the best plan found, of 12 kB",
+        ),  # 11.71 kB without it
     ],
 )
-def test_what_is_said_to_be_needed_is_more_than_what_is_allowed(memory_bytes: float, words: str) -> None:
+def test_what_is_said_to_be_needed_is_more_than_what_is_allowed(
+    memory_bytes: float, words: str
+) -> None:
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, outputs="all")
     placer = Placer(plans.zoo_graph("mlp"), config, AutodistOptions(), slow_machine(2))
     with pytest.raises(PlanError, match=re.escape(words)):
@@ -228,7 +277,11 @@ def refusal(error: type[Exception], **options: Any) -> str:
 
 def test_pipelines_are_searched_for_training_only() -> None:
     config = ComputeConfig(
-        plan_ngpus=2, runtime_ngpus=2, use_end2end=True, inference_only=True, pas_config={"pipeline_nmicros": 2, "pp_size": 2}
+        plan_ngpus=2,
+        runtime_ngpus=2,
+        use_end2end=True,
+        inference_only=True,
+        pas_config={"pipeline_nmicros": 2, "pp_size": 2},
     )
     with pytest.raises(ConfigError) as caught:
         find_policy("autodist").apply(plans.zoo_graph("mlp"), config)
@@ -263,15 +316,19 @@ def test_refusals() -> None:
         "  why:   it is the mesh of one pipeline position\n"
         "  try:   leave out the axis, and say num_stages=2"
     )
-    assert refusal(ConfigError, num_stages=2).startswith("policy 'autodist' has num_stages but no num_microbatches")
+    assert refusal(ConfigError, num_stages=2).startswith(
+        "policy 'autodist' has num_stages but no num_microbatches"
+    )
     assert refusal(ConfigError, num_microbatches=4).startswith(
-        "policy 'autodist' searches pipelines only with use_end2end=True\n  why:   num_microbatches=4 is given"
+        "policy 'autodist' searches pipelines only with use_end2end=True\n  why:   "
+        "num_microbatches=4 is given"
     )
     assert refusal(ConfigError, num_microbatches=4, use_end2end=True, schedule="1f2b").startswith(
         "there is no schedule '1f2b' to train with\n  try:   one of gpipe, 1f1b"
     )
     assert refusal(ConfigError, num_microbatches=4, use_end2end=True, num_stages=5) == (
-        "policy 'autodist' has num_stages=5\n  why:   a pipeline position has at least one rank, plan_ngpus=4"
+        "policy 'autodist' has num_stages=5\n  why:   a pipeline position has at least one "
+        "rank, plan_ngpus=4"
     )
     several = {"num_microbatches": 3, "use_end2end": True, "num_stages": 2}
     assert refusal(PlanError, **several, schedule="1f1b_interleaved") == (
@@ -279,31 +336,44 @@ def test_refusals() -> None:
         "  why:   it takes 2 microbatches at a time, and 3 is not a multiple of that\n"
         "  try:   use 2 or 4 microbatches, or schedule '1f1b' or 'zb_v', which take any number"
     )
-    assert refusal(PlanError, **several, schedule="1f1b", chunks=2).startswith("schedule '1f1b' with 2 stages per rank")
+    assert refusal(PlanError, **several, schedule="1f1b", chunks=2).startswith(
+        "schedule '1f1b' with 2 stages per rank"
+    )
     starts = {"num_microbatches": 4, "use_end2end": True, "stage_starts": ["down"]}
     assert refusal(ConfigError, **starts, num_stages=4) == (
         "policy 'autodist' has stage_starts for 2 stages and num_stages=4\n"
-        "  why:   the first stage begins at the first operator, every other one where stage_starts says\n"
+        "  why:   the first stage begins at the first operator, every other one where "
+        "stage_starts says\n"
         "  try:   name 3 modules, or leave out num_stages"
     )
     assert refusal(ConfigError, **starts, num_stages=1, chunks=1).startswith(
         "policy 'autodist' has stage_starts for 2 stages and num_stages=1 and chunks=1"
     )
     text = refusal(PlanError, memory_limit_gb=1e-9, mesh={"tp": 4})
-    assert text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ") and "1 B are allowed" in text
+    assert (
+        text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ")
+        and "1 B are allowed" in text
+    )
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_are_at_least_one(name: str) -> None:
-    assert refusal(ConfigError, **{name: 0}) == f"option {name!r} of policy 'autodist' cannot be 0\n  why:   it is at least 1"
+    assert (
+        refusal(ConfigError, **{name: 0})
+        == f"option {name!r} of policy 'autodist' cannot be 0\n  why:   it is at least 1"
+    )
 
 
 def test_amounts_that_mean_nothing() -> None:
     assert refusal(ConfigError, memory_limit_gb=-3) == (
         "option 'memory_limit_gb' of policy 'autodist' cannot be -3\n  why:   it is at least 0"
     )
-    assert refusal(ConfigError, time_limit_s=-1.0).startswith("option 'time_limit_s' of policy 'autodist' cannot be -1.0")
-    assert refusal(ConfigError, mesh={"dp": 0, "tp": 4}).startswith("the mesh of policy 'autodist' has an axis 'dp' of size 0")
+    assert refusal(ConfigError, time_limit_s=-1.0).startswith(
+        "option 'time_limit_s' of policy 'autodist' cannot be -1.0"
+    )
+    assert refusal(ConfigError, mesh={"dp": 0, "tp": 4}).startswith(
+        "the mesh of policy 'autodist' has an axis 'dp' of size 0"
+    )
     assert refusal(ConfigError, max_axes=4) == (
         "option 'max_axes' of policy 'autodist' cannot be 4\n"
         "  why:   meshes of up to 3 axes are searched\n"
@@ -327,11 +397,21 @@ def test_models_with_next_to_nothing_to_plan() -> None:
     with pytest.raises(PlanError) as caught:
         search(nothing, config_of(2), AutodistOptions(), machine)
     assert str(caught.value) == (
-        "the model has no operators\n  why:   what goes in comes out as it is, so that there is nothing to plan"
+        "the model has no operators\n  why:   what goes in comes out as it is, so that there "
+        "is nothing to plan"
     )
     with pytest.raises(PlanError) as caught:
-        search(one, config_of(2, num_microbatches=4), AutodistOptions(num_microbatches=4, num_stages=2), machine)
-    assert str(caught.value) == "the model cannot be cut into 2 stages\n  why:   it has 1 operator, and a stage at least one"
+        search(
+            one,
+            config_of(2, num_microbatches=4),
+            AutodistOptions(num_microbatches=4, num_stages=2),
+            machine,
+        )
+    assert (
+        str(caught.value)
+        == "the model cannot be cut into 2 stages\n  why:   it has 1 operator, and a stage at "
+        "least one"
+    )
     with pytest.raises(ConfigError) as refused:
         search(one, config_of(2), AutodistOptions(max_split=1), machine)
     assert str(refused.value) == (
@@ -342,15 +422,21 @@ def test_models_with_next_to_nothing_to_plan() -> None:
 
 
 def test_constraints_that_nothing_answers_to() -> None:
-    """They are refused as what they are, before anything is searched, and not as a plan that does not fit."""
+    """They are refused as what they are, before anything is searched, and not as a plan that does
+    not fit.
+    """
     mesh = {"dp": 2, "tp": 2}
     assert refusal(PlanError, mesh=mesh, pin={"downs": {"tp": "R"}}) == (
         "the model has no operator or module 'downs' to pin\n  try:   did you mean 'down'?"
     )
     text = refusal(PlanError, mesh=mesh, pin={"*": {"tp": "vocab"}})
-    assert text.startswith("nothing in module '*' can be pinned to 'vocab' along axis 'tp'\n  why:   its operators have ")
+    assert text.startswith(
+        "nothing in module '*' can be pinned to 'vocab' along axis 'tp'\n  why:   its "
+        "operators have "
+    )
     assert refusal(PlanError, mesh=mesh, recompute=["upp"]) == (
-        "recompute names 'upp', but no operator belongs to such a module\n  try:   did you mean 'up'?"
+        "recompute names 'upp', but no operator belongs to such a module\n  try:   did you "
+        "mean 'up'?"
     )
 
 
@@ -367,16 +453,25 @@ def test_a_pin_of_a_pattern_gives_way_to_one_that_says_more() -> None:
 
 @pytest.mark.slow
 def test_three_axes_are_never_worse_than_two() -> None:
-    """On one mesh they may be, as adapters go axis by axis; the search has the coarser meshes too."""
+    """On one mesh they may be, as adapters go axis by axis; the search has the coarser meshes
+    too.
+    """
     config = ComputeConfig(plan_ngpus=8, runtime_ngpus=8)
-    found = [search(plans.zoo_graph("mlp"), config, AutodistOptions(max_axes=count), slow_machine(8)) for count in (2, 3)]
+    found = [
+        search(plans.zoo_graph("mlp"), config, AutodistOptions(max_axes=count), slow_machine(8))
+        for count in (2, 3)
+    ]
     costs = [each.best.step_s for each in found if each.best is not None]
     assert len(costs) == 2 and costs[1] <= costs[0] * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_an_interrupted_search_leaves_whole_files_or_none(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a mesh is placed it ends the compile; later what is known by then is compiled and saved."""
+def test_an_interrupted_search_leaves_whole_files_or_none(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a mesh is placed it ends the compile; later what is known by then is compiled and
+    saved.
+    """
     calls: list[PlacementRequest] = []
 
     def interrupted(request: PlacementRequest, **options: Any) -> Any:
@@ -389,15 +484,29 @@ def test_an_interrupted_search_leaves_whole_files_or_none(after: int, tmp_path: 
     entry, config = zoo.get("mlp"), config_of(4, save_plan=str(tmp_path / "plan.json"))
 
     def compile_it() -> None:
-        parallelize(entry.build(), entry.inputs(), "autodist", config, gen_savedir=tmp_path / "files", load_module=False)
+        parallelize(
+            entry.build(),
+            entry.inputs(),
+            "autodist",
+            config,
+            gen_savedir=tmp_path / "files",
+            load_module=False,
+        )
 
     if not after:
         with pytest.raises(KeyboardInterrupt):
             compile_it()
-        assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
+        assert not [
+            path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"
+        ]
         return
     compile_it()
     (manifest,) = tmp_path.rglob("manifest.json")
     saved = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
-    assert load_class(manifest.parent, rank=3) is not None and read_plan(manifest.parent).strategies == saved.strategies
-    assert saved.certificate is not None and "the search was ended by Ctrl-C" in str(saved.certificate)
+    assert (
+        load_class(manifest.parent, rank=3) is not None
+        and read_plan(manifest.parent).strategies == saved.strategies
+    )
+    assert saved.certificate is not None and "the search was ended by Ctrl-C" in str(
+        saved.certificate
+    )

@@ -38,7 +38,9 @@ def test_training_goes_on_and_what_is_saved_is_the_moment_of_the_call(tmp_path, 
     def train():
         trainer = c.trainer("gpt2", PLAN)
         trainer.steps(range(2))
-        save = shardwright.save_checkpoint(tmp_path, trainer.module, trainer.optimizer, step=2, async_save=True)
+        save = shardwright.save_checkpoint(
+            tmp_path, trainer.module, trainer.optimizer, step=2, async_save=True
+        )
         state = c.state_of(trainer.module)
         losses = trainer.steps(range(2, 4))  # nothing has been written yet
         assert not (tmp_path / "LATEST").exists()
@@ -53,7 +55,9 @@ def test_training_goes_on_and_what_is_saved_is_the_moment_of_the_call(tmp_path, 
         assert shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer).step == 2
         return c.state_of(trainer.module), trainer.steps(range(2, 4))
 
-    for (state, losses), (expected, expected_losses) in zip(c.on("gpt2", PLAN, train), c.on("gpt2", PLAN, resume), strict=True):
+    for (state, losses), (expected, expected_losses) in zip(
+        c.on("gpt2", PLAN, train), c.on("gpt2", PLAN, resume), strict=True
+    ):
         c.assert_same(state, expected)
         assert losses == expected_losses
 
@@ -65,7 +69,10 @@ def test_the_next_save_or_load_waits(tmp_path, gate, then):
     threading.Timer(0.2, gate.set).start()
     if then == "save":
         shardwright.save_checkpoint(tmp_path, net, step=2)
-        assert sorted(path.name for path in tmp_path.glob("0*")) == ["000001-step-1", "000002-step-2"]
+        assert sorted(path.name for path in tmp_path.glob("0*")) == [
+            "000001-step-1",
+            "000002-step-2",
+        ]
     else:
         assert shardwright.load_checkpoint(tmp_path, net).step == 1
 
@@ -83,11 +90,16 @@ def test_errors_surface(tmp_path, monkeypatch, when):
             save.wait()
         else:
             shardwright.save_checkpoint(tmp_path, net)
-    with pytest.raises(FileError, match=r"^a checkpoint cannot be written to .*/000001\n  why:   No space left on device\n"):
+    with pytest.raises(
+        FileError,
+        match=r"^a checkpoint cannot be written to .*/000001\n  why:   No space left on device\n",
+    ):
         save.wait()
     monkeypatch.undo()
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(FileError, match=r"^a checkpoint cannot be written to .*/file\n  why:   File exists"):
+    with pytest.raises(
+        FileError, match=r"^a checkpoint cannot be written to .*/file\n  why:   File exists"
+    ):
         shardwright.save_checkpoint(tmp_path / "file", net)
     shardwright.save_checkpoint(tmp_path, net, step=3)  # told once, it does not stand in the way
     assert shardwright.read_checkpoint(tmp_path).step == 3
@@ -167,7 +179,9 @@ class Clock:
 
 
 @pytest.mark.parametrize(("seconds_between_signs", "is_waited_for"), [(60, True), (300, False)])
-def test_who_gives_signs_of_life_is_waited_for(tmp_path, monkeypatch, slow_rank, seconds_between_signs, is_waited_for):
+def test_who_gives_signs_of_life_is_waited_for(
+    tmp_path, monkeypatch, slow_rank, seconds_between_signs, is_waited_for
+):
     """Rank 1 begins to write after four times the patience of rank 0."""
     clock = Clock()
 
@@ -190,7 +204,9 @@ def test_who_gives_signs_of_life_is_waited_for(tmp_path, monkeypatch, slow_rank,
     if is_waited_for:
         assert run_ranks(2, rank) == [tmp_path / "000001"] * 2 and clock.now >= 480
         return
-    with pytest.raises(CheckpointError, match=r"for 120 s there was no sign of life of ranks \[1\]"):
+    with pytest.raises(
+        CheckpointError, match=r"for 120 s there was no sign of life of ranks \[1\]"
+    ):
         run_ranks(2, rank)
 
 
@@ -204,8 +220,14 @@ def test_a_failure_that_nobody_waits_for_is_said(tmp_path, monkeypatch, capsys, 
     assert "rank 0: the checkpoint" in caplog.text and "No space left on device" in caplog.text
     saving._say_all_at_exit()
     said = capsys.readouterr().err
-    assert said.startswith(f"shardwright: rank 0 could not save the last checkpoint, {tmp_path / '000001'}; it was not asked")
-    assert f"\na checkpoint cannot be written to {tmp_path / '000001'}\n  why:   No space left on device\n" in said
+    assert said.startswith(
+        f"shardwright: rank 0 could not save the last checkpoint, {tmp_path / '000001'}; it "
+        "was not asked"
+    )
+    assert (
+        f"\na checkpoint cannot be written to {tmp_path / '000001'}\n  why:   No space left "
+        "on device\n" in said
+    )
     assert not (tmp_path / "000001").exists()
     with pytest.raises(FileError):
         shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2))
@@ -223,7 +245,10 @@ def test_a_process_that_could_end_says_what_it_waits_for(tmp_path, monkeypatch, 
     said = ""
     while not said:
         said = capsys.readouterr().err
-    assert said == f"shardwright: this process ends when it has written its part of the checkpoint {save.folder}\n"
+    assert (
+        said == "shardwright: this process ends when it has written its part of the checkpoint "
+        f"{save.folder}\n"
+    )
     gate.set()
     assert save.wait() == save.folder
 
@@ -242,7 +267,9 @@ shardwright.save_checkpoint(sys.argv[1], torch.nn.Linear(2, 2), step=1, async_sa
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["well", "fails"])
 def test_a_process_ends_with_its_save_or_says_why_not(tmp_path, how):
-    ended = subprocess.run([sys.executable, "-c", RUN, str(tmp_path), how], capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path), how], capture_output=True, text=True, timeout=600
+    )
     assert ended.returncode == 0
     if how == "well":
         assert not ended.stderr and shardwright.read_checkpoint(tmp_path).step == 1

@@ -1,4 +1,6 @@
-"""Checkpoints of what policies made: saved, deduped and merged under one plan, resumed under others, equal to one device."""
+"""Checkpoints of what policies made: saved, deduped and merged under one plan, resumed under
+others, equal to one device.
+"""
 
 import copy
 from pathlib import Path
@@ -12,8 +14,8 @@ from torch import Tensor
 from traces import shared_traces
 
 import shardwright
-from shardwright.compiler.verification.reference import adamw
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.one_device import adamw
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -23,15 +25,34 @@ TOLERANCE = 1e-11
 PLANS: dict[str, dict[str, Any]] = {
     "pp": {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 4},
     "hybrid": {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "schedule": "zb_h1"},
-    "interleaved": {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "schedule": "1f1b_interleaved"},
-    "dp": {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "dp": 2, "tp": 1, "schedule": "zb_v"},
+    "interleaved": {
+        "policy": "pp",
+        "plan_ngpus": 2,
+        "runtime_ngpus": 2,
+        "schedule": "1f1b_interleaved",
+    },
+    "dp": {
+        "policy": "hybrid",
+        "plan_ngpus": 4,
+        "runtime_ngpus": 4,
+        "dp": 2,
+        "tp": 1,
+        "schedule": "zb_v",
+    },
     "tp": {"policy": "tp", "plan_ngpus": 2, "runtime_ngpus": 2},
 }
-TOURS = [("pp", "hybrid", "tp"), ("interleaved", "dp", "pp"), ("tp", "interleaved", "hybrid"), ("hybrid", "pp", "dp")]
+TOURS = [
+    ("pp", "hybrid", "tp"),
+    ("interleaved", "dp", "pp"),
+    ("tp", "interleaved", "hybrid"),
+    ("hybrid", "pp", "dp"),
+]
 
 
 def trained(num_steps: int) -> tuple[dict[str, Tensor], dict[int, Any]]:
-    """The model and its optimizer on one device after so many steps, which all plans here repeat on every unit."""
+    """The model and its optimizer on one device after so many steps, which all plans here repeat on
+    every unit.
+    """
     model = Tied()
     optimizer = adamw(model.parameters())
     for _ in range(num_steps):
@@ -63,13 +84,20 @@ def check_merged(ranks: list[tuple[Any, Any]], num_steps: int) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize(
-    "tour", [pytest.param(tour, marks=pytest.mark.slow if index > 1 else ()) for index, tour in enumerate(TOURS)], ids="-".join
+    "tour",
+    [
+        pytest.param(tour, marks=pytest.mark.slow if index > 1 else ())
+        for index, tour in enumerate(TOURS)
+    ],
+    ids="-".join,
 )
 def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ...]) -> None:
     merged: Any = None
     for number, name in enumerate(tour):
         options = dict(PLANS[name])
-        policy, plan_ngpus, runtime_ngpus = (options.pop(key) for key in ("policy", "plan_ngpus", "runtime_ngpus"))
+        policy, plan_ngpus, runtime_ngpus = (
+            options.pop(key) for key in ("policy", "plan_ngpus", "runtime_ngpus")
+        )
         options |= {} if policy == "tp" else {"num_microbatches": len(SAMPLES)}
         config = ComputeConfig(
             plan_ngpus=plan_ngpus,
@@ -81,7 +109,9 @@ def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ..
         with shared_traces("tied"):
             directory = compile_into(tmp_path / name, Tied(), SAMPLES[0], policy, config)
 
-        def on_rank(_: int, directory: Path = directory, number: int = number, merged: Any = merged) -> Any:
+        def on_rank(
+            _: int, directory: Path = directory, number: int = number, merged: Any = merged
+        ) -> Any:
             module = load_class(directory)()
             optimizer = build_optimizer(module, adamw)
             if number == 1:
@@ -90,7 +120,10 @@ def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ..
                 shardwright.load_merged_state_dicts(module, merged[0], optimizer, merged[1])
             train(module, optimizer, 2)
             shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2 * number + 2)
-            whole, deduped = held(module, optimizer), copy.deepcopy(shardwright.deduped_state_dict(module, optimizer))
+            whole, deduped = (
+                held(module, optimizer),
+                copy.deepcopy(shardwright.deduped_state_dict(module, optimizer)),
+            )
             train(module, optimizer, 1)
             ahead = held(module, optimizer)
             shardwright.load_deduped_state_dict(module, deduped[0], optimizer, deduped[1])

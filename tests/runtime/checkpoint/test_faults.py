@@ -13,8 +13,8 @@ from spawn import run_processes
 
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
+from shardwright.runtime.checkpoint.checkpoint_index import Index
 from shardwright.runtime.checkpoint.folders import complete_folders
-from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
@@ -31,7 +31,9 @@ from shardwright.runtime.ranks.world import current_world
     ],
 )
 def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
-    """Every call that touches the directory is tried: while files are written, made current, and older ones deleted."""
+    """Every call that touches the directory is tried: while files are written, made current, and
+    older ones deleted.
+    """
     outcomes = []
     for number in range(1, 200):
         directory = tmp_path / str(number)
@@ -40,7 +42,9 @@ def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
         was_killed = killed_at(directory, number, num_ranks, asynchronous, zero)
         outcomes.append(current_step(directory))
         assert outcomes[-1] in (2, 3)
-        for folder in complete_folders(directory):  # also older ones: one that is half deleted does not look complete
+        for folder in complete_folders(
+            directory
+        ):  # also older ones: one that is half deleted does not look complete
             current_step(folder)
         save(directory, 4, keep=1)  # the run goes on, and cleans up
         assert current_step(directory) == 4
@@ -48,11 +52,14 @@ def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
         if not was_killed:
             break
     assert not was_killed and outcomes[-1] == 3
-    assert outcomes.count(2) >= 8 and outcomes.count(3) >= 3, outcomes  # before and after it became current
+    assert outcomes.count(2) >= 8 and outcomes.count(3) >= 3, (
+        outcomes
+    )  # before and after it became current
 
 
 @pytest.mark.parametrize(
-    ("phase", "failing_rank"), [("write", 0), ("write", 1), ("index part", 0), ("index part", 1), ("commit", 0)]
+    ("phase", "failing_rank"),
+    [("write", 0), ("write", 1), ("index part", 0), ("index part", 1), ("commit", 0)],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_rank_fails(tmp_path, monkeypatch, phase, failing_rank, asynchronous):
@@ -76,12 +83,18 @@ def test_one_rank_fails(tmp_path, monkeypatch, phase, failing_rank, asynchronous
     def rank():
         trainer = c.trainer("mlp", plan)
         with pytest.raises((CheckpointError, OSError), match="No space left on device"):
-            shardwright.save_checkpoint(tmp_path, trainer.module, step=2, async_save=asynchronous).wait()
+            shardwright.save_checkpoint(
+                tmp_path, trainer.module, step=2, async_save=asynchronous
+            ).wait()
         return True
 
     assert c.on("mlp", plan, rank) == [True, True]
     assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-1", "LATEST", "OWNER"]  # its own files are gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000001-step-1",
+        "LATEST",
+        "OWNER",
+    ]  # its own files are gone
     monkeypatch.undo()
     assert current_step(tmp_path) == 1
 
@@ -95,9 +108,17 @@ def damage_cases():
     return [
         ("rank-00000.safetensors", flip, "rank-00000.safetensors was altered"),
         ("rank-00001.safetensors", flip, "rank-00001.safetensors was altered"),
-        ("rank-00001.safetensors", lambda path: os.truncate(path, 100), "rank-00001.safetensors has 100 bytes"),
+        (
+            "rank-00001.safetensors",
+            lambda path: os.truncate(path, 100),
+            "rank-00001.safetensors has 100 bytes",
+        ),
         ("rank-00001.safetensors", Path.unlink, "rank-00001.safetensors is missing"),
-        ("index.json", lambda path: path.write_text(path.read_text().replace("[16]", "[61]", 1)), "index.json was altered"),
+        (
+            "index.json",
+            lambda path: path.write_text(path.read_text().replace("[16]", "[61]", 1)),
+            "index.json was altered",
+        ),
         ("index.json", Path.unlink, "LATEST names '000001', which is no complete checkpoint"),
     ]
 
@@ -129,17 +150,25 @@ def test_damage_is_named_on_all_ranks_and_nothing_changes(tmp_path, file, damage
 def test_a_pointer_to_elsewhere_is_not_followed(tmp_path):
     save(tmp_path / "run", 1)
     (tmp_path / "run" / "LATEST").write_text("../other\n")
-    with pytest.raises(CheckpointError, match=r"names '../other', which is no complete checkpoint\n.*000001-step-1"):
+    with pytest.raises(
+        CheckpointError, match=r"names '../other', which is no complete checkpoint\n.*000001-step-1"
+    ):
         current_step(tmp_path / "run")
     (tmp_path / "run" / "LATEST").write_bytes(b"000001\xff")
-    with pytest.raises(CheckpointError, match="names '000001\ufffd', which is no complete checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="names '000001\ufffd', which is no complete checkpoint"
+    ):
         current_step(tmp_path / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "victim"), [("write", 0), ("write", 1), ("part", 0), ("part", 1), ("commit", 0)])
+@pytest.mark.parametrize(
+    ("phase", "victim"), [("write", 0), ("write", 1), ("part", 0), ("part", 1), ("commit", 0)]
+)
 def test_a_killed_process_among_others(tmp_path, victim, phase):
-    """Real processes: one of two is killed in a phase of the save; the other one fails, and the first checkpoint loads."""
+    """Real processes: one of two is killed in a phase of the save; the other one fails, and the
+    first checkpoint loads.
+    """
     with pytest.raises(Exception, match="SIGKILL|terminated"):
         run_processes(2, "checkpoint_jobs:save_until_killed", str(tmp_path), victim, phase)
     assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
@@ -174,27 +203,43 @@ def repeat(region):
 
 
 PIECES = {
-    "shifted": (lambda pieces: shift(pieces[0]["region"]), "of 'a' 3 of 12 elements are in no piece"),
-    "outside": (lambda pieces: shift(pieces[1]["region"]), r"of 'a' a piece lies outside of \[4, 3\]"),
-    "overlapping": (lambda pieces: grow(pieces[0]["region"]), "of 'a' 3 of 12 elements are in several pieces"),
+    "shifted": (
+        lambda pieces: shift(pieces[0]["region"]),
+        "of 'a' 3 of 12 elements are in no piece",
+    ),
+    "outside": (
+        lambda pieces: shift(pieces[1]["region"]),
+        r"of 'a' a piece lies outside of \[4, 3\]",
+    ),
+    "overlapping": (
+        lambda pieces: grow(pieces[0]["region"]),
+        "of 'a' 3 of 12 elements are in several pieces",
+    ),
     "twice and left out": (
         lambda pieces: pieces[1].update(region=pieces[0]["region"]),
         "of 'a' 6 of 12 elements are in no piece",
     ),
     "left out": (lambda pieces: pieces.pop(), "of 'a' 6 of 12 elements are in no piece"),
-    "backwards": (lambda pieces: repeat(pieces[1]["region"]), r"of 'a' a piece lies outside of \[4, 3\]"),
+    "backwards": (
+        lambda pieces: repeat(pieces[1]["region"]),
+        r"of 'a' a piece lies outside of \[4, 3\]",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", PIECES)
 def test_pieces_that_do_not_make_the_tensor(tmp_path, case):
-    """Counting elements would let some of these pass, and leave the rest of the tensor uninitialised."""
+    """Counting elements would let some of these pass, and leave the rest of the tensor
+    uninitialised.
+    """
     net = torch.nn.Module()
     net.a = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
     shardwright.save_checkpoint(tmp_path, net)
     folder = tmp_path / "000001"
     (folder / "rank-00000.safetensors").unlink()
-    halves = {f"rank-{rank:05d}.safetensors": net.a.detach()[2 * rank : 2 * rank + 2] for rank in range(2)}
+    halves = {
+        f"rank-{rank:05d}.safetensors": net.a.detach()[2 * rank : 2 * rank + 2] for rank in range(2)
+    }
     alter, problem = PIECES[case]
 
     def change(content):
@@ -221,7 +266,11 @@ def test_pieces_that_do_not_make_the_tensor(tmp_path, case):
     ):
         with pytest.raises(CheckpointError, match=rf"is incomplete\n  why:   {problem}"):
             read()
-    assert bool((net.a == 7.0).all()) and sorted(path.name for path in tmp_path.iterdir()) == ["000001", "LATEST", "OWNER"]
+    assert bool((net.a == 7.0).all()) and sorted(path.name for path in tmp_path.iterdir()) == [
+        "000001",
+        "LATEST",
+        "OWNER",
+    ]
 
 
 class Stubborn(torch.nn.Linear):
@@ -255,7 +304,9 @@ def test_what_one_rank_refuses_no_rank_has_loaded(tmp_path):
     def load(number):
         net, optimizer, scheduler = job(number, 0.25)
         before = copy.deepcopy((c.state_of(net), optimizer.state_dict(), scheduler.state_dict()))
-        with pytest.raises(CheckpointError, match="a module with an extra state does not take its saved state\n") as caught:
+        with pytest.raises(
+            CheckpointError, match="a module with an extra state does not take its saved state\n"
+        ) as caught:
             shardwright.load_checkpoint(tmp_path, net, optimizer, scheduler=scheduler)
         after = (c.state_of(net), optimizer.state_dict(), scheduler.state_dict())
         torch.testing.assert_close(after, before, rtol=0, atol=0)
@@ -263,15 +314,21 @@ def test_what_one_rank_refuses_no_rank_has_loaded(tmp_path):
 
     run_ranks(2, save_it)
     first, second = run_ranks(2, load)
-    assert "why:   RuntimeError: this is the state of 0" in second and first.startswith("rank 1: a module with")
+    assert "why:   RuntimeError: this is the state of 0" in second and first.startswith(
+        "rank 1: a module with"
+    )
 
 
 def test_names_that_meet_the_names_of_states(tmp_path):
-    """Parameters ``w`` and ``w/exp_avg``: their states and weights have names of their own in every file."""
+    """Parameters ``w`` and ``w/exp_avg``: their states and weights have names of their own in every
+    file.
+    """
 
     def made(value):
         net = torch.nn.Module()
-        for number, name in enumerate(("w", "w/exp_avg", "w/exp_avg/0", "w/exp_avg'", "w/exp_avg/exp_avg")):
+        for number, name in enumerate(
+            ("w", "w/exp_avg", "w/exp_avg/0", "w/exp_avg'", "w/exp_avg/exp_avg")
+        ):
             net.register_parameter(name, torch.nn.Parameter(torch.full((3, 2), value + number)))
         optimizer = torch.optim.Adam(net.parameters())
         for number, parameter in enumerate(net.parameters()):
@@ -288,7 +345,9 @@ def test_names_that_meet_the_names_of_states(tmp_path):
         torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
         torch.testing.assert_close(stepper.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
         whole = shardwright.read_checkpoint(tmp_path / folder)
-        torch.testing.assert_close(whole.optimizer["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            whole.optimizer["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+        )
 
 
 def test_extra_states_that_are_tensors(tmp_path):

@@ -1,4 +1,6 @@
-"""Whose folders these are: what a killed save left goes, what belongs to others stays, and two jobs do not share one."""
+"""Whose folders these are: what a killed save left goes, what belongs to others stays, and two jobs
+do not share one.
+"""
 
 import json
 import os
@@ -29,9 +31,12 @@ def test_what_killed_saves_left_goes_before_anything_is_written(tmp_path, monkey
     (tmp_path / ".LATEST.new.0123").touch()
     seen = []
     original = saving.write_tensors
-    monkeypatch.setattr(saving, "write_tensors", lambda *given: seen.append(names(tmp_path)) or original(*given))
+    monkeypatch.setattr(
+        saving, "write_tensors", lambda *given: seen.append(names(tmp_path)) or original(*given)
+    )
     save(tmp_path, keep=None)
-    # Its number is new: a process of the job that was killed may still write into the folder of that name.
+    # Its number is new: a process of the job that was killed may still write into the folder of
+    # that name.
     assert seen == [["000001", "000006", "LATEST", "OWNER"]]
     assert names(tmp_path) == seen[0]
 
@@ -83,10 +88,14 @@ def test_one_job_saves_into_a_directory(tmp_path, monkeypatch):
     text = in_another_process(lambda: save(tmp_path, step=9))
     assert text.startswith(
         f"another job saves its checkpoints in {tmp_path}\n"
-        f"  why:   process {os.getpid()} of {content['user']} on {content['host']}, since {content['since']}, holds "
+        f"  why:   process {os.getpid()} of {content['user']} on {content['host']}, since "
+        f"{content['since']}, holds "
     )
     assert names(tmp_path) == ["000001-step-1", "000002-step-2", "LATEST", "OWNER"]
-    assert in_another_process(lambda: shardwright.load_checkpoint(tmp_path, nn.Linear(2, 2)).step) == "2"
+    assert (
+        in_another_process(lambda: shardwright.load_checkpoint(tmp_path, nn.Linear(2, 2)).step)
+        == "2"
+    )
     save(tmp_path, step=3)  # the lock outlives all that
 
 
@@ -106,7 +115,9 @@ def test_a_job_that_ended_or_was_killed_locks_nobody_out(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_directory_that_was_given_to_another_job(tmp_path, monkeypatch):
-    """Somebody deletes OWNER, and another job takes the directory: the first one notices at its next save."""
+    """Somebody deletes OWNER, and another job takes the directory: the first one notices at its
+    next save.
+    """
     monkeypatch.setattr(owner, "PATIENCE_S", 0.2)
     save(tmp_path, step=1)
     (tmp_path / "OWNER").unlink()
@@ -120,7 +131,10 @@ def test_a_directory_that_was_given_to_another_job(tmp_path, monkeypatch):
         os.read(wait[0], 1)
         os._exit(0)
     os.read(told[0], 1)
-    with pytest.raises(CheckpointError, match=rf"another job saves its checkpoints in .*\n  why:   process {child} of "):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"another job saves its checkpoints in .*\n  why:   process {child} of ",
+    ):
         save(tmp_path, step=3)
     os.write(wait[1], b"!")
     os.waitpid(child, 0)

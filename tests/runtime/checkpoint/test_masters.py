@@ -32,11 +32,17 @@ Prepare = Callable[[Any, ParallelOptimizer], Any]
 
 
 def merged(ranks: list[Rank]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return shardwright.merge_state_dicts([rank.module for rank in ranks], [rank.optimizer for rank in ranks])
+    return shardwright.merge_state_dicts(
+        [rank.module for rank in ranks], [rank.optimizer for rank in ranks]
+    )
 
 
 def flat(optimizer: dict[str, Any]) -> dict[str, Any]:
-    state = {f"{number}.{key}": x for number, values in optimizer["state"].items() for key, x in values.items()}
+    state = {
+        f"{number}.{key}": x
+        for number, values in optimizer["state"].items()
+        for key, x in values.items()
+    }
     return state | {f"{number}.master": master for number, master in optimizer["masters"].items()}
 
 
@@ -61,9 +67,13 @@ def loading(path: Path) -> Prepare:
     return lambda module, optimizer: shardwright.load_checkpoint(path, module, optimizer)
 
 
-@pytest.mark.parametrize("others", [OTHERS[:2], pytest.param(OTHERS[2:], marks=pytest.mark.slow)], ids=["cut", "more"])
+@pytest.mark.parametrize(
+    "others", [OTHERS[:2], pytest.param(OTHERS[2:], marks=pytest.mark.slow)], ids=["cut", "more"]
+)
 def test_masters_move_from_plan_to_plan(others: list[Case], tmp_path: Path) -> None:
-    """On disk and merged: not a bit is lost on the way through several plans, nor on the way to one device."""
+    """On disk and merged: not a bit is lost on the way through several plans, nor on the way to one
+    device.
+    """
     module, optimizer = merged(train(FIRST, compiled(FIRST), saving(tmp_path / "0"), steps=2))
     masters = merged_masters("gpt2", module, optimizer)
     assert any(not torch.equal(master, module[name].float()) for name, master in masters.items())
@@ -74,7 +84,9 @@ def test_masters_move_from_plan_to_plan(others: list[Case], tmp_path: Path) -> N
             loading(tmp_path / str(number))(module, optimizer)
             saving(tmp_path / str(number + 1))(module, optimizer)
 
-        def load_merged(module: Any, optimizer: ParallelOptimizer, state: Any = (module, optimizer)) -> None:
+        def load_merged(
+            module: Any, optimizer: ParallelOptimizer, state: Any = (module, optimizer)
+        ) -> None:
             shardwright.load_merged_state_dicts(module, state[0], optimizer, state[1])
 
         for prepare in (both, load_merged):
@@ -97,7 +109,9 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("case", [SAME[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SAME[1:])], ids=str)
+@pytest.mark.parametrize(
+    "case", [SAME[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SAME[1:])], ids=str
+)
 def test_resuming_is_bit_for_bit(case: Case, tmp_path: Path) -> None:
     """From a checkpoint, from the state dicts of the rank in either order, from deduped ones."""
     directory = compiled(case)
@@ -125,7 +139,9 @@ def test_resuming_is_bit_for_bit(case: Case, tmp_path: Path) -> None:
         module.load_state_dict(mine(module)[0][0])
 
     def deduped(module: Any, optimizer: ParallelOptimizer) -> None:
-        shardwright.load_deduped_state_dict(module, mine(module)[1][0], optimizer, mine(module)[1][1])
+        shardwright.load_deduped_state_dict(
+            module, mine(module)[1][0], optimizer, mine(module)[1][1]
+        )
 
     for prepare in (loading(tmp_path / "run"), module_first, optimizer_first, deduped):
         found = merged(on_ranks(case, directory, prepare, range(2, 4)))

@@ -28,7 +28,9 @@ def run(tmp_path_factory):
     def train():
         trainer = c.trainer("gpt2", PLAN)
         trainer.steps(range(2))
-        shardwright.save_checkpoint(directory, trainer.module, trainer.optimizer, step=2, extra={"a": (1,)})
+        shardwright.save_checkpoint(
+            directory, trainer.module, trainer.optimizer, step=2, extra={"a": (1,)}
+        )
         return trainer.steps([2, 3])
 
     return directory, c.on("gpt2", PLAN, train)[0]
@@ -37,7 +39,11 @@ def run(tmp_path_factory):
 def test_the_original_model_and_optimizer_go_on(run, tmp_path):
     directory, losses = run
     out = shardwright.merge_checkpoint(directory, tmp_path / "merged")
-    assert sorted(path.name for path in out.iterdir()) == ["index.json", "model.safetensors", "optimizer.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "index.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
     trainer = c.original("gpt2")
     load_model(trainer.module, out / "model.safetensors")  # tied names as safetensors writes them
     whole = shardwright.read_checkpoint(out)
@@ -108,7 +114,10 @@ def test_what_is_in_the_way(run, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         shardwright.merge_checkpoint(tmp_path / "file", tmp_path / "merged")
-    with pytest.raises(FileError, match=r"the merged checkpoint cannot be written to .*file/merged\n  why:   Not a directory"):
+    with pytest.raises(
+        FileError,
+        match=r"the merged checkpoint cannot be written to .*file/merged\n  why:   Not a directory",
+    ):
         shardwright.merge_checkpoint(run[0], tmp_path / "file" / "merged")
 
 
@@ -127,7 +136,8 @@ def test_the_command(run, tmp_path, capsys):
     assert main(["merge", str(directory), str(tmp_path / "merged"), "--max-file-size", "5KB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
-        lines[0].startswith(f"merged {directory / '000001-step-2'} of step 2: ") and lines[1] == f"files: {tmp_path / 'merged'}"
+        lines[0].startswith(f"merged {directory / '000001-step-2'} of step 2: ")
+        and lines[1] == f"files: {tmp_path / 'merged'}"
     )
     assert re.search(r": \d+ tensors, \d+(\.\d+)? [kM]?B in \d+ files?$", lines[0])
     assert main(["merge", str(directory), str(tmp_path / "merged")]) == 1

@@ -1,4 +1,6 @@
-"""State dicts in memory: merged ones go into the original module and optimizer and back; deduped ones hold every piece once."""
+"""State dicts in memory: merged ones go into the original module and optimizer and back; deduped
+ones hold every piece once.
+"""
 
 import copy
 import io
@@ -26,13 +28,17 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.02, eps=1e-4, amsgrad=True),
     "adamw": c.adamw,
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.02, eps=1e-4),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.02, eps=1e-4, momentum=0.5, centered=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(
+        params, lr=0.02, eps=1e-4, momentum=0.5, centered=True
+    ),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.02),
 }
 
 
 def blank():
-    """The model with its non-persistent buffer and constant, and nothing that a state dict restores."""
+    """The model with its non-persistent buffer and constant, and nothing that a state dict
+    restores.
+    """
     model = make_model()
     with torch.no_grad():
         for tensor in (*model.parameters(), model.mean):
@@ -45,11 +51,15 @@ def decayed(name, parameter):
 
 
 class Model:
-    """The hand-made model on a mesh: tied, frozen and awkwardly named parameters, both kinds of buffers."""
+    """The hand-made model on a mesh: tied, frozen and awkwardly named parameters, both kinds of
+    buffers.
+    """
 
     def __init__(self, folder, dp, tp, units=1):
         self.num_ranks = dp * tp * units
-        self.files = write_files(folder, make_model(), dp, tp, {"plan_ngpus": dp * tp, "runtime_ngpus": self.num_ranks})
+        self.files = write_files(
+            folder, make_model(), dp, tp, {"plan_ngpus": dp * tp, "runtime_ngpus": self.num_ranks}
+        )
 
     def trainer(self, optimizer, **options):
         module = load_class(self.files)()
@@ -69,7 +79,13 @@ class Model:
             module, built, step = self.trainer(optimizer, **options)
             for number in range(steps):
                 step(number)
-            return copy.deepcopy((module.state_dict(), built.state_dict(), *shardwright.deduped_state_dict(module, built)))
+            return copy.deepcopy(
+                (
+                    module.state_dict(),
+                    built.state_dict(),
+                    *shardwright.deduped_state_dict(module, built),
+                )
+            )
 
         return list(zip(*run_ranks(self.num_ranks, rank), strict=True))
 
@@ -96,7 +112,9 @@ def test_merged_equals_one_device_and_goes_on_there(tmp_path, name):
     fresh.load_state_dict(module_state)
     other = optimizer(fresh.parameters())
     other.load_state_dict(optimizer_state)
-    built.load_state_dict(built.state_dict())  # torch gives some numbers the dtype of the parameters when it loads them
+    built.load_state_dict(
+        built.state_dict()
+    )  # torch gives some numbers the dtype of the parameters when it loads them
     c.assert_same(c.optimizer_tensors(other), c.optimizer_tensors(built), TOLERANCE)
     for trained, stepper in ((model, built), (fresh, other)):
         stepper.zero_grad()
@@ -109,7 +127,9 @@ def test_merged_equals_one_device_and_goes_on_there(tmp_path, name):
 @pytest.mark.parametrize("through", ["merged", "deduped merged", "one device"])
 def test_merged_state_loads_under_another_plan(tmp_path, mesh, through):
     optimizer = OPTIMIZERS["adam"]
-    modules, optimizers, deduped, deduped_optimizers = Model(tmp_path / "from", 1, 2, units=2).trained(optimizer)
+    modules, optimizers, deduped, deduped_optimizers = Model(
+        tmp_path / "from", 1, 2, units=2
+    ).trained(optimizer)
     if through == "merged":
         merged = shardwright.merge_state_dicts(modules, optimizers)
     elif through == "deduped merged":
@@ -127,7 +147,9 @@ def test_merged_state_loads_under_another_plan(tmp_path, mesh, through):
         return copy.deepcopy((module.state_dict(), built.state_dict(), module.shift))
 
     results = run_ranks(to.num_ranks, rank)
-    state, optimizer_state = shardwright.merge_state_dicts(*zip(*(result[:2] for result in results), strict=True))
+    state, optimizer_state = shardwright.merge_state_dicts(
+        *zip(*(result[:2] for result in results), strict=True)
+    )
     c.assert_same(dict(state), expected.state_dict(), TOLERANCE)
     assert all(torch.equal(result[2], expected.shift) for result in results)  # not persistent
     other = optimizer(expected.parameters())
@@ -142,12 +164,16 @@ def test_parameter_groups(tmp_path):
 
     def groups(model):
         flat = [p for p in model.parameters() if p.ndim < 2]
-        return [{"params": flat, "weight_decay": 0.0}, {"params": [p for p in model.parameters() if p.ndim >= 2]}]
+        return [
+            {"params": flat, "weight_decay": 0.0},
+            {"params": [p for p in model.parameters() if p.ndim >= 2]},
+        ]
 
     model, built = reference(optimizer, groups=groups)
     names = [name for name, _ in model.named_parameters()]
     assert [[names[n] for n in group["params"]] for group in optimizer_state["param_groups"]] == [
-        [name for name, p in model.named_parameters() if (p.ndim < 2) == flat] for flat in (True, False)
+        [name for name, p in model.named_parameters() if (p.ndim < 2) == flat]
+        for flat in (True, False)
     ]
     fresh = blank()
     fresh.load_state_dict(module_state)
@@ -158,20 +184,34 @@ def test_parameter_groups(tmp_path):
 
 
 def test_every_distinct_piece_is_kept_once(tmp_path):
-    modules, optimizers, deduped, deduped_optimizers = Model(tmp_path, 2, 2, units=2).trained(OPTIMIZERS["adamw"])
+    modules, optimizers, deduped, deduped_optimizers = Model(tmp_path, 2, 2, units=2).trained(
+        OPTIMIZERS["adamw"]
+    )
     merged = shardwright.merge_state_dicts(modules, optimizers)
     elements = Counter()
     for state in deduped:
-        seen = {value.data_ptr(): (name, value) for name, value in state.items() if isinstance(value, Tensor)}
+        seen = {
+            value.data_ptr(): (name, value)
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
         elements.update({name: value.numel() for name, value in seen.values()})
     whole = {id(value): value.numel() for value in merged[0].values()}
     assert sum(elements.values()) == sum(whole.values())
     state_elements = [
-        sum(value.numel() for state in states for entry in state["state"].values() for value in entry.values() if value.ndim)
+        sum(
+            value.numel()
+            for state in states
+            for entry in state["state"].values()
+            for value in entry.values()
+            if value.ndim
+        )
         for states in (deduped_optimizers, [merged[1]])
     ]
     assert state_elements[0] == state_elements[1]
-    assert [len(state) for state in deduped[4:]] == [1] * 4  # the second unit keeps what its plan is
+    assert [len(state) for state in deduped[4:]] == [
+        1
+    ] * 4  # the second unit keeps what its plan is
     again = shardwright.merge_state_dicts(deduped, deduped_optimizers)
     c.assert_same(dict(again[0]), dict(merged[0]))
 
@@ -185,11 +225,18 @@ def test_deduped_state_goes_back(tmp_path):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
-        shardwright.load_deduped_state_dict(module, deduped[index], built, deduped_optimizers[index])
-        for own, state in ((c.state_of(module), modules[index]), (built.state_dict()["state"], optimizers[index]["state"])):
+        shardwright.load_deduped_state_dict(
+            module, deduped[index], built, deduped_optimizers[index]
+        )
+        for own, state in (
+            (c.state_of(module), modules[index]),
+            (built.state_dict()["state"], optimizers[index]["state"]),
+        ):
             if "_extra_state" in state:
                 assert module.state_dict()["_extra_state"] == state["_extra_state"]
-                c.assert_same(own, {key: value for key, value in state.items() if isinstance(value, Tensor)})
+                c.assert_same(
+                    own, {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                )
             else:
                 assert own.keys() == state.keys()
                 for number in state:
@@ -204,9 +251,14 @@ def test_deduped_state_that_lacks_a_piece(tmp_path):
     state = {key: value for key, value in deduped[1].items() if key != "layers.0.weight"}
 
     def rank(index):
-        shardwright.load_deduped_state_dict(load_class(model.files)(), deduped[0] if index == 0 else state)
+        shardwright.load_deduped_state_dict(
+            load_class(model.files)(), deduped[0] if index == 0 else state
+        )
 
-    with pytest.raises(CheckpointError, match=r"no rank was given some pieces\n  why:   'layers.0.weight' on ranks \[1\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no rank was given some pieces\n  why:   'layers.0.weight' on ranks \[1\]",
+    ):
         run_ranks(2, rank)
 
 
@@ -224,7 +276,13 @@ def test_compiled_parts_of_an_ordinary_model(tmp_path):
         module = Mixed(lambda: load_class(files)())
         optimizer = build_optimizer(module, c.adamw)
         trained(module, optimizer, 2, range(2))
-        full = copy.deepcopy((module.state_dict(), optimizer.state_dict(), *shardwright.deduped_state_dict(module, optimizer)))
+        full = copy.deepcopy(
+            (
+                module.state_dict(),
+                optimizer.state_dict(),
+                *shardwright.deduped_state_dict(module, optimizer),
+            )
+        )
         trained(module, optimizer, 2, [2])
         later = c.state_of(module)
         shardwright.load_deduped_state_dict(module, full[2], optimizer, full[3])
@@ -254,7 +312,10 @@ def test_state_dicts_survive_torch_save(tmp_path):
     torch.save((modules, optimizers), buffer)
     buffer.seek(0)
     loaded = torch.load(buffer)
-    c.assert_same(dict(shardwright.merge_state_dicts(*loaded)[0]), dict(shardwright.merge_state_dicts(modules)[0]))
+    c.assert_same(
+        dict(shardwright.merge_state_dicts(*loaded)[0]),
+        dict(shardwright.merge_state_dicts(modules)[0]),
+    )
 
 
 def test_the_statistics_of_the_first_unit_are_taken_whatever_the_order(tmp_path):
@@ -267,7 +328,9 @@ def test_the_statistics_of_the_first_unit_are_taken_whatever_the_order(tmp_path)
     states = run_ranks(4, rank)
     assert not torch.equal(states[0]["mean"], states[2]["mean"])
     for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
-        assert torch.equal(shardwright.merge_state_dicts([states[i] for i in order])[0]["mean"], states[0]["mean"])
+        assert torch.equal(
+            shardwright.merge_state_dicts([states[i] for i in order])[0]["mean"], states[0]["mean"]
+        )
 
 
 def test_random_numbers_go_along(tmp_path):
@@ -317,7 +380,8 @@ def test_entries_that_do_not_fit_are_named(tmp_path):
         shardwright.load_merged_state_dicts(module, state)
     assert str(error.value) == (
         "the state dict does not fit MLP\n"
-        "  why:   'gain' is missing; 'layers.1.bias' is [7] there and [6] here; 'other' is not in the module"
+        "  why:   'gain' is missing; 'layers.1.bias' is [7] there and [6] here; 'other' is "
+        "not in the module"
     )
     c.assert_same(c.state_of(module), before)
 
@@ -325,7 +389,9 @@ def test_entries_that_do_not_fit_are_named(tmp_path):
 def test_an_optimizer_that_names_no_parameters():
     module = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="does not name its parameters"):
-        shardwright.merge_state_dicts([module.state_dict()], [torch.optim.SGD(module.parameters()).state_dict()])
+        shardwright.merge_state_dicts(
+            [module.state_dict()], [torch.optim.SGD(module.parameters()).state_dict()]
+        )
 
 
 def test_state_of_another_shape_than_the_piece_is_refused(tmp_path):
@@ -336,14 +402,20 @@ def test_state_of_another_shape_than_the_piece_is_refused(tmp_path):
                 for parameter in group["params"]:
                     self.state[parameter]["rows"] = torch.ones(3)
 
-    modules, optimizers, _, _ = Model(tmp_path, 1, 2).trained(lambda params: Rows(params, lr=0.1), elementwise=True)
-    with pytest.raises(CheckpointError, match=r"the optimizer state 'rows' of 'layers.0.weight' cannot be saved"):
+    modules, optimizers, _, _ = Model(tmp_path, 1, 2).trained(
+        lambda params: Rows(params, lr=0.1), elementwise=True
+    )
+    with pytest.raises(
+        CheckpointError, match=r"the optimizer state 'rows' of 'layers.0.weight' cannot be saved"
+    ):
         shardwright.merge_state_dicts(modules, optimizers)
     assert current_world().size == 1
 
 
 def test_parameters_in_pieces_over_units(tmp_path):
-    """Merged from all ranks it is what one device has, deduped it goes back, and each piece is kept once."""
+    """Merged from all ranks it is what one device has, deduped it goes back, and each piece is kept
+    once.
+    """
     plan = ("tp+zero3", 2, 4)
 
     def rank():
@@ -352,7 +424,9 @@ def test_parameters_in_pieces_over_units(tmp_path):
         full = copy.deepcopy((trainer.module.state_dict(), trainer.optimizer.state_dict()))
         deduped = copy.deepcopy(shardwright.deduped_state_dict(trainer.module, trainer.optimizer))
         expected = trainer.step(2), c.state_of(trainer.module)
-        shardwright.load_deduped_state_dict(trainer.module, deduped[0], trainer.optimizer, deduped[1])
+        shardwright.load_deduped_state_dict(
+            trainer.module, deduped[0], trainer.optimizer, deduped[1]
+        )
         assert torch.equal(trainer.step(2), expected[0])
         c.assert_same(c.state_of(trainer.module), expected[1])
         return *full, *deduped
@@ -366,10 +440,18 @@ def test_parameters_in_pieces_over_units(tmp_path):
         c.assert_same(dict(merged), reference.module.state_dict(), TOLERANCE)
         other = c.original("gpt2")
         other.optimizer.load_state_dict(optimizer)
-        c.assert_same(c.optimizer_tensors(other.optimizer), c.optimizer_tensors(reference.optimizer), TOLERANCE)
-    elements = sum(value.numel() for state in deduped for value in state.values() if isinstance(value, Tensor))
+        c.assert_same(
+            c.optimizer_tensors(other.optimizer),
+            c.optimizer_tensors(reference.optimizer),
+            TOLERANCE,
+        )
+    elements = sum(
+        value.numel() for state in deduped for value in state.values() if isinstance(value, Tensor)
+    )
     tensors = {id(value): value for value in reference.module.state_dict(keep_vars=True).values()}
-    tied = sum(value.numel() for name, value in deduped[0].items() if name == "lm_head.weight")  # under both names
+    tied = sum(
+        value.numel() for name, value in deduped[0].items() if name == "lm_head.weight"
+    )  # under both names
     assert elements == sum(x.numel() for x in tensors.values()) + tied * len(modules)
 
 
@@ -385,6 +467,8 @@ def test_a_piece_of_another_unit_is_refused():
 
     assert c.on("gpt2", plan, rank)[0] == (
         "the state dict of GPT2LMHeadModel holds another piece of 'lm_head.weight'\n"
-        "  why:   it was saved at place [[['zero', 2]], 1] (mesh, rank on it), here is [[['zero', 2]], 0]\n"
-        "  try:   load it where it was saved, or merge the state dicts of all ranks and load the merged one"
+        "  why:   it was saved at place [[['zero', 2]], 1] (mesh, rank on it), here is "
+        "[[['zero', 2]], 0]\n"
+        "  try:   load it where it was saved, or merge the state dicts of all ranks and load "
+        "the merged one"
     )

@@ -1,4 +1,6 @@
-"""Checkpoints of pipelines: stages in turn or in a V, with shared parameters, on unequal meshes, and to and from one device."""
+"""Checkpoints of pipelines: stages in turn or in a V, with shared parameters, on unequal meshes,
+and to and from one device.
+"""
 
 import copy
 
@@ -17,20 +19,30 @@ from shardwright.runtime.training.optimizer import build_optimizer
 
 TOLERANCE = 1e-11
 # All have four stages, and so are pipelines of one model, tied or not.
-TIED = [make_pipe("gpipe", 4, 3), make_pipe("zb_v", 2, 3, 2), make_pipe("1f1b_interleaved", 2, 4, 2)]
+TIED = [
+    make_pipe("gpipe", 4, 3),
+    make_pipe("zb_v", 2, 3, 2),
+    make_pipe("1f1b_interleaved", 2, 4, 2),
+]
 CUT = [make_pipe("1f1b", 4, 3, tp=(2, 1, 2, 1)), make_pipe("gpipe", 4, 3, tp=(1, 2, 1, 3))]
 
 
 def built(files, zero=None):
     """``zero``: the options of ZeRO, for two units."""
     module = load_class(files)()
-    config = None if zero is None else {"plan_ngpus": module.mesh.size, "runtime_ngpus": 2 * module.mesh.size, **zero}
+    config = (
+        None
+        if zero is None
+        else {"plan_ngpus": module.mesh.size, "runtime_ngpus": 2 * module.mesh.size, **zero}
+    )
     return module, build_optimizer(module, adamw, config)
 
 
 def train(pipe, module, optimizer, steps):
     for step in steps:
-        module.train_step(samples_of(step, module.ranks.unit, pipe.num_microbatches), scale_fn=scale)
+        module.train_step(
+            samples_of(step, module.ranks.unit, pipe.num_microbatches), scale_fn=scale
+        )
         optimizer.clip_gnorm(0.5)
         optimizer.step()
 
@@ -52,7 +64,9 @@ ZERO = [
 ]
 
 
-@pytest.mark.parametrize(("pipe", "zero"), [(TIED[0], ZERO[0]), (TIED[1], ZERO[2]), (CUT[0], ZERO[0])], ids=str)
+@pytest.mark.parametrize(
+    ("pipe", "zero"), [(TIED[0], ZERO[0]), (TIED[1], ZERO[2]), (CUT[0], ZERO[0])], ids=str
+)
 def test_saved_by_a_pipeline_with_split_state(tmp_path, pipe, zero):
     check_saved(tmp_path, pipe, 2, zero)
 
@@ -72,10 +86,16 @@ def check_saved(tmp_path, pipe, num_units, zero=None):
         train(pipe, module, optimizer, range(2))
         shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2)
         states = copy.deepcopy(
-            (module.state_dict(), optimizer.state_dict(), *shardwright.deduped_state_dict(module, optimizer))
+            (
+                module.state_dict(),
+                optimizer.state_dict(),
+                *shardwright.deduped_state_dict(module, optimizer),
+            )
         )
         train(pipe, module, optimizer, [2])
-        later = {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, Tensor)}
+        later = {
+            name: x.clone() for name, x in module.state_dict().items() if isinstance(x, Tensor)
+        }
         shardwright.load_deduped_state_dict(module, states[2], optimizer, states[3])
         train(pipe, module, optimizer, [2])
         for name, value in later.items():
@@ -86,21 +106,30 @@ def check_saved(tmp_path, pipe, num_units, zero=None):
     results = on(pipe, save, num_units)
     reference = train_reference(pipe, model := Net(4, pipe.tied), num_units, steps=2)
     whole = shardwright.read_checkpoint(tmp_path / "run")
-    merged = [shardwright.merge_state_dicts([r[i] for r in results], [r[i + 1] for r in results]) for i in (0, 2)]
+    merged = [
+        shardwright.merge_state_dicts([r[i] for r in results], [r[i + 1] for r in results])
+        for i in (0, 2)
+    ]
     for module_state, optimizer_state in [(whole.module, whole.optimizer), *merged]:
         state = dict(module_state)
-        assert_same(state, {name: x for name, x in reference["tensors"].items() if name in state}, TOLERANCE)
+        assert_same(
+            state, {name: x for name, x in reference["tensors"].items() if name in state}, TOLERANCE
+        )
         assert all(name in state or "num_batches" in name for name in reference["tensors"])
         assert len(optimizer_state["state"]) == len(list(model.parameters()))
         for number, parameter in enumerate(model.parameters()):
             assert optimizer_state["state"][number]["exp_avg"].shape == parameter.shape
-        assert optimizer_state["param_groups"][0]["params"] == list(range(len(optimizer_state["state"])))
+        assert optimizer_state["param_groups"][0]["params"] == list(
+            range(len(optimizer_state["state"]))
+        )
         assert_same(optimizer_state["state"][3], merged[0][1]["state"][3])
 
 
 @pytest.mark.parametrize("pipes", [TIED, [*CUT, CUT[0]]], ids=["tied", "cut"])
 def test_between_pipelines(tmp_path, pipes):
-    """A tour: each pipeline goes on from the last one's checkpoint, the last loads a merged state dict."""
+    """A tour: each pipeline goes on from the last one's checkpoint, the last loads a merged state
+    dict.
+    """
     for number, pipe in enumerate(pipes):
         files = write(tmp_path / str(number), pipe)
 
@@ -108,9 +137,13 @@ def test_between_pipelines(tmp_path, pipes):
             module, optimizer = built(files)
             if number == len(pipes) - 1:
                 whole = shardwright.read_checkpoint(tmp_path / "run")
-                shardwright.load_merged_state_dicts(module, whole.module, optimizer, whole.optimizer)
+                shardwright.load_merged_state_dicts(
+                    module, whole.module, optimizer, whole.optimizer
+                )
             elif number:
-                assert shardwright.load_checkpoint(tmp_path / "run", module, optimizer).step == number
+                assert (
+                    shardwright.load_checkpoint(tmp_path / "run", module, optimizer).step == number
+                )
             samples = samples_of(number, 0, 12)
             for first in range(0, 12, pipe.num_microbatches):
                 module.train_step(samples[first : first + pipe.num_microbatches], scale_fn=scale)
@@ -140,7 +173,9 @@ class Frozen(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)
+        )
         for layer in (self.layers[1], self.layers[2]):
             layer.bias.requires_grad_(False)
 
@@ -153,7 +188,9 @@ class Frozen(torch.nn.Module):
 @pytest.mark.parametrize("has_frozen", [False, True])
 def test_merged_state_of_an_optimizer_with_or_without_frozen_parameters(tmp_path, has_frozen):
     def optimizer_of(parameters):
-        return torch.optim.SGD([p for p in parameters if has_frozen or p.requires_grad], lr=0.1, momentum=0.9)
+        return torch.optim.SGD(
+            [p for p in parameters if has_frozen or p.requires_grad], lr=0.1, momentum=0.9
+        )
 
     model, x = Frozen(), torch.ones(2, 4, dtype=torch.float64)
     config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True}
@@ -175,4 +212,6 @@ def test_merged_state_of_an_optimizer_with_or_without_frozen_parameters(tmp_path
         return {name: p.detach().clone() for name, p in module.named_parameters()}
 
     first, second = run_ranks(2, go_on)
-    torch.testing.assert_close({**first, **second}, dict(model.named_parameters()), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        {**first, **second}, dict(model.named_parameters()), rtol=1e-12, atol=0
+    )

@@ -18,8 +18,12 @@ import shardwright
     ids=str,
 )
 def test_two_units_of_two_processes(tmp_path, zero):
-    """Save in the background, train on, load into fresh modules, train on: the same numbers; and deduped state in memory."""
-    files = write_files(tmp_path / "files", make_model(), 1, 2, {"plan_ngpus": 2, "runtime_ngpus": 4, **zero})
+    """Save in the background, train on, load into fresh modules, train on: the same numbers; and
+    deduped state in memory.
+    """
+    files = write_files(
+        tmp_path / "files", make_model(), 1, 2, {"plan_ngpus": 2, "runtime_ngpus": 4, **zero}
+    )
     results = run_processes(4, "checkpoint_jobs:save_and_resume", str(files), str(tmp_path / "run"))
     assert results == [{"resumed": True, "deduped": True}] * 4
     whole = shardwright.read_checkpoint(tmp_path / "run")

@@ -1,4 +1,6 @@
-"""Round trips over random plans and layouts: save under one, load under another, merge; and the same in memory."""
+"""Round trips over random plans and layouts: save under one, load under another, merge; and the
+same in memory.
+"""
 
 import random
 import warnings
@@ -44,27 +46,35 @@ def check_round_trip(name, seed, tmp_path, zero=({}, {})):
     generator = torch.Generator().manual_seed(seed)
     for parameter in reference.module.parameters():
         if rng.random() < 0.9:  # the others were not used
-            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+            parameter.grad = torch.randn(
+                parameter.shape, dtype=parameter.dtype, generator=generator
+            )
     reference.optimizer.step()
     expected = reference.module.state_dict(), reference.optimizer.state_dict()
 
     def save(rank):
         module = load_class(source)()
-        optimizer = shardwright.build_optimizer(module, c.adamw, options(source, num_ranks, zero[0]))
+        optimizer = shardwright.build_optimizer(
+            module, c.adamw, options(source, num_ranks, zero[0])
+        )
         shardwright.load_merged_state_dicts(module, expected[0], optimizer, expected[1])
         shardwright.save_checkpoint(tmp_path / "run", module, optimizer)
         return shardwright.deduped_state_dict(module, optimizer)
 
     def load(rank):
         module = load_class(target)(init_params=False)
-        optimizer = shardwright.build_optimizer(module, c.adamw, options(target, num_targets, zero[1]))
+        optimizer = shardwright.build_optimizer(
+            module, c.adamw, options(target, num_targets, zero[1])
+        )
         shardwright.load_checkpoint(tmp_path / "run", module, optimizer)
         return module.state_dict(), optimizer.state_dict()
 
     deduped = run_ranks(num_ranks, save)
     loaded = run_ranks(num_targets, load)
     whole = shardwright.read_checkpoint(tmp_path / "run")
-    merged = [shardwright.merge_state_dicts(*zip(*states, strict=True)) for states in (deduped, loaded)]
+    merged = [
+        shardwright.merge_state_dicts(*zip(*states, strict=True)) for states in (deduped, loaded)
+    ]
     for module_state, optimizer_state in [(whole.module, whole.optimizer), *merged]:
         c.assert_same(dict(module_state), expected[0])
         assert optimizer_state["state"].keys() == expected[1]["state"].keys()
@@ -79,13 +89,18 @@ def quiet():
         yield
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 15))])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 15))]
+)
 def test_round_trip(seed, tmp_path):
     check_round_trip(MODELS[seed % len(MODELS)], seed, tmp_path)
 
 
 def random_zero(rng):
-    found = {"use_zero": rng.choice([0, 1, 1, 2]), "reducer_bucket_cap_mb": rng.choice([1e-6, 1e-3, 25.0])}
+    found = {
+        "use_zero": rng.choice([0, 1, 1, 2]),
+        "reducer_bucket_cap_mb": rng.choice([1e-6, 1e-3, 25.0]),
+    }
     return {**found, "zero_ngroups": rng.choice([1, 2])} if found["use_zero"] else found
 
 
@@ -94,20 +109,27 @@ def check_round_trip_with_zero(name, seed, tmp_path):
     check_round_trip(name, seed, tmp_path, (random_zero(rng), random_zero(rng)))
 
 
-@pytest.mark.parametrize("seed", [*range(200, 204), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (204, 205))])
+@pytest.mark.parametrize(
+    "seed", [*range(200, 204), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (204, 205))]
+)
 def test_round_trip_with_split_state(seed, tmp_path):
     check_round_trip_with_zero(MODELS[seed % len(MODELS)], seed, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "dit-uneven"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "dit-uneven"]
+)
 def test_round_trip_of_more_models_with_split_state(name, tmp_path):
     for seed in range(300, 306):
         check_round_trip_with_zero(name, seed, tmp_path / str(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "unet", "dit-uneven"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "unet", "dit-uneven"],
+)
 def test_round_trip_of_more_models(name, tmp_path):
     for seed in range(100, 105):
         check_round_trip(name, seed, tmp_path / str(seed))

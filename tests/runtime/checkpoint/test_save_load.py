@@ -13,8 +13,8 @@ from torch import nn
 import shardwright
 from shardwright.runtime import regions
 from shardwright.runtime.checkpoint import contents
+from shardwright.runtime.checkpoint.checkpoint_index import Index
 from shardwright.runtime.checkpoint.holdings import Holdings
-from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError, ConfigError
 from shardwright.runtime.ranks.threads import run_ranks
@@ -24,7 +24,14 @@ TOLERANCE = 1e-10
 GPT2_TOUR = [("dp", 1, 4), ("tp", 2, 4), ("data", 4, 4), ("tp", 4, 4), ("dp", 1, 1)]
 """Copies on 4 ranks, 2 x 2, a batch over 4, all cut over 4, one device."""
 RESNET_TOUR = [("data", 2, 2), ("dp", 1, 1), ("data", 3, 3)]
-ZERO_TOUR = [("dp+zero3", 1, 2), ("tp", 2, 2), ("tp+zero3", 2, 4), ("data+zero3", 2, 4), ("dp", 1, 1), ("dp+zero3", 1, 3)]
+ZERO_TOUR = [
+    ("dp+zero3", 1, 2),
+    ("tp", 2, 2),
+    ("tp+zero3", 2, 4),
+    ("data+zero3", 2, 4),
+    ("dp", 1, 1),
+    ("dp+zero3", 1, 3),
+]
 """Into pieces over units, and out of them again."""
 STAGES_TOUR = [
     ("dp+zero1", 1, 4),
@@ -86,7 +93,12 @@ def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
 
 @pytest.mark.parametrize(
     ("name", "tour"),
-    [("gpt2", GPT2_TOUR), ("resnet-uneven", RESNET_TOUR), ("gpt2-uneven", ZERO_TOUR), ("gpt2-uneven", STAGES_TOUR)],
+    [
+        ("gpt2", GPT2_TOUR),
+        ("resnet-uneven", RESNET_TOUR),
+        ("gpt2-uneven", ZERO_TOUR),
+        ("gpt2-uneven", STAGES_TOUR),
+    ],
 )
 def test_a_tour_of_plans_ends_where_one_device_does(tmp_path, name, tour):
     reference = c.original(name)
@@ -96,7 +108,10 @@ def test_a_tour_of_plans_ends_where_one_device_does(tmp_path, name, tour):
     def rank(plan, number):
         trainer = c.trainer(name, plan)
         if number:
-            assert shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer).step == number
+            assert (
+                shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer).step
+                == number
+            )
         loss = trainer.step(number)
         shardwright.save_checkpoint(tmp_path, trainer.module, trainer.optimizer, step=number + 1)
         return loss
@@ -130,23 +145,38 @@ def test_parameter_groups_may_be_grouped_otherwise(tmp_path):
         return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
 
     def finer(name, parameter):
-        return {**by_dims(name, parameter), "foreach": False} if "ln_" in name else by_dims(name, parameter)
+        return (
+            {**by_dims(name, parameter), "foreach": False}
+            if "ln_" in name
+            else by_dims(name, parameter)
+        )
 
     saved("gpt2", ("tp", 2, 2), tmp_path, more=0, param_groups=by_dims)
 
     def rank():
         trainer = c.trainer("gpt2", ("data", 2, 2), param_groups=finer)
         shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer)
-        return [(group["weight_decay"], group["betas"], len(group["params"])) for group in trainer.optimizer.param_groups]
+        return [
+            (group["weight_decay"], group["betas"], len(group["params"]))
+            for group in trainer.optimizer.param_groups
+        ]
 
-    with pytest.raises(CheckpointError, match=r"'transformer.wte.weight' is in the saved optimizer only"):
+    with pytest.raises(
+        CheckpointError, match=r"'transformer.wte.weight' is in the saved optimizer only"
+    ):
         c.on("gpt2", ("data", 2, 2), lambda: shardwright.load_checkpoint(tmp_path, *_sgd_of_some()))
     groups = c.on("gpt2", ("data", 2, 2), rank)[0]
-    assert [decay for decay, _, _ in groups] == [0.1, 0.0, 0.0] and {betas for _, betas, _ in groups} == {(0.9, 0.999)}
+    assert [decay for decay, _, _ in groups] == [0.1, 0.0, 0.0] and {
+        betas for _, betas, _ in groups
+    } == {(0.9, 0.999)}
 
 
 def _sgd_of_some():
-    trainer = c.trainer("gpt2", ("data", 2, 2), lambda params: torch.optim.SGD([p for p in params if p.ndim < 2], lr=0.1))
+    trainer = c.trainer(
+        "gpt2",
+        ("data", 2, 2),
+        lambda params: torch.optim.SGD([p for p in params if p.ndim < 2], lr=0.1),
+    )
     return trainer.module, trainer.optimizer
 
 
@@ -161,15 +191,30 @@ def test_scheduler_extra_and_random_numbers(tmp_path):
             trainer.step(number)
             scheduler.step()
         extra = {"tokens": torch.arange(3), "name": ("a", 1.5)}
-        shardwright.save_checkpoint(tmp_path, trainer.module, trainer.optimizer, scheduler=scheduler, extra=extra, step=2)
-        return trainer.optimizer.param_groups[0]["lr"], scheduler.state_dict(), trainer.module.rng.to_json()
+        shardwright.save_checkpoint(
+            tmp_path, trainer.module, trainer.optimizer, scheduler=scheduler, extra=extra, step=2
+        )
+        return (
+            trainer.optimizer.param_groups[0]["lr"],
+            scheduler.state_dict(),
+            trainer.module.rng.to_json(),
+        )
 
     def load():
         trainer = c.trainer("gpt2", ("data", 2, 2))
         scheduler = schedule(trainer)
-        loaded = shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer, scheduler=scheduler)
-        assert torch.equal(loaded.extra["tokens"], torch.arange(3)) and loaded.extra["name"] == ("a", 1.5)
-        return trainer.optimizer.param_groups[0]["lr"], scheduler.state_dict(), trainer.module.rng.to_json()
+        loaded = shardwright.load_checkpoint(
+            tmp_path, trainer.module, trainer.optimizer, scheduler=scheduler
+        )
+        assert torch.equal(loaded.extra["tokens"], torch.arange(3)) and loaded.extra["name"] == (
+            "a",
+            1.5,
+        )
+        return (
+            trainer.optimizer.param_groups[0]["lr"],
+            scheduler.state_dict(),
+            trainer.module.rng.to_json(),
+        )
 
     saved_states = c.on("gpt2", ("tp", 2, 2), save)
     assert c.on("gpt2", ("data", 2, 2), load) == saved_states
@@ -180,12 +225,18 @@ def test_every_distinct_piece_is_stored_once(tmp_path):
     (folder,) = tmp_path.glob("0*")
     assert (tmp_path / "LATEST").read_text() == "000001-step-2\n" and folder.name == "000001-step-2"
     files = sorted(path.name for path in folder.iterdir())
-    assert files == ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"]  # the second unit has copies only
+    assert files == [
+        "index.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]  # the second unit has copies only
     stored = Counter()
     for path in folder.glob("*.safetensors"):
         stored.update({key: value.numel() for key, value in load_file(path).items()})
     sizes = {name: parameter.numel() for name, parameter in c.model_of("gpt2").named_parameters()}
-    states = {f"{name}/{key}": size for name, size in sizes.items() for key in ("exp_avg", "exp_avg_sq")}
+    states = {
+        f"{name}/{key}": size for name, size in sizes.items() for key in ("exp_avg", "exp_avg_sq")
+    }
     assert stored == sizes | states
     json.loads((folder / "index.json").read_text())  # the index is plain JSON
 
@@ -207,7 +258,9 @@ def test_ranks_read_what_they_hold_and_no_more(tmp_path, monkeypatch):
         return sum(holding.tensor.numel() for holding in Holdings.of(trainer.module).tensors)
 
     held = c.on("gpt2", ("tp", 4, 4), rank)
-    assert [read[rank] for rank in range(4)] == held and max(held) < sum(p.numel() for p in c.model_of("gpt2").parameters())
+    assert [read[rank] for rank in range(4)] == held and max(held) < sum(
+        p.numel() for p in c.model_of("gpt2").parameters()
+    )
 
 
 def test_a_model_that_was_never_compiled(tmp_path):
@@ -250,11 +303,15 @@ def test_entries_that_do_not_fit_are_named(tmp_path):
         shardwright.load_checkpoint(tmp_path, net)
     assert message(error) == (
         f"{tmp_path / '000001'} does not fit Net\n"
-        "  why:   'missing' is missing; 'kind' is torch.float32 there and torch.int64 here; 'a.weight' is [3, 2] there and "
-        "[4, 2] here; 'a.bias' is [3] there and [4] here; 'b.weight' is [1, 3] there and [1, 4] here"
+        "  why:   'missing' is missing; 'kind' is torch.float32 there and torch.int64 here; "
+        "'a.weight' is [3, 2] there and "
+        "[4, 2] here; 'a.bias' is [3] there and [4] here; 'b.weight' is [1, 3] there and [1, "
+        "4] here"
     )
     c.assert_same(c.state_of(net), before)
-    with pytest.raises(CheckpointError, match="'left_over' is not in the module; 'kind' is not in the module"):
+    with pytest.raises(
+        CheckpointError, match="'left_over' is not in the module; 'kind' is not in the module"
+    ):
         shardwright.load_checkpoint(tmp_path, Net())
 
 
@@ -263,7 +320,9 @@ def test_tied_here_and_apart_there(tmp_path):
     tied.a.bias = tied.extra = nn.Parameter(torch.zeros(2))
     apart.extra = nn.Parameter(torch.ones(2))
     shardwright.save_checkpoint(tmp_path, apart)
-    with pytest.raises(CheckpointError, match="'extra' and 'a.bias' are one tensor here and several there"):
+    with pytest.raises(
+        CheckpointError, match="'extra' and 'a.bias' are one tensor here and several there"
+    ):
         shardwright.load_checkpoint(tmp_path, tied)
     shardwright.save_checkpoint(tmp_path, tied)
     shardwright.load_checkpoint(tmp_path, apart)
@@ -274,7 +333,10 @@ def test_what_was_not_saved_is_not_loaded(tmp_path):
     net = Net()
     optimizer = torch.optim.SGD(net.parameters())
     shardwright.save_checkpoint(tmp_path, net)
-    with pytest.raises(CheckpointError, match=r"has no state of the optimizer\n  why:   it was saved without optimizer="):
+    with pytest.raises(
+        CheckpointError,
+        match=r"has no state of the optimizer\n  why:   it was saved without optimizer=",
+    ):
         shardwright.load_checkpoint(tmp_path, net, optimizer)
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         shardwright.load_checkpoint(tmp_path / "elsewhere", net)
@@ -289,7 +351,9 @@ def test_what_cannot_be_saved_is_named_on_all_ranks(tmp_path):
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer.state["global"] = {"count": 1}
-    with pytest.raises(CheckpointError, match="the optimizer keeps state under 'global', which is no parameter"):
+    with pytest.raises(
+        CheckpointError, match="the optimizer keeps state under 'global', which is no parameter"
+    ):
         shardwright.save_checkpoint(tmp_path, net, optimizer)
 
 
@@ -313,11 +377,17 @@ def test_what_modules_keep_beside_tensors(tmp_path):
 def test_older_checkpoints_go(tmp_path):
     for step in range(5):
         shardwright.save_checkpoint(tmp_path, Net(), step=step, keep=3)
-    assert sorted(path.name for path in tmp_path.glob("0*")) == ["000003-step-2", "000004-step-3", "000005-step-4"]
+    assert sorted(path.name for path in tmp_path.glob("0*")) == [
+        "000003-step-2",
+        "000004-step-3",
+        "000005-step-4",
+    ]
     assert shardwright.load_checkpoint(tmp_path / "000004-step-3", Net()).step == 3
     (tmp_path / "000009").mkdir()  # what a killed save leaves
     save = shardwright.save_checkpoint(tmp_path, Net(), keep=1)
-    assert [path.name for path in tmp_path.glob("0*")] == ["000010"] and save.wait() == tmp_path / "000010"
+    assert [path.name for path in tmp_path.glob("0*")] == [
+        "000010"
+    ] and save.wait() == tmp_path / "000010"
     for _ in range(2):
         shardwright.save_checkpoint(tmp_path, Net(), keep=None)
     assert len(list(tmp_path.glob("0*"))) == 3
@@ -327,11 +397,21 @@ def test_older_checkpoints_go(tmp_path):
 
 def test_folders_of_other_things_stay(tmp_path):
     shardwright.save_checkpoint(tmp_path, Net())
-    for name, file in (("20241121", "notes.txt"), ("000001", "notes.txt"), ("000002", "rank-00000.safetensors")):
+    for name, file in (
+        ("20241121", "notes.txt"),
+        ("000001", "notes.txt"),
+        ("000002", "rank-00000.safetensors"),
+    ):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / file).touch()
     assert shardwright.save_checkpoint(tmp_path, Net(), keep=1).folder.name == "20241122"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "20241121", "20241122", "LATEST", "OWNER"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000001",
+        "20241121",
+        "20241122",
+        "LATEST",
+        "OWNER",
+    ]
 
 
 @pytest.mark.parametrize("step", [-1, 3.5, 1000.0, "7"])
@@ -339,10 +419,14 @@ def test_a_step_that_is_no_count(tmp_path, step):
     with pytest.raises(ConfigError) as caught:
         shardwright.save_checkpoint(tmp_path / "new", Net(), step=step)
     assert str(caught.value) == (
-        f"step={step!r} is no count of steps\n  why:   it is a part of the folder's name\n  try:   pass an integer from 0 on"
+        f"step={step!r} is no count of steps\n  why:   it is a part of the folder's name\n  "
+        "try:   pass an integer from 0 on"
     )
     assert not (tmp_path / "new").exists()
-    assert shardwright.save_checkpoint(tmp_path, Net(), step=torch.tensor(7)).folder.name == "000001-step-7"
+    assert (
+        shardwright.save_checkpoint(tmp_path, Net(), step=torch.tensor(7)).folder.name
+        == "000001-step-7"
+    )
 
 
 def test_views_of_conjugates(tmp_path):
@@ -367,4 +451,7 @@ def test_the_index_says_how_to_read_the_files(tmp_path):
             columns = torch.cat([torch.arange(*run) for run in piece.region.runs[1]])
             whole[:, columns] = files.view(piece.file, piece.key)
     assert torch.equal(whole, shardwright.read_checkpoint(tmp_path).module[name])
-    assert len(index.tensors[name].pieces) == 2 and len(index.tensors[name].pieces[0].region.runs[1]) == 3
+    assert (
+        len(index.tensors[name].pieces) == 2
+        and len(index.tensors[name].pieces[0].region.runs[1]) == 3
+    )

@@ -1,4 +1,6 @@
-"""Schedules of learning rates with several parameter groups, resumed under other plans, against one device."""
+"""Schedules of learning rates with several parameter groups, resumed under other plans, against one
+device.
+"""
 
 import functools
 import random
@@ -34,7 +36,9 @@ class Stack(nn.Module):
 
 
 def groups(name, parameter):
-    """Rates that fall with depth, none of them twice in a row; no decay of vectors. On most ranks some are missing."""
+    """Rates that fall with depth, none of them twice in a row; no decay of vectors. On most ranks
+    some are missing.
+    """
     options = {} if parameter.ndim > 1 else {"weight_decay": 0.0}
     if name.startswith("layers."):
         options["lr"] = 0.02 / (1 + int(name.split(".")[1]) % 3)
@@ -56,14 +60,18 @@ class Falling:
 
 
 SCHEDULES = {
-    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)),
+    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 5)
+    ),
     "objects": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
         optimizer, [Falling(1 + position) for position in range(len(optimizer.param_groups))]
     ),
     "cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
         optimizer, [10 * group["lr"] for group in optimizer.param_groups], total_steps=40
     ),
-    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20, eta_min=0.001),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, 20, eta_min=0.001
+    ),
 }
 
 
@@ -75,9 +83,16 @@ def sample(step, number):
 def files_of(policy, plan_ngpus, units, zero):
     folder = tempfile.TemporaryDirectory()
     _folders.append(folder)
-    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, "use_end2end": True, "use_zero": zero}
+    config = {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": plan_ngpus * units,
+        "use_end2end": True,
+        "use_zero": zero,
+    }
     model = Stack()
-    shardwright.parallelize(model, {"x": sample(0, 0)}, policy, config, gen_savedir=folder.name, load_module=False)
+    shardwright.parallelize(
+        model, {"x": sample(0, 0)}, policy, config, gen_savedir=folder.name, load_module=False
+    )
     return next(path.parent for path in Path(folder.name).rglob("manifest.json"))
 
 
@@ -103,7 +118,9 @@ def leg(directory, plan, schedule, number):
             mine = range(module.ranks.unit, NUM_SAMPLES, plan[2])
             samples = [sample(step, position) for position in mine]
             dummies = max(getattr(module, "num_microbatches", 0) - len(samples), 0)
-            module.train_step(samples + samples[:1] * dummies, [False] * len(samples) + [True] * dummies)
+            module.train_step(
+                samples + samples[:1] * dummies, [False] * len(samples) + [True] * dummies
+            )
             rates.append([group["lr"] for group in optimizer.param_groups])
             optimizer.step()
             scheduler.step()
@@ -130,16 +147,22 @@ def check_tour(directory, plans, schedule):
             assert rates == expected, plan
     whole = shardwright.read_checkpoint(directory)
     torch.testing.assert_close(dict(whole.module), model.state_dict(), rtol=1e-10, atol=1e-12)
-    # The original optimizer and its schedule go on from the merged state: groups by position, parameters by number.
+    # The original optimizer and its schedule go on from the merged state: groups by position,
+    # parameters by number.
     plain = Stack()
     names = {id(parameter): name for name, parameter in plain.named_parameters()}
-    by_group = [[p for p in plain.parameters() if names[id(p)] in members] for members in optimizer.group_members]
+    by_group = [
+        [p for p in plain.parameters() if names[id(p)] in members]
+        for members in optimizer.group_members
+    ]
     other = adamw([{"params": members} for members in by_group])
     resumed = SCHEDULES[schedule](other)
     plain.load_state_dict(whole.module)
     other.load_state_dict(whole.optimizer)
     resumed.load_state_dict(whole.scheduler)
-    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    assert [group["lr"] for group in other.param_groups] == [
+        group["lr"] for group in optimizer.param_groups
+    ]
     assert resumed.get_last_lr() == scheduler.get_last_lr()
 
 
@@ -163,10 +186,15 @@ def test_schedules_of_other_groups_are_refused(tmp_path):
         scheduler = SCHEDULES["warm-up"](built)
         before = scheduler.state_dict(), [dict(group) for group in built.param_groups]
         try:
-            shardwright.load_checkpoint(tmp_path, model, built if optimizer else None, scheduler=scheduler)
+            shardwright.load_checkpoint(
+                tmp_path, model, built if optimizer else None, scheduler=scheduler
+            )
         finally:
             if param_groups is not groups:
-                assert (scheduler.state_dict(), [dict(group) for group in built.param_groups]) == before
+                assert (
+                    scheduler.state_dict(),
+                    [dict(group) for group in built.param_groups],
+                ) == before
 
     def finer(name, parameter):
         return groups(name, parameter) | ({"foreach": False} if name == "layers.0.weight" else {})
@@ -176,7 +204,10 @@ def test_schedules_of_other_groups_are_refused(tmp_path):
         load(finer)
     assert str(caught.value).splitlines()[0::2] == [
         f"the scheduler in {tmp_path / '000001-step-2'} is of other parameter groups",
-        "  try:   group the parameters as in the run that saved it, or load without scheduler= and make a new one at this step",
+        (
+            "  try:   group the parameters as in the run that saved it, or load without "
+            "scheduler= and make a new one at this step"
+        ),
     ]
     with pytest.raises(CheckpointError, match=r"why:   it was saved for \d+ groups, here are 1\n"):
         load(lambda name, parameter: {}, optimizer=False)

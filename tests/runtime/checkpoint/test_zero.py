@@ -1,4 +1,6 @@
-"""Checkpoints of distributed optimizers: state in flat parts, of whole parameters on their owners, and masters."""
+"""Checkpoints of distributed optimizers: state in flat parts, of whole parameters on their owners,
+and masters.
+"""
 
 import copy
 
@@ -11,8 +13,8 @@ from torch import nn
 from zero_training import OPTIMIZERS
 
 import shardwright
+from shardwright.runtime.checkpoint.checkpoint_index import Index
 from shardwright.runtime.checkpoint.holdings import Holdings
-from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.checkpoint.state_place import state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.loader import load_class
@@ -26,11 +28,18 @@ SMALL = {"reducer_bucket_cap_mb": 4e-4}
 
 
 class Model:
-    """The hand-made model on ``dp x tp`` ranks and some units, all of which get the same batch and average over the units."""
+    """The hand-made model on ``dp x tp`` ranks and some units, all of which get the same batch and
+    average over the units.
+    """
 
     def __init__(self, folder, dp, tp, units=1, **options):
         self.num_ranks = dp * tp * units
-        config = {"plan_ngpus": dp * tp, "runtime_ngpus": self.num_ranks, "grad_reduction": "mean", **options}
+        config = {
+            "plan_ngpus": dp * tp,
+            "runtime_ngpus": self.num_ranks,
+            "grad_reduction": "mean",
+            **options,
+        }
         self.files = write_files(folder, make_model(), dp, tp, config)
 
     def trainer(self, optimizer, **options):
@@ -68,7 +77,9 @@ def assert_is_reference(module_state, optimizer_state, optimizer, steps):
     c.assert_same(dict(module_state), model.state_dict(), TOLERANCE)
     other = OPTIMIZERS[optimizer](make_model().parameters())
     other.load_state_dict(optimizer_state)
-    built.load_state_dict(built.state_dict())  # torch gives some numbers the dtype of the parameters when it loads them
+    built.load_state_dict(
+        built.state_dict()
+    )  # torch gives some numbers the dtype of the parameters when it loads them
     c.assert_same(c.optimizer_tensors(other), c.optimizer_tensors(built), TOLERANCE)
 
 
@@ -79,8 +90,20 @@ PLANS = {
     "inside a unit": {"dp": 2, "tp": 2, "use_zero": 1, **SMALL},
     "uneven": {"dp": 1, "tp": 4, "units": 2, "use_zero": 2},
     "owned in groups": {"dp": 1, "tp": 1, "units": 4, "use_zero": 2, "zero_ngroups": 2, **SMALL},
-    "more ranks than some parameters have elements": {"dp": 1, "tp": 1, "units": 8, "use_zero": 1, **SMALL},
-    "table": {"dp": 2, "tp": 1, "units": 2, "use_zero": 2, "distributed_optimizer": {"contiguous_param_buffer": True}},
+    "more ranks than some parameters have elements": {
+        "dp": 1,
+        "tp": 1,
+        "units": 8,
+        "use_zero": 1,
+        **SMALL,
+    },
+    "table": {
+        "dp": 2,
+        "tp": 1,
+        "units": 2,
+        "use_zero": 2,
+        "distributed_optimizer": {"contiguous_param_buffer": True},
+    },
     "plain": {"dp": 2, "tp": 2},
     "one": {"dp": 1, "tp": 1},
 }
@@ -90,8 +113,18 @@ CUT = ["small buckets", "groups", "inside a unit", "uneven"]
 WHOLE = ["flat", "owned in groups", "more ranks than some parameters have elements", "table"]
 
 
-SLOW = [(plan, name) for plan in WHOLE for name in ("muonlike", "adafactor") if plan != "owned in groups"]
-SLOW += [("groups", "muonlike"), ("inside a unit", "adafactor"), ("small buckets", "adafactor"), ("plain", "muonlike")]
+SLOW = [
+    (plan, name)
+    for plan in WHOLE
+    for name in ("muonlike", "adafactor")
+    if plan != "owned in groups"
+]
+SLOW += [
+    ("groups", "muonlike"),
+    ("inside a unit", "adafactor"),
+    ("small buckets", "adafactor"),
+    ("plain", "muonlike"),
+]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +142,17 @@ def test_merged_equals_one_device(tmp_path, plan, optimizer):
         module, built, step = model.trainer(optimizer)
         step(0), step(1)
         shardwright.save_checkpoint(tmp_path / "run", module, built, async_save=True)
-        states = copy.deepcopy((module.state_dict(), built.state_dict(), *shardwright.deduped_state_dict(module, built)))
-        losses, later = [step(2), step(3)], copy.deepcopy((c.state_of(module), c.optimizer_tensors(built)))
+        states = copy.deepcopy(
+            (
+                module.state_dict(),
+                built.state_dict(),
+                *shardwright.deduped_state_dict(module, built),
+            )
+        )
+        losses, later = (
+            [step(2), step(3)],
+            copy.deepcopy((c.state_of(module), c.optimizer_tensors(built))),
+        )
         for how in ("deduped", "saved"):
             fresh, other, again = model.trainer(optimizer)
             if how == "deduped":
@@ -141,14 +183,36 @@ def test_merged_equals_one_device(tmp_path, plan, optimizer):
 
 
 TOURS = {
-    "adamw": ["flat", "inside a unit", "plain", "groups", "one", "uneven", "small buckets", "one", "table"],
-    "muonlike": ["flat", "uneven", "one", "owned in groups", "plain", "groups", "table", "inside a unit", "one"],
+    "adamw": [
+        "flat",
+        "inside a unit",
+        "plain",
+        "groups",
+        "one",
+        "uneven",
+        "small buckets",
+        "one",
+        "table",
+    ],
+    "muonlike": [
+        "flat",
+        "uneven",
+        "one",
+        "owned in groups",
+        "plain",
+        "groups",
+        "table",
+        "inside a unit",
+        "one",
+    ],
 }
 
 
 @pytest.mark.parametrize("optimizer", TOURS)
 def test_a_tour_through_plans(tmp_path, optimizer):
-    """Each goes on from the last one's checkpoint, in turn through files and through merged state dicts."""
+    """Each goes on from the last one's checkpoint, in turn through files and through merged state
+    dicts.
+    """
     tour = TOURS[optimizer]
     for number, plan in enumerate(tour):
         model = Model(tmp_path / f"files {number}", **PLANS[plan])
@@ -176,7 +240,9 @@ def test_each_rank_writes_its_part_once(tmp_path):
         step(0)
         shardwright.save_checkpoint(tmp_path / "run", module, built)
         states = shardwright.deduped_state_dict(module, built)
-        return sum(x.numel() for values in states[1]["state"].values() for x in values.values() if x.ndim)
+        return sum(
+            x.numel() for values in states[1]["state"].values() for x in values.values() if x.ndim
+        )
 
     kept = model.on_ranks(rank)
     (folder,) = (path for path in (tmp_path / "run").iterdir() if path.is_dir())
@@ -208,7 +274,10 @@ def test_parameter_groups_and_a_scheduler(tmp_path):
 
         return module, built, scheduler, both
 
-    model, other = Model(tmp_path / "from", **PLANS["small buckets"]), Model(tmp_path / "to", **PLANS["flat"])
+    model, other = (
+        Model(tmp_path / "from", **PLANS["small buckets"]),
+        Model(tmp_path / "to", **PLANS["flat"]),
+    )
 
     def save(index):
         module, built, scheduler, step = trainer(model)
@@ -241,7 +310,13 @@ def test_parameters_without_gradients_and_ordinary_parts(tmp_path):
         step = stepper(module, built)
         step(0), step(1)
         shardwright.save_checkpoint(tmp_path / "run", module, built)
-        states = copy.deepcopy((module.state_dict(), built.state_dict(), *shardwright.deduped_state_dict(module, built)))
+        states = copy.deepcopy(
+            (
+                module.state_dict(),
+                built.state_dict(),
+                *shardwright.deduped_state_dict(module, built),
+            )
+        )
         step(2)
         later = c.state_of(module)
         shardwright.load_deduped_state_dict(module, states[2], built, states[3])
@@ -258,7 +333,10 @@ def test_parameters_without_gradients_and_ordinary_parts(tmp_path):
     step = stepper(model, optimizer)
     step(0), step(1)
     whole = shardwright.read_checkpoint(tmp_path / "run")
-    merged = [shardwright.merge_state_dicts(*([r[i + j] for r in results] for j in (0, 1))) for i in (0, 2)]
+    merged = [
+        shardwright.merge_state_dicts(*([r[i + j] for r in results] for j in (0, 1)))
+        for i in (0, 2)
+    ]
     for module_state, optimizer_state in [(whole.module, whole.optimizer), *merged]:
         c.assert_same(dict(module_state), model.state_dict(), TOLERANCE)
         fresh = Mixed(make_model)
@@ -289,7 +367,9 @@ def low_step(model, optimizer):
 
 
 def test_masters(tmp_path):
-    """They move between plans exactly, are left out where there are none, and are the parameters where none were saved."""
+    """They move between plans exactly, are left out where there are none, and are the parameters
+    where none were saved.
+    """
 
     def save(index):
         model, optimizer = low_trainer(3, masters=True)
@@ -309,9 +389,15 @@ def test_masters(tmp_path):
     merged = shardwright.merge_state_dicts(*zip(*states, strict=True))
     names = list(low_model().state_dict())
     masters = {names[number]: master for number, master in whole.optimizer["masters"].items()}
-    assert sorted(masters) == sorted(names) and all(master.dtype == torch.float32 for master in masters.values())
-    assert all(torch.equal(master.bfloat16(), whole.module[name]) for name, master in masters.items())
-    assert not all(torch.equal(master, whole.module[name].float()) for name, master in masters.items())
+    assert sorted(masters) == sorted(names) and all(
+        master.dtype == torch.float32 for master in masters.values()
+    )
+    assert all(
+        torch.equal(master.bfloat16(), whole.module[name]) for name, master in masters.items()
+    )
+    assert not all(
+        torch.equal(master, whole.module[name].float()) for name, master in masters.items()
+    )
     c.assert_same(merged[1]["masters"], whole.optimizer["masters"])
     torch.optim.AdamW(low_model().parameters()).load_state_dict(whole.optimizer)
 
@@ -347,7 +433,13 @@ def test_missing_ranks(tmp_path):
     def rank(index):
         module, built, step = model.trainer("sgd")
         step(0)
-        return copy.deepcopy((module.state_dict(), built.state_dict(), *shardwright.deduped_state_dict(module, built)))
+        return copy.deepcopy(
+            (
+                module.state_dict(),
+                built.state_dict(),
+                *shardwright.deduped_state_dict(module, built),
+            )
+        )
 
     results = model.on_ranks(rank)
     with pytest.raises(CheckpointError) as error:
@@ -355,7 +447,10 @@ def test_missing_ranks(tmp_path):
     text = str(error.value)
     assert "'layers.1.weight/momentum_buffer'" in text
     assert text.startswith("the state dicts do not cover the whole model\n  why:   ")
-    assert text.endswith("try:   pass the state dicts of all ranks; under ZeRO the units have different parts of the state")
+    assert text.endswith(
+        "try:   pass the state dicts of all ranks; under ZeRO the units have different parts "
+        "of the state"
+    )
 
     with pytest.raises(CheckpointError, match="the state dicts do not cover the whole model"):
         shardwright.merge_state_dicts([r[2] for r in results[:3]], [r[3] for r in results[:3]])
@@ -365,7 +460,10 @@ def test_missing_ranks(tmp_path):
         state = {**results[index][3], "state": {} if index == 1 else results[index][3]["state"]}
         shardwright.load_deduped_state_dict(module, results[index][2], built, state)
 
-    with pytest.raises(CheckpointError, match=r"no rank was given some state of the optimizer\n  why:   that of '.*' on ranks"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no rank was given some state of the optimizer\n  why:   that of '.*' on ranks",
+    ):
         model.on_ranks(load)
 
 
@@ -376,7 +474,13 @@ def test_the_owner_of_whole_parameters_is_missing(tmp_path, which):
     def rank(index):
         module, built, step = model.trainer("muonlike")
         step(0)
-        return copy.deepcopy((module.state_dict(), built.state_dict(), *shardwright.deduped_state_dict(module, built)))
+        return copy.deepcopy(
+            (
+                module.state_dict(),
+                built.state_dict(),
+                *shardwright.deduped_state_dict(module, built),
+            )
+        )
 
     results = model.on_ranks(rank)
     # Of full ones, rank 3 has what rank 1 has.

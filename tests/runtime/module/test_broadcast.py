@@ -19,12 +19,17 @@ def test_units_without_weights_get_those_of_the_first(tmp_path):
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.mul_(1 if rank < 2 else 0).add_(rank)
         broadcast_weights(module, 2)
-        return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        return {
+            name: tensor.detach()
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
 
     results = run_ranks(4, run)
     whole = make_model()
     for rank in range(4):
-        assert torch.equal(results[rank]["layers.0.weight"], whole.layers[0].weight.chunk(2)[rank % 2] + rank % 2)
+        assert torch.equal(
+            results[rank]["layers.0.weight"], whole.layers[0].weight.chunk(2)[rank % 2] + rank % 2
+        )
         for name, tensor in results[rank % 2].items():
             assert torch.equal(results[rank][name], tensor), name
 

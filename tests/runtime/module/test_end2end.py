@@ -1,4 +1,6 @@
-"""End-to-end modules without stages: gradients of samples added up, results returned, misuse refused."""
+"""End-to-end modules without stages: gradients of samples added up, results returned, misuse
+refused.
+"""
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def train_reference(model: MLP, num_units, dummies=(), steps=3):
                 if i not in dummies:
                     (0.5 * model(*batch)).backward()
         record["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0))
-        record["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        record["gradients"] = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         optimizer.step()
     return {**record, "parameters": dict(model.named_parameters())}
 
@@ -54,10 +58,14 @@ def test_training_equals_one_device(files, dummies, asynchronous):
         record = {"norms": [], "rank": rank}
         for step in range(3):
             samples = batches(step, module.ranks.unit)
-            losses = module.train_step(samples, [i in dummies for i in range(3)], lambda loss: 0.5 * loss)
+            losses = module.train_step(
+                samples, [i in dummies for i in range(3)], lambda loss: 0.5 * loss
+            )
             assert all(loss.shape == () and not loss.requires_grad for loss in losses)
             record["norms"].append(optimizer.clip_gnorm(5.0))
-            record["gradients"] = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            record["gradients"] = {
+                name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+            }
             optimizer.step()
         return {**record, "parameters": {name: p.detach() for name, p in module.named_parameters()}}
 
@@ -69,7 +77,9 @@ def test_losses_are_returned_unscaled_and_inference_gives_them_too(files):
         module = end2end(files)()
         samples = batches(0, 0)
         losses = module.train_step(samples, scale_fn=lambda loss: 0 * loss)
-        return [loss.item() for loss in losses], [loss.item() for loss in module.infer_step(samples)]
+        return [loss.item() for loss in losses], [
+            loss.item() for loss in module.infer_step(samples)
+        ]
 
     model = make_model()
     expected = [model(*batch).item() for batch in batches(0, 0)]
@@ -90,7 +100,8 @@ def test_misuse(files):
         "MLP was compiled end to end and is not called directly\n"
     )
     assert failing(files, lambda module: module.train_step([]), InputError) == (
-        "MLP.train_step was given no samples\n  try:   pass at least one; it may be a dummy, see is_dummy_batch"
+        "MLP.train_step was given no samples\n  try:   pass at least one; it may be a dummy, "
+        "see is_dummy_batch"
     )
 
     def ordinary(module):
@@ -109,8 +120,9 @@ def test_a_loss_that_is_no_scalar(files):
         module.forward = lambda *args, **kwargs: {"y": forward(*args, **kwargs).expand(3)}
         module.train_step(batches(0, 0))
 
-    assert "the first result of MLP is no scalar loss\n  why:   it is a tensor float64[3]; train_step" in failing(
-        files, train, InputError
+    assert (
+        "the first result of MLP is no scalar loss\n  why:   it is a tensor float64[3]; train_step"
+        in failing(files, train, InputError)
     )
 
 
@@ -120,13 +132,17 @@ def test_a_loss_without_trained_parameters(files):
         module.forward = lambda *args, **kwargs: forward(*args, **kwargs).detach()
         module.train_step(batches(0, 0))
 
-    assert failing(files, train, UsageError).startswith("the loss of MLP does not depend on any trained parameter\n")
+    assert failing(files, train, UsageError).startswith(
+        "the loss of MLP does not depend on any trained parameter\n"
+    )
 
 
 def test_what_a_sample_stands_for():
     x, y = torch.zeros(1), torch.ones(1)
     assert arguments_of(x, ["x"], {"x": ()}) == {"x": x}
-    assert arguments_of({"a": x, "b": y}, ["batch"], {"batch.a": (), "batch.b": ()}) == {"batch": {"a": x, "b": y}}
+    assert arguments_of({"a": x, "b": y}, ["batch"], {"batch.a": (), "batch.b": ()}) == {
+        "batch": {"a": x, "b": y}
+    }
     assert arguments_of({"a": x, "b": y}, ["a", "b"], {"a": (), "b": ()}) == {"a": x, "b": y}
     assert arguments_of((x, y), ["a", "b"], {"a": (), "b": ()}) == {"a": x, "b": y}
     assert arguments_of((x, y), ["pair"], {"pair.0": (), "pair.1": ()}) == {"pair": (x, y)}

@@ -47,7 +47,9 @@ def test_what_fits():
 def test_leaves_may_be_given_by_path():
     given = arguments()
     data = given.pop("data")
-    assert list(TABLE.check(given | {"data.mask": data["mask"], "data.pair.0": data["pair"][0]}, {})) == [
+    assert list(
+        TABLE.check(given | {"data.mask": data["mask"], "data.pair.0": data["pair"][0]}, {})
+    ) == [
         "ids",
         "data.mask",
         "data.pair.0",
@@ -58,7 +60,8 @@ def test_leaves_may_be_given_by_path():
 def test_absent_arguments():
     assert refusal({"labels": None}) == (
         "Net.forward was compiled without the argument 'labels'\n"
-        "  why:   the dummy arguments did not have it, so the program ignores it; the call passes None\n"
+        "  why:   the dummy arguments did not have it, so the program ignores it; the call "
+        "passes None\n"
         "  try:   leave out labels, or compile again with 'labels' among the dummy arguments"
     )
     assert "the call passes a tensor float32[2]" in refusal({"labels": torch.zeros(2)})
@@ -66,7 +69,8 @@ def test_absent_arguments():
 
 def test_missing_arguments():
     assert refusal(ids=ABSENT) == (
-        "Net.forward: argument 'ids' is missing\n  why:   it was compiled with a tensor int64[batch, 4]\n  try:   pass ids"
+        "Net.forward: argument 'ids' is missing\n  why:   it was compiled with a tensor "
+        "int64[batch, 4]\n  try:   pass ids"
     )
     assert "'data.pair.0' is missing" in refusal(data={"mask": torch.zeros(2, 3, dtype=torch.bool)})
     assert "'use_cache' is missing" in refusal(use_cache=ABSENT)
@@ -83,7 +87,8 @@ def test_static_sizes():
     assert refusal(ids=torch.zeros(2, 5, dtype=torch.int64)) == (
         "Net.forward: argument 'ids' has shape [2, 5], but was compiled for int64[batch, 4]\n"
         "  why:   dim 1 is 5, not 4\n"
-        "  try:   pass the compiled shape, or compile again and name the dims that vary in ComputeConfig.dynamic_dims"
+        "  try:   pass the compiled shape, or compile again and name the dims that vary in "
+        "ComputeConfig.dynamic_dims"
     )
     assert "it has 1 dims, not 2" in refusal(ids=torch.zeros(4, dtype=torch.int64))
     assert "it has 1 dims, not 0" in refusal(scalar=torch.zeros(1))
@@ -96,12 +101,15 @@ def test_sizes_with_a_name_agree():
 
 def test_what_is_no_tensor():
     assert refusal(ids=[1, 2]) == (
-        "Net.forward: argument 'ids' is a list, but was compiled as int64[batch, 4]\n  try:   pass a tensor"
+        "Net.forward: argument 'ids' is a list, but was compiled as int64[batch, 4]\n  try:  "
+        " pass a tensor"
     )
     assert refusal(use_cache=(True,)) == (
         "Net.forward: argument 'use_cache' is a tuple, but was compiled as True\n  try:   pass True"
     )
-    assert "argument 'ids' is a ndarray, but was compiled as int64[batch, 4]" in refusal(ids=np.zeros((2, 4)))
+    assert "argument 'ids' is a ndarray, but was compiled as int64[batch, 4]" in refusal(
+        ids=np.zeros((2, 4))
+    )
     assert "argument 'scalar' is 1.5, but was compiled as a tensor float32[]" in refusal(scalar=1.5)
 
 
@@ -112,7 +120,9 @@ def test_literals_are_fixed():
         "  try:   pass True, or compile again with the value you need"
     )
     assert "'use_cache' is 1, but was compiled as True" in refusal(use_cache=1)
-    assert "'names' is a tensor float32[1], but was compiled as None" in refusal(names=torch.zeros(1))
+    assert "'names' is a tensor float32[1], but was compiled as None" in refusal(
+        names=torch.zeros(1)
+    )
 
 
 def test_tensors_the_program_does_not_know():

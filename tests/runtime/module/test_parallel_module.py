@@ -12,7 +12,13 @@ from mlp_files import make_batch, make_model, write_files
 
 from shardwright.runtime.checkpoint.load import load_checkpoint
 from shardwright.runtime.checkpoint.save import save_checkpoint
-from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, LoadError, UsageError
+from shardwright.runtime.errors import (
+    CheckpointError,
+    DistributedError,
+    InputError,
+    LoadError,
+    UsageError,
+)
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module.declarations import Declaration
@@ -45,7 +51,9 @@ def test_original_names_and_order(files):
 
     def check(rank):
         module = load_class(files)()
-        assert [name for name, _ in module.named_parameters()] == [name for name, _ in original.named_parameters()]
+        assert [name for name, _ in module.named_parameters()] == [
+            name for name, _ in original.named_parameters()
+        ]
         assert set(module.state_dict()) == {*original.state_dict(), "_extra_state"}
         assert module.norm.weight is module.head.weight is module["norm.weight"]
         assert not module.gain.requires_grad
@@ -70,7 +78,8 @@ def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_refused(files):
 
     assert set(run_ranks(2, train)) == {
         "SGD.step() would follow gradients of MLP that nobody has summed over the ranks\n"
-        "  why:   that of 'norm.weight' is the sum of what several ranks compute, and build_optimizer has not made this "
+        "  why:   that of 'norm.weight' is the sum of what several ranks compute, and "
+        "build_optimizer has not made this "
         "optimizer\n"
         "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.SGD, lr=...)"
     }
@@ -105,9 +114,11 @@ def test_steps_along_gradients_that_nobody_has_summed_are_warned_of(files):
         run_ranks(2, train, ByHand)
     assert [str(warning.message) for warning in caught] == [
         "parameters of MLP have changed since it was called, and nobody sums their gradients\n"
-        "  why:   that of 'norm.weight' is the sum of what several ranks compute, and no optimizer was made by "
+        "  why:   that of 'norm.weight' is the sum of what several ranks compute, and no "
+        "optimizer was made by "
         "build_optimizer\n"
-        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) in the place of your own"
+        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) "
+        "in the place of your own"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -201,7 +212,8 @@ def test_init_params_false_still_has_what_no_checkpoint_holds(files):
         assert text == (
             f"{files} has no initial value of 'gain'\n"
             "  why:   there is no weights.safetensors\n"
-            "  try:   put weights.safetensors there; or construct with init_params=False and load a checkpoint or "
+            "  try:   put weights.safetensors there; or construct with init_params=False and "
+            "load a checkpoint or "
             "broadcast_weights"
         )
 
@@ -210,7 +222,9 @@ def test_weights_that_were_never_real(whole_files):
     from safetensors.torch import save_file
 
     save_file({"mean": torch.zeros(6, dtype=torch.float64)}, whole_files / "weights.safetensors")
-    with pytest.raises(LoadError, match=re.escape("the model was compiled without weights (on the meta device)")):
+    with pytest.raises(
+        LoadError, match=re.escape("the model was compiled without weights (on the meta device)")
+    ):
         load_class(whole_files)()
 
 
@@ -234,7 +248,8 @@ def test_arguments_are_checked(whole_files):
         module(x, target, scale=2.0)
     assert message(error) == (
         "MLP.forward was compiled without the argument 'scale'\n"
-        "  why:   the dummy arguments did not have it, so the program ignores it; the call passes 2.0\n"
+        "  why:   the dummy arguments did not have it, so the program ignores it; the call "
+        "passes 2.0\n"
         "  try:   leave out scale, or compile again with 'scale' among the dummy arguments"
     )
     with pytest.raises(InputError) as error:
@@ -242,7 +257,8 @@ def test_arguments_are_checked(whole_files):
     assert message(error) == (
         "MLP.forward: argument 'target' has shape [3, 6], but was compiled for float64[batch, 6]\n"
         "  why:   dim 0 is 3, but batch is 4 in dim 0 of 'x'\n"
-        "  try:   pass the compiled shape, or compile again and name the dims that vary in ComputeConfig.dynamic_dims"
+        "  try:   pass the compiled shape, or compile again and name the dims that vary in "
+        "ComputeConfig.dynamic_dims"
     )
 
 
@@ -255,7 +271,8 @@ def test_requires_grad_toggled_after_compiling(whole_files):
     assert message(error) == (
         "parameter 'layers.0.bias' of MLP is frozen, but was trained when it was compiled\n"
         "  why:   which gradients are communicated, and how, was decided then\n"
-        "  try:   set its requires_grad back to True, or set it on the original module and compile again"
+        "  try:   set its requires_grad back to True, or set it on the original module and "
+        "compile again"
     )
     with torch.no_grad():
         module(x, target)  # no gradient is wanted, so nothing depends on it
@@ -275,7 +292,8 @@ def test_ranks_of_a_unit_with_different_inputs(files):
     assert message(error) == (
         "MLP.forward: argument 'x' is not the same on all ranks of a unit\n"
         "  why:   these ranks agree with each other: 2; 3\n"
-        "  try:   give the 2 ranks of a unit the same batch: shard the data over 2 unit(s), by rank // 2"
+        "  try:   give the 2 ranks of a unit the same batch: shard the data over 2 unit(s), "
+        "by rank // 2"
     )
 
 
@@ -326,7 +344,8 @@ def test_state_dict_of_another_layout(files):
     assert message(error) == (
         "the state dict of MLP holds 'layers.1.bias' in another layout\n"
         "  why:   it was saved as [6/tp], here it is [6] G(dp)\n"
-        "  try:   load it where it was saved, or merge the state dicts of all ranks and load the merged one"
+        "  try:   load it where it was saved, or merge the state dicts of all ranks and load "
+        "the merged one"
     )
 
 
@@ -346,9 +365,13 @@ def test_state_dict_of_the_original(files, whole_files):
 def test_conversion_keeps_ties_and_the_device(whole_files):
     module = load_class(whole_files)().to(torch.float64)
     assert module.device == torch.device("cpu")
-    with pytest.raises(UsageError, match="the parallel module MLP cannot be converted from float64 to float32"):
+    with pytest.raises(
+        UsageError, match="the parallel module MLP cannot be converted from float64 to float32"
+    ):
         module.float()
-    with pytest.raises(UsageError, match="the parallel module MLP cannot be converted from float64 to bfloat16"):
+    with pytest.raises(
+        UsageError, match="the parallel module MLP cannot be converted from float64 to bfloat16"
+    ):
         torch.nn.Sequential(module).to(torch.bfloat16)
     assert module.norm.weight is module.head.weight
     assert module.to("meta").device == torch.device("meta") and module.norm.weight.is_meta
@@ -362,7 +385,9 @@ def test_a_deep_copy_has_tensors_of_its_own(files):
         module(x, target).backward()
         copied = copy.deepcopy(module)
         own = {p.data_ptr() for p in module.parameters()}
-        assert not own & {p.data_ptr() for p in copied.parameters()} and all(p.grad is None for p in copied.parameters())
+        assert not own & {p.data_ptr() for p in copied.parameters()} and all(
+            p.grad is None for p in copied.parameters()
+        )
         assert copied.norm.weight is copied.head.weight is copied["norm.weight"]
         assert torch.equal(copied.mean, module.mean)
         with torch.no_grad():
@@ -372,7 +397,11 @@ def test_a_deep_copy_has_tensors_of_its_own(files):
             copied(x, target)
         copied.layers[0].weight.requires_grad_(True)
         copied(x, target).backward()
-        return module(x, target).detach(), module.layers[0].weight.grad, copied.layers[0].weight.grad
+        return (
+            module(x, target).detach(),
+            module.layers[0].weight.grad,
+            copied.layers[0].weight.grad,
+        )
 
     original = make_model()
     original(x, target)
@@ -398,8 +427,10 @@ def test_what_the_original_had_besides_tensors(whole_files):
         module.generate  # noqa: B018
     assert message(error) == (
         "the parallel module 'MLP' has no attribute 'generate'\n"
-        "  why:   it has the forward, the parameters and the buffers of the original module, not its other attributes\n"
-        "  try:   read it from the original; methods of the original that call forward, such as generate(), run this module "
+        "  why:   it has the forward, the parameters and the buffers of the original module, "
+        "not its other attributes\n"
+        "  try:   read it from the original; methods of the original that call forward, such "
+        "as generate(), run this module "
         "after original.forward = parallel"
     )
     assert not hasattr(module, "config") and module.norm.weight is module.head.weight
@@ -411,7 +442,8 @@ def test_arguments_on_another_device(whole_files):
     with pytest.raises(InputError) as error:
         module(x, target.to("meta"))
     assert message(error) == (
-        "MLP.forward: argument 'target' is on meta, but the module is on cpu\n  try:   pass target.to(model.device)"
+        "MLP.forward: argument 'target' is on meta, but the module is on cpu\n  try:   pass "
+        "target.to(model.device)"
     )
 
 
@@ -442,7 +474,11 @@ def test_children_whose_names_are_no_identifiers(tmp_path):
         module = Odd()
     finally:
         del sys.modules["odd_module"]
-    assert module.layers["a-b.0"].sum() == 2 and module[0].weight.sum() == 0 and module.weights("0.weight").shape == (2,)
+    assert (
+        module.layers["a-b.0"].sum() == 2
+        and module[0].weight.sum() == 0
+        and module.weights("0.weight").shape == (2,)
+    )
     assert module.weights("training").sum() == 1 and module.training is True
 
 

@@ -48,7 +48,9 @@ CHANGES = {
     "submodule 'layers'": replace_child,
     "parameter 'weight'": replace_parameter,
     "class ParametrizedScope": parametrized,
-    "parameter 'weight_orig'": lambda root: torch.nn.utils.prune.l1_unstructured(root.layers[1].up, "weight", 1),
+    "parameter 'weight_orig'": lambda root: torch.nn.utils.prune.l1_unstructured(
+        root.layers[1].up, "weight", 1
+    ),
     "parameter 'weight_g'": lambda root: torch.nn.utils.weight_norm(root.layers[1].up),
     "buffer 'mask'": lambda root: root.layers.register_buffer("mask", torch.ones(2)),
     "submodule 'head'": lambda root: root.layers.add_module("head", nn.Linear(2, 2)),
@@ -64,7 +66,8 @@ def test_no_other_tensors_are_taken_in(what: str) -> None:
     assert title.endswith(f" cannot be given a {what}")
     assert title.startswith(("submodule 'layers", "the parallel module Scope "))
     assert why == (
-        "  why:   a parallel module has the parameters and buffers that its program was made for, each rank its pieces"
+        "  why:   a parallel module has the parameters and buffers that its program was made "
+        "for, each rank its pieces"
     )
     assert hint.startswith("  try:   change the original module before parallelize; ")
 
@@ -76,27 +79,45 @@ def test_what_is_put_back_is_no_change() -> None:
     assert root.layers[1].up.weight.sum() == 2
 
 
-HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook", "backward_hook")
+HOOKS = (
+    "forward_pre_hook",
+    "forward_hook",
+    "full_backward_pre_hook",
+    "full_backward_hook",
+    "backward_hook",
+)
 
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_that_would_never_run(kind: str) -> None:
     with pytest.raises(UsageError) as error:
         getattr(tree().layers[0], f"register_{kind}")(print)
-    what = f"a {kind.replace('full_', '').replace('_hook', ' hook').replace('forward_pre ', 'forward pre-')}"
+    what = (
+        "a "
+        f"{kind.replace('full_', '').replace('_hook', ' hook').replace('forward_pre ', 'forward pre-')}"
+    )
     assert str(error.value).startswith(
-        f"{what.replace('backward_pre ', 'backward pre-')} on submodule 'layers.0' of a parallel module would never run\n"
+        f"{what.replace('backward_pre ', 'backward pre-')} on submodule 'layers.0' of a "
+        "parallel module would never run\n"
     )
 
 
 def test_submodules_are_not_called_and_have_no_mode_of_their_own() -> None:
     up = tree().layers[0].up
-    with pytest.raises(UsageError, match="^submodule 'layers.0.up' of a parallel module cannot be called\n"):
+    with pytest.raises(
+        UsageError, match="^submodule 'layers.0.up' of a parallel module cannot be called\n"
+    ):
         up(torch.zeros(2))
-    with pytest.raises(UsageError, match="^submodule 'layers.0.up' of a parallel module cannot be set to evaluation by itself"):
+    with pytest.raises(
+        UsageError,
+        match="^submodule 'layers.0.up' of a parallel module cannot be set to evaluation by itself",
+    ):
         up.eval()
     assert up.train() is up
-    with pytest.raises(UsageError, match="another forward on submodule 'layers.0.up' of a parallel module would never run"):
+    with pytest.raises(
+        UsageError,
+        match="another forward on submodule 'layers.0.up' of a parallel module would never run",
+    ):
         up.forward = print
 
 
@@ -116,8 +137,10 @@ def test_dtypes_stay() -> None:
         tree().layers.to(torch.bfloat16)
     assert str(error.value) == (
         "submodule 'layers' of a parallel module cannot be converted from float32 to bfloat16\n"
-        "  why:   its program was made for these dtypes: casts, buckets of gradients and inputs depend on them\n"
-        "  try:   convert the original before parallelize, module.to(torch.bfloat16), or compile with "
+        "  why:   its program was made for these dtypes: casts, buckets of gradients and "
+        "inputs depend on them\n"
+        "  try:   convert the original before parallelize, module.to(torch.bfloat16), or "
+        "compile with "
         "module_dtype=torch.bfloat16"
     )
     assert tree().float().to("meta").layers[0].up.bias.is_meta

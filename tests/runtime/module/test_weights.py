@@ -40,23 +40,35 @@ def declared(layout, dtype=torch.float64):
 )
 def test_pieces_tile_the_tensor(tmp_path, layout):
     declaration = declared(layout)
-    whole = torch.arange(math.prod(declaration.layout.shape), dtype=torch.float64).view(declaration.layout.shape)
+    whole = torch.arange(math.prod(declaration.layout.shape), dtype=torch.float64).view(
+        declaration.layout.shape
+    )
     save_file({"w": whole}, tmp_path / "weights.safetensors")
     seen = torch.zeros_like(whole)
     with WeightFiles(tmp_path) as files:
         for coords in MESH.all_coords():
             piece = files.read(declaration, MESH, coords)
             assert tuple(piece.shape) == declaration.layout.local_shape(MESH, coords)
-            assert piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.numel() * 8, "no view of the file"
+            assert (
+                piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.numel() * 8
+            ), "no view of the file"
             index = [
-                torch.tensor([i for start, stop in declaration.layout.runs(dim, MESH, coords) for i in range(start, stop)])
+                torch.tensor(
+                    [
+                        i
+                        for start, stop in declaration.layout.runs(dim, MESH, coords)
+                        for i in range(start, stop)
+                    ]
+                )
                 for dim in range(whole.ndim)
             ]
             expected = whole
             for dim, rows in enumerate(index):
                 expected = expected.index_select(dim, rows.long())
             assert torch.equal(piece, expected)
-            if all(coords[axis] == 0 for axis in MESH.names if axis not in declaration.layout.cut_axes):
+            if all(
+                coords[axis] == 0 for axis in MESH.names if axis not in declaration.layout.cut_axes
+            ):
                 mask = torch.zeros_like(whole).flatten()
                 mask[expected.long().flatten()] = 1
                 seen += mask.view(whole.shape)
@@ -64,7 +76,10 @@ def test_pieces_tile_the_tensor(tmp_path, layout):
 
 
 def test_only_the_piece_is_asked_for(tmp_path, monkeypatch):
-    save_file({"w": torch.zeros(12, 8, dtype=torch.float64), "other": torch.zeros(99)}, tmp_path / "weights.safetensors")
+    save_file(
+        {"w": torch.zeros(12, 8, dtype=torch.float64), "other": torch.zeros(99)},
+        tmp_path / "weights.safetensors",
+    )
     fetched = []
 
     class Recording:
@@ -103,12 +118,19 @@ def test_only_the_piece_is_asked_for(tmp_path, monkeypatch):
     assert fetched == [8, 8]
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell which pages were touched")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(),
+    reason="the system does not tell which pages were touched",
+)
 def test_the_rest_of_the_file_is_not_read(tmp_path):
     rows, columns = 512, 16384  # 64 MiB
-    save_file({"w": torch.zeros(rows, columns, dtype=torch.float64)}, tmp_path / "weights.safetensors")
+    save_file(
+        {"w": torch.zeros(rows, columns, dtype=torch.float64)}, tmp_path / "weights.safetensors"
+    )
     with WeightFiles(tmp_path) as files:
-        piece = files.read(declared(f"[{rows}/eight, {columns}]"), Mesh((("eight", 8),)), {"eight": 5})
+        piece = files.read(
+            declared(f"[{rows}/eight, {columns}]"), Mesh((("eight", 8),)), {"eight": 5}
+        )
         touched = touched_mib(str(tmp_path / "weights.safetensors"))
     assert piece.shape == (rows // 8, columns)
     assert 8 <= touched < 16, "of 64 MiB it needs 8, and whole pages around them"
@@ -153,7 +175,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 def test_a_damaged_file(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"\x00" * 5)
-    with pytest.raises(LoadError, match=r"weights.safetensors cannot be read"), WeightFiles(tmp_path):
+    with (
+        pytest.raises(LoadError, match=r"weights.safetensors cannot be read"),
+        WeightFiles(tmp_path),
+    ):
         pass
 
 

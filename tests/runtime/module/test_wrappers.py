@@ -1,4 +1,6 @@
-"""What other libraries and parts of torch do with a module: right on a parallel module, or refused in words."""
+"""What other libraries and parts of torch do with a module: right on a parallel module, or refused
+in words.
+"""
 
 from collections.abc import Iterator
 
@@ -52,7 +54,9 @@ def trained(module):
 WRAPPERS = {
     "DistributedDataParallel": DistributedDataParallel,
     "DataParallel": nn.DataParallel,
-    "FullyShardedDataParallel": lambda module: FullyShardedDataParallel(trained(module), device_id=torch.device("cpu")),
+    "FullyShardedDataParallel": lambda module: FullyShardedDataParallel(
+        trained(module), device_id=torch.device("cpu")
+    ),
     "DeepSpeedEngine": DeepSpeedEngine,
 }
 
@@ -66,15 +70,23 @@ def test_wrappers_that_train_on_many_ranks_in_their_own_way(tmp_path, group, nam
         WRAPPERS[name](Around(module) if is_inside else module)
     what, why, hint = str(error.value).split("\n")
     assert what == f"{name} cannot wrap MLP: it is or contains a parallel module"
-    assert why == ("  why:   every rank has pieces of its own there, and the wrapper would treat them as copies of one tensor")
+    assert why == (
+        "  why:   every rank has pieces of its own there, and the wrapper would treat them "
+        "as copies of one tensor"
+    )
     assert "shardwright.build_optimizer(model, torch.optim.AdamW, ...)" in hint
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_fully_shard(tmp_path, group, is_inside):
     module = load_class(write_files(tmp_path, make_model(), 1, 1))()
-    with pytest.raises(UsageError, match="cannot be given a parameter .*\n(.*\n)*.*leave that out: build_optimizer sums"):
-        fully_shard(Around(module) if is_inside else module, mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        UsageError,
+        match="cannot be given a parameter .*\n(.*\n)*.*leave that out: build_optimizer sums",
+    ):
+        fully_shard(
+            Around(module) if is_inside else module, mesh=dist.init_device_mesh("cpu", (1,))
+        )
 
 
 def test_others_are_wrapped_as_ever(group):
@@ -93,7 +105,10 @@ def test_parameters_are_not_pickled_with_their_optimizer(tmp_path):
     module = load_class(write_files(tmp_path, make_model(), 1, 1))()
     torch.save(list(module.parameters()), tmp_path / "free.pt")
     build_optimizer(module, torch.optim.SGD, lr=0.1)
-    with pytest.raises(UsageError, match="parameters that an optimizer of build_optimizer updates cannot be pickled\n"):
+    with pytest.raises(
+        UsageError,
+        match="parameters that an optimizer of build_optimizer updates cannot be pickled\n",
+    ):
         torch.save(list(module.parameters()), tmp_path / "held.pt")
 
 
@@ -105,24 +120,32 @@ def test_other_parameters_in_the_place_of_the_modules_own(tmp_path):
         module(*make_batch(0))
     assert str(error.value).startswith(
         "parameter 'layers.0.bias' of MLP is not the one that the module was made with\n"
-        "  why:   a Parameter lies in its place; gradients are summed for the parameter that was there\n"
+        "  why:   a Parameter lies in its place; gradients are summed for the parameter that "
+        "was there\n"
     )
     with torch.no_grad():
         module(*make_batch(0))  # other weights may be evaluated
     del module.layers[0]._parameters["bias"]
-    with pytest.raises(UsageError, match="why:   somebody has taken it out; the program reads it\n"):
+    with pytest.raises(
+        UsageError, match="why:   somebody has taken it out; the program reads it\n"
+    ):
         module(*make_batch(0))
 
 
 def test_parameters_that_are_assigned_by_loading(tmp_path):
     module = load_class(write_files(tmp_path, make_model(), 1, 1))()
-    state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in module.state_dict().items()}
+    state = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in module.state_dict().items()
+    }
     module.load_state_dict(state, assign=True)
     assert module.layers[0].bias.data_ptr() == state["layers.0.bias"].data_ptr()
     module(*make_batch(0))
     build_optimizer(module, torch.optim.SGD, lr=0.1)
     module.load_state_dict(state, assign=True)
-    with pytest.raises(UsageError, match="'norm.weight' of MLP was replaced after its optimizer was built\n"):
+    with pytest.raises(
+        UsageError, match="'norm.weight' of MLP was replaced after its optimizer was built\n"
+    ):
         module(*make_batch(0))
 
 
@@ -149,7 +172,11 @@ def test_averages_of_weights(tmp_path, stage):
             return averaged(*make_batch(9))
 
     model = make_model()
-    averaged = average(model, torch.optim.SGD(model.parameters(), lr=0.01), [[2 * step, 2 * step + 1] for step in range(3)])
+    averaged = average(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        [[2 * step, 2 * step + 1] for step in range(3)],
+    )
     with torch.no_grad():
         expected = averaged(*make_batch(9))
     for found in run_ranks(4, train):
@@ -180,4 +207,6 @@ def test_torch_compile(tmp_path):
 
     ours = losses(lambda module: torch.compile(module, backend=backend))
     assert ours[1][1] == ours[-1][1] > 0
-    torch.testing.assert_close([loss for loss, _ in ours], [loss for loss, _ in losses(lambda module: module)])
+    torch.testing.assert_close(
+        [loss for loss, _ in ours], [loss for loss, _ in losses(lambda module: module)]
+    )

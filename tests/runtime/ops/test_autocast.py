@@ -1,4 +1,6 @@
-"""Under autocast, operators with a split factor compute in the dtype that PyTorch's own compute in."""
+"""Under autocast, operators with a split factor compute in the dtype that PyTorch's own compute
+in.
+"""
 
 from functools import partial
 
@@ -17,12 +19,23 @@ TARGET = torch.tensor([5, 0, 3, 2])
 
 CASES = {
     "softmax": (partial(F.softmax, dim=1), lambda x, tp, start: ops.softmax(x, 1, dim_axes=(tp,))),
-    "log_softmax": (partial(F.log_softmax, dim=1), lambda x, tp, start: ops.log_softmax(x, 1, dim_axes=(tp,))),
-    "logsumexp": (partial(torch.logsumexp, dim=1), lambda x, tp, start: ops.logsumexp(x, 1, dim_axes=(tp,))),
-    "nll_loss": (lambda x: F.nll_loss(x, TARGET), lambda x, tp, start: ops.nll_loss(x, TARGET, class_axes=(tp,), start=start)),
+    "log_softmax": (
+        partial(F.log_softmax, dim=1),
+        lambda x, tp, start: ops.log_softmax(x, 1, dim_axes=(tp,)),
+    ),
+    "logsumexp": (
+        partial(torch.logsumexp, dim=1),
+        lambda x, tp, start: ops.logsumexp(x, 1, dim_axes=(tp,)),
+    ),
+    "nll_loss": (
+        lambda x: F.nll_loss(x, TARGET),
+        lambda x, tp, start: ops.nll_loss(x, TARGET, class_axes=(tp,), start=start),
+    ),
     "cross_entropy": (
         lambda x: F.cross_entropy(x, TARGET),
-        lambda x, tp, start: ops.cross_entropy(x, TARGET, class_axes=(tp,), num_classes=6, start=start),
+        lambda x, tp, start: ops.cross_entropy(
+            x, TARGET, class_axes=(tp,), num_classes=6, start=start
+        ),
     ),
 }
 

@@ -48,7 +48,8 @@ def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-# name: operands, further arguments by position and by name, the divisor of each reduction beside the number of elements
+# name: operands, further arguments by position and by name, the divisor of each reduction beside
+# the number of elements
 LOSSES = {
     "mse_loss": ([randn, randn], (), {}),
     "l1_loss": ([randn, randn], (), {}),
@@ -76,7 +77,9 @@ def test_elementwise_losses(name, num_ranks):
         assert_parallel(
             num_ranks,
             lambda *xs: getattr(F, name)(*xs, *positional, **named),
-            lambda axis, *xs: getattr(ops, name)(*xs, *positional, **named, reduction="mean", count=math.prod(shape)),  # noqa: B023
+            lambda axis, *xs: getattr(ops, name)(
+                *xs, *positional, **named, reduction="mean", count=math.prod(shape)
+            ),
             [(x, Sharded(dim, Cut((shape[dim],)))) for x in operands],
             "P",
         )

@@ -1,4 +1,6 @@
-"""Random operators: which ranks draw the same numbers, which do not, and that the numbers have the right distribution."""
+"""Random operators: which ranks draw the same numbers, which do not, and that the numbers have the
+right distribution.
+"""
 
 import itertools
 import math
@@ -31,7 +33,13 @@ def draws(op, mode, layout=LAYOUT, seed=1, **keywords):
 
     def on_rank(ranks):
         rng = RngState(seed, mode, MESH, ranks.coords, ranks.unit)
-        return op(Layout.parse(layout).local_shape(MESH, ranks.coords), rng=rng, draw="op", layout=layout, **keywords)
+        return op(
+            Layout.parse(layout).local_shape(MESH, ranks.coords),
+            rng=rng,
+            draw="op",
+            layout=layout,
+            **keywords,
+        )
 
     return {tuple(MESH.coords(rank).values()): x for rank, x in enumerate(on_mesh(MESH, on_rank))}
 
@@ -45,7 +53,10 @@ def assemble(pieces, layout=LAYOUT):
     whole = torch.full(parsed.shape, math.nan)
     for rank in range(MESH.size):
         coords = MESH.coords(rank)
-        index = [torch.tensor([i for run in parsed.runs(dim, MESH, coords) for i in range(*run)]) for dim in range(whole.ndim)]
+        index = [
+            torch.tensor([i for run in parsed.runs(dim, MESH, coords) for i in range(*run)])
+            for dim in range(whole.ndim)
+        ]
         if all(i.numel() for i in index):
             whole[torch.meshgrid(*index, indexing="ij")] = pieces[tuple(coords.values())]
     return whole
@@ -53,7 +64,13 @@ def assemble(pieces, layout=LAYOUT):
 
 def test_plan_independent_draws_are_those_of_one_rank():
     alone = mask((5, 2, 12), rng=RngState(1, "plan_independent"), draw="op", layout="[5, 2, 12]")
-    for layout in (LAYOUT, "[5, 2/dp, 12/tp]", "[5/dp/tp, 2, 12]", "[5, 2, 3+9/tp]", "[5/dp, 2, 12]"):
+    for layout in (
+        LAYOUT,
+        "[5, 2/dp, 12/tp]",
+        "[5/dp/tp, 2, 12]",
+        "[5, 2, 3+9/tp]",
+        "[5/dp, 2, 12]",
+    ):
         assert torch.equal(assemble(draws(mask, "plan_independent", layout), layout), alone), layout
 
 
@@ -118,10 +135,14 @@ def test_named_sizes():
     def on_rank(ranks):
         rng = RngState(1, "fast", MESH, ranks.coords)
         x = torch.ones(by_name[tuple(ranks.coords.values())].shape)
-        return mask(x.shape, rng=rng, draw="op", layout="[batch/dp, seq, heads/tp * 3]", sizes=sizes)
+        return mask(
+            x.shape, rng=rng, draw="op", layout="[batch/dp, seq, heads/tp * 3]", sizes=sizes
+        )
 
     sizes = (("batch", 5), ("seq", 2), ("heads", 4))
-    assert all(torch.equal(a, b) for a, b in zip(on_mesh(MESH, on_rank), by_name.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(on_mesh(MESH, on_rank), by_name.values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +173,9 @@ def one(shape, **more):
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", ["dropout", "alpha_dropout"])
 def test_dropout_values_and_gradients(name, p):
-    x = torch.randn(200, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(
+        200, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     y = getattr(ops, name)(x, p, True, **one(x.shape))
     (grad,) = torch.autograd.grad(y.sum(), x)
     if p == 0:
@@ -178,7 +201,9 @@ def test_channelwise_dropout_drops_channels():
 
 
 def test_dropout_probability_is_checked():
-    with pytest.raises(InputError, match=r"a dropout probability lies between 0 and 1\n  why:   it is 1\.5"):
+    with pytest.raises(
+        InputError, match=r"a dropout probability lies between 0 and 1\n  why:   it is 1\.5"
+    ):
         ops.dropout(torch.ones(2), 1.5, **one((2,)))
 
 
@@ -206,15 +231,22 @@ def test_distributions():
         assert sample.shape == (N,)
         assert abs(sample.double().mean() - mean) < 0.03 * (std + 0.1), (mean, std)
         assert abs(sample.double().std() - std) < 0.03 * std
-    assert ops.randint(0, 9, (N,), **kw).dtype == torch.int64 and ops.randint_like(x, 0, 9, **kw).dtype == x.dtype
     assert (
-        ops.randn_like(x, torch.float32, **kw).dtype == torch.float32 and ops.rand(N, **kw).dtype == torch.get_default_dtype()
+        ops.randint(0, 9, (N,), **kw).dtype == torch.int64
+        and ops.randint_like(x, 0, 9, **kw).dtype == x.dtype
+    )
+    assert (
+        ops.randn_like(x, torch.float32, **kw).dtype == torch.float32
+        and ops.rand(N, **kw).dtype == torch.get_default_dtype()
     )
 
 
 def test_a_draw_from_a_normal_distribution_has_gradients_of_zero():
     mean, std = torch.zeros(4, 5, requires_grad=True), torch.ones(5, requires_grad=True)
-    for sample in (ops.normal(mean, std, **one((4, 5))), torch.normal(mean, std, generator=torch.Generator())):
+    for sample in (
+        ops.normal(mean, std, **one((4, 5))),
+        torch.normal(mean, std, generator=torch.Generator()),
+    ):
         grads = torch.autograd.grad(sample.sum(), [mean, std])
         assert torch.equal(grads[0], torch.zeros(4, 5)) and torch.equal(grads[1], torch.zeros(5))
 
@@ -235,7 +267,9 @@ def test_multinomial(replacement):
 
 def test_randperm():
     perm = ops.randperm(50, **one((50,)))
-    assert torch.equal(perm.sort().values, torch.arange(50)) and not torch.equal(perm, torch.arange(50))
+    assert torch.equal(perm.sort().values, torch.arange(50)) and not torch.equal(
+        perm, torch.arange(50)
+    )
 
 
 def test_gumbel_softmax():
@@ -256,9 +290,15 @@ def test_rrelu():
     y = ops.rrelu(x, 0.1, 0.3, True, **one((N,)))
     slope = (y / x).detach()
     assert torch.equal(slope[x > 0], torch.ones(N // 2).double())
-    assert slope[x < 0].min() >= 0.1 and slope[x < 0].max() <= 0.3 and abs(slope[x < 0].mean() - 0.2) < 0.01
+    assert (
+        slope[x < 0].min() >= 0.1
+        and slope[x < 0].max() <= 0.3
+        and abs(slope[x < 0].mean() - 0.2) < 0.01
+    )
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
-    torch.testing.assert_close(ops.rrelu(x, 0.1, 0.3, False, **one((N,))), F.rrelu(x, 0.1, 0.3, False))
+    torch.testing.assert_close(
+        ops.rrelu(x, 0.1, 0.3, False, **one((N,))), F.rrelu(x, 0.1, 0.3, False)
+    )
 
 
 QKV_MASKS = {
@@ -274,11 +314,15 @@ QKV_MASKS = {
 
 @pytest.mark.parametrize("case", QKV_MASKS)
 def test_attention(case, monkeypatch):
-    """With a mask that drops nothing it is torch's attention; with one that drops, weights are dropped before the product."""
+    """With a mask that drops nothing it is torch's attention; with one that drops, weights are
+    dropped before the product.
+    """
     generator = torch.Generator().manual_seed(0)
     heads = 2 if case == "grouped" else 4
     shapes = [(2, 4, 5, 3), (2, heads, 7, 3), (2, heads, 7, 6)]
-    q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
+    q, k, v = (
+        torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes
+    )
     keywords = {"rng": RngState(0), "draw": "a", "layout": "[2, 4, 5, 7]", **QKV_MASKS[case]}
     expected = F.scaled_dot_product_attention(q, k, v, **QKV_MASKS[case])
     torch.testing.assert_close(ops.scaled_dot_product_attention(q, k, v, **keywords), expected)
@@ -287,7 +331,9 @@ def test_attention(case, monkeypatch):
     # The probability is too small to drop one of 280 weights, but the written-out form runs.
     tiny = ops.scaled_dot_product_attention(q, k, v, dropout_p=1e-15, **keywords)
     torch.testing.assert_close(tiny, expected, rtol=1e-12, atol=1e-12)
-    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), gradient) for y in (tiny, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(y, (q, k, v), gradient) for y in (tiny, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
     dropped = ops.scaled_dot_product_attention(q, k, v, dropout_p=0.5, **keywords)
@@ -314,26 +360,40 @@ def test_recurrent(name):
     net.eval()
     torch.testing.assert_close(run(False), net(x)[0])
     assert torch.equal(run(True), run(True))
-    assert not torch.equal(run(True), run(True, draw="other")) and not torch.equal(run(True), run(False))
+    assert not torch.equal(run(True), run(True, draw="other")) and not torch.equal(
+        run(True), run(False)
+    )
 
 
 @pytest.mark.parametrize("heads", [4, 2])
 def test_causal_attention_of_a_part_of_the_queries(heads):
-    """Every rank's queries see the keys up to their own positions in the sequence; dropout does not change which."""
+    """Every rank's queries see the keys up to their own positions in the sequence; dropout does not
+    change which.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 6, 3), (2, heads, 7, 3), (2, heads, 7, 5)]
-    q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
+    q, k, v = (
+        torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes
+    )
     keywords = {"is_causal": True, "enable_gqa": heads == 2}
     whole = F.scaled_dot_product_attention(q, k, v, **keywords)
 
     def drawn(*args, **keywords):
         """The form that is written out, with a probability too small to drop anything."""
         layout = f"[2, 4, {args[0].shape[2]}, 7]"
-        return ops.scaled_dot_product_attention(*args, dropout_p=1e-15, rng=RngState(0), draw="a", layout=layout, **keywords)
+        return ops.scaled_dot_product_attention(
+            *args, dropout_p=1e-15, rng=RngState(0), draw="a", layout=layout, **keywords
+        )
 
     for attention in (ops.causal_attention, drawn):
-        parts = [attention(q.narrow(2, start, n), k, v, query_start=start, **keywords) for start, n in ((0, 4), (4, 2))]
+        parts = [
+            attention(q.narrow(2, start, n), k, v, query_start=start, **keywords)
+            for start, n in ((0, 4), (4, 2))
+        ]
         torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
-        gradients = (torch.autograd.grad(y.square().sum(), (q, k, v), retain_graph=True) for y in (torch.cat(parts, 2), whole))
+        gradients = (
+            torch.autograd.grad(y.square().sum(), (q, k, v), retain_graph=True)
+            for y in (torch.cat(parts, 2), whole)
+        )
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Operators with a split factor equal the plain call: values and gradients, uneven and empty pieces included."""
+"""Operators with a split factor equal the plain call: values and gradients, uneven and empty pieces
+included.
+"""
 
 import math
 
@@ -61,7 +63,11 @@ def test_softmax_of_minus_infinity(num_ranks):
     x[0, 0:3] = -math.inf  # a whole piece
     x[1, 4] = -math.inf
     x[2] = -math.inf  # a whole row
-    for name, plain in (("softmax", F.softmax), ("log_softmax", F.log_softmax), ("logsumexp", torch.logsumexp)):
+    for name, plain in (
+        ("softmax", F.softmax),
+        ("log_softmax", F.log_softmax),
+        ("logsumexp", torch.logsumexp),
+    ):
         assert_parallel(
             num_ranks,
             lambda x: plain(x, 1),  # noqa: B023
@@ -107,12 +113,19 @@ def test_cross_entropy_over_classes(num_classes, reduction, smoothing, weighted,
         def parallel(axis, x, target, *weight):
             start = axis.offset(num_classes)
             keywords = {"class_axes": (axis,), "num_classes": num_classes, "start": start}
-            return ops.cross_entropy(x, target, *(weight or (None,)), -100, reduction, smoothing, **keywords)
+            return ops.cross_entropy(
+                x, target, *(weight or (None,)), -100, reduction, smoothing, **keywords
+            )
 
         assert_parallel(
             num_ranks,
             lambda x, target, *weight: F.cross_entropy(
-                x, target, *weight, ignore_index=-100, reduction=reduction, label_smoothing=smoothing
+                x,
+                target,
+                *weight,
+                ignore_index=-100,
+                reduction=reduction,
+                label_smoothing=smoothing,
             ),
             parallel,
             [
@@ -135,7 +148,9 @@ def test_cross_entropy_over_rows(reduction, smoothing, weighted, num_ranks):
         at_input = split(dim + (dim > 0), shape[dim])
         assert_parallel(
             num_ranks,
-            lambda x, target: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing),
+            lambda x, target: F.cross_entropy(
+                x, target, weight, reduction=reduction, label_smoothing=smoothing
+            ),
             lambda axis, x, target: ops.cross_entropy(
                 x, target, weight, -100, reduction, smoothing, row_axes=(axis,), num_classes=4
             ),
@@ -151,11 +166,15 @@ def test_cross_entropy_with_probabilities(reduction, smoothing, num_ranks):
     weight = torch.rand(7, dtype=torch.float64)
     target = torch.rand(5, 7, dtype=torch.float64).requires_grad_()
     keywords = {"reduction": reduction, "label_smoothing": smoothing, "num_classes": 7, "count": 5}
-    plain = lambda x, target, weight: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing)  # noqa: E731
+    plain = lambda x, target, weight: F.cross_entropy(
+        x, target, weight, reduction=reduction, label_smoothing=smoothing
+    )
     assert_parallel(
         num_ranks,
         plain,
-        lambda axis, x, t, w: ops.cross_entropy(x, t, w, class_axes=(axis,), start=axis.offset(7), **keywords),
+        lambda axis, x, t, w: ops.cross_entropy(
+            x, t, w, class_axes=(axis,), start=axis.offset(7), **keywords
+        ),
         [(randn(5, 7), split(1, 7)), (target, split(1, 7)), (weight, split(0, 7))],
         "R",
     )
@@ -172,7 +191,9 @@ def test_cross_entropy_of_one_row_without_batch():
     assert_parallel(
         2,
         lambda x, target: F.cross_entropy(x, target),
-        lambda axis, x, target: ops.cross_entropy(x, target, class_axes=(axis,), num_classes=5, start=axis.offset(5)),
+        lambda axis, x, target: ops.cross_entropy(
+            x, target, class_axes=(axis,), num_classes=5, start=axis.offset(5)
+        ),
         [(randn(5), split(0, 5)), (torch.tensor(4), "R")],
         "R",
     )
@@ -183,7 +204,9 @@ def test_cross_entropy_with_all_rows_ignored_is_nan():
     assert_parallel(
         2,
         lambda x, target: F.cross_entropy(x, target),
-        lambda axis, x, target: ops.cross_entropy(x, target, class_axes=(axis,), num_classes=5, start=axis.offset(5)),
+        lambda axis, x, target: ops.cross_entropy(
+            x, target, class_axes=(axis,), num_classes=5, start=axis.offset(5)
+        ),
         [(randn(4, 5, grad=False), split(1, 5)), (target, "R")],
         "R",
     )
@@ -195,7 +218,9 @@ def test_cross_entropy_is_stable():
     assert_parallel(
         3,
         lambda x, target: F.cross_entropy(x, target, reduction="none"),
-        lambda axis, x, t: ops.cross_entropy(x, t, reduction="none", class_axes=(axis,), num_classes=5, start=axis.offset(5)),
+        lambda axis, x, t: ops.cross_entropy(
+            x, t, reduction="none", class_axes=(axis,), num_classes=5, start=axis.offset(5)
+        ),
         [(x.requires_grad_(), split(1, 5)), (torch.tensor([0, 1, 2, 4]), "R")],
         "R",
     )
@@ -216,8 +241,15 @@ def test_cross_entropy_over_rows_and_two_axes_of_classes(smoothing):
         inner, size = piece(outer_size, 2, b.index)
         rows, classes = slice(row, row + num_rows), slice(outer + inner, outer + inner + size)
         local = x.detach()[rows, classes].clone().requires_grad_()
-        keywords = {"class_axes": (a, b), "row_axes": (dp,), "num_classes": 7, "start": outer + inner}
-        loss = ops.cross_entropy(local, target[rows], weight[classes], label_smoothing=smoothing, **keywords)
+        keywords = {
+            "class_axes": (a, b),
+            "row_axes": (dp,),
+            "num_classes": 7,
+            "start": outer + inner,
+        }
+        loss = ops.cross_entropy(
+            local, target[rows], weight[classes], label_smoothing=smoothing, **keywords
+        )
         (grad,) = torch.autograd.grad(loss, local)
         torch.testing.assert_close(grad, expected_grad[rows, classes], rtol=1e-12, atol=1e-12)
         return loss.detach()
@@ -249,7 +281,9 @@ def test_nll_loss(reduction, weighted, num_ranks):
         assert_parallel(
             num_ranks,
             plain,
-            lambda axis, x, t, *w: ops.nll_loss(x, t, *(w or (None,)), -100, reduction, row_axes=(axis,)),
+            lambda axis, x, t, *w: ops.nll_loss(
+                x, t, *(w or (None,)), -100, reduction, row_axes=(axis,)
+            ),
             [(x, where), (target, where), *([(weight, "R")] if weighted else [])],
             where if reduction == "none" else "P",
         )
@@ -262,7 +296,9 @@ def test_embedding(num_rows, num_ranks):
         assert_parallel(
             num_ranks,
             lambda ids, w: F.embedding(ids, w, padding_idx),  # noqa: B023
-            lambda axis, ids, w: ops.embedding(ids, w, padding_idx, vocab_axes=(axis,), start=axis.offset(num_rows)),  # noqa: B023
+            lambda axis, ids, w: ops.embedding(
+                ids, w, padding_idx, vocab_axes=(axis,), start=axis.offset(num_rows)
+            ),
             [(torch.randint(num_rows, (3, 4)), "R"), (randn(num_rows, 5), split(0, num_rows))],
             "P",
         )
@@ -271,7 +307,9 @@ def test_embedding(num_rows, num_ranks):
 @pytest.mark.parametrize("wrong", [-1, 7])
 @pytest.mark.parametrize("num_ranks", [2, 9])
 def test_an_id_that_no_rank_has_is_refused(num_ranks, wrong):
-    """One device refuses it, too; each rank by itself would take it for another's. Of nine ranks two have no row."""
+    """One device refuses it, too; each rank by itself would take it for another's. Of nine ranks
+    two have no row.
+    """
     ids, table = torch.tensor([[0, 6], [wrong, 3]]), randn(7, 5)
 
     def look_up(ranks):
@@ -313,7 +351,10 @@ def test_a_class_that_no_rank_has_is_refused(loss, wrong):
 
 @RANKS
 @pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize(("shape", "dim"), [((2, 3), 0), ((7, 3), 0), ((5, 3, 2, 3), 0), ((2, 3, 4), 2), ((1, 3, 5, 2), 2)])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((2, 3), 0), ((7, 3), 0), ((5, 3, 2, 3), 0), ((2, 3, 4), 2), ((1, 3, 5, 2), 2)],
+)
 def test_batch_norm(shape, dim, affine, num_ranks):
     whole = [torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 1]
     expected_running = [x.clone() for x in whole]
@@ -328,7 +369,13 @@ def test_batch_norm(shape, dim, affine, num_ranks):
         return ops.batch_norm(x * 3 + 2, *running[axis.index], *affine, **keywords)
 
     parameters = [(randn(3), "G"), (randn(3), "G")] if affine else []
-    assert_parallel(num_ranks, plain, parallel, [(randn(*shape), split(dim, shape[dim])), *parameters], split(dim, shape[dim]))
+    assert_parallel(
+        num_ranks,
+        plain,
+        parallel,
+        [(randn(*shape), split(dim, shape[dim])), *parameters],
+        split(dim, shape[dim]),
+    )
     for local in running:
         torch.testing.assert_close(local, expected_running, rtol=1e-13, atol=1e-13)
         assert all(torch.equal(a, b) for a, b in zip(local, running[0], strict=True))
@@ -336,7 +383,10 @@ def test_batch_norm(shape, dim, affine, num_ranks):
 
 def test_batch_norm_in_evaluation():
     """Running statistics are used if there are any; else those of the whole batch."""
-    running, where = [torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 1], split(0, 5)
+    running, where = (
+        [torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 1],
+        split(0, 5),
+    )
     assert_parallel(
         2,
         lambda x: F.batch_norm(x, *running),
@@ -358,7 +408,12 @@ def test_batch_norm_of_one_value_per_channel():
         on_mesh(
             Mesh((("dp", 2),)),
             lambda ranks: ops.batch_norm(
-                torch.ones(1 - ranks.rank, 3), None, None, training=True, batch_axes=(ranks.axis("dp"),), count=1
+                torch.ones(1 - ranks.rank, 3),
+                None,
+                None,
+                training=True,
+                batch_axes=(ranks.axis("dp"),),
+                count=1,
             ),
         )
 
@@ -375,13 +430,19 @@ def test_half_precision_accumulates_wide():
         norm = ops.batch_norm(by_rows, None, None, training=True, batch_axes=(axis,), count=64)
         soft = ops.softmax(by_columns, 1, dim_axes=(axis,))
         target = torch.arange(64) % 8
-        loss = ops.cross_entropy(by_columns, target, class_axes=(axis,), num_classes=8, start=columns[0])
+        loss = ops.cross_entropy(
+            by_columns, target, class_axes=(axis,), num_classes=8, start=columns[0]
+        )
         return norm, soft, loss, ops.mean(by_rows, count=64 * 8)
 
     (norm, soft, loss, mean), (norm2, soft2, _, mean2) = on_mesh(Mesh((("tp", 2),)), on_rank)
     assert {t.dtype for t in (norm, soft, loss, mean)} == {torch.bfloat16}
     close = {"rtol": 2**-8, "atol": 2**-12}
-    torch.testing.assert_close(torch.cat([norm, norm2]).double(), F.batch_norm(exact, None, None, training=True), **close)
+    torch.testing.assert_close(
+        torch.cat([norm, norm2]).double(), F.batch_norm(exact, None, None, training=True), **close
+    )
     torch.testing.assert_close(torch.cat([soft, soft2], 1).double(), exact.softmax(1), **close)
     torch.testing.assert_close(loss.double(), F.cross_entropy(exact, torch.arange(64) % 8), **close)
-    torch.testing.assert_close((mean.double() + mean2.double()), exact.mean(), rtol=2**-7, atol=2**-9)
+    torch.testing.assert_close(
+        (mean.double() + mean2.double()), exact.mean(), rtol=2**-7, atol=2**-9
+    )

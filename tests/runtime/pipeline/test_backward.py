@@ -1,4 +1,6 @@
-"""Split backwards: gradients equal to those of one backward, and nothing computed twice that costs or communicates."""
+"""Split backwards: gradients equal to those of one backward, and nothing computed twice that costs
+or communicates.
+"""
 
 import random
 import weakref
@@ -10,14 +12,16 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.pipeline.backward import SplitBackward
 
 DOUBLE = torch.float64
 
 
 def split(results, gradients, inputs):
-    return SplitBackward([(get_gradient_edge(x), g) for x, g in zip(results, gradients, strict=True)], inputs)
+    return SplitBackward(
+        [(get_gradient_edge(x), g) for x, g in zip(results, gradients, strict=True)], inputs
+    )
 
 
 def parameter(*shape):
@@ -135,7 +139,9 @@ def test_functions_in_python_run_once():
 
 
 def test_weight_products_are_left_for_the_second_part():
-    """Counted in floating-point operations: the first part has the products for inputs, the second those for weights."""
+    """Counted in floating-point operations: the first part has the products for inputs, the second
+    those for weights.
+    """
     layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))
     x = torch.randn(5, 16, requires_grad=True)
     backward = split([y := layers(x)], [torch.ones_like(y)], [x])
@@ -168,7 +174,9 @@ def test_what_the_second_part_used_is_freed():
 
 
 def test_gradients_of_parameters_are_added_one_by_one_and_what_was_saved_goes_with_them():
-    layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16, bias=False), nn.Tanh())))
+    layers = nn.Sequential(
+        *(layer for _ in range(6) for layer in (nn.Linear(16, 16, bias=False), nn.Tanh()))
+    )
     for p in layers.parameters():
         p.grad = torch.zeros_like(p)
     x = torch.randn(256, 16, requires_grad=True)
@@ -201,7 +209,9 @@ def test_hooks_of_parameters_run_once(times):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs(seed):
-    """Graphs of random operators on inputs, parameters and what was made of both, with random results."""
+    """Graphs of random operators on inputs, parameters and what was made of both, with random
+    results.
+    """
     torch.manual_seed(seed)
     parameters = [parameter(3, 3) for _ in range(4)]
     program = random.Random(seed)

@@ -34,7 +34,9 @@ def failing(files, fn, kind=InputError, num_ranks=2):
 
 
 def test_a_rank_holds_the_tensors_of_its_stages(files):
-    first, second = on_ranks(files, lambda module: [name for name, _ in module.named_parameters(remove_duplicate=False)])
+    first, second = on_ranks(
+        files, lambda module: [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    )
     inner = ["up.weight", "up.bias", "down.weight", "down.bias", "norm.weight", "norm.bias"]
     assert first == ["emb.weight", *(f"blocks.0.{name}" for name in inner), "head.weight"]
     assert second == ["emb.weight", *(f"blocks.1.{name}" for name in inner), "head.weight"]
@@ -47,7 +49,9 @@ def test_inference_gives_all_results_to_all_ranks(files):
     model.train()
     expected = [model(sample) for sample in SAMPLES]
     for evaluates in (False, True):
-        results = on_ranks(files, lambda module, e=evaluates: module.train(not e).infer_step(SAMPLES))
+        results = on_ranks(
+            files, lambda module, e=evaluates: module.train(not e).infer_step(SAMPLES)
+        )
         if evaluates:
             fresh = Net(2).eval()
             expected = [fresh(sample) for sample in SAMPLES]
@@ -55,8 +59,12 @@ def test_inference_gives_all_results_to_all_ranks(files):
             for (loss, rest), (expected_loss, expected_rest) in zip(mine, expected, strict=True):
                 assert not loss.requires_grad
                 torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
-                torch.testing.assert_close(rest["logits"], expected_rest["logits"].detach(), rtol=1e-12, atol=1e-12)
-                assert rest["any"].equal(expected_rest["any"]) and rest["count"].equal(expected_rest["count"])
+                torch.testing.assert_close(
+                    rest["logits"], expected_rest["logits"].detach(), rtol=1e-12, atol=1e-12
+                )
+                assert rest["any"].equal(expected_rest["any"]) and rest["count"].equal(
+                    expected_rest["count"]
+                )
                 assert rest["dropped"] is None
 
 
@@ -127,8 +135,10 @@ def test_a_state_dict_of_other_stages_is_refused(files, tmp_path):
 def test_a_wrong_number_of_samples(files, num_samples, method):
     text = failing(files, lambda module: getattr(module, method)([SAMPLES[0]] * num_samples))
     assert text == (
-        f"Net.{method} was given {num_samples} sample{'s' if num_samples > 1 else ''}, but its schedule is for 3\n"
-        "  why:   the order of all forward and backward passes was fixed for this number of microbatches\n"
+        f"Net.{method} was given {num_samples} sample{'s' if num_samples > 1 else ''}, but "
+        "its schedule is for 3\n"
+        "  why:   the order of all forward and backward passes was fixed for this number of "
+        "microbatches\n"
         "  try:   pass 3 samples (further ones may be dummies, see is_dummy_batch), "
         "or compile for another number of microbatches"
     )
@@ -153,23 +163,34 @@ def test_a_loss_that_is_no_scalar(tmp_path):
     files = write(tmp_path / "files", make_pipe("1f1b", 2, 3, hidden_loss=True))
     assert failing(files, lambda module: module.train_step(SAMPLES)) == (
         "the first result of Net is no scalar loss\n"
-        f"  why:   it is a tensor float64[{BATCH}, {WORDS}]; train_step differentiates the first result\n"
+        f"  why:   it is a tensor float64[{BATCH}, {WORDS}]; train_step differentiates the "
+        "first result\n"
         "  try:   let forward return the loss first, a floating-point tensor of shape []"
     )
-    assert on_ranks(files, lambda module: module.infer_step(SAMPLES)[0][0].shape) == [(BATCH, WORDS)] * 2
+    assert (
+        on_ranks(files, lambda module: module.infer_step(SAMPLES)[0][0].shape)
+        == [(BATCH, WORDS)] * 2
+    )
 
 
 def test_a_scale_function_that_returns_no_scalar(files):
-    text = failing(files, lambda module: module.train_step(SAMPLES, scale_fn=lambda loss: loss.expand(2)))
-    assert "scale_fn of Net.train_step did not return a scalar tensor\n  why:   it returned a Tensor of shape [2]\n" in text
+    text = failing(
+        files, lambda module: module.train_step(SAMPLES, scale_fn=lambda loss: loss.expand(2))
+    )
+    assert (
+        "scale_fn of Net.train_step did not return a scalar tensor\n  why:   it returned a "
+        "Tensor of shape [2]\n" in text
+    )
 
 
 def test_calling_the_module_is_refused(files):
     text = failing(files, lambda module: module(SAMPLES[0]), UsageError)
     assert text == (
         "Net was compiled end to end and is not called directly\n"
-        "  why:   it accumulates gradients over samples, and its schedule was made for whole steps\n"
-        "  try:   call train_step(samples) or infer_step(samples), or compile with use_end2end=False"
+        "  why:   it accumulates gradients over samples, and its schedule was made for whole "
+        "steps\n"
+        "  try:   call train_step(samples) or infer_step(samples), or compile with "
+        "use_end2end=False"
     )
     text = failing(files, lambda module: module.register_forward_hook(print), UsageError)
     assert text.startswith("a forward hook on the parallel module Net would never run\n")
@@ -178,21 +199,29 @@ def test_calling_the_module_is_refused(files):
 def test_none_where_a_stage_reads(files):
     text = failing(files, lambda module: module.train_step([None] * 3))
     assert re.fullmatch(
-        r"Net\.train_step: argument 'sample\.(tokens|target)' is missing\n.*\n  try:   pass sample\.\1", text, re.DOTALL
+        r"Net\.train_step: argument 'sample\.(tokens|target)' is missing\n.*\n  try:   pass "
+        r"sample\.\1",
+        text,
+        re.DOTALL,
     )
 
 
 def test_none_where_no_stage_reads(tmp_path):
     pipe = make_pipe("1f1b", 3, 2)
     train_rank_files = write(tmp_path / "files", pipe)
-    results = run_ranks(3, lambda rank: train_rank(train_rank_files, steps=1))  # it passes None on rank 1
+    results = run_ranks(
+        3, lambda rank: train_rank(train_rank_files, steps=1)
+    )  # it passes None on rank 1
     assert_equal(pipe, train_reference(pipe, Net(3), steps=1), results)
 
 
 def test_samples_of_another_shape_or_dtype(files):
     wrong = [{**SAMPLES[0], "target": torch.zeros(BATCH, 2, dtype=torch.float64)}] * 3
     text = failing(files, lambda module: module.train_step(wrong))
-    assert f"Net.train_step: argument 'sample.target' has shape [{BATCH}, 2], but was compiled for float64[4, 9]" in text
+    assert (
+        f"Net.train_step: argument 'sample.target' has shape [{BATCH}, 2], but was compiled "
+        "for float64[4, 9]" in text
+    )
 
 
 def test_samples_that_differ_within_a_unit(files):
@@ -204,7 +233,8 @@ def test_samples_that_differ_within_a_unit(files):
     assert failing(files, train) == (
         "Net.train_step: 'sample.target' of sample 1 differs between the ranks of a unit\n"
         "  why:   these ranks agree with each other: 0; 1\n"
-        "  try:   give the 2 ranks of a unit the same samples: shard the data over 1 unit(s), by rank // 2"
+        "  try:   give the 2 ranks of a unit the same samples: shard the data over 1 "
+        "unit(s), by rank // 2"
     )
 
 
@@ -218,7 +248,9 @@ def test_stages_that_share_a_parameter_must_start_alike(files):
         optimizer.step()
 
     text = failing(files, train, UsageError)
-    assert text.startswith("parameter 'emb.weight' does not start with the same values everywhere\n")
+    assert text.startswith(
+        "parameter 'emb.weight' does not start with the same values everywhere\n"
+    )
     assert "these ranks agree with each other: 0; 1" in text
 
 
@@ -262,19 +294,24 @@ def test_a_rank_that_leaves_is_missed_by_name(files):
     with pytest.raises(DistributedError) as caught:
         run_ranks(2, train)
     assert str(caught.value) == (
-        "rank 1 ended while others wait for it\n  why:   rank 0 waits in 0B0 for the gradient of 'hidden' from rank 1"
+        "rank 1 ended while others wait for it\n  why:   rank 0 waits in 0B0 for the "
+        "gradient of 'hidden' from rank 1"
     )
 
 
 def test_random_numbers_are_those_of_step_and_microbatch(tmp_path):
-    """Numbered as in a module without stages, which counts the calls of each step from 1; evaluation draws nothing."""
+    """Numbered as in a module without stages, which counts the calls of each step from 1;
+    evaluation draws nothing.
+    """
     files = write(tmp_path / "files", make_pipe("zb_v", 2, 3, 2, (2, 1), dropout=0.5))
 
     def train(module):
         moments, run_stage = {}, module.run_stage
 
         def noting(stage, microbatch, arguments):
-            assert module.rng.mesh == module.stages[stage].mesh and module.rng.coords == {"tp": module.rank % 2}
+            assert module.rng.mesh == module.stages[stage].mesh and module.rng.coords == {
+                "tp": module.rank % 2
+            }
             moments.setdefault(stage, []).append((microbatch, module.rng.moment))
             return run_stage(stage, microbatch, arguments)
 
@@ -297,14 +334,25 @@ def test_random_numbers_are_those_of_step_and_microbatch(tmp_path):
 
 
 def test_random_numbers_do_not_depend_on_the_stages(tmp_path):
-    """With ``plan_independent`` draws, one stage and four on two ranks train alike, dropout included."""
+    """With ``plan_independent`` draws, one stage and four on two ranks train alike, dropout
+    included.
+    """
     records = []
-    for name, num_ranks, chunks in (("1f1b", 4, 1), ("1f1b_interleaved", 2, 2), ("zb_v", 2, 2), ("gpipe", 4, 1)):
+    for name, num_ranks, chunks in (
+        ("1f1b", 4, 1),
+        ("1f1b_interleaved", 2, 2),
+        ("zb_v", 2, 2),
+        ("gpipe", 4, 1),
+    ):
         pipe = make_pipe(name, num_ranks, 4, chunks, dropout=0.5)
         files = write(tmp_path / name, pipe)
         records.append(run_ranks(num_ranks, lambda rank, files=files: train_rank(files))[0])
     first, *others = records
-    without = run_ranks(4, lambda rank: train_rank(write(tmp_path / f"plain{rank}", make_pipe("1f1b", 4, 4))))[0]
+    without = run_ranks(
+        4, lambda rank: train_rank(write(tmp_path / f"plain{rank}", make_pipe("1f1b", 4, 4)))
+    )[0]
     assert first["losses"] != without["losses"]
     for other in others:
-        torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(other["losses"]), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(first["losses"]), torch.tensor(other["losses"]), rtol=1e-12, atol=0
+        )

@@ -20,8 +20,14 @@ from spawn import run_processes
     ],
 )
 def test_training_equals_one_device(tmp_path, num_ranks, pipe):
-    results = run_processes(num_ranks, "pipeline_training:train_rank", write(tmp_path / "files", pipe))
-    assert_equal(pipe, train_reference(pipe, Net(pipe.num_stages, pipe.tied), num_ranks // pipe.num_ranks), results)
+    results = run_processes(
+        num_ranks, "pipeline_training:train_rank", write(tmp_path / "files", pipe)
+    )
+    assert_equal(
+        pipe,
+        train_reference(pipe, Net(pipe.num_stages, pipe.tied), num_ranks // pipe.num_ranks),
+        results,
+    )
 
 
 def test_a_process_that_dies_is_missed_by_name(tmp_path):
@@ -32,23 +38,39 @@ def test_a_process_that_dies_is_missed_by_name(tmp_path):
     assert (
         (tmp_path / "error1.txt")
         .read_text()
-        .startswith("rank 1 waits in 1B0 for the gradient of 'hidden' from rank 2, and it does not come\n  why:   ")
+        .startswith(
+            "rank 1 waits in 1B0 for the gradient of 'hidden' from rank 2, and it does not "
+            "come\n  why:   "
+        )
     )
     assert (
         (tmp_path / "error1.txt")
         .read_text()
         .endswith("  try:   look for the first error on rank 2, or on the ranks that it waits for")
     )
-    assert (tmp_path / "error0.txt").read_text().startswith("rank 0 waits in 0B0 for the gradient of '")
+    assert (
+        (tmp_path / "error0.txt")
+        .read_text()
+        .startswith("rank 0 waits in 0B0 for the gradient of '")
+    )
 
 
 @pytest.mark.slow
 def test_a_job_ends_on_all_ranks_when_one_dies_in_a_step(tmp_path):
-    """Under torchrun, with what a policy made: no rank hangs, and the others name the action they waited in."""
+    """Under torchrun, with what a policy made: no rank hangs, and the others name the action they
+    waited in.
+    """
     job = Path(__file__).parents[2] / "_lib" / "dying_job.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    ended = subprocess.run([*torchrun, job, tmp_path], capture_output=True, text=True, timeout=900, check=False)
+    ended = subprocess.run(
+        [*torchrun, job, tmp_path], capture_output=True, text=True, timeout=900, check=False
+    )
     assert ended.returncode != 0
     errors = re.findall(r"CollectiveError: (rank [01] waits in .*)", ended.stderr)
     assert errors, ended.stderr[-3000:]
-    assert any(re.match(r"rank 1 waits in 1B0 for the gradient of '\w+' from rank 2, and it does not come", e) for e in errors)
+    assert any(
+        re.match(
+            r"rank 1 waits in 1B0 for the gradient of '\w+' from rank 2, and it does not come", e
+        )
+        for e in errors
+    )

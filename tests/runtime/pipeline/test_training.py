@@ -1,5 +1,7 @@
-"""Training pipelines: losses, gradients, norms, parameters and running statistics are those of one device, whatever the
-schedule, the placement of the stages, their meshes and the number of microbatches."""
+"""Training pipelines: losses, gradients, norms, parameters and running statistics are those of one
+device, whatever the schedule, the placement of the stages, their meshes and the number of
+microbatches.
+"""
 
 import pytest
 from pipeline_files import Net
@@ -7,7 +9,7 @@ from pipeline_training import adamw, assert_equal, samples_of, train_rank, train
 from pipelines import make_pipe
 from schedules import sizes_of
 
-from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import ThreadMessages, _Posted, run_ranks
 from shardwright.runtime.ranks.world import count_communication
@@ -19,7 +21,9 @@ TRAINING = [name for name in SCHEDULES if name != "infer_pipe"]
 def train(tmp_path, pipe, *, num_units=1, config=None, dummies=(), steps=3):
     """Train on threads and compare with one device; what each rank recorded."""
     directory = write(tmp_path / "files", pipe)
-    results = run_ranks(pipe.num_ranks * num_units, lambda rank: train_rank(directory, config, dummies, steps))
+    results = run_ranks(
+        pipe.num_ranks * num_units, lambda rank: train_rank(directory, config, dummies, steps)
+    )
     reference = train_reference(pipe, Net(pipe.num_stages, pipe.tied), num_units, dummies, steps)
     assert_equal(pipe, reference, results)
     return results
@@ -34,7 +38,9 @@ def test_every_schedule_with_one_to_nine_microbatches(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v"])
-@pytest.mark.parametrize(("tp", "cut"), [((2, 1), ()), ((2, 1), (0,)), ((1, 3), ()), ((2, 2), (0,)), ((3, 2), (0,))])
+@pytest.mark.parametrize(
+    ("tp", "cut"), [((2, 1), ()), ((2, 1), (0,)), ((1, 3), ()), ((2, 2), (0,)), ((3, 2), (0,))]
+)
 def test_stages_on_unequal_meshes(tmp_path, name, tp, cut):
     chunks = SCHEDULES[name].min_chunks
     train(tmp_path, make_pipe(name, 2, 4, chunks, tp, cut=cut), steps=2)
@@ -46,7 +52,9 @@ def test_units_add_their_gradients(tmp_path, name):
 
 
 def test_slices_handed_over_on_the_ranks_that_have_them(tmp_path):
-    """In the middle of a V two stages have the same ranks: a part of what each needs is there, the other one comes."""
+    """In the middle of a V two stages have the same ranks: a part of what each needs is there, the
+    other one comes.
+    """
     train(tmp_path, make_pipe("zb_v", 2, 3, 2, (2, 2), cut=(0, 1, 2)))
     train(tmp_path / "3", make_pipe("zb_v", 2, 2, 2, (1, 3), cut=(1,)))
 
@@ -58,24 +66,37 @@ def test_units_of_unequal_meshes(tmp_path):
 @pytest.mark.parametrize("name", TRAINING)
 def test_an_asynchronous_reducer(tmp_path, name):
     pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks)
-    train(tmp_path, pipe, num_units=2, config={"plan_ngpus": 2, "runtime_ngpus": 4, "use_async_reducer": True})
+    train(
+        tmp_path,
+        pipe,
+        num_units=2,
+        config={"plan_ngpus": 2, "runtime_ngpus": 4, "use_async_reducer": True},
+    )
 
 
 def test_an_asynchronous_reducer_starts_in_the_last_backward_of_a_stage(tmp_path):
     pipe = make_pipe("1f1b_interleaved", 2, 2, 2)
     directory = write(tmp_path / "files", pipe)
-    config = {"plan_ngpus": 2, "runtime_ngpus": 4, "use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6}
+    config = {
+        "plan_ngpus": 2,
+        "runtime_ngpus": 4,
+        "use_async_reducer": True,
+        "reducer_bucket_cap_mb": 1e-6,
+    }
 
     def on_rank(rank):
         module = load_class(directory)()
         optimizer = build_optimizer(module, adamw, config)
         started = []
-        optimizer.register_reducer_pre_hook(lambda reducer, x: started.append(sum(module.in_flight.now.values())))
+        optimizer.register_reducer_pre_hook(
+            lambda reducer, x: started.append(sum(module.in_flight.now.values()))
+        )
         module.train_step(samples_of(0, module.ranks.unit, 2))
         return started
 
     for rank, started in enumerate(run_ranks(4, on_rank)):
-        # The first backwards on a rank are those of its later stage. Rank 1 holds none of the tied embedding in stage 1.
+        # The first backwards on a rank are those of its later stage. Rank 1 holds none of the tied
+        # embedding in stage 1.
         assert len(set(started)) > 1 and started[0] > 0, (rank, started)
 
 
@@ -100,7 +121,9 @@ def test_gpipe_holds_all_microbatches(tmp_path):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_what_was_sent_lives_until_an_answer_comes(tmp_path, monkeypatch, name):
-    """Not until the end of the step, where the transport does not tell when a message is gone (gloo does not)."""
+    """Not until the end of the step, where the transport does not tell when a message is gone (gloo
+    does not).
+    """
 
     class Untold:
         def __init__(self):
@@ -125,7 +148,11 @@ def test_what_was_sent_lives_until_an_answer_comes(tmp_path, monkeypatch, name):
         most = []
         for num_microbatches in (4, 7):
             open_messages, counts = [[]], []
-            train(tmp_path / f"{rank}-{num_microbatches}", make_pipe(name, 2, num_microbatches), steps=1)
+            train(
+                tmp_path / f"{rank}-{num_microbatches}",
+                make_pipe(name, 2, num_microbatches),
+                steps=1,
+            )
             assert not open_messages[0] and len(counts) % num_microbatches == 0
             most.append(max(counts) / (len(counts) / num_microbatches))
         assert most == [2, 2], f"microbatches of which rank {rank} held messages"
@@ -147,7 +174,8 @@ def test_every_value_is_sent_once_to_where_it_is_needed(tmp_path):
 
     hidden, skip, even = 4 * 6, 4 * 6, 4
     first, second, third = run_ranks(3, on_rank)
-    # Two ranks send a half of the hidden state each; rank 0 sends the rest; each gets what it needs of the gradients.
+    # Two ranks send a half of the hidden state each; rank 0 sends the rest; each gets what it needs
+    # of the gradients.
     assert first == {
         ("forward", "send"): 3 * (hidden // 2 + skip + even),
         ("forward", "receive"): 0,

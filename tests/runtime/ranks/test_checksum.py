@@ -8,7 +8,10 @@ from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64],
+)
 def test_every_bit_and_place_counts(dtype):
     x = torch.arange(35).view(5, 7).to(dtype)
     assert checksum(x) == checksum(x.clone()) == checksum(x.t().contiguous().t())
@@ -28,6 +31,8 @@ def test_nan_equals_itself_and_empty_tensors_have_shapes():
 def test_ranks_are_named_by_what_they_agree_on():
     def compare(rank):
         tensors = {"same": torch.ones(2), "other": torch.tensor([0, 1, 0][rank])}
-        return differing(tensors, current_world().everyone), differing({"same": torch.ones(2)}, current_world().everyone)
+        return differing(tensors, current_world().everyone), differing(
+            {"same": torch.ones(2)}, current_world().everyone
+        )
 
     assert run_ranks(3, compare) == [(("other", [[0, 2], [1]]), None)] * 3

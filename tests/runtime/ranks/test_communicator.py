@@ -10,7 +10,13 @@ from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.ranks.world import DistributedWorld, SoloWorld, count_communication, counters, current_world
+from shardwright.runtime.ranks.world import (
+    DistributedWorld,
+    SoloWorld,
+    count_communication,
+    counters,
+    current_world,
+)
 
 
 def same(a, b):
@@ -40,8 +46,13 @@ def test_collectives():
         assert same(result["max"], x[3]) and same(result["min"], x[0])
         assert same(result["async"], x[rank // 2 * 2] + x[rank // 2 * 2 + 1])
         assert same(result["async avg"], sum(x) / 4)
-        assert same(result["gather"], torch.cat(x)) and same(result["gather_dim_1"], torch.cat(x, 1))
-        assert same(result["gather_uneven"], torch.cat([x[r][:, :1].expand(2, n) for r, n in enumerate([2, 0, 1, 3])], 1))
+        assert same(result["gather"], torch.cat(x)) and same(
+            result["gather_dim_1"], torch.cat(x, 1)
+        )
+        assert same(
+            result["gather_uneven"],
+            torch.cat([x[r][:, :1].expand(2, n) for r, n in enumerate([2, 0, 1, 3])], 1),
+        )
         assert same(result["reduce_scatter"], whole[rank : rank + 1])
         assert same(result["reduce_scatter_uneven"], whole[:, slice(*columns[rank])])
         flat, (start, stop) = torch.arange(6.0), columns[rank]
@@ -49,11 +60,17 @@ def test_collectives():
         low = rank % 2 * 3
         assert same(result["reduce_scatter_async_even"], (rank // 2 * 4 + 3) * flat[low : low + 3])
         assert same(result["all_gather_async_uneven"], torch.tensor([0.0, 0, 2, 3, 3, 3]))
-        assert same(result["all_gather_async_even"], torch.tensor([0.0] * 3 + [1.0] * 3) + rank // 2 * 2)
-        assert same(result["all_to_all"], [torch.full((rank + i, 2), 10.0 * i + rank) for i in range(4)])
+        assert same(
+            result["all_gather_async_even"], torch.tensor([0.0] * 3 + [1.0] * 3) + rank // 2 * 2
+        )
+        assert same(
+            result["all_to_all"], [torch.full((rank + i, 2), 10.0 * i + rank) for i in range(4)]
+        )
         assert same(result["broadcast"], x[2]) and same(result["bfloat16"], sum(x).bfloat16())
         assert same(result["bool"], torch.tensor([True, False, True, False]))
-        assert result["object"] == {"text": "é", "rank": 1} and result["objects"] == [["r"] * n for n in range(4)]
+        assert result["object"] == {"text": "é", "rank": 1} and result["objects"] == [
+            ["r"] * n for n in range(4)
+        ]
     assert same(results[3]["received"], x[0])
     assert results[0]["volume"] == (
         "phase      collective      axis   calls  elements  bytes\n"
@@ -107,7 +124,10 @@ def test_counting_nests_and_totals():
         everyone.barrier()
         assert counters().calls() == outer.calls() == 2 and inner.calls() == 1
         assert outer.elements("all_reduce") == 5 and outer.elements(axis="tp") == 3
-        assert outer.total(phase="backward").num_bytes == 12 and outer.total(phase="forward").num_bytes == 16
+        assert (
+            outer.total(phase="backward").num_bytes == 12
+            and outer.total(phase="forward").num_bytes == 16
+        )
         assert outer.calls("all_gather") == 0
         counters().clear()
         assert counters().items() == []
@@ -129,7 +149,9 @@ def test_a_group_of_one_copies():
         assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
     everyone.barrier()
     everyone.all_reduce_async(x.contiguous()).wait()
-    assert SoloWorld().broadcast_object({"a": (1, 2)}) == {"a": [1, 2]} and SoloWorld().all_gather_object("x") == ["x"]
+    assert SoloWorld().broadcast_object({"a": (1, 2)}) == {
+        "a": [1, 2]
+    } and SoloWorld().all_gather_object("x") == ["x"]
     assert everyone.counters.items() == []
 
 
@@ -139,11 +161,18 @@ def test_groups_of_a_mesh():
         return {
             "coords": (mesh.unit, mesh.rank, mesh.coords),
             "dp": mesh.axis("dp").communicator.ranks,
-            "tp": (mesh.axis("tp").communicator.ranks, mesh.axis("tp").index, repr(mesh.axis("tp"))),
+            "tp": (
+                mesh.axis("tp").communicator.ranks,
+                mesh.axis("tp").index,
+                repr(mesh.axis("tp")),
+            ),
             "one": (mesh.axis("one").size, mesh.axis("one").index),
             "both": mesh.group(["tp", "dp"]).ranks,
             "units": (mesh.units.communicator.ranks, mesh.units.name),
-            "tp and units": (mesh.group("tp", across_units=True).ranks, mesh.group("tp", across_units=True).name),
+            "tp and units": (
+                mesh.group("tp", across_units=True).ranks,
+                mesh.group("tp", across_units=True).name,
+            ),
             "pieces": (mesh.axis("tp").local_size(7), mesh.axis("tp").offset(7)),
         }
 
@@ -170,7 +199,10 @@ def test_a_world_that_does_not_divide_into_units():
 
 
 def test_a_group_of_ranks_that_do_not_exist():
-    with pytest.raises(DistributedError, match=r"a group of ranks \[0, 2\] cannot be made\n.* the world has ranks 0 to 1"):
+    with pytest.raises(
+        DistributedError,
+        match=r"a group of ranks \[0, 2\] cannot be made\n.* the world has ranks 0 to 1",
+    ):
         run_ranks(2, lambda rank: current_world().group([0, 2], "x"))
 
 
@@ -179,7 +211,9 @@ def test_pieces_that_are_every_second_number_are_gathered():
 
     def run(rank):
         everyone = current_world().everyone
-        return everyone.all_gather_cat(x[:, rank]), everyone.all_gather(x[: 2 + rank, rank], 0, [2, 3])
+        return everyone.all_gather_cat(x[:, rank]), everyone.all_gather(
+            x[: 2 + rank, rank], 0, [2, 3]
+        )
 
     for whole, pieces in run_ranks(2, run):
         assert whole.tolist() == [0, 2, 4, 1, 3, 5]

@@ -12,7 +12,13 @@ from faults import Fault, Job
 from shardwright.runtime.errors import CollectiveError
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
-from shardwright.runtime.ranks.failures import concerning, first_line, listed, name_of, names_parameters
+from shardwright.runtime.ranks.failures import (
+    concerning,
+    first_line,
+    listed,
+    name_of,
+    names_parameters,
+)
 
 TP = Job("tp", {"plan_ngpus": 2, "runtime_ngpus": 2})
 DP = Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
@@ -27,8 +33,16 @@ SAID = {
     "backward": (TP, "all_reduce over tp with rank 1", "next to 'down.bias', in backward"),
     "reducer": (DP, "all_reduce over units with rank 1", GRADIENTS),
     "scattered": (ZERO, "reduce_scatter over units with rank 1", GRADIENTS),
-    "parameters": (ZERO, "all_gather over units with rank 1", "gathering the new values of 'down2.bias', "),
-    "weights": (ZERO3, "all_gather over zero with rank 1", "gathering the weight 'up.weight' for forward, gencode0.py:"),
+    "parameters": (
+        ZERO,
+        "all_gather over units with rank 1",
+        "gathering the new values of 'down2.bias', ",
+    ),
+    "weights": (
+        ZERO3,
+        "all_gather over zero with rank 1",
+        "gathering the weight 'up.weight' for forward, gencode0.py:",
+    ),
     "clip": (TP, "all_reduce over world with rank 1", "the norm of all gradients"),
 }
 """By moment, what the survivor says: its job, in which collective it was, and where."""
@@ -37,9 +51,13 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
-@pytest.mark.parametrize("moment", [m if m == "backward" else pytest.param(m, marks=SLOW) for m in SAID])
+@pytest.mark.parametrize(
+    "moment", [m if m == "backward" else pytest.param(m, marks=SLOW) for m in SAID]
+)
 def test_a_rank_that_is_missed_is_named_with_what_for(tmp_path, moment, signal):
-    """Real processes: one is killed, or stopped, when it should join a collective of its second step."""
+    """Real processes: one is killed, or stopped, when it should join a collective of its second
+    step.
+    """
     job, collective, where = SAID[moment]
     faults.compiled(tmp_path, job)
     fault = Fault(1, "reducer" if moment == "scattered" else moment, faults.SIGNALS[signal])
@@ -48,8 +66,13 @@ def test_a_rank_that_is_missed_is_named_with_what_for(tmp_path, moment, signal):
     lines = outcome.errors[0].splitlines()
     assert lines[0] == f"CollectiveError: rank 0: {collective} failed"
     assert lines[1].startswith(f"  where: {where}")
-    assert lines[2].startswith("  why:   ") and lines[2].endswith({"SIGKILL": " is gone", "SIGSTOP": " is stopped"}[signal])
-    assert lines[3] == "  try:   look for the first error on rank 1; the limit is that of SHARDWRIGHT_TIMEOUT_S, in seconds"
+    assert lines[2].startswith("  why:   ") and lines[2].endswith(
+        {"SIGKILL": " is gone", "SIGSTOP": " is stopped"}[signal]
+    )
+    assert (
+        lines[3] == "  try:   look for the first error on rank 1; the limit is that of "
+        "SHARDWRIGHT_TIMEOUT_S, in seconds"
+    )
 
 
 @pytest.mark.slow
@@ -58,7 +81,9 @@ def test_a_rank_that_is_missed_is_named_with_what_for(tmp_path, moment, signal):
 def test_a_rank_that_is_missed_in_a_save_is_named(tmp_path, victim, signal):
     faults.compiled(tmp_path, SAVING)
     timeout_s = 600.0 if signal == "SIGKILL" else 5.0
-    outcome = faults.run(tmp_path, SAVING, Fault(victim, "save", faults.SIGNALS[signal]), timeout_s=timeout_s)
+    outcome = faults.run(
+        tmp_path, SAVING, Fault(victim, "save", faults.SIGNALS[signal]), timeout_s=timeout_s
+    )
     assert not outcome.stuck
     lines = outcome.errors[1 - victim].splitlines()
     assert lines[0].startswith(f"DistributedError: a checkpoint: rank {1 - victim} has waited ")
@@ -70,10 +95,18 @@ def test_a_rank_that_is_missed_in_a_save_is_named(tmp_path, victim, signal):
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
     """As without torchrun, where the key-value store lies in rank 0."""
-    outcome = faults.run(tmp_path, HOST, Fault(0, 4, faults.SIGNALS[signal]), timeout_s=5.0, target="compile_together")
+    outcome = faults.run(
+        tmp_path,
+        HOST,
+        Fault(0, 4, faults.SIGNALS[signal]),
+        timeout_s=5.0,
+        target="compile_together",
+    )
     assert not outcome.stuck
     what = outcome.errors[1].splitlines()[0]
-    assert what == "DistributedError: compiling Net: the job's key-value store does not answer rank 1"
+    assert (
+        what == "DistributedError: compiling Net: the job's key-value store does not answer rank 1"
+    )
 
 
 @pytest.mark.slow
@@ -81,14 +114,33 @@ def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
     ("stage", "victim"),
     [
         *((stage, 1) for stage in ("world", "arguments", "loading", "weights", "groups")),
-        *((stage, 0) for stage in ("world", "arguments", "compile", "packing", "loading", "weights", "groups")),
+        *(
+            (stage, 0)
+            for stage in (
+                "world",
+                "arguments",
+                "compile",
+                "packing",
+                "loading",
+                "weights",
+                "groups",
+            )
+        ),
     ],
 )
-def test_an_error_of_one_rank_reaches_the_others_from_every_stage_of_a_compile(tmp_path, stage, victim):
-    """With its whole text. Where the others are in a collective by then, they say so after its time limit at the latest."""
-    outcome = faults.run(tmp_path, TP, Fault(victim, stage), timeout_s=6.0, target="compile_together")
+def test_an_error_of_one_rank_reaches_the_others_from_every_stage_of_a_compile(
+    tmp_path, stage, victim
+):
+    """With its whole text. Where the others are in a collective by then, they say so after its time
+    limit at the latest.
+    """
+    outcome = faults.run(
+        tmp_path, TP, Fault(victim, stage), timeout_s=6.0, target="compile_together"
+    )
     assert not outcome.stuck
-    assert outcome.errors[1 - victim].startswith(f"DistributedError: compiling Net failed on rank {victim}\n")
+    assert outcome.errors[1 - victim].startswith(
+        f"DistributedError: compiling Net failed on rank {victim}\n"
+    )
     assert outcome.errors[1 - victim].endswith("ValueError: broken on purpose")
 
 
@@ -107,7 +159,10 @@ class Failing:
 
     def __getattr__(self, name):
         def fail(*arguments):
-            raise RuntimeError("[/build/gloo/pair.cc:537] Read error: reset. This is typically caused by a crash. Good luck!")
+            raise RuntimeError(
+                "[/build/gloo/pair.cc:537] Read error: reset. This is typically caused by a "
+                "crash. Good luck!"
+            )
 
         return fail
 
@@ -139,7 +194,8 @@ def test_every_collective_says_who_missed_whom(collective):
         f"rank 3: {collective} over tp with rank 7 failed\n"
         "  where: the test\n"
         "  why:   Read error: reset; rank 7 (process 12 on node3) is gone\n"
-        "  try:   look for the first error on rank 7; the limit is that of SHARDWRIGHT_TIMEOUT_S, in seconds"
+        "  try:   look for the first error on rank 7; the limit is that of "
+        "SHARDWRIGHT_TIMEOUT_S, in seconds"
     )
 
 

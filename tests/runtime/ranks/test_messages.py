@@ -1,4 +1,6 @@
-"""Messages between ranks: the n-th receive of a channel gets its n-th message, whoever is earlier."""
+"""Messages between ranks: the n-th receive of a channel gets its n-th message, whoever is
+earlier.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ def test_receives_get_messages_in_the_order_in_which_they_were_posted():
             return None
         if rank == 1:
             buffers = [torch.empty(i + 1) for i in range(4)]
-            works = [messages.receive_(x, 0, f"{i}", phase="forward") for i, x in enumerate(buffers)]
+            works = [
+                messages.receive_(x, 0, f"{i}", phase="forward") for i, x in enumerate(buffers)
+            ]
             for work in reversed(works):  # waited for in another order
                 work.wait()
             return [x.tolist() for x in buffers]

@@ -1,4 +1,6 @@
-"""Process groups are gone when the interpreter ends: their threads must not free anything after that."""
+"""Process groups are gone when the interpreter ends: their threads must not free anything after
+that.
+"""
 
 import subprocess
 import sys
@@ -44,5 +46,7 @@ def test_no_thread_of_a_destroyed_group_sees_the_interpreter_end(tmp_path):
     code = LEAVING.format(store=tmp_path / "store")
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     before, after = done.stdout.splitlines()
-    assert "pt_gloo_runloop" in before, "somebody holds the group up to here: else this shows nothing"
+    assert "pt_gloo_runloop" in before, (
+        "somebody holds the group up to here: else this shows nothing"
+    )
     assert "gloo" not in after

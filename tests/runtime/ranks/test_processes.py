@@ -23,7 +23,9 @@ def test_a_process_runs_is_stopped_and_is_gone():
         child.send_signal(signal.SIGSTOP)
         until(lambda: process.state() == "is stopped")
         assert described(2, process) == f"rank 2 (process {child.pid} on {process.host}) is stopped"
-        assert replace(process, started=process.started - 1).state() == "is gone"  # the number was used again
+        assert (
+            replace(process, started=process.started - 1).state() == "is gone"
+        )  # the number was used again
     finally:
         child.kill()
     until(lambda: process.state() == "is gone")  # before anybody has asked for its exit status
@@ -34,7 +36,10 @@ def test_a_process_runs_is_stopped_and_is_gone():
 def test_of_other_machines_nothing_is_known():
     elsewhere = replace(Process.own(), machine="another one", host="node7", pid=12)
     assert elsewhere.state() is None
-    assert described(1, elsewhere) == "rank 1 (process 12 on node7) is on another machine, which nothing is known of"
+    assert (
+        described(1, elsewhere)
+        == "rank 1 (process 12 on node7) is on another machine, which nothing is known of"
+    )
     assert described(1, None) == "rank 1 has not come so far"
 
 

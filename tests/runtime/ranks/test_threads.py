@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ranks.groups import RankMesh
@@ -27,7 +27,11 @@ def failing(num_ranks, fn, **keywords):
 
 
 def test_results_come_by_rank_with_arguments():
-    assert run_ranks(3, lambda rank, a, b: (rank, a + b, current_world().rank), 1, 2) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert run_ranks(3, lambda rank, a, b: (rank, a + b, current_world().rank), 1, 2) == [
+        (0, 3, 0),
+        (1, 3, 1),
+        (2, 3, 2),
+    ]
     assert isinstance(current_world(), SoloWorld)
 
 
@@ -84,16 +88,34 @@ def test_ranks_that_wait_for_each_other():
 
     text = failing(4, on_rank)
     assert text.startswith("the ranks wait for each other\n")
-    assert "rank 0 waits in barrier() of ranks 0, 2 for rank 2" in text and "rank 3 waits in barrier()" in text
+    assert (
+        "rank 0 waits in barrier() of ranks 0, 2 for rank 2" in text
+        and "rank 3 waits in barrier()" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("calls", "text"),
     [
-        ((lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_gather(torch.zeros(2))), "all_gather(float32[2])"),
-        ((lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_reduce(torch.zeros(3))), "all_reduce(sum, float32[3])"),
-        ((lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_reduce(torch.zeros(2, dtype=torch.int64))), "int64[2]"),
-        ((lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_reduce(torch.zeros(2), "max")), "all_reduce(max"),
+        (
+            (lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_gather(torch.zeros(2))),
+            "all_gather(float32[2])",
+        ),
+        (
+            (lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_reduce(torch.zeros(3))),
+            "all_reduce(sum, float32[3])",
+        ),
+        (
+            (
+                lambda c: c.all_reduce(torch.zeros(2)),
+                lambda c: c.all_reduce(torch.zeros(2, dtype=torch.int64)),
+            ),
+            "int64[2]",
+        ),
+        (
+            (lambda c: c.all_reduce(torch.zeros(2)), lambda c: c.all_reduce(torch.zeros(2), "max")),
+            "all_reduce(max",
+        ),
     ],
 )
 def test_members_that_call_different_collectives(calls, text):
@@ -114,11 +136,16 @@ def test_a_rank_that_takes_too_long():
             release.set()
 
     text = failing(2, on_rank, timeout_s=0.2)
-    assert text == "ranks have waited 0.2 s in a collective\n  why:   rank 1 waits in barrier() of ranks 0, 1 for rank 0"
+    assert (
+        text == "ranks have waited 0.2 s in a collective\n  why:   rank 1 waits in barrier() of "
+        "ranks 0, 1 for rank 0"
+    )
 
 
 def test_a_receive_without_a_send():
-    text = failing(2, lambda rank: everyone().receive((2,), torch.float32, 1) if rank == 0 else None)
+    text = failing(
+        2, lambda rank: everyone().receive((2,), torch.float32, 1) if rank == 0 else None
+    )
     assert re.search(r"rank 1 ended .*\n.*rank 0 waits in receive\(float32\[2\]\) for rank 1", text)
 
 
@@ -131,13 +158,20 @@ def test_what_was_exchanged_may_be_changed():
         if rank == 0:
             everyone().send(x, 1)
         x.fill_(-1)
-        results = [[t.clone() for t in gathered], [t.clone() for t in exchanged], summed.clone(), sent.clone()]
+        results = [
+            [t.clone() for t in gathered],
+            [t.clone() for t in exchanged],
+            summed.clone(),
+            sent.clone(),
+        ]
         for t in (*gathered, *exchanged, summed, sent):
             t.fill_(-2)
         return [*results, everyone().receive((2,), x.dtype, 0)] if rank == 1 else results
 
     for results in run_ranks(2, on_rank):
-        assert [t.tolist() for t in results[0]] == [[0, 0], [1, 1]] == [t.tolist() for t in results[1]]
+        assert (
+            [t.tolist() for t in results[0]] == [[0, 0], [1, 1]] == [t.tolist() for t in results[1]]
+        )
         assert results[2].tolist() == [1, 1] and results[3].tolist() == [1, 1]
         assert len(results) == 4 or results[4].tolist() == [0, 0]
 
@@ -201,7 +235,9 @@ def test_the_bytes_that_live_on_a_rank_are_its_own(name):
             for _ in range(20):
                 results = BLOCKING[name](everyone(), x)
                 storages = {
-                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(results) if t is not None
+                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                    for t in tree_leaves(results)
+                    if t is not None
                 }
                 assert live.now == x.nbytes + sum(storages.values())
                 del results

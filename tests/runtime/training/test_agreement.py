@@ -1,4 +1,6 @@
-"""What has to be the same on all ranks is compared now and then: one rank that goes its own way is named."""
+"""What has to be the same on all ranks is compared now and then: one rank that goes its own way is
+named.
+"""
 
 import pytest
 import torch
@@ -18,12 +20,20 @@ EVERY = 3
 
 def files(folder, every=EVERY):
     return write_files(
-        folder / "mlp", make_model(), 1, 2, config={"plan_ngpus": 2, "runtime_ngpus": 4, "check_ranks_every": every}
+        folder / "mlp",
+        make_model(),
+        1,
+        2,
+        config={"plan_ngpus": 2, "runtime_ngpus": 4, "check_ranks_every": every},
     )
 
 
-def train(directory, steps, act=None, lr=lambda rank: 0.01, batch=lambda rank, step: make_batch(step)):
-    """Train on two units of tp=2; ``act(rank, step, module, optimizer)`` after each step. Returns how far each rank came."""
+def train(
+    directory, steps, act=None, lr=lambda rank: 0.01, batch=lambda rank, step: make_batch(step)
+):
+    """Train on two units of tp=2; ``act(rank, step, module, optimizer)`` after each step. Returns
+    how far each rank came.
+    """
 
     def on_rank(rank):
         module = load_class(directory)()
@@ -57,19 +67,29 @@ DIVERGING = {
         {"act": lambda rank, step, module, optimizer: set_rate(optimizer, rank, step)},
         "the ranks do not agree on 'lr' of parameter group 0\n"
         "  why:   ranks 0, 1, 3: 0.01; rank 2: 0.005\n"
-        "  try:   set options and step schedulers alike on all ranks; what follows from a loss or a metric must follow from "
+        "  try:   set options and step schedulers alike on all ranks; what follows from a "
+        "loss or a metric must follow from "
         "that of all ranks",
     ),
     "a step more": (
         3,
-        {"act": lambda rank, step, module, optimizer: optimizer.step() if (rank, step) == (3, 1) else None},
+        {
+            "act": lambda rank, step, module, optimizer: (
+                optimizer.step() if (rank, step) == (3, 1) else None
+            )
+        },
         "the ranks do not agree on the number of steps that the optimizer has taken\n"
         "  why:   ranks 0, 1, 2: 3; rank 3: 4\n"
-        "  try:   call optimizer.step() equally often on all ranks: what one rank skips, all of them must skip",
+        "  try:   call optimizer.step() equally often on all ranks: what one rank skips, all "
+        "of them must skip",
     ),
     "another checkpoint": (
         3,
-        {"act": lambda rank, step, module, optimizer: skip_ahead(module) if (rank, step) == (0, 0) else None},
+        {
+            "act": lambda rank, step, module, optimizer: (
+                skip_ahead(module) if (rank, step) == (0, 0) else None
+            )
+        },
         "the ranks do not agree on the step at which training stands\n"
         "  why:   rank 0: 10; ranks 1, 2, 3: 3\n"
         "  try:   load the same checkpoint on all ranks",
@@ -95,7 +115,8 @@ def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
     with pytest.raises(InputError) as error:
         train(directory, 5, batch=lambda rank, step: make_batch(step + (rank == 3 and step > 0)))
     assert str(error.value).startswith(
-        "MLP.forward: argument 'x' is not the same on all ranks of a unit\n  why:   these ranks agree with each other: 2; 3\n"
+        "MLP.forward: argument 'x' is not the same on all ranks of a unit\n  why:   these "
+        "ranks agree with each other: 2; 3\n"
     )
 
 
@@ -107,7 +128,9 @@ def test_in_between_nothing_is_sent(tmp_path, every, due):
 
 
 def test_stages_of_a_pipeline(tmp_path):
-    """Ranks have other parameters, and one of them none of the samples: what they have in common is compared."""
+    """Ranks have other parameters, and one of them none of the samples: what they have in common is
+    compared.
+    """
     config = {"plan_ngpus": 2, "runtime_ngpus": 4, "check_ranks_every": 2}
     directory = write(tmp_path / "files", make_pipe("1f1b", 2, 2))
 
@@ -122,12 +145,19 @@ def test_stages_of_a_pipeline(tmp_path):
             optimizer.step()
 
     run_ranks(4, on_rank, None)
-    with pytest.raises(UsageError, match="'lr' of parameter group 0\n  why:   ranks 0, 1, 3: 0.01; rank 2: 0.5\n"):
+    with pytest.raises(
+        UsageError, match="'lr' of parameter group 0\n  why:   ranks 0, 1, 3: 0.01; rank 2: 0.5\n"
+    ):
         run_ranks(4, on_rank, "lr")
-    with pytest.raises(InputError, match="of sample 0 differs between the ranks of a unit\n.*agree with each other: 2; 3\n"):
+    with pytest.raises(
+        InputError,
+        match="of sample 0 differs between the ranks of a unit\n.*agree with each other: 2; 3\n",
+    ):
         run_ranks(4, on_rank, "samples")
 
 
 def test_how_often_is_a_number():
-    with pytest.raises(ConfigError, match="check_ranks_every is a whole number of at least 0\n  why:   it is -1"):
+    with pytest.raises(
+        ConfigError, match="check_ranks_every is a whole number of at least 0\n  why:   it is -1"
+    ):
         ComputeConfig(plan_ngpus=1, runtime_ngpus=1, check_ranks_every=-1)

@@ -1,4 +1,6 @@
-"""torch's functions that clip gradients, on parallel modules: the numbers of one device, or a refusal in words."""
+"""torch's functions that clip gradients, on parallel modules: the numbers of one device, or a
+refusal in words.
+"""
 
 import copy
 import math
@@ -13,13 +15,13 @@ from pipelines import make_pipe
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from zero_training import Muonlike
 
+from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.all_gradients import AllGradients
-from shardwright.runtime.training.bucket import Bucket, GradientSum
 from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.training.reducer import Reducer
@@ -80,7 +82,9 @@ def on_ranks(directory, function, parameters_of, order, options, make=torch.opti
 
     def train(rank):
         module = load_class(directory)()
-        optimizer = build_optimizer(module, make, config, **(ADAMW if make is torch.optim.AdamW else {"lr": 0.1}))
+        optimizer = build_optimizer(
+            module, make, config, **(ADAMW if make is torch.optim.AdamW else {"lr": 0.1})
+        )
         module(*make_batch(module.ranks.unit)).backward()
         norm = function(parameters_of(module, optimizer), order)
         own = optimizer.clip_gnorm()
@@ -101,7 +105,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "parameters_of", "order"), CASES)
 def test_clip_grad_norm_is_that_of_one_device(tmp_path, name, parameters_of, order):
-    """Between backward and step, where nobody has summed the gradients yet; whichever parameters are passed, and how."""
+    """Between backward and step, where nobody has summed the gradients yet; whichever parameters
+    are passed, and how.
+    """
     check(tmp_path, clip, name, parameters_of, order)
 
 
@@ -125,13 +131,17 @@ def check(tmp_path, function, name, parameters_of, order, make=torch.optim.AdamW
 
 @pytest.mark.parametrize("name", ["plain", "zero2"])
 def test_optimizers_that_get_whole_tensors(tmp_path, name):
-    check(tmp_path, clip, name, of_groups if name == "plain" else all_parameters, 2.0, make=Muonlike)
+    check(
+        tmp_path, clip, name, of_groups if name == "plain" else all_parameters, 2.0, make=Muonlike
+    )
 
 
 @pytest.mark.parametrize("name", ["plain", "zero1", "zero2"])
 def test_clip_grad_value(tmp_path, name):
     """The sum is clipped, not each rank's summand."""
-    check(tmp_path, lambda parameters, _: clip_grad_value_(parameters, 0.3), name, all_parameters, 2.0)
+    check(
+        tmp_path, lambda parameters, _: clip_grad_value_(parameters, 0.3), name, all_parameters, 2.0
+    )
 
 
 @pytest.mark.parametrize("parameters_of", [all_parameters, of_groups])
@@ -142,7 +152,12 @@ def test_masters_of_low_precision_parameters(stage, parameters_of):
     def train(rank):
         torch.manual_seed(0)
         model = torch.nn.Linear(6, 5).bfloat16()
-        config = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": stage, "distributed_optimizer": {}}
+        config = {
+            "plan_ngpus": 1,
+            "runtime_ngpus": 2,
+            "use_zero": stage,
+            "distributed_optimizer": {},
+        }
         optimizer = build_optimizer(model, torch.optim.SGD, config, lr=1.0)
         model(torch.full((3, 6), 1.0 + rank).bfloat16()).float().square().sum().backward()
         found = clip_grad_norm_(parameters_of(model, optimizer), LIMIT)
@@ -156,7 +171,9 @@ def test_masters_of_low_precision_parameters(stage, parameters_of):
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_parameters_of_others_among_them(tmp_path, is_sharded):
-    """An ordinary model beside the parallel one, the same on all ranks, and a non-finite gradient in it."""
+    """An ordinary model beside the parallel one, the same on all ranks, and a non-finite gradient
+    in it.
+    """
     directory = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
 
     def beside(model, others):
@@ -190,7 +207,11 @@ def refused(tmp_path, act, **options):
     def train(rank):
         module = load_class(directory)()
         config = {"plan_ngpus": 2, "runtime_ngpus": 4, **options}
-        optimizer = None if options.get("alone") else build_optimizer(module, torch.optim.SGD, config, lr=0.1)
+        optimizer = (
+            None
+            if options.get("alone")
+            else build_optimizer(module, torch.optim.SGD, config, lr=0.1)
+        )
         module(*make_batch(module.ranks.unit)).backward()
         with pytest.raises(UsageError) as error:
             act(module, optimizer)
@@ -207,9 +228,11 @@ def test_without_an_optimizer_it_is_refused(tmp_path, is_copy):
 
     assert refused(tmp_path, act, alone=True) == (
         "gradients of MLP were to be clipped, and nobody sums them over the ranks\n"
-        "  why:   each rank has a piece or a summand of a gradient, and no optimizer was made by build_optimizer, which sums "
+        "  why:   each rank has a piece or a summand of a gradient, and no optimizer was "
+        "made by build_optimizer, which sums "
         "them\n"
-        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) before the first backward"
+        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) "
+        "before the first backward"
     )
 
 
@@ -222,17 +245,25 @@ def test_norms_of_scattered_gradients_are_refused(tmp_path, is_synced):
 
     assert refused(tmp_path, act, use_zero=1, zero_use_reduce_scatter=True) == (
         "the norm of scattered gradients cannot be had from p.grad\n"
-        "  why:   with ZeRO a rank has the sum for the part that it updates, and p.grad of the parameters is None\n"
-        "  try:   pass the parameters, torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), "
+        "  why:   with ZeRO a rank has the sum for the part that it updates, and p.grad of "
+        "the parameters is None\n"
+        "  try:   pass the parameters, torch.nn.utils.clip_grad_norm_(model.parameters(), "
+        "max_norm), "
         "or call optimizer.clip_gnorm(max_norm)"
     )
 
 
 def test_the_norm_of_weights_and_odd_orders_are_refused(tmp_path):
     text = refused(tmp_path, lambda module, optimizer: get_total_norm(module.parameters()))
-    assert text.startswith("get_total_norm was given parameters of a parallel module, not gradients\n")
-    text = refused(tmp_path / "0", lambda module, optimizer: clip_grad_norm_(module.parameters(), 1.0, 0))
-    assert text.startswith("the norm of order 0 of gradients that lie on several ranks is not computed\n")
+    assert text.startswith(
+        "get_total_norm was given parameters of a parallel module, not gradients\n"
+    )
+    text = refused(
+        tmp_path / "0", lambda module, optimizer: clip_grad_norm_(module.parameters(), 1.0, 0)
+    )
+    assert text.startswith(
+        "the norm of order 0 of gradients that lie on several ranks is not computed\n"
+    )
     text = refused(tmp_path / "held", lambda module, optimizer: held(module, optimizer))
     assert text.startswith("gradients cannot be synchronised inside no_sync()\n")
 
@@ -259,7 +290,9 @@ def test_a_pipeline_is_clipped_as_a_whole(tmp_path):
     (norm,) = train_reference(pipe, Net(2), 1, steps=1)["norms"]
     for rank, (found, text) in enumerate(run_ranks(2, train)):
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
-        assert text.startswith("the norm of some gradients of a pipeline is not known on this rank\n"), text
+        assert text.startswith(
+            "the norm of some gradients of a pipeline is not known on this rank\n"
+        ), text
         assert f"rank {rank} was given 1 of its " in text
 
 
@@ -274,7 +307,10 @@ def test_a_rank_whose_stages_train_nothing_takes_part():
         buckets = [Bucket([GradientSum("p", p, alone, 2, Layout.whole((2,)))])] if rank == 0 else []
         gradients = AllGradients(world, Reducer(buckets), is_staged=True)
         watch_clipping()
-        norms = [clip_grad_norm_([p] if buckets else [], 1.0), get_total_norm([p.grad] if buckets else [])]
+        norms = [
+            clip_grad_norm_([p] if buckets else [], 1.0),
+            get_total_norm([p.grad] if buckets else []),
+        ]
         assert gradients.is_attached
         return norms
 
@@ -283,7 +319,9 @@ def test_a_rank_whose_stages_train_nothing_takes_part():
 
 
 def test_ordinary_parameters_are_torchs_affair():
-    """Also on ranks that train parallel modules, with torch's own warning for an iterator without elements."""
+    """Also on ranks that train parallel modules, with torch's own warning for an iterator without
+    elements.
+    """
     p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     p.grad = p.detach().clone()
     assert clip_grad_norm_(iter([p]), 1.0) == 5 and torch.allclose(p.grad, torch.tensor([0.6, 0.8]))

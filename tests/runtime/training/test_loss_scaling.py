@@ -11,7 +11,7 @@ from pipeline_training import samples_of, write
 from pipelines import make_pipe
 from zero_training import Muonlike
 
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.checkpoint.load import load_checkpoint
 from shardwright.runtime.checkpoint.merged import merge_state_dicts
 from shardwright.runtime.checkpoint.save import save_checkpoint
@@ -39,15 +39,21 @@ def batches(step, unit, count):
 
 
 def reference(num_units, accumulate, element, factory=adamw):
-    """One device under torch's scaler. ``element``: of the weight that tp cuts by rows, where gradients overflow."""
+    """One device under torch's scaler. ``element``: of the weight that tp cuts by rows, where
+    gradients overflow.
+    """
     model = make_model()
     scaler = torch_scaler()
 
     def backward(step):
-        losses = [model(*batch) for unit in range(num_units) for batch in batches(step, unit, accumulate)]
+        losses = [
+            model(*batch) for unit in range(num_units) for batch in batches(step, unit, accumulate)
+        ]
         scaler.scale(torch.stack(losses).sum()).backward()
 
-    return loss_scaling.train(model, factory(model.parameters()), scaler, backward, (model.layers[0].weight, element))
+    return loss_scaling.train(
+        model, factory(model.parameters()), scaler, backward, (model.layers[0].weight, element)
+    )
 
 
 def train_rank(rank, files, config, accumulate, poisoned_rank, factory):
@@ -63,7 +69,10 @@ def train_rank(rank, files, config, accumulate, poisoned_rank, factory):
         scaler.scale(module(*last)).backward()
 
     poisoned = (module.layers[0].weight, 3) if rank == poisoned_rank else None
-    return {**loss_scaling.train(module, optimizer, scaler, backward, poisoned), "state": module.state_dict()}
+    return {
+        **loss_scaling.train(module, optimizer, scaler, backward, poisoned),
+        "state": module.state_dict(),
+    }
 
 
 def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2, factory=adamw):
@@ -71,7 +80,9 @@ def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2, fac
     config = {"plan_ngpus": tp, "runtime_ngpus": num_ranks, **options}
     # Rank 1 of 2 has the second half of the weight's ten rows.
     expected = reference(num_units, accumulate, 3 + (poisoned_rank % tp) * 5 * 6, factory)
-    for rank, record in enumerate(run_ranks(num_ranks, train_rank, files, config, accumulate, poisoned_rank, factory)):
+    for rank, record in enumerate(
+        run_ranks(num_ranks, train_rank, files, config, accumulate, poisoned_rank, factory)
+    ):
         assert_same_course(record, expected)
         cls = load_class(files, rank)
         for name, found in record["parameters"].items():
@@ -79,13 +90,16 @@ def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2, fac
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13, msg=name)
 
 
-# ------------------------------------------------------------------------------------------------ parity with one device
+# ------------------------------------------------------------------------------------------------
+# parity with one device
 
 
 @pytest.mark.parametrize("poisoned_rank", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path, poisoned_rank, accumulate):
-    """The gradient that overflows is of a weight that tp cuts: no sum brings it to the other half of the ranks."""
+    """The gradient that overflows is of a weight that tp cuts: no sum brings it to the other half
+    of the ranks.
+    """
     files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
     check(files, 2, {}, accumulate=accumulate, poisoned_rank=poisoned_rank)
 
@@ -108,7 +122,9 @@ def test_with_parameters_in_pieces(tmp_path, policy, plan_ngpus):
     """ZeRO-3: the gradient that overflows is of a piece, which one rank has."""
     config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": 2 * plan_ngpus, "use_zero": 3}
     x, target = make_batch(0)
-    files = compile_into(tmp_path, make_model(), {"x": x, "target": target}, policy, ComputeConfig.of(config))
+    files = compile_into(
+        tmp_path, make_model(), {"x": x, "target": target}, policy, ComputeConfig.of(config)
+    )
     results = run_ranks(2 * plan_ngpus, train_rank, files, config, 2, 1, adamw)
     expected = reference(2, 2, 3)
     for record in results:
@@ -125,10 +141,14 @@ def train_pipe(rank, files, config, steps=range(STEPS), folder=None):
         scaler.load_state_dict(load_checkpoint(folder, module, optimizer).extra["scaler"])
 
     def backward(step):
-        module.train_step(samples_of(step, module.ranks.unit, module.num_microbatches), scale_fn=scaler.scale)
+        module.train_step(
+            samples_of(step, module.ranks.unit, module.num_microbatches), scale_fn=scaler.scale
+        )
 
     weights = dict(module.named_parameters())
-    poisoned = (weights["blocks.0.norm.bias"], 2) if rank == 0 else None  # of the first stage, of one unit
+    poisoned = (
+        (weights["blocks.0.norm.bias"], 2) if rank == 0 else None
+    )  # of the first stage, of one unit
     record = loss_scaling.train(module, optimizer, scaler, backward, poisoned, steps)
     if folder is not None:
         save_checkpoint(folder, module, optimizer, extra={"scaler": scaler.state_dict()})
@@ -144,7 +164,9 @@ def pipe_reference(pipe, num_units):
                 scaler.scale(model(sample)[0]).backward()
 
     weights = dict(model.named_parameters())
-    return loss_scaling.train(model, adamw(model.parameters()), scaler, backward, (weights["blocks.0.norm.bias"], 2))
+    return loss_scaling.train(
+        model, adamw(model.parameters()), scaler, backward, (weights["blocks.0.norm.bias"], 2)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, ZERO[2], ZERO[3]], ids=str)
@@ -157,7 +179,9 @@ def test_in_a_pipeline_with_tied_weights(tmp_path, options):
     for record in results:
         assert_same_course(record, expected)
         for name, found in record["parameters"].items():
-            torch.testing.assert_close(found, expected["parameters"][name], rtol=1e-11, atol=1e-12, msg=name)
+            torch.testing.assert_close(
+                found, expected["parameters"][name], rtol=1e-11, atol=1e-12, msg=name
+            )
 
 
 def test_resuming_goes_on_exactly(tmp_path):
@@ -168,24 +192,37 @@ def test_resuming_goes_on_exactly(tmp_path):
     for step in (2, 4):
         folder = tmp_path / f"saved-{step}"
         run_ranks(4, train_pipe, files, config, range(step), folder)
-        for record, expected in zip(run_ranks(4, train_pipe, files, config, range(step, STEPS), folder), whole, strict=True):
-            assert record["scales"] == expected["scales"][step:] and record["taken"] == expected["taken"][step:]
+        for record, expected in zip(
+            run_ranks(4, train_pipe, files, config, range(step, STEPS), folder), whole, strict=True
+        ):
+            assert (
+                record["scales"] == expected["scales"][step:]
+                and record["taken"] == expected["taken"][step:]
+            )
             for name, found in record["parameters"].items():
                 assert torch.equal(found, expected["parameters"][name]), name
 
 
 def test_not_a_number_skips_too_and_ranks_without_parameters_take_part():
     def on_rank(rank):
-        model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 1, bias=False), "b": torch.nn.Linear(2, 1)})
+        model = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(2, 1, bias=False), "b": torch.nn.Linear(2, 1)}
+        )
         for p in model.parameters():
             torch.nn.init.ones_(p)
-        optimizer = build_optimizer(model, torch.optim.SGD, {"plan_ngpus": 1, "runtime_ngpus": 4, "use_zero": 1}, lr=1.0)
+        optimizer = build_optimizer(
+            model, torch.optim.SGD, {"plan_ngpus": 1, "runtime_ngpus": 4, "use_zero": 1}, lr=1.0
+        )
         scaler = LossScaler(init_scale=8.0)
         x = torch.tensor([1.0, float("nan") if rank == 3 else 2.0])
         scaler.scale(model["a"](x).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        return scaler.get_scale(), model["a"].weight.detach().clone(), [s.num_elements for s in optimizer.shards]
+        return (
+            scaler.get_scale(),
+            model["a"].weight.detach().clone(),
+            [s.num_elements for s in optimizer.shards],
+        )
 
     results = run_ranks(4, on_rank)
     assert [scale for scale, _, _ in results] == [4.0] * 4
@@ -209,7 +246,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(tmp_path):
     assert optimizer.state and module.rng.moment == (1, 0)
 
 
-# ------------------------------------------------------------------------------------------------------- the scale itself
+# -------------------------------------------------------------------------------------------------------
+# the scale itself
 
 
 def test_the_scale_moves_as_in_torch():
@@ -217,7 +255,12 @@ def test_the_scale_moves_as_in_torch():
     weight = torch.nn.Parameter(torch.ones(2))
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(2))
-    options = {"init_scale": 2.0**100, "growth_factor": 2.0**6, "backoff_factor": 2.0**-9, "growth_interval": 2}
+    options = {
+        "init_scale": 2.0**100,
+        "growth_factor": 2.0**6,
+        "backoff_factor": 2.0**-9,
+        "growth_interval": 2,
+    }
     pairs = [
         (torch.amp.GradScaler("cpu", **options), torch.optim.SGD([weight], lr=0.25), weight),
         (LossScaler(**options), build_optimizer(module, torch.optim.SGD, lr=0.25), module.weight),
@@ -235,7 +278,13 @@ def test_the_scale_moves_as_in_torch():
             found.append((loss.item(), scaler.state_dict(), parameter.tolist()))
         assert found[0] == found[1]
     ours = pairs[1][0]
-    assert ours.state_dict().keys() == {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    assert ours.state_dict().keys() == {
+        "scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "_growth_tracker",
+    }
     again = LossScaler()
     again.load_state_dict(pairs[0][0].state_dict())
     assert again.state_dict() == ours.state_dict()
@@ -263,7 +312,8 @@ def test_switched_off_it_does_nothing(tmp_path):
     scaler.load_state_dict({})
 
 
-# --------------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------------------
+# refusals
 
 
 def text_of(fn, error=UsageError):
@@ -295,7 +345,8 @@ def test_the_order_of_calls():
     )
     scaler.step(optimizer)
     assert text_of(lambda: scaler.step(optimizer)) == (
-        "step() was called twice for one optimizer\n  try:   call scaler.update() at the end of every step"
+        "step() was called twice for one optimizer\n  try:   call scaler.update() at the end "
+        "of every step"
     )
 
 
@@ -304,8 +355,10 @@ def test_torchs_scaler_is_refused():
     optimizer = trained(scaler)
     assert text_of(lambda: scaler.step(optimizer)) == (
         "torch.amp.GradScaler cannot scale the losses of an optimizer made by build_optimizer\n"
-        "  why:   it looks for overflow in what this rank holds of the gradients; ranks would disagree on which steps to skip\n"
-        "  try:   use shardwright.LossScaler: it has the same methods, and loads the state dict of torch's"
+        "  why:   it looks for overflow in what this rank holds of the gradients; ranks "
+        "would disagree on which steps to skip\n"
+        "  try:   use shardwright.LossScaler: it has the same methods, and loads the state "
+        "dict of torch's"
     )
 
 
@@ -324,7 +377,8 @@ def test_float16_gradients_are_refused():
     assert text_of(lambda: scaler.step(optimizer)) == (
         "gradients are float16, and dividing them by the scale would lose what it was for\n"
         "  why:   the parameters are float16 and the optimizer updates them directly\n"
-        "  try:   keep float32 parameters and compute in autocast, or let the optimizer keep float32 masters: "
+        "  try:   keep float32 parameters and compute in autocast, or let the optimizer keep "
+        "float32 masters: "
         "ComputeConfig(distributed_optimizer={})"
     )
 
@@ -343,7 +397,10 @@ def test_masters_of_float16_parameters_get_gradients_that_float16_cannot_hold(op
         model = torch.nn.Linear(2, 1, bias=False).half()
         torch.nn.init.ones_(model.weight)
         config = {"plan_ngpus": 1, "runtime_ngpus": 2, **options}
-        optimizer, scaler = build_optimizer(model, torch.optim.SGD, config, lr=1.0), LossScaler(init_scale=2.0**12)
+        optimizer, scaler = (
+            build_optimizer(model, torch.optim.SGD, config, lr=1.0),
+            LossScaler(init_scale=2.0**12),
+        )
         # In float16 the gradient itself, 2**-26, would be zero.
         loss = model(torch.full((2,), 2.0**-13, dtype=torch.float16)).float().sum() * 2.0**-13
         scaler.scale(loss).backward()
@@ -358,9 +415,18 @@ def test_masters_of_float16_parameters_get_gradients_that_float16_cannot_hold(op
     ("options", "text"),
     [
         ({"init_scale": 0.0}, "init_scale is a positive finite number\n  why:   it is 0.0"),
-        ({"growth_factor": 1.0}, "growth_factor is above 1\n  why:   it is 1.0: the scale would never grow"),
-        ({"backoff_factor": 1.0}, "backoff_factor is between 0 and 1\n  why:   it is 1.0: the scale would never shrink"),
-        ({"growth_interval": 0}, "growth_interval is a number of steps, at least 1\n  why:   it is 0"),
+        (
+            {"growth_factor": 1.0},
+            "growth_factor is above 1\n  why:   it is 1.0: the scale would never grow",
+        ),
+        (
+            {"backoff_factor": 1.0},
+            "backoff_factor is between 0 and 1\n  why:   it is 1.0: the scale would never shrink",
+        ),
+        (
+            {"growth_interval": 0},
+            "growth_interval is a number of steps, at least 1\n  why:   it is 0",
+        ),
     ],
     ids=str,
 )

@@ -1,4 +1,6 @@
-"""Training with build_optimizer: the numbers of one device, and what users may do with the object."""
+"""Training with build_optimizer: the numbers of one device, and what users may do with the
+object.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ def text_of(error):
     return str(error.value)
 
 
-# ------------------------------------------------------------------------------------------------ parity with one device
+# ------------------------------------------------------------------------------------------------
+# parity with one device
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at_step", "overlapped"])
@@ -40,22 +43,36 @@ def test_the_mean_over_units(tmp_path):
 
 
 def test_without_a_config_the_one_it_was_compiled_with_holds(tmp_path):
-    config = {"plan_ngpus": 2, "runtime_ngpus": 4, "grad_reduction": "mean", "use_async_reducer": True}
-    directory = write_files(tmp_path, make_model(), config={**config, "reducer_bucket_cap_mb": 1e-4})
+    config = {
+        "plan_ngpus": 2,
+        "runtime_ngpus": 4,
+        "grad_reduction": "mean",
+        "use_async_reducer": True,
+    }
+    directory = write_files(
+        tmp_path, make_model(), config={**config, "reducer_bucket_cap_mb": 1e-4}
+    )
 
     def train(rank):
         reducer = build_optimizer(load_class(directory)(), adamw)._reducer
         return train_rank(directory, None), reducer.asynchronous, len(reducer.buckets)
 
     results = run_ranks(4, train)
-    assert_equal_pieces(directory, train_reference(make_model(), 2, mean=True), [result for result, _, _ in results])
+    assert_equal_pieces(
+        directory, train_reference(make_model(), 2, mean=True), [result for result, _, _ in results]
+    )
     assert all(asynchronous and num_buckets > 2 for _, asynchronous, num_buckets in results)
 
 
 @pytest.mark.parametrize("cap_mb", [1e-6, 1e-4, 100])
 def test_bucket_sizes_do_not_matter(tmp_path, cap_mb):
     directory = compiled(tmp_path)
-    config = {"plan_ngpus": 2, "runtime_ngpus": 4, "reducer_bucket_cap_mb": cap_mb, "use_async_reducer": True}
+    config = {
+        "plan_ngpus": 2,
+        "runtime_ngpus": 4,
+        "reducer_bucket_cap_mb": cap_mb,
+        "use_async_reducer": True,
+    }
     results = run_ranks(4, lambda rank: train_rank(directory, config))
     assert_equal_pieces(directory, train_reference(make_model(), 2), results)
 
@@ -98,7 +115,9 @@ def test_compiled_parts_inside_an_ordinary_module(tmp_path, overlap):
                 expected = expected.chunk(2)[rank % 2]
             elif name.endswith("layers.1.weight"):
                 expected = expected.chunk(2, 1)[rank % 2]
-            torch.testing.assert_close(parameters[name], expected.detach(), rtol=1e-12, atol=1e-13, msg=name)
+            torch.testing.assert_close(
+                parameters[name], expected.detach(), rtol=1e-12, atol=1e-13, msg=name
+            )
 
 
 def test_an_ordinary_module_alone():
@@ -119,7 +138,9 @@ def test_an_ordinary_module_alone():
 
 def test_a_parameter_that_only_one_unit_uses_steps_on_both():
     def train(rank):
-        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, bias=False).double() for name in ("a", "b", "c")})
+        model = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(2, 1, bias=False).double() for name in ("a", "b", "c")}
+        )
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1)
@@ -127,13 +148,17 @@ def test_a_parameter_that_only_one_unit_uses_steps_on_both():
         x = torch.ones(2, dtype=torch.float64)
         (model["a"](x) + (model["b"](x) if rank == 0 else 0)).sum().backward()
         optimizer.step()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}, model["c"].weight.grad
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, model[
+            "c"
+        ].weight.grad
 
     (first, grad_0), (second, grad_1) = run_ranks(2, train)
     assert grad_0 is grad_1 is None
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name])
-    assert torch.equal(first["c.weight"], torch.ones(1, 2, dtype=torch.float64)), "nobody used it: not even weight decay"
+    assert torch.equal(first["c.weight"], torch.ones(1, 2, dtype=torch.float64)), (
+        "nobody used it: not even weight decay"
+    )
     assert not torch.equal(first["b.weight"], first["c.weight"])
 
 
@@ -142,7 +167,9 @@ def test_several_backwards_add_up(tmp_path):
 
     def gradients(rank, overlap, hold):
         module = load_class(directory)()
-        optimizer = build_optimizer(module, adamw, {"plan_ngpus": 2, "runtime_ngpus": 4, "use_async_reducer": overlap})
+        optimizer = build_optimizer(
+            module, adamw, {"plan_ngpus": 2, "runtime_ngpus": 4, "use_async_reducer": overlap}
+        )
         for index in range(3):
             if hold and index < 2:
                 with optimizer.no_sync():
@@ -160,7 +187,8 @@ def test_several_backwards_add_up(tmp_path):
                 torch.testing.assert_close(gradient, theirs[name], rtol=1e-13, atol=1e-14)
 
 
-# ------------------------------------------------------------------------------------------------- the object users hold
+# -------------------------------------------------------------------------------------------------
+# the object users hold
 
 
 def test_it_is_the_users_optimizer(tmp_path):
@@ -168,8 +196,13 @@ def test_it_is_the_users_optimizer(tmp_path):
     optimizer = build_optimizer(module, torch.optim.AdamW, lr=0.1)
     assert isinstance(optimizer, torch.optim.AdamW) and isinstance(optimizer, ParallelOptimizer)
     assert type(optimizer).__name__ == "ParallelAdamW"
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in module.parameters()]
-    assert torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step.__func__ is torch.optim.AdamW.step
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in module.parameters()
+    ]
+    assert (
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step.__func__
+        is torch.optim.AdamW.step
+    )
 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     calls = []
@@ -182,13 +215,17 @@ def test_it_is_the_users_optimizer(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.025 and calls == [optimizer, optimizer]
 
     state = optimizer.state_dict()
-    assert state["state"].keys() == set(range(1, 8)), "numbered like the original's parameters; `gain` is frozen"
+    assert state["state"].keys() == set(range(1, 8)), (
+        "numbered like the original's parameters; `gain` is frozen"
+    )
     other = build_optimizer(load_class(compiled(tmp_path, 1, 1))(), torch.optim.AdamW, lr=0.3)
     other.load_state_dict(state)
     assert other.param_groups[0]["lr"] == 0.025
     other.register_step_pre_hook(lambda opt, args, kwargs: calls.append(opt))
     other.step()
-    assert calls == [optimizer, optimizer, other], "loading a state dict must not make hooks run twice"
+    assert calls == [optimizer, optimizer, other], (
+        "loading a state dict must not make hooks run twice"
+    )
 
 
 def test_each_step_is_a_new_moment_for_random_numbers(tmp_path):
@@ -235,7 +272,9 @@ def test_lbfgs_works_where_nothing_is_cut(tmp_path):
 
     def train(rank):
         module = load_class(directory)()
-        optimizer = build_optimizer(module, torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+        optimizer = build_optimizer(
+            module, torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"
+        )
 
         def closure():
             optimizer.zero_grad()
@@ -250,7 +289,9 @@ def test_lbfgs_works_where_nothing_is_cut(tmp_path):
     assert torch.equal(first, second)
 
     reference = make_model()
-    optimizer = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        reference.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe"
+    )
 
     def closure():
         optimizer.zero_grad()
@@ -267,13 +308,22 @@ def test_groups_by_name(tmp_path):
     optimizer = build_optimizer(
         module,
         torch.optim.AdamW,
-        param_groups=lambda fqn, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.5, "weight_decay": 0.2},
+        param_groups=lambda fqn, p: (
+            {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.5, "weight_decay": 0.2}
+        ),
         lr=0.1,
     )
     names = {id(p): name for name, p in module.named_parameters()}
-    groups = [([names[id(p)] for p in g["params"]], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+    groups = [
+        ([names[id(p)] for p in g["params"]], g["lr"], g["weight_decay"])
+        for g in optimizer.param_groups
+    ]
     assert groups == [
-        (["gain", "norm.weight", "layers.0.bias", "layers.1.bias", "mesh.weight", "head.bias"], 0.1, 0.0),
+        (
+            ["gain", "norm.weight", "layers.0.bias", "layers.1.bias", "mesh.weight", "head.bias"],
+            0.1,
+            0.0,
+        ),
         (["layers.0.weight", "layers.1.weight"], 0.5, 0.2),
     ]
 
@@ -325,7 +375,8 @@ def test_a_new_optimizer_replaces_the_old_one(tmp_path):
         torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
 
 
-# --------------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------------------
+# refusals
 
 
 def test_ordinary_parameters_that_start_differently():
@@ -340,7 +391,8 @@ def test_ordinary_parameters_that_start_differently():
     assert text_of(error) == (
         "parameter 'weight' does not start with the same values everywhere\n"
         "  why:   these ranks agree with each other: 0, 2; 1\n"
-        "  try:   seed all ranks alike before making the module, or call broadcast_weights(module, 1) before the first step"
+        "  try:   seed all ranks alike before making the module, or call "
+        "broadcast_weights(module, 1) before the first step"
     )
 
 
@@ -359,7 +411,10 @@ def test_units_that_start_differently(tmp_path):
 
     for text in run_ranks(4, train):
         assert "parameter 'layers.0.weight' does not start with the same values everywhere" in text
-        assert "these ranks agree with each other: 1; 3" in text and "broadcast_weights(module, 2)" in text
+        assert (
+            "these ranks agree with each other: 1; 3" in text
+            and "broadcast_weights(module, 2)" in text
+        )
 
 
 def refused(fn, *args, error=ConfigError, **kwargs):
@@ -370,10 +425,15 @@ def refused(fn, *args, error=ConfigError, **kwargs):
 
 def test_groups_cannot_be_added_later(tmp_path):
     optimizer = build_optimizer(load_class(compiled(tmp_path, 1, 1))(), adamw)
-    text = refused(optimizer.add_param_group, {"params": [torch.zeros(1, requires_grad=True)]}, error=UsageError)
+    text = refused(
+        optimizer.add_param_group,
+        {"params": [torch.zeros(1, requires_grad=True)]},
+        error=UsageError,
+    )
     assert text == (
         "parameters cannot be added to an optimizer made by build_optimizer\n"
-        "  try:   pass param_groups=fn(fqn, parameter) -> options to build_optimizer, or build a new optimizer"
+        "  try:   pass param_groups=fn(fqn, parameter) -> options to build_optimizer, or "
+        "build a new optimizer"
     )
 
 
@@ -382,7 +442,10 @@ def test_what_is_no_optimizer():
     assert "it returned a list" in refused(build_optimizer, model, list)
     foreign = torch.nn.Parameter(torch.zeros(3))
     text = refused(build_optimizer, model, lambda params: torch.optim.SGD([foreign], lr=1))
-    assert "updates parameters that the module does not have" in text and "1 of them, the first of shape [3]" in text
+    assert (
+        "updates parameters that the module does not have" in text
+        and "1 of them, the first of shape [3]" in text
+    )
 
 
 def test_a_config_of_another_run(tmp_path):
@@ -390,14 +453,17 @@ def test_a_config_of_another_run(tmp_path):
     text = refused(build_optimizer, module, adamw, {"plan_ngpus": 1, "runtime_ngpus": 2})
     assert text == (
         "compute_config does not describe this run\n"
-        "  why:   it has plan_ngpus=1 and runtime_ngpus=2; units have 1 rank(s) here and 1 are running\n"
+        "  why:   it has plan_ngpus=1 and runtime_ngpus=2; units have 1 rank(s) here and 1 "
+        "are running\n"
         "  try:   pass the config that the module was compiled with, or leave it out"
     )
 
 
 def test_a_config_that_contradicts_the_compiled_one(tmp_path):
     config = {"plan_ngpus": 1, "runtime_ngpus": 1}
-    module = load_class(write_files(tmp_path, make_model(), 1, 1, {**config, "grad_reduction": "mean"}))()
+    module = load_class(
+        write_files(tmp_path, make_model(), 1, 1, {**config, "grad_reduction": "mean"})
+    )()
     build_optimizer(module, adamw, {**config, "grad_reduction": "mean"})
     assert refused(build_optimizer, module, adamw, config) == (
         "compute_config has grad_reduction='sum', but MLP was compiled with 'mean'\n"
@@ -422,7 +488,8 @@ def test_parts_compiled_with_different_settings(tmp_path):
     assert refused(build_optimizer, model, adamw) == (
         "the compiled modules disagree on reducer_bucket_cap_mb\n"
         "  why:   MLP is compiled with None, MLP is compiled with 25\n"
-        "  try:   compile all of them with one reducer_bucket_cap_mb: their gradients are reduced together"
+        "  try:   compile all of them with one reducer_bucket_cap_mb: their gradients are "
+        "reduced together"
     )
 
 
@@ -431,7 +498,8 @@ def test_a_module_compiled_for_inference(tmp_path):
     module = load_class(write_files(tmp_path, make_model(), 1, 1, config))()
     assert refused(build_optimizer, module, adamw) == (
         "MLP was compiled for inference and cannot be trained\n"
-        "  why:   it has inference_only=True: no backward was made, and its parameters get no gradients\n"
+        "  why:   it has inference_only=True: no backward was made, and its parameters get "
+        "no gradients\n"
         "  try:   compile it without inference_only"
     )
 
@@ -443,4 +511,6 @@ def test_parts_compiled_for_different_units(tmp_path):
         model = torch.nn.ModuleList([load_class(one)(), load_class(two)()])
         return refused(build_optimizer, model, adamw)
 
-    assert "the compiled modules disagree on the number of ranks in a unit" in run_ranks(2, build)[0]
+    assert (
+        "the compiled modules disagree on the number of ranks in a unit" in run_ranks(2, build)[0]
+    )

@@ -1,11 +1,14 @@
-"""The reducer: each gradient summed once, in the same order on all ranks, and refusals of what would count twice."""
+"""The reducer: each gradient summed once, in the same order on all ranks, and refusals of what
+would count twice.
+"""
 
 import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import adamw
 
-from shardwright.compiler.verification.verify import compile_into, verify
+from shardwright.frontend.verification.verify import compile_into, verify
+from shardwright.runtime.bucket import GradientSum, pack
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Layout
@@ -14,7 +17,6 @@ from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.bucket import GradientSum, pack
 from shardwright.runtime.training.optimizer import build_optimizer
 
 ASYNC = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_async_reducer": True}
@@ -34,7 +36,13 @@ def test_buckets_fill_in_order_and_never_mix():
     double, single = torch.float64, torch.float32
     sizes = [(a, 10, double), (b, 10, double), (a, 10, double), (a, 10, single), (a, 100, double)]
     sums = [
-        GradientSum(str(index), torch.nn.Parameter(torch.zeros(size, dtype=dtype)), group, size, Layout.whole((size,)))
+        GradientSum(
+            str(index),
+            torch.nn.Parameter(torch.zeros(size, dtype=dtype)),
+            group,
+            size,
+            Layout.whole((size,)),
+        )
         for index, (group, size, dtype) in enumerate(sizes)
     ]
     buckets = [[member.name for member in members] for members in pack(sums, 200)]
@@ -52,7 +60,8 @@ def test_gradients_are_views_of_the_buckets_and_are_reduced_in_one_call(files):
             optimizer.sync_shard_grad()
         grads = [p.grad for p in module.parameters() if p.grad is not None]
         assert len({g.untyped_storage().data_ptr() for g in grads}) == 1
-        # 60 + 10 + 60 + 6 elements of the layers, 6 + 6 + 6 of the vectors, and a flag for each of the 7 parameters
+        # 60 + 10 + 60 + 6 elements of the layers, 6 + 6 + 6 of the vectors, and a flag for each of
+        # the 7 parameters
         assert volume.elements("all_reduce", phase="gradients") == 154 + 7
         assert volume.calls("all_reduce") == 1
 
@@ -78,7 +87,9 @@ def test_ranks_that_use_different_parameters_reduce_in_one_order():
         model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False).double() for _ in range(4)])
         for p in model.parameters():
             torch.nn.init.ones_(p)
-        optimizer = build_optimizer(model, torch.optim.SGD, {**ASYNC, "reducer_bucket_cap_mb": 1e-6}, lr=1.0)
+        optimizer = build_optimizer(
+            model, torch.optim.SGD, {**ASYNC, "reducer_bucket_cap_mb": 1e-6}, lr=1.0
+        )
         x = torch.ones(1, dtype=torch.float64) * (rank + 1)
         for index in (0, 2, 3) if rank == 0 else (1, 3):
             x = model[index](x)
@@ -128,8 +139,14 @@ def test_a_backward_after_synchronising_is_refused(files, num_ranks):
     for text in run_ranks(num_ranks, train):
         assert "after its gradient was synchronised" in text.splitlines()[0]
         assert text.splitlines()[1:] == [
-            "  why:   each gradient is summed over the ranks once; adding to a sum would count it again",
-            "  try:   call optimizer.zero_grad() before this backward; to accumulate, synchronise after the last one",
+            (
+                "  why:   each gradient is summed over the ranks once; adding to a sum would "
+                "count it again"
+            ),
+            (
+                "  try:   call optimizer.zero_grad() before this backward; to accumulate, "
+                "synchronise after the last one"
+            ),
         ]
 
 
@@ -150,7 +167,9 @@ def test_a_backward_after_the_step_needs_cleared_gradients(files):
 def test_every_way_to_clear_gradients_begins_a_new_round(files, clear, overlap):
     def train(rank):
         module = load_class(files)()
-        optimizer = build_optimizer(module, torch.optim.SGD, {**ASYNC, "use_async_reducer": overlap}, lr=0.0)
+        optimizer = build_optimizer(
+            module, torch.optim.SGD, {**ASYNC, "use_async_reducer": overlap}, lr=0.0
+        )
         for step in range(3):
             module(*make_batch(10 * step + rank)).backward()
             optimizer.step()
@@ -226,7 +245,9 @@ def test_gradients_may_be_dropped_while_sums_are_under_way(files, monkeypatch):
     sum(reference(*make_batch(unit)) for unit in range(2)).backward()
     for gradient in run_ranks(2, train):
         torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
-    assert len(waited) == 4, "the buffer of a sum under way must not be written to: both of each rank are waited for"
+    assert len(waited) == 4, (
+        "the buffer of a sum under way must not be written to: both of each rank are waited for"
+    )
 
 
 def test_with_overlap_a_second_backward_needs_no_sync(files):
@@ -241,7 +262,10 @@ def test_with_overlap_a_second_backward_needs_no_sync(files):
 
     for text in run_ranks(2, train):
         assert text.splitlines()[1:] == [
-            "  why:   with use_async_reducer the first one already started to sum gradients over the ranks",
+            (
+                "  why:   with use_async_reducer the first one already started to sum gradients "
+                "over the ranks"
+            ),
             "  try:   run all backward passes but the last inside `with optimizer.no_sync():`, "
             "or train without use_async_reducer",
         ]
@@ -274,9 +298,20 @@ class Backwards(torch.nn.Module):
 
 @pytest.mark.parametrize(("policy", "plan_ngpus"), [("dp", 1), ("pp", 2)])
 def test_buckets_are_in_the_reverse_order_of_use(tmp_path, policy, plan_ngpus):
-    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": 2 * plan_ngpus, "use_end2end": True, "reducer_bucket_cap_mb": 1e-6}
+    config = {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": 2 * plan_ngpus,
+        "use_end2end": True,
+        "reducer_bucket_cap_mb": 1e-6,
+    }
     x = torch.ones(2, 4)
-    directory = compile_into(tmp_path, Backwards(), {"x": x}, policy, ComputeConfig.of({**config, "use_async_reducer": True}))
+    directory = compile_into(
+        tmp_path,
+        Backwards(),
+        {"x": x},
+        policy,
+        ComputeConfig.of({**config, "use_async_reducer": True}),
+    )
 
     def on_rank(rank):
         module = load_class(directory)()
@@ -317,10 +352,24 @@ class Quantized(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:no rule for operator")
 @pytest.mark.parametrize(
-    "fields", [{}, {"use_async_reducer": True}, {"use_zero": 1}, {"use_zero": 2, "use_end2end": True}, {"use_zero": 3}]
+    "fields",
+    [
+        {},
+        {"use_async_reducer": True},
+        {"use_zero": 1},
+        {"use_zero": 2, "use_end2end": True},
+        {"use_zero": 3},
+    ],
 )
 def test_a_parameter_that_backward_brings_none_for_has_none(fields):
     torch.manual_seed(0)
-    report = verify(Quantized(), {"x": torch.randn(6, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2, **fields})
+    report = verify(
+        Quantized(), {"x": torch.randn(6, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2, **fields}
+    )
     assert report.ok, str(report)
-    assert {d.name for d in report.deviations["gradients"]} == {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert {d.name for d in report.deviations["gradients"]} == {
+        "up.weight",
+        "up.bias",
+        "down.weight",
+        "down.bias",
+    }

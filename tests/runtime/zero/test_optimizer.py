@@ -1,4 +1,6 @@
-"""What users may do with a distributed optimizer, what it tells about itself, and what it refuses."""
+"""What users may do with a distributed optimizer, what it tells about itself, and what it
+refuses.
+"""
 
 from functools import partial
 
@@ -30,7 +32,9 @@ def config_of(num_ranks=2, **options):
 
 def linears(sizes, dtype=torch.float64):
     """Ones everywhere: threads share the global generator."""
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(*size, bias=False).to(dtype) for name, size in sizes.items()})
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(*size, bias=False).to(dtype) for name, size in sizes.items()}
+    )
     for p in model.parameters():
         torch.nn.init.ones_(p)
     return model
@@ -42,11 +46,14 @@ def text_of(fn, error=ConfigError):
     return str(caught.value)
 
 
-# --------------------------------------------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------------------------------------------
+# what it costs
 
 
 def test_it_receives_as_many_elements_as_plain_data_parallelism():
-    """For parameters that the ranks divide. A flag for each of them tells whether any rank used it, in both."""
+    """For parameters that the ranks divide. A flag for each of them tells whether any rank used it,
+    in both.
+    """
 
     def received(rank, options):
         model = linears({"a": (8, 8), "b": (8, 4)})
@@ -59,10 +66,16 @@ def test_it_receives_as_many_elements_as_plain_data_parallelism():
 
     ((plain, _, _), *_) = run_ranks(4, received, {"use_zero": False})
     assert plain == 2 * 3 / 4 * (96 + 2)
-    for options in ({"zero_use_reduce_scatter": True}, {"use_zero": 2}, {"distributed_optimizer": {}}):
+    for options in (
+        {"zero_use_reduce_scatter": True},
+        {"use_zero": 2},
+        {"distributed_optimizer": {}},
+    ):
         assert run_ranks(4, received, options) == [(plain, 8 * (96 + 96 + 2), 2)] * 4
     owned = run_ranks(4, received, {})
-    assert owned[0][0] == plain + 3 / 4 * 96, "without reduce-scatter parameters are gathered on top of the all-reduce"
+    assert owned[0][0] == plain + 3 / 4 * 96, (
+        "without reduce-scatter parameters are gathered on top of the all-reduce"
+    )
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -79,7 +92,9 @@ def test_state_is_split(files, name, num_groups):
     split = run_ranks(4, elements, {"zero_ngroups": num_groups})
     assert sum(split) == num_groups * whole
     even = whole * num_groups / 4
-    assert max(split) <= (even + 6 if name == "adamw" else max(even * 4 / 3, 60)), "60 elements are the largest parameter"
+    assert max(split) <= (even + 6 if name == "adamw" else max(even * 4 / 3, 60)), (
+        "60 elements are the largest parameter"
+    )
 
 
 @pytest.mark.parametrize("train", ["backward", "train_step"])
@@ -88,10 +103,16 @@ def test_stage_2_holds_the_gradients_of_a_bucket_or_two(train):
 
     def on_rank(rank):
         model = linears({str(i): (16, 16) for i in range(8)})
-        options = {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6, "use_async_reducer": train == "train_step"}
+        options = {
+            "use_zero": 2,
+            "reducer_bucket_cap_mb": 1e-6,
+            "use_async_reducer": train == "train_step",
+        }
         optimizer = build_optimizer(model, torch.optim.SGD, config_of(2, **options), lr=0.1)
         held = []
-        optimizer.register_reducer_pre_hook(lambda reducer, x: held.append(sum(b._buffer is not None for b in reducer.buckets)))
+        optimizer.register_reducer_pre_hook(
+            lambda reducer, x: held.append(sum(b._buffer is not None for b in reducer.buckets))
+        )
         x = torch.full((16,), 0.1, dtype=torch.float64)
         for layer in model.values():
             x = layer(x)
@@ -104,7 +125,8 @@ def test_stage_2_holds_the_gradients_of_a_bucket_or_two(train):
     assert run_ranks(2, on_rank) == [(1 + (train == "train_step"), 8 * 128)] * 2
 
 
-# --------------------------------------------------------------------------------------------------------- what it shows
+# ---------------------------------------------------------------------------------------------------------
+# what it shows
 
 
 def test_shards_are_records(tmp_path):
@@ -114,22 +136,48 @@ def test_shards_are_records(tmp_path):
         module = load_class(files)()
         config = {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 1, "reducer_bucket_cap_mb": 1e-6}
         optimizer = build_optimizer(module, adamw, config)
-        assert optimizer.param_groups[0]["params"][0] is module.gain, "frozen parameters are what they were"
+        assert optimizer.param_groups[0]["params"][0] is module.gain, (
+            "frozen parameters are what they were"
+        )
         names = optimizer.param_groups[0]["param_names"]
         ranges = dict(zip(names, optimizer.param_groups[0]["param_shards"], strict=True))
         assert names == [name for name, _ in module.named_parameters()] and ranges["gain"] is None
         found = {}
         for shard in optimizer.shards:
-            assert shard.tensor.shape == (shard.num_elements,) and ranges[shard.name] == [shard.start, shard.stop]
+            assert shard.tensor.shape == (shard.num_elements,) and ranges[shard.name] == [
+                shard.start,
+                shard.stop,
+            ]
             assert shard.is_view and shard.parameter is module.weights(shard.name)
             mine = shard.parameter.detach().view(-1)[shard.start : shard.stop]
             assert mine.data_ptr() == shard.tensor.data_ptr()
-            found[shard.name] = (str(shard.layout), shard.start, shard.stop, shard.pieces, shard.copies, shard.is_counted)
+            found[shard.name] = (
+                str(shard.layout),
+                shard.start,
+                shard.stop,
+                shard.pieces,
+                shard.copies,
+                shard.is_counted,
+            )
         return found
 
     results = run_ranks(4, on_rank)
-    assert results[0]["layers.0.weight"] == ("[10/tp, 6] G(dp)", 0, 15, ((0, 0, 15), (2, 15, 30)), (0,), True)
-    assert results[3]["layers.0.weight"] == ("[10/tp, 6] G(dp)", 15, 30, ((1, 0, 15), (3, 15, 30)), (3,), True)
+    assert results[0]["layers.0.weight"] == (
+        "[10/tp, 6] G(dp)",
+        0,
+        15,
+        ((0, 0, 15), (2, 15, 30)),
+        (0,),
+        True,
+    )
+    assert results[3]["layers.0.weight"] == (
+        "[10/tp, 6] G(dp)",
+        15,
+        30,
+        ((1, 0, 15), (3, 15, 30)),
+        (3,),
+        True,
+    )
     # Over tp the gradient of this one is a sum too: all four ranks share its state.
     tiles = ((0, 0, 2), (1, 2, 4), (2, 4, 6))
     assert [result["norm.weight"][1:] for result in results] == [
@@ -138,7 +186,8 @@ def test_shards_are_records(tmp_path):
         (4, 6, tiles, (2,), True),
         (6, 6, tiles, (3,), True),
     ]
-    # Copies over tp get equal gradients: each row of units has all of the state, and the first one counts.
+    # Copies over tp get equal gradients: each row of units has all of the state, and the first one
+    # counts.
     assert [result["head.bias"][1:] for result in results] == [
         (0, 3, ((0, 0, 3), (2, 3, 6)), (0,), True),
         (0, 3, ((1, 0, 3), (3, 3, 6)), (1,), False),
@@ -149,7 +198,9 @@ def test_shards_are_records(tmp_path):
 
 def test_groups_hold_copies(files):
     def on_rank(rank):
-        optimizer = build_optimizer(load_class(files)(), adamw, config_of(4, zero_ngroups=2, reducer_bucket_cap_mb=1e-6))
+        optimizer = build_optimizer(
+            load_class(files)(), adamw, config_of(4, zero_ngroups=2, reducer_bucket_cap_mb=1e-6)
+        )
         shard = next(shard for shard in optimizer.shards if shard.name == "mesh.weight")
         return shard.start, shard.stop, shard.pieces, shard.copies, shard.is_counted
 
@@ -169,14 +220,19 @@ def test_whole_parameters_on_one_rank_each(files):
         for shard in optimizer.shards:
             whole = shard.num_elements == shard.parameter.numel()
             assert shard.num_elements in (0, shard.parameter.numel()) and len(shard.pieces) == 1
-            assert shard.tensor.shape == (shard.parameter.shape if whole else (0, *shard.parameter.shape[1:]))
+            assert shard.tensor.shape == (
+                shard.parameter.shape if whole else (0, *shard.parameter.shape[1:])
+            )
         return {shard.name: shard.num_elements for shard in optimizer.shards}
 
     first, second = run_ranks(2, on_rank)
-    assert [sum(owned.values()) for owned in (first, second)] == [76, 78], "the larger ones first, each where least is"
+    assert [sum(owned.values()) for owned in (first, second)] == [76, 78], (
+        "the larger ones first, each where least is"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ what users do with it
+# ------------------------------------------------------------------------------------------------------
+# what users do with it
 
 
 @pytest.mark.parametrize("options", STAGES, ids=str)
@@ -217,7 +273,9 @@ def test_it_is_the_users_optimizer(files, options):
         schedule.step()
     for result in run_ranks(2, on_rank):
         for name, expected in reference.named_parameters():
-            torch.testing.assert_close(result[name], expected.detach(), rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(
+                result[name], expected.detach(), rtol=1e-10, atol=1e-12, msg=name
+            )
 
 
 @pytest.mark.parametrize("options", STAGES, ids=str)
@@ -237,7 +295,9 @@ def test_its_state_is_loaded_where_it_was_saved(files, options):
         uninterrupted = train(*fresh(), range(4))
         module, optimizer = fresh()
         train(module, optimizer, range(2))
-        saved = {name: x.clone() if torch.is_tensor(x) else x for name, x in module.state_dict().items()}
+        saved = {
+            name: x.clone() if torch.is_tensor(x) else x for name, x in module.state_dict().items()
+        }
         state = optimizer.state_dict()
         module, optimizer = fresh()
         module.load_state_dict(saved)
@@ -256,7 +316,8 @@ def test_its_state_is_loaded_where_it_was_saved(files, options):
     assert run_ranks(2, load_the_others)[0] == (
         "the optimizer state is of other shards of the parameters\n"
         "  why:   of 'norm.weight' it has elements 0 to 6, and this rank has no element\n"
-        "  try:   load it on the rank that saved it, under the same plan, number of units and options of use_zero"
+        "  try:   load it on the rank that saved it, under the same plan, number of units "
+        "and options of use_zero"
     )
 
 
@@ -264,14 +325,18 @@ def test_its_state_is_loaded_where_it_was_saved(files, options):
 def test_a_parameter_that_only_one_rank_uses_steps_on_all(options):
     def on_rank(rank):
         model = linears(dict.fromkeys("abc", (2, 1)))
-        optimizer = build_optimizer(model, torch.optim.AdamW, config_of(**options), lr=0.1, weight_decay=0.5)
+        optimizer = build_optimizer(
+            model, torch.optim.AdamW, config_of(**options), lr=0.1, weight_decay=0.5
+        )
         x = torch.ones(2, dtype=torch.float64)
         for _ in range(2):
             optimizer.zero_grad()
             (model["a"](x) + (model["b"](x) if rank == 0 else 0)).sum().backward()
             optimizer.step()
         found = gathered_gradients(optimizer._reducer.buckets)
-        assert found["c.weight"] is None and torch.equal(found["b.weight"], torch.ones(1, 2, dtype=torch.float64))
+        assert found["c.weight"] is None and torch.equal(
+            found["b.weight"], torch.ones(1, 2, dtype=torch.float64)
+        )
         # Gradients of zero are gradients: what had one goes on to decay.
         optimizer.zero_grad(set_to_none=False)
         optimizer.step()
@@ -288,7 +353,9 @@ def test_a_parameter_that_only_one_rank_uses_steps_on_all(options):
     optimizer.step()
     for result in run_ranks(2, on_rank):
         for name, expected in model.named_parameters():
-            torch.testing.assert_close(result[name], expected.detach(), rtol=1e-12, atol=1e-14, msg=name)
+            torch.testing.assert_close(
+                result[name], expected.detach(), rtol=1e-12, atol=1e-14, msg=name
+            )
     assert torch.equal(model["c"].weight, torch.ones(1, 2, dtype=torch.float64))
 
 
@@ -296,9 +363,15 @@ def by_shape(parameters, conditional=False):
     """What many training scripts do: weights decay, biases do not."""
     groups = [
         {"params": [p for p in parameters if p.requires_grad and p.ndim > 1], "weight_decay": 0.5},
-        {"params": [p for p in parameters if p.requires_grad and p.ndim < 2], "weight_decay": 0.0, "lr": 0.2},
+        {
+            "params": [p for p in parameters if p.requires_grad and p.ndim < 2],
+            "weight_decay": 0.0,
+            "lr": 0.2,
+        },
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"] or not conditional], lr=0.1)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"] or not conditional], lr=0.1
+    )
 
 
 @pytest.mark.parametrize("options", [*STAGES, {"distributed_optimizer": {}}], ids=str)
@@ -317,7 +390,9 @@ def test_a_function_that_groups_by_shape(options):
         return model
 
     def on_rank(rank):
-        optimizer = build_optimizer(model := make(), by_shape, config_of(grad_reduction="mean", **options))
+        optimizer = build_optimizer(
+            model := make(), by_shape, config_of(grad_reduction="mean", **options)
+        )
         assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
         return steps(model, optimizer)
 
@@ -330,15 +405,24 @@ def test_a_function_that_groups_by_shape(options):
     ("function", "problem"),
     [
         (partial(by_shape, conditional=True), "1 and 2 groups"),
-        (lambda ps: torch.optim.SGD([p for p in ps if p.ndim > 1]), "ValueError: optimizer got an empty parameter list"),
+        (
+            lambda ps: torch.optim.SGD([p for p in ps if p.ndim > 1]),
+            "ValueError: optimizer got an empty parameter list",
+        ),
     ],
 )
 def test_a_function_that_makes_something_else_of_flat_pieces(function, problem):
-    text = text_of(lambda: run_ranks(2, lambda rank: build_optimizer(torch.nn.Linear(3, 5), function, config_of())))
+    text = text_of(
+        lambda: run_ranks(
+            2, lambda rank: build_optimizer(torch.nn.Linear(3, 5), function, config_of())
+        )
+    )
     assert text.startswith(
-        "optimizer_fn makes something else of the pieces that this rank updates than of the parameters\n"
+        "optimizer_fn makes something else of the pieces that this rank updates than of the "
+        "parameters\n"
         f"  why:   {problem}; pieces are flat under ZeRO, whatever the shape of the parameter\n"
-        "  try:   pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class as optimizer_fn"
+        "  try:   pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a "
+        "class as optimizer_fn"
     )
 
 
@@ -346,9 +430,13 @@ def test_a_function_that_makes_something_else_of_flat_pieces(function, problem):
 def test_a_function_that_leaves_out_what_is_not_trained_where_nothing_is(kind):
     """As on the ranks of a pipeline's stage that is frozen."""
     for model in (torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Module()):
-        optimizer = build_optimizer(model, lambda parameters: kind([p for p in parameters if p.requires_grad], lr=0.1))
+        optimizer = build_optimizer(
+            model, lambda parameters: kind([p for p in parameters if p.requires_grad], lr=0.1)
+        )
         optimizer.step()
-        assert optimizer.state_dict()["state"] == {} and [group["params"] for group in optimizer.param_groups] == [[]]
+        assert optimizer.state_dict()["state"] == {} and [
+            group["params"] for group in optimizer.param_groups
+        ] == [[]]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -361,19 +449,25 @@ def test_a_parameter_that_is_trained_later(stage):
         optimizer = build_optimizer(model, torch.optim.SGD, config_of(use_zero=stage), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad()
-            sum(layer(torch.full((2,), rank + 1.0, dtype=torch.float64)).sum() for layer in model.values()).backward()
+            sum(
+                layer(torch.full((2,), rank + 1.0, dtype=torch.float64)).sum()
+                for layer in model.values()
+            ).backward()
             optimizer.step()
             model["a"].requires_grad_(True)
 
     assert text_of(lambda: run_ranks(2, on_rank), UsageError).startswith(
         "parameter 'a.weight' has a gradient, and was frozen when the optimizer was built\n"
-        "  why:   which gradients are summed over the ranks was settled then; each rank would go its own way\n"
+        "  why:   which gradients are summed over the ranks was settled then; each rank "
+        "would go its own way\n"
         "  try:   build the optimizer again after changing requires_grad"
     )
 
 
 def test_a_parameter_that_was_used_once_has_no_gradient_of_zeros_later():
-    """Also where an ordinary module has cleared the gradients, of which the reducer learns with the next one."""
+    """Also where an ordinary module has cleared the gradients, of which the reducer learns with the
+    next one.
+    """
 
     def steps(model, optimizer):
         for x in (1.0, 0.0):
@@ -386,7 +480,10 @@ def test_a_parameter_that_was_used_once_has_no_gradient_of_zeros_later():
     def on_rank(rank):
         model = linears(dict.fromkeys("ab", (2, 1)))
         options = {"lr": 0.1, "weight_decay": 0.5}
-        return steps(model, build_optimizer(model, torch.optim.AdamW, config_of(grad_reduction="mean"), **options))
+        return steps(
+            model,
+            build_optimizer(model, torch.optim.AdamW, config_of(grad_reduction="mean"), **options),
+        )
 
     model = linears(dict.fromkeys("ab", (2, 1)))
     expected = steps(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
@@ -395,27 +492,38 @@ def test_a_parameter_that_was_used_once_has_no_gradient_of_zeros_later():
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_zero": 0}, *STAGES, {"distributed_optimizer": {"contiguous_grad_buffer": False}}], ids=str
+    "options",
+    [{"use_zero": 0}, *STAGES, {"distributed_optimizer": {"contiguous_grad_buffer": False}}],
+    ids=str,
 )
 def test_sparse_and_complex_gradients(options):
     def steps(model, optimizer, rows, clip):
         norms = []
         for _ in range(2):
             optimizer.zero_grad()
-            sum(model["a"](torch.tensor(row)).square().sum() + (model["b"].weight ** 3).real.sum() for row in rows).backward()
+            sum(
+                model["a"](torch.tensor(row)).square().sum() + (model["b"].weight ** 3).real.sum()
+                for row in rows
+            ).backward()
             norms.append(clip(model, optimizer))
             optimizer.step()
         return norms, [p.detach().clone() for p in model.parameters()]
 
     def make(sparse):
-        model = torch.nn.ModuleDict({"a": torch.nn.Embedding(4, 3, sparse=sparse), "b": torch.nn.Module()})
+        model = torch.nn.ModuleDict(
+            {"a": torch.nn.Embedding(4, 3, sparse=sparse), "b": torch.nn.Module()}
+        )
         model["a"].weight = torch.nn.Parameter(torch.full((4, 3), 0.5, dtype=torch.float64))
-        model["b"].weight = torch.nn.Parameter(torch.full((2,), 0.5 - 0.25j, dtype=torch.complex128))
+        model["b"].weight = torch.nn.Parameter(
+            torch.full((2,), 0.5 - 0.25j, dtype=torch.complex128)
+        )
         return model
 
     def on_rank(rank):
         model = make(sparse=True)
-        optimizer = build_optimizer(model, torch.optim.SGD, config_of(**options), lr=0.1, momentum=0.5)
+        optimizer = build_optimizer(
+            model, torch.optim.SGD, config_of(**options), lr=0.1, momentum=0.5
+        )
         return steps(model, optimizer, [[rank, 3]], lambda _, optimizer: optimizer.clip_gnorm(1.0))
 
     model = make(sparse=False)
@@ -470,7 +578,10 @@ def test_compiled_parts_inside_an_ordinary_module(tmp_path, options):
     def train(rank):
         model = Mixed(lambda: load_class(directory)())
         optimizer = build_optimizer(
-            model, torch.optim.AdamW, {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 0} | options, **ADAMW
+            model,
+            torch.optim.AdamW,
+            {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 0} | options,
+            **ADAMW,
         )
         for step in range(3):
             optimizer.zero_grad()
@@ -486,7 +597,9 @@ def test_compiled_parts_inside_an_ordinary_module(tmp_path, options):
                 expected = expected.chunk(2)[rank % 2]
             elif name.endswith("layers.1.weight"):
                 expected = expected.chunk(2, 1)[rank % 2]
-            torch.testing.assert_close(parameters[name], expected.detach(), rtol=1e-12, atol=1e-13, msg=name)
+            torch.testing.assert_close(
+                parameters[name], expected.detach(), rtol=1e-12, atol=1e-13, msg=name
+            )
 
 
 class Twice(torch.optim.SGD):
@@ -527,7 +640,9 @@ def test_a_closure_may_run_twice_in_a_step(files, options):
     expected = [optimizer.step(closure).item() for _ in range(2)]
     for losses, weight in run_ranks(2, on_rank):
         assert losses == pytest.approx(expected, rel=1e-12)
-        torch.testing.assert_close(weight, reference.layers[1].weight.detach(), rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(
+            weight, reference.layers[1].weight.detach(), rtol=1e-11, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize("options", STAGES, ids=str)
@@ -537,9 +652,13 @@ def test_hooks_see_flat_gradients(files, options):
         optimizer = build_optimizer(module, adamw, config_of(**options, grad_reduction="mean"))
         sizes = []
         optimizer.register_reducer_pre_hook(lambda reducer, gradients: gradients.div_(4))
-        optimizer.register_reducer_pre_hook(lambda reducer, gradients: sizes.append(gradients.numel()))
+        optimizer.register_reducer_pre_hook(
+            lambda reducer, gradients: sizes.append(gradients.numel())
+        )
         optimizer.register_reducer_post_hook(lambda reducer, gradients: gradients.mul_(8))
-        optimizer.register_reducer_post_hook(lambda reducer, gradients: sizes.append(gradients.numel()))
+        optimizer.register_reducer_post_hook(
+            lambda reducer, gradients: sizes.append(gradients.numel())
+        )
         module(*make_batch(rank)).backward()
         optimizer.sync_shard_grad()
         optimizer.scale_grads(0.5)
@@ -592,7 +711,9 @@ def test_several_dtypes_in_one_model():
         return [p.detach() for p in model.parameters()]
 
     (a, b), *rest = run_ranks(3, on_rank)
-    assert (a.dtype, b.dtype) == (torch.float64, torch.float32) and not torch.equal(a, torch.ones_like(a))
+    assert (a.dtype, b.dtype) == (torch.float64, torch.float32) and not torch.equal(
+        a, torch.ones_like(a)
+    )
     for other in rest:
         assert torch.equal(a, other[0]) and torch.equal(b, other[1])
 
@@ -614,23 +735,31 @@ def test_a_parameter_may_get_other_memory(files):
     for text in run_ranks(2, on_rank):
         assert text == (
             "parameter 'head.bias' has moved since the optimizer was built\n"
-            "  why:   it is torch.float32 on cpu, and the optimizer's state is made for torch.float64 on cpu\n"
+            "  why:   it is torch.float32 on cpu, and the optimizer's state is made for "
+            "torch.float64 on cpu\n"
             "  try:   move or convert the module before build_optimizer"
         )
 
 
 @pytest.mark.slow
 def test_on_processes(files):
-    """Gloo has no reduce-scatter worth the name, and owners' slices are uneven: both go other ways there."""
+    """Gloo has no reduce-scatter worth the name, and owners' slices are uneven: both go other ways
+    there.
+    """
     threads = run_ranks(4, lambda rank: process_job(str(files)))
-    for mine, theirs in zip(run_processes(4, "zero_training:process_job", str(files)), threads, strict=True):
+    for mine, theirs in zip(
+        run_processes(4, "zero_training:process_job", str(files)), threads, strict=True
+    ):
         for job, result in theirs.items():
             for name, x in result["parameters"].items():
-                torch.testing.assert_close(mine[job]["parameters"][name], x, rtol=1e-12, atol=1e-14, msg=name)
+                torch.testing.assert_close(
+                    mine[job]["parameters"][name], x, rtol=1e-12, atol=1e-14, msg=name
+                )
             assert mine[job]["state_elements"] == result["state_elements"]
 
 
-# --------------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------------------
+# refusals
 
 
 @pytest.mark.parametrize("options", STAGES, ids=str)
@@ -665,13 +794,16 @@ def test_gradients_from_before_the_optimizer(files, options):
     for text in run_ranks(2, on_rank):
         assert text == (
             "parameter 'norm.weight' has a gradient from before the optimizer was built\n"
-            "  why:   where optimizer state is split, gradients are collected in buffers that are made with the optimizer\n"
-            "  try:   build the optimizer before the first backward, or clear the gradients with zero_grad()"
+            "  why:   where optimizer state is split, gradients are collected in buffers "
+            "that are made with the optimizer\n"
+            "  try:   build the optimizer before the first backward, or clear the gradients "
+            "with zero_grad()"
         )
 
 
 @pytest.mark.parametrize(
-    ("options", "cause"), [({"use_zero": 2}, "use_zero=2"), ({"distributed_optimizer": {}}, "overlap_grad_sync")]
+    ("options", "cause"),
+    [({"use_zero": 2}, "use_zero=2"), ({"distributed_optimizer": {}}, "overlap_grad_sync")],
 )
 def test_a_second_backward_where_the_first_one_reduced(files, options, cause):
     def on_rank(rank):
@@ -684,7 +816,10 @@ def test_a_second_backward_where_the_first_one_reduced(files, options, cause):
 
     assert run_ranks(2, on_rank)[0].splitlines()[1:] == [
         f"  why:   with {cause} the first one already started to sum gradients over the ranks",
-        f"  try:   run all backward passes but the last inside `with optimizer.no_sync():`, or train without {cause}",
+        (
+            "  try:   run all backward passes but the last inside `with optimizer.no_sync():`, "
+            f"or train without {cause}"
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""The option table of the distributed optimizer: every option changes what it says, and no number."""
+"""The option table of the distributed optimizer: every option changes what it says, and no
+number.
+"""
 
 import itertools
 
@@ -15,8 +17,15 @@ from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.state import MASTER
 
-FLAGS = ("overlap_grad_sync", "overlap_param_sync", "contiguous_param_buffer", "contiguous_grad_buffer")
-TABLES = [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=4)]
+FLAGS = (
+    "overlap_grad_sync",
+    "overlap_param_sync",
+    "contiguous_param_buffer",
+    "contiguous_grad_buffer",
+)
+TABLES = [
+    dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=4)
+]
 
 
 @pytest.fixture
@@ -34,10 +43,17 @@ def test_dtypes():
         return settings.state_dtype(of), settings.gradient_dtype(of)
 
     low, single, double = torch.bfloat16, torch.float32, torch.float64
-    assert [dtypes(dtype) for dtype in (low, single, double)] == [(single, single), (single, single), (double, double)]
+    assert [dtypes(dtype) for dtype in (low, single, double)] == [
+        (single, single),
+        (single, single),
+        (double, double),
+    ]
     assert dtypes(double, dtype=None) == (double, double)
     assert dtypes(single, dtype="bf16", grad_sync_dtype="float16") == (low, torch.float16)
-    assert dtypes(single, dtype="bf16") == (low, low) and dtypes(low, grad_sync_dtype="bf16") == (single, low)
+    assert dtypes(single, dtype="bf16") == (low, low) and dtypes(low, grad_sync_dtype="bf16") == (
+        single,
+        low,
+    )
 
 
 @pytest.mark.parametrize("index", range(16))
@@ -49,7 +65,16 @@ def test_every_combination(tmp_path, index):
     stage = (index // 4) % 3 or int(table["overlap_param_sync"])
     check(directory, num_ranks, 2, name, distributed_optimizer=table, use_zero=stage)
     if index % 4 == 1:
-        check(directory, num_ranks, 2, name, 2, distributed_optimizer=table, use_zero=2, zero_ngroups=2)
+        check(
+            directory,
+            num_ranks,
+            2,
+            name,
+            2,
+            distributed_optimizer=table,
+            use_zero=2,
+            zero_ngroups=2,
+        )
 
 
 def test_buckets_are_counted_in_the_dtype_of_the_gradients():
@@ -74,7 +99,9 @@ def test_gradients_travel_in_their_dtype(files):
         assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {torch.bfloat16}
         with count_communication() as volume:
             optimizer.sync_shard_grad()
-        assert {shard.tensor.grad.dtype for shard in optimizer.shards if shard.num_elements} == {torch.float64}
+        assert {shard.tensor.grad.dtype for shard in optimizer.shards if shard.num_elements} == {
+            torch.float64
+        }
         total = volume.total("reduce_scatter", phase="gradients")
         return total.num_bytes / total.elements
 
@@ -87,7 +114,10 @@ def test_views_of_one_buffer(files):
         build_optimizer(module, OPTIMIZERS["adamw"], config_of(**table))
         module(*make_batch(rank)).backward()
         trained = [p for p in module.parameters() if p.requires_grad]
-        return [len({x.untyped_storage().data_ptr() for x in of}) for of in (trained, [p.grad for p in trained])]
+        return [
+            len({x.untyped_storage().data_ptr() for x in of})
+            for of in (trained, [p.grad for p in trained])
+        ]
 
     default = {"overlap_grad_sync": False, "bucket_cap_mb": 3e-4}
     assert run_ranks(2, lambda rank: storages(rank, **default)) == [[7, 1]] * 2
@@ -98,13 +128,19 @@ def test_views_of_one_buffer(files):
 def test_gradients_are_reduced_in_backward(files):
     def calls(rank, overlap):
         module = load_class(files)()
-        optimizer = build_optimizer(module, OPTIMIZERS["adamw"], config_of(overlap_grad_sync=overlap, bucket_cap_mb=1e-6))
+        optimizer = build_optimizer(
+            module, OPTIMIZERS["adamw"], config_of(overlap_grad_sync=overlap, bucket_cap_mb=1e-6)
+        )
         with count_communication() as volume:
             module(*make_batch(rank)).backward()
         in_backward = volume.calls("reduce_scatter")
         with count_communication() as volume:
             optimizer.step()
-        return in_backward, volume.calls("reduce_scatter"), volume.calls("all_gather", phase="gradients")
+        return (
+            in_backward,
+            volume.calls("reduce_scatter"),
+            volume.calls("all_gather", phase="gradients"),
+        )
 
     assert run_ranks(2, calls, True) == [(7, 0, 7)] * 2
     assert run_ranks(2, calls, False) == [(0, 7, 7)] * 2
@@ -124,19 +160,29 @@ def test_parameters_arrive_when_they_are_first_read(files):
         module(*make_batch(rank)).backward()
         optimizer.step()
         seen = [under_way()]
-        before = {name: id(p) for scope in (module.norm, module.layers[0]) for name, p in dict.items(scope._parameters)}
+        before = {
+            name: id(p)
+            for scope in (module.norm, module.layers[0])
+            for name, p in dict.items(scope._parameters)
+        }
         assert module.norm.weight is not None
         seen.append(under_way())
         assert module.layers[0].bias is not None
         seen.append(under_way())
         loss = module(*make_batch(rank))
         seen.append(under_way())
-        assert type(module.norm._parameters) is plain and id(module.layers[0].bias) == before["bias"]
+        assert (
+            type(module.norm._parameters) is plain and id(module.layers[0].bias) == before["bias"]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         seen.append(under_way())
-        state = {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+        state = {
+            name: x.clone()
+            for name, x in module.state_dict().items()
+            if isinstance(x, torch.Tensor)
+        }
         seen.append(under_way())
         optimizer.step()
         optimizer.wait_for_parameters()
@@ -147,15 +193,20 @@ def test_parameters_arrive_when_they_are_first_read(files):
     for seen, state in results:
         assert seen == [7, 6, 5, 0, 7, 0, 0]
         for name, x in state.items():
-            assert name == "mean" or torch.equal(x, results[0][1][name]), "a state dict holds what was gathered"
+            assert name == "mean" or torch.equal(x, results[0][1][name]), (
+                "a state dict holds what was gathered"
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------- masters
+# ----------------------------------------------------------------------------------------------------------------
+# masters
 
 
 def low_model():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    ).bfloat16()
     return model
 
 
@@ -164,7 +215,9 @@ def low_batch(rank, step):
 
 
 def low_reference(num_ranks, steps):
-    """A float32 master of each parameter, updated by float32 sums of the ranks' bfloat16 gradients."""
+    """A float32 master of each parameter, updated by float32 sums of the ranks' bfloat16
+    gradients.
+    """
     model = low_model()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=0.01)
@@ -184,21 +237,27 @@ def low_reference(num_ranks, steps):
     return masters, list(model.parameters())
 
 
-@pytest.mark.parametrize("flags", [{}, {"contiguous_param_buffer": True}, {"overlap_param_sync": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"contiguous_param_buffer": True}, {"overlap_param_sync": True}], ids=str
+)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_float32_masters_of_bfloat16_parameters(num_ranks, flags):
     models = [low_model() for _ in range(num_ranks)]  # threads share the global generator
 
     def train(rank):
         model = models[rank]
-        optimizer = build_optimizer(model, torch.optim.AdamW, config_of(num_ranks, **flags), lr=0.01)
+        optimizer = build_optimizer(
+            model, torch.optim.AdamW, config_of(num_ranks, **flags), lr=0.01
+        )
         for step in range(5):
             optimizer.zero_grad()
             model(low_batch(rank, step)).square().sum().backward()
             optimizer.step()
         optimizer.wait_for_parameters()
         assert all(shard.tensor.dtype == torch.float32 for shard in optimizer.shards)
-        assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.float32}
+        assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {
+            torch.float32
+        }
         masters = {s.name: (s.start, s.stop, s.tensor.detach()) for s in optimizer.shards}
         return masters, [p.detach() for p in model.parameters()], state_elements(optimizer)
 
@@ -229,13 +288,17 @@ def test_masters_are_part_of_the_state():
     other = build_optimizer(again, torch.optim.SGD, config_of(1), lr=1e-4)
     other.load_state_dict(state)
     for mine, theirs in zip(optimizer.shards, other.shards, strict=True):
-        assert torch.equal(mine.tensor, theirs.tensor) and not torch.equal(mine.tensor, mine.parameter.float().view(-1))
+        assert torch.equal(mine.tensor, theirs.tensor) and not torch.equal(
+            mine.tensor, mine.parameter.float().view(-1)
+        )
 
     for order in (("module", "optimizer"), ("optimizer", "module")):
         fresh = low_model()
         third = build_optimizer(fresh, torch.optim.SGD, config_of(1), lr=1e-4)
         for part in order:
-            (fresh if part == "module" else third).load_state_dict(model.state_dict() if part == "module" else state)
+            (fresh if part == "module" else third).load_state_dict(
+                model.state_dict() if part == "module" else state
+            )
         third.step()
         for mine, theirs in zip(optimizer.shards, third.shards, strict=True):
             assert torch.equal(mine.tensor, theirs.tensor), order
@@ -244,10 +307,14 @@ def test_masters_are_part_of_the_state():
         del values[MASTER]
     other.load_state_dict(state)
     for shard in other.shards:
-        assert torch.equal(shard.tensor, shard.parameter.float().view(-1)), "without masters the parameters are as they are"
+        assert torch.equal(shard.tensor, shard.parameter.float().view(-1)), (
+            "without masters the parameters are as they are"
+        )
 
 
-@pytest.mark.parametrize("flags", [{}, {"contiguous_param_buffer": True}, {"overlap_param_sync": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"contiguous_param_buffer": True}, {"overlap_param_sync": True}], ids=str
+)
 def test_masters_follow_parameters_that_somebody_else_sets(flags):
     models, other = [low_model() for _ in range(2)], low_model()
     with torch.no_grad():
@@ -265,8 +332,11 @@ def test_masters_follow_parameters_that_somebody_else_sets(flags):
             optimizer.step()
             optimizer.zero_grad()
         for shard, stale, update in zip(optimizer.shards, before, updates, strict=True):
-            start = other.get_parameter(shard.name).detach().float().view(-1)[shard.start : shard.stop]
-            # What was set anew is exact in float32. The others were set to what they rounded to, and their masters stay.
+            start = (
+                other.get_parameter(shard.name).detach().float().view(-1)[shard.start : shard.stop]
+            )
+            # What was set anew is exact in float32. The others were set to what they rounded to,
+            # and their masters stay.
             rtol = 1e-6 if shard.name == "0.weight" else 2**-8
             torch.testing.assert_close(shard.tensor.detach(), start - update, rtol=rtol, atol=1e-6)
             if shard.name == "0.weight" and shard.num_elements:

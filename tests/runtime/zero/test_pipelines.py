@@ -1,11 +1,13 @@
-"""Split optimizer state in pipelines: every schedule, stages of unequal meshes, embeddings that stages share."""
+"""Split optimizer state in pipelines: every schedule, stages of unequal meshes, embeddings that
+stages share.
+"""
 
 import pytest
 from pipeline_files import Net
 from pipeline_training import assert_equal, train_rank, train_reference, write
 from pipelines import make_pipe
 
-from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.runtime.ranks.threads import run_ranks
 
 OPTIONS = [
@@ -13,7 +15,13 @@ OPTIONS = [
     {"use_zero": 1, "zero_use_reduce_scatter": True, "use_async_reducer": True},
     {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6},
     {"use_zero": 2, "use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6, "zero_ngroups": 2},
-    {"distributed_optimizer": {"overlap_param_sync": True, "contiguous_grad_buffer": False, "bucket_cap_mb": 1e-4}},
+    {
+        "distributed_optimizer": {
+            "overlap_param_sync": True,
+            "contiguous_grad_buffer": False,
+            "bucket_cap_mb": 1e-4,
+        }
+    },
 ]
 
 

@@ -1,4 +1,6 @@
-"""Masters as 16 bits beside a bfloat16 parameter: exact, and as good as float32 masters in training."""
+"""Masters as 16 bits beside a bfloat16 parameter: exact, and as good as float32 masters in
+training.
+"""
 
 from typing import Any
 
@@ -17,19 +19,30 @@ STEPS = 5
 
 
 def away(master: Tensor) -> Tensor:
-    """Rounded to the nearest bfloat16, ties away from zero: by magnitude, in integers that have room."""
+    """Rounded to the nearest bfloat16, ties away from zero: by magnitude, in integers that have
+    room.
+    """
     bits = master.view(torch.int32).long() & 0xFFFFFFFF
     sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
     upper = (magnitude >> 16) + ((magnitude & 0xFFFF) >= 0x8000).long() + (sign << 15)
-    rounded = torch.where(upper >= 0x8000, upper - 0x10000, upper).to(torch.int16).view(torch.bfloat16)
+    rounded = (
+        torch.where(upper >= 0x8000, upper - 0x10000, upper).to(torch.int16).view(torch.bfloat16)
+    )
     return torch.where(master.isnan(), master.to(torch.bfloat16), rounded)
 
 
 def every_kind() -> Tensor:
-    """All upper halves with lower halves around 0, ties and the ends, and all lower halves with some upper ones."""
+    """All upper halves with lower halves around 0, ties and the ends, and all lower halves with
+    some upper ones.
+    """
     upper = torch.arange(0x10000)[:, None] << 16
-    lower = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD])
-    some = torch.tensor([0x3F80, 0x3F81, 0xBF80, 0x0000, 0x8000, 0x7F7F, 0x0080, 0xC2C8])[:, None] << 16
+    lower = torch.tensor(
+        [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD]
+    )
+    some = (
+        torch.tensor([0x3F80, 0x3F81, 0xBF80, 0x0000, 0x8000, 0x7F7F, 0x0080, 0xC2C8])[:, None]
+        << 16
+    )
     bits = torch.cat([(upper | lower).reshape(-1), (some | torch.arange(0x10000)).reshape(-1)])
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
@@ -40,17 +53,23 @@ def test_the_round_trip_is_exact() -> None:
     remainder = Remainder(torch.empty(master.shape, dtype=torch.int16))
     remainder.split(master, parameter)
     again, numbers = remainder.joined(parameter), ~master.isnan()
-    assert numbers.sum() > 1e6 and torch.equal(again[numbers].view(torch.int32), master[numbers].view(torch.int32))
+    assert numbers.sum() > 1e6 and torch.equal(
+        again[numbers].view(torch.int32), master[numbers].view(torch.int32)
+    )
     assert again[~numbers].isnan().all() and parameter[~numbers].isnan().all()
     assert torch.equal(parameter[numbers], away(master)[numbers])
     ties = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(parameter[numbers & ~ties], master.to(torch.bfloat16)[numbers & ~ties])
-    assert is_rounded(master, parameter)[numbers].all() and is_rounded(master, master.to(torch.bfloat16))[numbers].all()
+    assert (
+        is_rounded(master, parameter)[numbers].all()
+        and is_rounded(master, master.to(torch.bfloat16))[numbers].all()
+    )
     other = torch.where(parameter == 1, 2, 1).to(torch.bfloat16)
     assert not is_rounded(master, other)[(master - other.float()).abs() > 0.1].any()
 
 
-# --------------------------------------------------------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------------------------------------
+# training
 
 
 def net() -> nn.Module:
@@ -66,10 +85,19 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
 
 
-def build(model: nn.Module, num_ranks: int, stage: int, optimizer: Any = torch.optim.AdamW, **table: Any) -> ParallelOptimizer:
+def build(
+    model: nn.Module, num_ranks: int, stage: int, optimizer: Any = torch.optim.AdamW, **table: Any
+) -> ParallelOptimizer:
     table = {"store_param_remainders": True, **table}
-    config = {"plan_ngpus": 1, "runtime_ngpus": num_ranks, "use_zero": stage, "distributed_optimizer": table}
-    return build_optimizer(model, optimizer, config, lr=1.0 if optimizer is torch.optim.LBFGS else 0.01)
+    config = {
+        "plan_ngpus": 1,
+        "runtime_ngpus": num_ranks,
+        "use_zero": stage,
+        "distributed_optimizer": table,
+    }
+    return build_optimizer(
+        model, optimizer, config, lr=1.0 if optimizer is torch.optim.LBFGS else 0.01
+    )
 
 
 def step(model: nn.Module, optimizer: ParallelOptimizer, rank: int, number: int) -> None:
@@ -78,7 +106,9 @@ def step(model: nn.Module, optimizer: ParallelOptimizer, rank: int, number: int)
     optimizer.step()
 
 
-def trained(num_ranks: int, stage: int, **table: Any) -> list[tuple[dict[str, Tensor], list[Any], list[Tensor]]]:
+def trained(
+    num_ranks: int, stage: int, **table: Any
+) -> list[tuple[dict[str, Tensor], list[Any], list[Tensor]]]:
     """Masters, moments and parameters of each rank."""
     models = [net() for _ in range(num_ranks)]
 
@@ -87,8 +117,17 @@ def trained(num_ranks: int, stage: int, **table: Any) -> list[tuple[dict[str, Te
         for number in range(STEPS):
             step(models[rank], optimizer, rank, number)
         optimizer.wait_for_parameters()
-        moments = [x for state in optimizer.state_dict()["state"].values() for key, x in state.items() if key != MASTER]
-        return {s.name: s.value for s in optimizer.shards}, moments, [p.detach() for p in models[rank].parameters()]
+        moments = [
+            x
+            for state in optimizer.state_dict()["state"].values()
+            for key, x in state.items()
+            if key != MASTER
+        ]
+        return (
+            {s.name: s.value for s in optimizer.shards},
+            moments,
+            [p.detach() for p in models[rank].parameters()],
+        )
 
     return run_ranks(num_ranks, on_rank)
 
@@ -97,7 +136,10 @@ def round_ties_away(target: Tensor, source: Tensor) -> None:
     target.copy_(away(source.contiguous()) if source.dtype == torch.float32 else source)
 
 
-@pytest.mark.parametrize("table", [{}, {"contiguous_param_buffer": True, "bucket_cap_mb": 1e-3}, {"overlap_param_sync": True}])
+@pytest.mark.parametrize(
+    "table",
+    [{}, {"contiguous_param_buffer": True, "bucket_cap_mb": 1e-3}, {"overlap_param_sync": True}],
+)
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 0), (1, 1), (3, 1), (2, 2)])
 def test_training_is_that_of_float32_masters(
     num_ranks: int, stage: int, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -108,16 +150,22 @@ def test_training_is_that_of_float32_masters(
     ours = trained(num_ranks, stage, **table)
     monkeypatch.setattr(shards, "fill", round_ties_away)
     theirs = trained(num_ranks, stage, **table, store_param_remainders=False)
-    for (masters, moments, parameters), (expected, their_moments, their_parameters) in zip(ours, theirs, strict=True):
+    for (masters, moments, parameters), (expected, their_moments, their_parameters) in zip(
+        ours, theirs, strict=True
+    ):
         for name, master in masters.items():
             assert master.dtype == torch.float32 and torch.equal(master, expected[name])
-        for mine, other in zip([*moments, *parameters], [*their_moments, *their_parameters], strict=True):
+        for mine, other in zip(
+            [*moments, *parameters], [*their_moments, *their_parameters], strict=True
+        ):
             assert torch.equal(mine, other)
         assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values() if m.numel())
 
 
 def test_what_is_held() -> None:
-    """Two bytes for each element between steps; float32 while the optimizer is made and while it steps."""
+    """Two bytes for each element between steps; float32 while the optimizer is made and while it
+    steps.
+    """
     seen = []
 
     class Watching(torch.optim.SGD):
@@ -127,7 +175,12 @@ def test_what_is_held() -> None:
 
         def look(self) -> None:
             tensors = [p for group in self.param_groups for p in group["params"]]
-            seen.append(all(not p.isnan().any() and p.untyped_storage().nbytes() == 4 * p.numel() for p in tensors))
+            seen.append(
+                all(
+                    not p.isnan().any() and p.untyped_storage().nbytes() == 4 * p.numel()
+                    for p in tensors
+                )
+            )
 
         def step(self, closure: Any = None) -> Any:
             self.look()
@@ -138,8 +191,12 @@ def test_what_is_held() -> None:
     for number in range(2):
         step(model, optimizer, 0, number)
         for shard in optimizer.shards:
-            assert shard.remainder is not None and shard.remainder.low.nbytes == 2 * shard.num_elements
-            assert shard.tensor.untyped_storage().nbytes() == 4, "one element stands for all of them"
+            assert (
+                shard.remainder is not None and shard.remainder.low.nbytes == 2 * shard.num_elements
+            )
+            assert shard.tensor.untyped_storage().nbytes() == 4, (
+                "one element stands for all of them"
+            )
             assert shard.tensor.shape == shard.parameter.shape and shard.tensor.isnan().all()
     assert seen == [True] * 3
 
@@ -162,7 +219,8 @@ def test_a_closure_sees_the_parameters_of_its_iteration() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------------- state
+# -------------------------------------------------------------------------------------------------------------------
+# state
 
 
 @pytest.mark.parametrize("order", ["module first", "optimizer first"])
@@ -172,10 +230,14 @@ def test_state_dicts(here: bool, there: bool, order: str) -> None:
     """They hold float32 masters, so they load into either form; nothing is lost, ties included."""
 
     def tie(optimizer: ParallelOptimizer) -> None:
-        """Give elements masters that are ties, between an even and an odd parameter and the other way round."""
+        """Give elements masters that are ties, between an even and an odd parameter and the other
+        way round.
+        """
         state = optimizer.state_dict()
         for values in state["state"].values():
-            values[MASTER].view(-1)[:2].view(torch.int32).copy_(torch.tensor([0x3F808000, 0x3F818000]))
+            values[MASTER].view(-1)[:2].view(torch.int32).copy_(
+                torch.tensor([0x3F808000, 0x3F818000])
+            )
         optimizer.load_state_dict(state)
 
     model = net()
@@ -196,21 +258,29 @@ def test_state_dicts(here: bool, there: bool, order: str) -> None:
     for part in (again, other) if order == "module first" else (other, again):
         part.load_state_dict(model.state_dict() if part is again else state)
     for _ in range(2):
-        assert all(torch.equal(s.value, master) for s, master in zip(other.shards, masters, strict=True))
+        assert all(
+            torch.equal(s.value, master) for s, master in zip(other.shards, masters, strict=True)
+        )
         for p in again.parameters():
             p.grad = torch.zeros(p.shape)
         other.step()  # nothing moves, and remainders are made
         other.zero_grad()
-    assert all(torch.equal(s.value, master) for s, master in zip(other.shards, masters, strict=True))
+    assert all(
+        torch.equal(s.value, master) for s, master in zip(other.shards, masters, strict=True)
+    )
 
     for values in state["state"].values():
         del values[MASTER]
     other.load_state_dict(state)
-    assert all(torch.equal(shard.value, shard.parameter.float()) for shard in other.shards), "as there are none"
+    assert all(torch.equal(shard.value, shard.parameter.float()) for shard in other.shards), (
+        "as there are none"
+    )
 
 
 def test_parameters_that_somebody_else_sets() -> None:
-    """The remainder stays, which is at most half a step of the parameter's: what is put back is exact."""
+    """The remainder stays, which is at most half a step of the parameter's: what is put back is
+    exact.
+    """
     model = net()
     optimizer = build(model, 1, 0, torch.optim.SGD)
     step(model, optimizer, 0, 0)
@@ -220,7 +290,10 @@ def test_parameters_that_somebody_else_sets() -> None:
         for p in model.parameters():
             p.zero_()
     model.load_state_dict(kept)
-    assert all(torch.equal(shard.value, master) for shard, master in zip(optimizer.shards, masters, strict=True))
+    assert all(
+        torch.equal(shard.value, master)
+        for shard, master in zip(optimizer.shards, masters, strict=True)
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
@@ -228,7 +301,8 @@ def test_parameters_that_somebody_else_sets() -> None:
         assert ((shard.value - shard.parameter).abs() <= shard.parameter.abs().float() / 2**8).all()
 
 
-# ------------------------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------------------------------
+# errors
 
 
 def test_errors() -> None:
@@ -259,6 +333,7 @@ def test_errors() -> None:
         optimizer.state_dict()
     assert str(caught.value) == (
         "parameter '0.weight' has moved since the optimizer was built\n"
-        "  why:   it is torch.float32 on cpu, and the optimizer's state is made for torch.bfloat16 on cpu\n"
+        "  why:   it is torch.float32 on cpu, and the optimizer's state is made for "
+        "torch.bfloat16 on cpu\n"
         "  try:   move or convert the module before build_optimizer"
     )

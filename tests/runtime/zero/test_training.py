@@ -1,4 +1,6 @@
-"""Training with optimizer state split over ranks: the numbers of one device, whatever the stage and the options."""
+"""Training with optimizer state split over ranks: the numbers of one device, whatever the stage and
+the options.
+"""
 
 import itertools
 
@@ -30,12 +32,28 @@ def test_every_mesh(tmp_path, mesh, options):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_optimizer(tmp_path, name, stage):
-    check(files(tmp_path, 2, 1), 4, 2, name, use_zero=stage, zero_use_reduce_scatter=name > "m", reducer_bucket_cap_mb=4e-4)
+    check(
+        files(tmp_path, 2, 1),
+        4,
+        2,
+        name,
+        use_zero=stage,
+        zero_use_reduce_scatter=name > "m",
+        reducer_bucket_cap_mb=4e-4,
+    )
 
 
 def test_groups(tmp_path):
     for stage, scatter, name in ((1, False, "adamw"), (1, True, "muonlike"), (2, True, "adam")):
-        check(files(tmp_path, 1, 1), 4, 4, name, use_zero=stage, zero_ngroups=2, zero_use_reduce_scatter=scatter)
+        check(
+            files(tmp_path, 1, 1),
+            4,
+            4,
+            name,
+            use_zero=stage,
+            zero_ngroups=2,
+            zero_use_reduce_scatter=scatter,
+        )
     check(files(tmp_path, 1, 1), 2, 2, use_zero=1, zero_ngroups=2)
 
 
@@ -45,7 +63,11 @@ def test_accumulation(tmp_path, stage, overlap):
     check(files(tmp_path, 1, 2), 4, 2, accumulate=4, use_zero=stage, use_async_reducer=overlap)
 
 
-PRODUCT = list(itertools.product(MESHES, ELEMENTWISE, (1, 2), (1, 2), (False, True), (False, True), (1e-6, 4e-4, 25), (1, 4)))
+PRODUCT = list(
+    itertools.product(
+        MESHES, ELEMENTWISE, (1, 2), (1, 2), (False, True), (False, True), (1e-6, 4e-4, 25), (1, 4)
+    )
+)
 
 
 @pytest.mark.slow

@@ -31,21 +31,32 @@ def random_layout(shape: list[tuple[int, ...]], mesh: Mesh, rng: random.Random) 
 
 
 @pytest.mark.parametrize("mesh", ["2x2", "3x2", "4x3", "2x2x2"])
-@pytest.mark.parametrize(("is_weight", "takes_gradient"), [(False, True), (True, True), (False, False)])
-def test_patterns_cost_what_the_steps_cost(mesh: str, is_weight: bool, takes_gradient: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_weight", "takes_gradient"), [(False, True), (True, True), (False, False)]
+)
+def test_patterns_cost_what_the_steps_cost(
+    mesh: str, is_weight: bool, takes_gradient: bool
+) -> None:
     rng = random.Random(mesh)
     on = mesh_of(mesh)
     table = LayoutTable()
     conversions = Conversions(on, tuple(range(on.size)), slow_machine(on.size), table)
-    kind = ValueType(torch.float32, differentiable=True, is_weight=is_weight, takes_gradient=takes_gradient)
+    kind = ValueType(
+        torch.float32, differentiable=True, is_weight=is_weight, takes_gradient=takes_gradient
+    )
     for shape in SHAPES:
         layouts = [table.id(random_layout(shape, on, rng)) for _ in range(12)]
         for source in layouts:
             for goal in layouts:
                 if source != goal:
-                    priced, converted = (price(kind, source, goal) for price in (conversions._priced, conversions._converted))
+                    priced, converted = (
+                        price(kind, source, goal)
+                        for price in (conversions._priced, conversions._converted)
+                    )
                     assert priced[0] == pytest.approx(converted[0], rel=1e-12, abs=0)
-                    assert [step.gathers for step in priced[1]] == [step.gathers for step in converted[1]]
+                    assert [step.gathers for step in priced[1]] == [
+                        step.gathers for step in converted[1]
+                    ]
                     for one, other in zip(priced[1], converted[1], strict=True):
                         both = [(step.forward_s, step.backward_s) for step in (one, other)]
                         assert both[0] == pytest.approx(both[1], rel=1e-12, abs=0)

@@ -1,4 +1,6 @@
-"""What runs again is priced as the program is emitted: recompute regions, and the adapters in front of them and inside."""
+"""What runs again is priced as the program is emitted: recompute regions, and the adapters in front
+of them and inside.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from torch import Tensor, nn
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.placement.formulation import Formulation, RelayNode
 from shardwright.policies.autodist.placement.place import Placement, place, plan_of
-from shardwright.policies.autodist.placement.problem import formulate
+from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.stages.chain import layer_blocks, layer_pattern
 from shardwright.runtime.config import ComputeConfig
@@ -28,22 +30,30 @@ from shardwright.runtime.config import ComputeConfig
 LARGE = ["gpt2", "llama", "t5", "unet"]
 
 
-def asked(graph: PlannableGraph, mesh: str, zero: int = 0, microbatches: int = 1, **options: object) -> PlacementRequest:
+def asked(
+    graph: PlannableGraph, mesh: str, zero: int = 0, microbatches: int = 1, **options: object
+) -> PlacementRequest:
     """With ZeRO, over two units."""
     size = mesh_of(mesh).size
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size * (2 if zero else 1), use_zero=zero)
     hardware = planning.slow_machine(config.runtime_ngpus)
-    return request(graph, mesh_of(mesh), hardware, config=config, microbatches=microbatches, **options)
+    return request(
+        graph, mesh_of(mesh), hardware, config=config, microbatches=microbatches, **options
+    )
 
 
 def audited_s(wanted: PlacementRequest, formulation: Formulation, choice: tuple[int, ...]) -> float:
     marked = mark_recompute(wanted.graph, wanted.recompute) if wanted.recompute else wanted.graph
     plan = replace(plan_of(wanted, formulation, choice), zero=units_of_storage(wanted.config))
-    return audit(lower(marked, plan), wanted.config, wanted.hardware, num_microbatches=wanted.microbatches).step_s
+    return audit(
+        lower(marked, plan), wanted.config, wanted.hardware, num_microbatches=wanted.microbatches
+    ).step_s
 
 
 def check_any(wanted: PlacementRequest, rng: random.Random, count: int) -> Formulation:
-    """Random choices of operators and stores, with the copies they want, cost what their programs do."""
+    """Random choices of operators and stores, with the copies they want, cost what their programs
+    do.
+    """
     formulation = formulate(wanted)
     tried = 0
     while tried < count:
@@ -54,7 +64,9 @@ def check_any(wanted: PlacementRequest, rng: random.Random, count: int) -> Formu
             continue  # copies outside of the space
         seconds = formulation.cost(choice)
         if math.isfinite(seconds):
-            assert math.isclose(seconds, audited_s(wanted, formulation, choice), rel_tol=1e-9), wanted.recompute
+            assert math.isclose(seconds, audited_s(wanted, formulation, choice), rel_tol=1e-9), (
+                wanted.recompute
+            )
             tried += 1
     return formulation
 
@@ -62,7 +74,9 @@ def check_any(wanted: PlacementRequest, rng: random.Random, count: int) -> Formu
 def check_best(wanted: PlacementRequest) -> None:
     found = place(wanted)
     assert isinstance(found, Placement)
-    assert math.isclose(found.cost_s, audited_s(wanted, found.formulation, found.choice), rel_tol=1e-9), wanted.recompute
+    assert math.isclose(
+        found.cost_s, audited_s(wanted, found.formulation, found.choice), rel_tol=1e-9
+    ), wanted.recompute
     assert found.bound_s <= found.cost_s * (1 + 1e-12)
     assert found.gap < 0.001
 
@@ -80,13 +94,15 @@ def regions(graph: PlannableGraph, rng: random.Random, count: int) -> list[tuple
 
 
 class Spread(nn.Module):
-    """Regions that share what they read with each other, with what follows, and with the outside; one that comes twice, with
-    another operator in between; a weight that two of them use.
+    """Regions that share what they read with each other, with what follows, and with the outside;
+    one that comes twice, with another operator in between; a weight that two of them use.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.twice, self.other = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3))
+        self.first, self.twice, self.other = (
+            nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3)
+        )
         self.head = nn.Linear(8, 8, bias=False, dtype=torch.float64)
         self.head.weight = self.first.weight
 
@@ -105,7 +121,9 @@ MESHES = [("2", 0, 1), ("2", 3, 2), pytest.param("2x2", 1, 2, marks=pytest.mark.
 
 @pytest.mark.parametrize("recompute", REGIONS)
 @pytest.mark.parametrize(("mesh", "zero", "microbatches"), MESHES)
-def test_any_choice_costs_what_its_program_does(recompute: tuple[str, ...], mesh: str, zero: int, microbatches: int) -> None:
+def test_any_choice_costs_what_its_program_does(
+    recompute: tuple[str, ...], mesh: str, zero: int, microbatches: int
+) -> None:
     graph = planning.graph_of(Spread(), {"x": torch.randn(4, 8, dtype=torch.float64)})
     wanted = asked(graph, mesh, zero, microbatches, recompute=recompute)
     formulation = check_any(wanted, random.Random(str(recompute)), 5)
@@ -130,7 +148,9 @@ def test_copies_that_are_not_told_apart_cost_what_their_program_does() -> None:
         *(pytest.param(name, "2", marks=pytest.mark.slow) for name in LARGE),
     ],
 )
-def test_the_best_choice_costs_what_its_program_does(name: str, mesh: str, zero: int, microbatches: int) -> None:
+def test_the_best_choice_costs_what_its_program_does(
+    name: str, mesh: str, zero: int, microbatches: int
+) -> None:
     graph = zoo_graph(name)
     for recompute in regions(graph, random.Random(zero), 3):
         check_best(asked(graph, mesh, zero, microbatches, recompute=recompute))
@@ -140,12 +160,23 @@ def test_the_best_choice_costs_what_its_program_does(name: str, mesh: str, zero:
 @pytest.mark.parametrize(
     ("name", "mesh", "zero", "microbatches"),
     [
-        *((name, "2", zero, microbatches) for name in LARGE for zero, microbatches in [(0, 1), (1, 2), (3, 2)]),
+        *(
+            (name, "2", zero, microbatches)
+            for name in LARGE
+            for zero, microbatches in [(0, 1), (1, 2), (3, 2)]
+        ),
         # (With ZeRO-3 next to no random choice of T5 is in the space of two axes.)
-        *[("gpt2", "2x2", 0, 1), ("llama", "2x2", 3, 2), ("t5", "2x2", 1, 2), ("unet", "2x2", 3, 2)],
+        *[
+            ("gpt2", "2x2", 0, 1),
+            ("llama", "2x2", 3, 2),
+            ("t5", "2x2", 1, 2),
+            ("unet", "2x2", 3, 2),
+        ],
     ],
 )
-def test_any_choice_of_a_model_costs_what_its_program_does(name: str, mesh: str, zero: int, microbatches: int) -> None:
+def test_any_choice_of_a_model_costs_what_its_program_does(
+    name: str, mesh: str, zero: int, microbatches: int
+) -> None:
     graph, rng = zoo_graph(name), random.Random(f"{mesh}{zero}")
     for recompute in regions(graph, rng, 3):
         check_any(asked(graph, mesh, zero, microbatches, recompute=recompute), rng, 2)

@@ -1,4 +1,6 @@
-"""The bound where memory binds: below every plan that fits, whatever that computes again, and near the best of them."""
+"""The bound where memory binds: below every plan that fits, whatever that computes again, and near
+the best of them.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,18 @@ from torch import Tensor, nn
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.schedule.generate import generate
-from shardwright.policies.autodist.auditing import Auditor
-from shardwright.policies.autodist.candidates import Pace, staged
+from shardwright.compiler.schedule.published import generate
+from shardwright.policies.autodist.candidates.candidates import Pace, staged
 from shardwright.policies.autodist.placement.formulation import OpNode
 from shardwright.policies.autodist.placement.memory_bound import _Draft, least_step_s
 from shardwright.policies.autodist.placement.place import Placement, place
+from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
-from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.stages.chain import layer_blocks, layer_parts
 from shardwright.policies.partition import stage_starts
 from shardwright.runtime.config import ComputeConfig
@@ -70,7 +72,9 @@ def wanted(mesh: str, **options: object) -> PlacementRequest:
 
 
 def parts_of(graph: PlannableGraph) -> list[str]:
-    return [part.path for parts in layer_parts(graph, *layer_blocks(graph)).values() for part in parts]
+    return [
+        part.path for parts in layer_parts(graph, *layer_blocks(graph)).values() for part in parts
+    ]
 
 
 def drawn(parts: list[str], rng: random.Random) -> tuple[str, ...]:
@@ -85,13 +89,18 @@ def drawn(parts: list[str], rng: random.Random) -> tuple[str, ...]:
 def cost_of(asked: PlacementRequest, plan: Plan) -> tuple[float, float]:
     """Seconds of a step, and bytes at the peak."""
     marked = mark_recompute(asked.graph, plan.recompute) if plan.recompute else asked.graph
-    cost = audit(lower(marked, plan), asked.config, asked.hardware, num_microbatches=asked.microbatches)
+    cost = audit(
+        lower(marked, plan), asked.config, asked.hardware, num_microbatches=asked.microbatches
+    )
     return cost.step_s, cost.peak_bytes
 
 
 @pytest.mark.parametrize("use_zero", [0, 2])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("mesh", ["2", pytest.param("2x2", marks=pytest.mark.slow), pytest.param("4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh",
+    ["2", pytest.param("2x2", marks=pytest.mark.slow), pytest.param("4", marks=pytest.mark.slow)],
+)
 def test_no_random_plan_that_fits_is_below(mesh: str, num_microbatches: int, use_zero: int) -> None:
     size = mesh_of(mesh).size
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size, use_zero=use_zero)
@@ -101,15 +110,23 @@ def test_no_random_plan_that_fits_is_below(mesh: str, num_microbatches: int, use
         plan = plans.random_plan(asked.graph, asked.mesh, rng)
         plan = replace(plan, recompute=drawn(parts, rng))
         step_s, peak_bytes = cost_of(asked, plan)
-        assert least_step_s(replace(asked, memory_limit_bytes=peak_bytes), pricing) <= step_s * (1 + 1e-12)
+        assert least_step_s(replace(asked, memory_limit_bytes=peak_bytes), pricing) <= step_s * (
+            1 + 1e-12
+        )
 
 
-@pytest.mark.parametrize("mesh", ["1", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2", "2x2"))])
+@pytest.mark.parametrize(
+    "mesh", ["1", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2", "2x2"))]
+)
 def test_the_best_plan_of_every_set_of_parts_is_not_below(mesh: str) -> None:
     """At limits from no bother to nothing that fits; and the bound rises on the way."""
     asked = wanted(mesh)
     pricing, parts = Pricing(asked), parts_of(asked.graph)
-    sets = [(), *((path,) for path in parts), *(pair for pair in itertools.combinations(parts, 2) if _apart(*pair))]
+    sets = [
+        (),
+        *((path,) for path in parts),
+        *(pair for pair in itertools.combinations(parts, 2) if _apart(*pair)),
+    ]
     free = place(replace(asked, memory_limit_bytes=1e12), pricing=pricing)
     assert isinstance(free, Placement) and free.memory is not None
     bounds = []
@@ -127,15 +144,31 @@ def _apart(a: str, b: str) -> bool:
     return not f"{a}.".startswith(f"{b}.") and not f"{b}.".startswith(f"{a}.")
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("1f1b_interleaved", 2)])
-def test_no_random_pipeline_that_fits_is_below_the_share_of_a_position(schedule: str, chunks: int) -> None:
-    """Two positions, cut anywhere between layers, for the memory of both together; and at times it binds."""
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("1f1b_interleaved", 2)]
+)
+def test_no_random_pipeline_that_fits_is_below_the_share_of_a_position(
+    schedule: str, chunks: int
+) -> None:
+    """Two positions, cut anywhere between layers, for the memory of both together; and at times it
+    binds.
+    """
     graph = planning.graph_of(Stack(6), {"x": torch.randn(8, 6, 4)})
-    rng, binds, count = random.Random(schedule), 0, chunks  # of microbatches: with few, much depends on what is computed again
+    rng, binds, count = (
+        random.Random(schedule),
+        0,
+        chunks,
+    )  # of microbatches: with few, much depends on what is computed again
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, outputs="loss")
     machine = planning.slow_machine(2)
-    asked = replace(request(graph, Mesh(()), machine, config=config), microbatches=count, in_flight=count)
-    pricing, parts, audited = Pricing(asked), parts_of(graph), Auditor(graph, config, machine, count)
+    asked = replace(
+        request(graph, Mesh(()), machine, config=config), microbatches=count, in_flight=count
+    )
+    pricing, parts, audited = (
+        Pricing(asked),
+        parts_of(graph),
+        Auditor(graph, config, machine, count),
+    )
     free_s = least_step_s(replace(asked, memory_limit_bytes=1e12), pricing)
     begins = [graph.ops[start].name for start in layer_blocks(graph)[0][1:]]
     for _ in range(6):
@@ -172,19 +205,34 @@ class Negation(nn.Module):
 def test_each_stage_of_a_position_lets_go_of_its_variables(schedule: str, chunks: int) -> None:
     graph = planning.graph_of(Passing(), {"x": torch.randn(256, 16)})
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, outputs="loss")
-    asked = replace(request(graph, Mesh(()), planning.slow_machine(2), config=config), microbatches=4)
-    starts = stage_starts(graph, Plan(Mesh(())), generate(schedule, 2, 4, chunks), config, asked.hardware)
-    cost = Auditor(graph, config, asked.hardware, 4)(staged(Plan(Mesh(())), starts, 2, Pace(schedule, chunks), 4))
-    assert least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes, in_flight=2)) / 2 <= cost.step_s
+    asked = replace(
+        request(graph, Mesh(()), planning.slow_machine(2), config=config), microbatches=4
+    )
+    starts = stage_starts(
+        graph, Plan(Mesh(())), generate(schedule, 2, 4, chunks), config, asked.hardware
+    )
+    cost = Auditor(graph, config, asked.hardware, 4)(
+        staged(Plan(Mesh(())), starts, 2, Pace(schedule, chunks), 4)
+    )
+    assert (
+        least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes, in_flight=2)) / 2
+        <= cost.step_s
+    )
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_the_shares_of_what_is_let_go_of_add_up_to_no_more_than_a_forward(num_microbatches: int) -> None:
+def test_the_shares_of_what_is_let_go_of_add_up_to_no_more_than_a_forward(
+    num_microbatches: int,
+) -> None:
     asked = replace(wanted("2"), microbatches=num_microbatches, memory_limit_bytes=1e12)
     formulation = formulate(asked)
     draft = _Draft(asked, formulation, again=True)
     draft.problem()
-    nodes = [node for node in formulation.nodes if isinstance(node, OpNode) and node.op.module_path.startswith("layers.")]
+    nodes = [
+        node
+        for node in formulation.nodes
+        if isinstance(node, OpNode) and node.op.module_path.startswith("layers.")
+    ]
     forward_s = num_microbatches * sum(float(node.menu.forward_s.min()) for node in nodes)
     assert 0.5 * forward_s < sum(draft.prices.values()) <= forward_s * (1 + 1e-12)
 

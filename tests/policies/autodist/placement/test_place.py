@@ -1,4 +1,6 @@
-"""Placements on one mesh: exact costs, the true optimum, right gradients, and never worse than plans made by hand."""
+"""Placements on one mesh: exact costs, the true optimum, right gradients, and never worse than
+plans made by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from plans import zoo_graph
 from torch import Tensor, nn
 
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import load_hardware
-from shardwright.compiler.cost.operators import op_time
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.verify_program import verify_program
@@ -28,13 +30,13 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.compiler.trace.api import trace
+from shardwright.compiler.trace.entry import trace
 from shardwright.policies.autodist.placement import place as place_module
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
 from shardwright.policies.autodist.placement.place import Placement, alternatives, place, plan_of
+from shardwright.policies.autodist.placement.placement_problem import formulate
 from shardwright.policies.autodist.placement.pricing import Pricing
-from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve
@@ -52,7 +54,9 @@ def placed(wanted: PlacementRequest) -> Placement:
 
 
 def test_time_alone_leaves_no_model_without_a_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may let the time of a placement pass before the solver has any choice: where all fit, it gets more."""
+    """A busy machine may let the time of a placement pass before the solver has any choice: where
+    all fit, it gets more.
+    """
     limits: list[float] = []
 
     def solved_late(problem: Problem, **options: float) -> Solution | Infeasible:
@@ -69,17 +73,27 @@ def test_time_alone_leaves_no_model_without_a_placement(monkeypatch: pytest.Monk
 
 
 def test_what_is_taken_off_a_bound_is_said() -> None:
-    """The rotary table of a Llama is made by every rank; without such a table the optimum is the bound."""
+    """The rotary table of a Llama is made by every rank; without such a table the optimum is the
+    bound.
+    """
     plain, rotary = (placed(request(zoo_graph(name), mesh_of("2"))) for name in ("mlp", "llama"))
-    assert plain.formulation.slack == 0 and plain.proof == "optimal by elimination" and plain.gap == 0
-    assert rotary.formulation.slack > 0 and rotary.proof == f"optimal by elimination{place_module.TABLES}"
+    assert (
+        plain.formulation.slack == 0 and plain.proof == "optimal by elimination" and plain.gap == 0
+    )
+    assert (
+        rotary.formulation.slack > 0
+        and rotary.proof == f"optimal by elimination{place_module.TABLES}"
+    )
     assert rotary.bound_s == pytest.approx(rotary.cost_s - rotary.formulation.slack, rel=1e-12)
 
 
 def numbers(formulation: Formulation) -> tuple[object, ...]:
     """What a problem says, and what each node stands for."""
     problem = formulation.problem
-    rows = [(row.limit, {node: used.tolist() for node, used in row.usage.items()}) for row in problem.rows]
+    rows = [
+        (row.limit, {node: used.tolist() for node, used in row.usage.items()})
+        for row in problem.rows
+    ]
     least = [node.least_bytes.tolist() for node in formulation.nodes if isinstance(node, StoreNode)]
     edges = [(a, b, prices.tolist()) for a, b, prices in problem.edges]
     return [cost.tolist() for cost in problem.node_costs], edges, rows, least, formulation.slack
@@ -89,16 +103,26 @@ def test_requests_that_share_prices_have_the_problems_they_have_alone() -> None:
     free = request(zoo_graph("gpt2"), mesh_of("2"), microbatches=4)
     tight = replace(free, memory_limit_bytes=1e6)
     looser = replace(tight, memory_limit_bytes=2e6, time_limit_s=1.0, hurried=True)
-    asked = [free, tight, looser, replace(tight, in_flight=2), replace(tight, recompute=("transformer.h.*",))]
+    asked = [
+        free,
+        tight,
+        looser,
+        replace(tight, in_flight=2),
+        replace(tight, recompute=("transformer.h.*",)),
+    ]
     pricing = Pricing(free)
     shared = [formulate(wanted, pricing) for wanted in asked]
     assert [numbers(found) for found in shared] == [numbers(formulate(wanted)) for wanted in asked]
-    assert shared[0].nodes is shared[1].nodes is shared[2].nodes, "the memory changes nothing but the row"
+    assert shared[0].nodes is shared[1].nodes is shared[2].nodes, (
+        "the memory changes nothing but the row"
+    )
     assert shared[3].nodes is not shared[2].nodes is not shared[4].nodes
 
 
 def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ...] | None:
-    """Any choice of operators and stores, with the copies it wants; None where those are outside of the space."""
+    """Any choice of operators and stores, with the copies it wants; None where those are outside of
+    the space.
+    """
     drawn = [rng.randrange(len(cost)) for cost in formulation.problem.node_costs]
     try:
         return formulation.settle(drawn)
@@ -106,7 +130,8 @@ def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ..
         return None
 
 
-# ------------------------------------------------------------------------------------------------------ exact costs
+# ------------------------------------------------------------------------------------------------------
+# exact costs
 
 
 @pytest.mark.parametrize(
@@ -115,7 +140,10 @@ def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ..
         ("gpt2", "3"),
         ("resnet", "4"),
         ("mlp", "2x3"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", "2"), ("t5", "2"), ("unet", "2x2"), ("vit", "4")]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("llama", "2"), ("t5", "2"), ("unet", "2x2"), ("vit", "4")]
+        ),
     ],
 )
 def test_the_cost_of_any_choice_is_that_of_the_lowered_program(name: str, mesh: str) -> None:
@@ -128,7 +156,9 @@ def test_the_cost_of_any_choice_is_that_of_the_lowered_program(name: str, mesh: 
         choice = random_choice(formulation, rng)
         if choice is not None:
             plan = plan_of(wanted, formulation, choice)
-            assert math.isclose(formulation.cost(choice), audited_s(graph, plan, wanted), rel_tol=1e-12)
+            assert math.isclose(
+                formulation.cost(choice), audited_s(graph, plan, wanted), rel_tol=1e-12
+            )
             tried += 1
 
 
@@ -138,7 +168,9 @@ def test_the_cost_of_the_best_choice_is_that_of_the_lowered_program(name: str) -
     found = placed(wanted)
     assert math.isclose(found.cost_s, audited_s(wanted.graph, found.plan, wanted), rel_tol=1e-12)
     assert math.isclose(
-        found.cost_s, audit(lower(wanted.graph, found.plan), wanted.config, wanted.hardware).step_s, rel_tol=1e-12
+        found.cost_s,
+        audit(lower(wanted.graph, found.plan), wanted.config, wanted.hardware).step_s,
+        rel_tol=1e-12,
     )
     assert found.bound_s <= found.cost_s
     assert found.gap < 0.01
@@ -154,13 +186,17 @@ def test_units_and_zero_are_in_the_cost() -> None:
 @pytest.mark.parametrize("use_zero", [0, 1, 2])
 def test_adding_up_gradients_is_in_the_cost(use_zero: int) -> None:
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=use_zero)
-    wanted = replace(request(zoo_graph("mlp"), mesh_of("2"), planning.slow_machine(4), config=config), microbatches=3)
+    wanted = replace(
+        request(zoo_graph("mlp"), mesh_of("2"), planning.slow_machine(4), config=config),
+        microbatches=3,
+    )
     found = placed(wanted)
     cost = audit(lower(wanted.graph, found.plan), config, wanted.hardware, num_microbatches=3)
     assert math.isclose(found.cost_s, cost.step_s, rel_tol=1e-12)
 
 
-# -------------------------------------------------------------------------------------------------------- optimum
+# --------------------------------------------------------------------------------------------------------
+# optimum
 
 
 class Branches(nn.Module):
@@ -199,7 +235,11 @@ class Chain(nn.Module):
 def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
     """The least audited cost over all choices of operators and stores."""
     chosen = [node for node in formulation.nodes if isinstance(node, OpNode | StoreNode)]
-    indices = [index for index, node in enumerate(formulation.nodes) if isinstance(node, OpNode | StoreNode)]
+    indices = [
+        index
+        for index, node in enumerate(formulation.nodes)
+        if isinstance(node, OpNode | StoreNode)
+    ]
     sizes = [len(formulation.problem.node_costs[index]) for index in indices]
     assert math.prod(sizes) <= 3_000, sizes
     best = math.inf
@@ -207,7 +247,11 @@ def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
     for choice in itertools.product(*map(range, sizes)):
         for index, option in zip(indices, choice, strict=True):
             full[index] = option
-        strategies = {n.op.name: n.menu.assignments[o] for n, o in zip(chosen, choice, strict=True) if isinstance(n, OpNode)}
+        strategies = {
+            n.op.name: n.menu.assignments[o]
+            for n, o in zip(chosen, choice, strict=True)
+            if isinstance(n, OpNode)
+        }
         stored = {
             str(n.value.fqn): formulation.layouts[n.layouts[o]]
             for n, o in zip(chosen, choice, strict=True)
@@ -222,7 +266,11 @@ def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
     ("module", "bytes_per_s"),
     [
         (Chain, 1e8),
-        *(pytest.param(m, b, marks=pytest.mark.slow) for m in (Branches, Twice, Chain) for b in (1e6, 1e8, 1e10)),
+        *(
+            pytest.param(m, b, marks=pytest.mark.slow)
+            for m in (Branches, Twice, Chain)
+            for b in (1e6, 1e8, 1e10)
+        ),
     ],
 )
 def test_no_plan_at_all_is_better(module: type[nn.Module], bytes_per_s: float) -> None:
@@ -245,13 +293,23 @@ def test_no_random_plan_is_below_the_bound() -> None:
 
 @pytest.mark.parametrize("bytes_per_s", [1e6, 1e10])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("plan_ngpus", "runtime_ngpus", "ngroups"), [(2, 4, 1), (2, 2, 1), (2, 8, 2)])
+@pytest.mark.parametrize(
+    ("plan_ngpus", "runtime_ngpus", "ngroups"), [(2, 4, 1), (2, 2, 1), (2, 8, 2)]
+)
 def test_the_cost_is_the_audits_at_every_stage_of_zero(
     plan_ngpus: int, runtime_ngpus: int, ngroups: int, zero: int, bytes_per_s: float
 ) -> None:
-    config = ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_zero=zero, zero_ngroups=ngroups)
+    config = ComputeConfig(
+        plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_zero=zero, zero_ngroups=ngroups
+    )
     hardware = planning.slow_machine(runtime_ngpus, bytes_per_s=bytes_per_s)
-    wanted = request(zoo_graph("gpt2"), mesh_of(str(plan_ngpus)), hardware, config=config, memory_limit_bytes=1e12)
+    wanted = request(
+        zoo_graph("gpt2"),
+        mesh_of(str(plan_ngpus)),
+        hardware,
+        config=config,
+        memory_limit_bytes=1e12,
+    )
     found = placed(wanted)
     plan = replace(found.plan, zero=units_of_storage(config))
     cost = audit(lower(wanted.graph, plan), config, hardware)
@@ -259,7 +317,9 @@ def test_the_cost_is_the_audits_at_every_stage_of_zero(
 
 
 def test_any_choice_costs_what_the_audit_says_with_pieces_over_units() -> None:
-    """A weight that is tied among them; but for what is forbidden, as it would be stored in other pieces."""
+    """A weight that is tied among them; but for what is forbidden, as it would be stored in other
+    pieces.
+    """
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=3)
     graph = zoo_graph("gpt2")
     wanted = request(graph, mesh_of("2"), planning.slow_machine(4), config=config)
@@ -270,19 +330,32 @@ def test_any_choice_costs_what_the_audit_says_with_pieces_over_units() -> None:
         drawn = random_choice(formulation, rng)
         if drawn is None:
             continue
-        stores = [index for index, node in enumerate(formulation.nodes) if isinstance(node, StoreNode)]
-        choice = formulation.settle([drawn[i] if rng.random() < 0.3 and i not in stores else c for i, c in enumerate(best)])
+        stores = [
+            index for index, node in enumerate(formulation.nodes) if isinstance(node, StoreNode)
+        ]
+        choice = formulation.settle(
+            [drawn[i] if rng.random() < 0.3 and i not in stores else c for i, c in enumerate(best)]
+        )
         if math.isinf(formulation.cost(choice)):
             continue
         plan = replace(plan_of(wanted, formulation, choice), zero=units_of_storage(config))
-        assert math.isclose(formulation.cost(choice), audit(lower(graph, plan), config, wanted.hardware).step_s, rel_tol=1e-9)
+        assert math.isclose(
+            formulation.cost(choice),
+            audit(lower(graph, plan), config, wanted.hardware).step_s,
+            rel_tol=1e-9,
+        )
         tried += 1
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e10])
 @pytest.mark.parametrize("policy", ["tp", "data"])
 @pytest.mark.parametrize(
-    "name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), pytest.param("vit", marks=pytest.mark.slow)]
+    "name",
+    [
+        "gpt2",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("vit", marks=pytest.mark.slow),
+    ],
 )
 def test_never_worse_than_a_policy(name: str, policy: str, bytes_per_s: float) -> None:
     graph = zoo_graph(name)
@@ -309,7 +382,9 @@ def wide_llama() -> PlannableGraph:
 
 def on_the_residual_stream(op: IROp) -> bool:
     inside = ("self_attn", "mlp", "rotary")
-    return op.target in ("add", "mul", "pow", "mean", "rsqrt", "to") and not any(word in op.module_path for word in inside)
+    return op.target in ("add", "mul", "pow", "mean", "rsqrt", "to") and not any(
+        word in op.module_path for word in inside
+    )
 
 
 @pytest.mark.slow
@@ -321,14 +396,18 @@ def test_never_worse_than_megatron_at_width() -> None:
     for builder in by_hand:
         for dim in ("kv_heads", "ffn", "vocab"):
             builder.split(dim, "tp")
-    megatron, sequence_parallel = by_hand[0].plan(), by_hand[1].split("seq", "tp", where=on_the_residual_stream).plan()
+    megatron, sequence_parallel = (
+        by_hand[0].plan(),
+        by_hand[1].split("seq", "tp", where=on_the_residual_stream).plan(),
+    )
     policy = find_policy("tp").apply(graph, wanted.config).plan
     for plan in (megatron, sequence_parallel, policy):
         assert found.cost_s <= audited_s(graph, plan, wanted)
     assert found.gap < 0.01
 
 
-# --------------------------------------------------------------------------------------------------------- parity
+# ---------------------------------------------------------------------------------------------------------
+# parity
 
 
 CASES = [("mlp", "2x2"), ("llama", "4"), ("unet", "2")]
@@ -336,44 +415,62 @@ THREE_AXES = [("mlp", "2x2x2"), ("gpt2", "2x2x2")]
 MORE = [
     case
     for case in itertools.product(
-        ["mlp", "gpt2", "llama", "t5", "vit", "unet", "gpt2-uneven", "resnet"], ["2", "4", "2x2", "2x4"]
+        ["mlp", "gpt2", "llama", "t5", "vit", "unet", "gpt2-uneven", "resnet"],
+        ["2", "4", "2x2", "2x4"],
     )
     if case not in CASES
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in [*MORE, *THREE_AXES])]
+    ("name", "mesh"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in [*MORE, *THREE_AXES])],
 )
 def test_loss_and_gradients_are_those_of_one_device(name: str, mesh: str, tmp_path: Path) -> None:
     entry = zoo.get(name)
     module, inputs = entry.build(), entry.inputs()
     graph = plans.traced(module, inputs)
-    wanted = request(plans.annotated(graph), mesh_of(mesh), planning.slow_machine(8, bytes_per_s=1e8))
+    wanted = request(
+        plans.annotated(graph), mesh_of(mesh), planning.slow_machine(8, bytes_per_s=1e8)
+    )
     found = placed(wanted)
-    split = [a for a in found.plan.strategies.values() if any(s.startswith("split:") for s in a.values())]
+    split = [
+        a for a in found.plan.strategies.values() if any(s.startswith("split:") for s in a.values())
+    ]
     assert len(split) > len(found.plan.strategies) / 3, "a plan that splits little proves little"
     compiled = plans.compile_plan(graph, found.plan)
     plans.check(module, inputs, compiled, tmp_path, plans.reference_run(module, [inputs], steps=1))
 
 
-# ------------------------------------------------------------------------------------- constraints, memory, runners-up
+# ------------------------------------------------------------------------------------- constraints,
+# memory, runners-up
 
 
 def test_pins_and_forbidden_dims_hold() -> None:
     wanted = request(zoo_graph("gpt2"), mesh_of("2"))
     free = placed(wanted)
     pin = {"transformer.h.0.mlp": {"x": "ffn"}, "lm_head": {"x": "R"}}
-    held = placed(request(wanted.graph, wanted.mesh, constraints=Constraints(pin, {"batch": ("x",)})))
+    held = placed(
+        request(wanted.graph, wanted.mesh, constraints=Constraints(pin, {"batch": ("x",)}))
+    )
     dims = wanted.graph.dims
     assert dims is not None
     assert held.plan.strategies["lm_head"] == {}
     for op, assignment in held.plan.strategies.items():
         cut = dims.of_factor(op, assignment.get("x", "").removeprefix("split:"))
         assert cut is None or cut.name != "batch"
-    in_mlp = [op.name for op in wanted.graph.ops if op.module_path.startswith("transformer.h.0.mlp")]
+    in_mlp = [
+        op.name for op in wanted.graph.ops if op.module_path.startswith("transformer.h.0.mlp")
+    ]
     having = [
-        op for op in in_mlp if any(d.name == "ffn" for (o, _), i in dims.factors.items() if o == op for d in [dims.classes[i]])
+        op
+        for op in in_mlp
+        if any(
+            d.name == "ffn"
+            for (o, _), i in dims.factors.items()
+            if o == op
+            for d in [dims.classes[i]]
+        )
     ]
     assert len(having) > 3
     for op in having:
@@ -397,7 +494,10 @@ def test_a_fixed_storage_holds() -> None:
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        (Constraints({"nothing": {"x": "R"}}), "the model has no operator or module 'nothing' to pin"),
+        (
+            Constraints({"nothing": {"x": "R"}}),
+            "the model has no operator or module 'nothing' to pin",
+        ),
         (Constraints({"lm_head": {"q": "R"}}), "the mesh has no axis 'q'"),
         (
             Constraints({"lm_head": {"x": "split:zz"}}),
@@ -448,9 +548,17 @@ def test_what_cannot_fit_is_said() -> None:
 def test_alternatives_are_never_better_and_true() -> None:
     wanted = request(zoo_graph("mlp"), mesh_of("2"))
     found = placed(wanted)
-    op = next(node.op for node in found.formulation.nodes if isinstance(node, OpNode) and node.op.target == "linear")
+    op = next(
+        node.op
+        for node in found.formulation.nodes
+        if isinstance(node, OpNode) and node.op.target == "linear"
+    )
     others = alternatives(found, op.name)
-    assert len(others) == len(next(n for n in found.formulation.nodes if isinstance(n, OpNode) and n.op.name == op.name).menu)
+    assert len(others) == len(
+        next(
+            n for n in found.formulation.nodes if isinstance(n, OpNode) and n.op.name == op.name
+        ).menu
+    )
     assert min(others.values()) == found.cost_s
     assert next(iter(others.values())) == found.cost_s
 
@@ -462,7 +570,9 @@ def test_plans_are_proved_by_the_verifier() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_no_plan_takes_less_in_its_longest_operator(name: str) -> None:
-    """Also if it is a plan by chance, whose operators are split as nobody would; the placement for speed takes little more."""
+    """Also if it is a plan by chance, whose operators are split as nobody would; the placement for
+    speed takes little more.
+    """
     graph, mesh, rng = zoo_graph(name), mesh_of("2x2"), random.Random(0)
     wanted = request(graph, mesh, microbatches=3)
     found = placed(wanted)
@@ -471,7 +581,10 @@ def test_no_plan_takes_less_in_its_longest_operator(name: str) -> None:
     def longest_s(plan: Plan) -> float:
         program = lower(graph, plan)
         computed = [step for step in program.body if isinstance(step, Compute)]
-        times = (op_time(step.original, step.assignment, mesh, setting.hardware, ranks=setting.ranks) for step in computed)
+        times = (
+            op_time(step.original, step.assignment, mesh, setting.hardware, ranks=setting.ranks)
+            for step in computed
+        )
         return 3 * max(time.total_s for time in times)
 
     every = [longest_s(plans.random_plan(graph, mesh, rng)) for _ in range(20)]

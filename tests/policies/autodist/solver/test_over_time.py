@@ -10,11 +10,18 @@ from choices import best_by_trying, random_problem
 
 from shardwright.policies.autodist.solver import over_time
 from shardwright.policies.autodist.solver.followers import merge_followers
-from shardwright.policies.autodist.solver.local import cost_of
-from shardwright.policies.autodist.solver.moves import Moves
+from shardwright.policies.autodist.solver.local_search import cost_of
 from shardwright.policies.autodist.solver.network import Network, simplify, tighten
+from shardwright.policies.autodist.solver.node_moves import Moves
 from shardwright.policies.autodist.solver.priced import search_priced
-from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Row, Solution, evaluate, is_feasible
+from shardwright.policies.autodist.solver.problem import (
+    Infeasible,
+    Problem,
+    Row,
+    Solution,
+    evaluate,
+    is_feasible,
+)
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.solve import solve
 
@@ -28,13 +35,19 @@ def check(problem: Problem) -> bool:
     if isinstance(found, Infeasible):
         assert found.proven and best == math.inf, (found, best)
         return False
-    assert is_feasible(problem, found.choice) and found.cost == evaluate(problem, found.choice) == best
+    assert (
+        is_feasible(problem, found.choice) and found.cost == evaluate(problem, found.choice) == best
+    )
     assert found.bound <= best and (found.gap <= 1e-9)
     return True
 
 
 def test_a_row_with_intervals_counts_what_is_live_together() -> None:
-    assert TWO_MEET.used((0, 0, 0)) == 9 and TWO_MEET.used((0, 1, 0)) == 11 and TWO_MEET.used((1, 0, 0)) == 13
+    assert (
+        TWO_MEET.used((0, 0, 0)) == 9
+        and TWO_MEET.used((0, 1, 0)) == 11
+        and TWO_MEET.used((1, 0, 0)) == 13
+    )
     assert Row(1.0, {0: np.ones(1)}, {0: (3, 3)}).used((0,)) == 0.0
     with pytest.raises(AssertionError, match="intervals are not of the nodes"):
         Row(1.0, {0: np.ones(1)}, {})
@@ -42,20 +55,31 @@ def test_a_row_with_intervals_counts_what_is_live_together() -> None:
 
 def test_random_problems_with_intervals_equal_all_choices() -> None:
     feasible = [
-        check(random_problem(seed, num_rows=seed % 2, num_interval_rows=1 + seed % 2, forbidden=0.02 if seed % 4 else 0.3))
+        check(
+            random_problem(
+                seed,
+                num_rows=seed % 2,
+                num_interval_rows=1 + seed % 2,
+                forbidden=0.02 if seed % 4 else 0.3,
+            )
+        )
         for seed in range(4000, 4400)
     ]
     assert 20 < feasible.count(False) < 200
 
 
-def test_moments_that_are_added_one_by_one_end_at_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_that_are_added_one_by_one_end_at_the_same_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(over_time, "MAX_AT_ONCE", 0)
     monkeypatch.setattr(over_time, "NUM_STRETCHES", 2)
     for seed in range(4200, 4300):
         check(random_problem(seed, num_interval_rows=1, forbidden=0.1))
 
 
-def test_moments_that_are_priced_at_once_end_at_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_that_are_priced_at_once_end_at_the_same_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(over_time, "MAX_AT_ONCE", 0)
     monkeypatch.setattr(over_time, "MAX_PAIRS", 0)
     for seed in range(4300, 4360):
@@ -67,7 +91,10 @@ def large(seed: int, limit: float) -> Problem:
     rng = np.random.default_rng(seed)
     nodes = tuple(rng.random(4) for _ in range(60))
     edges = tuple((n, (n + step) % 60, rng.random((4, 4))) for n in range(60) for step in (1, 7))
-    intervals = {n: (int(start), int(start + length)) for n, (start, length) in enumerate(rng.integers(1, 30, (60, 2)))}
+    intervals = {
+        n: (int(start), int(start + length))
+        for n, (start, length) in enumerate(rng.integers(1, 30, (60, 2)))
+    }
     return Problem(nodes, edges, (Row(limit, {n: rng.random(4) for n in range(60)}, intervals),))
 
 
@@ -80,7 +107,11 @@ def test_prices_of_moments_bound_the_cost_and_lead_to_choices_within_the_limit()
     assert progress.choice is not None and is_feasible(problem, progress.choice)
     assert 0.8 * progress.cost < progress.bound <= progress.cost
     found = solve(problem, time_limit_s=3600)
-    assert isinstance(found, Solution) and progress.bound <= found.cost and found.bound <= progress.cost
+    assert (
+        isinstance(found, Solution)
+        and progress.bound <= found.cost
+        and found.bound <= progress.cost
+    )
 
 
 def test_moves_keep_count_of_costs_and_uses() -> None:
@@ -88,21 +119,31 @@ def test_moves_keep_count_of_costs_and_uses() -> None:
     assert isinstance(network, Network)
     moves, progress = Moves(network), Progress(large(3, 9.0), 3600)
     moves.load(np.zeros(60, dtype=np.intp))
-    assert moves.over.max() > 0 and moves.repair(progress, np.zeros(len(network.moments))) and moves.over.max() <= 0
+    assert (
+        moves.over.max() > 0
+        and moves.repair(progress, np.zeros(len(network.moments)))
+        and moves.over.max() <= 0
+    )
     before = cost_of(network, moves.choice)
     moves.descend(progress)
     assert cost_of(network, moves.choice) < before
     over, marginals = moves.over.copy(), moves.marginals.copy()
     moves.load(moves.choice)
-    assert moves.over == pytest.approx(over, abs=1e-9) and moves.marginals == pytest.approx(marginals, abs=1e-9)
+    assert moves.over == pytest.approx(over, abs=1e-9) and moves.marginals == pytest.approx(
+        marginals, abs=1e-9
+    )
 
 
 def test_a_row_over_time_that_cannot_be_kept_is_named() -> None:
     slack = Row(1000.0, {0: np.array([5.0, 9.0])})
     tight = Row(8.5, TWO_MEET.usage, TWO_MEET.intervals)
-    found = solve(Problem((np.zeros(2), np.zeros(2), np.zeros(1)), rows=(slack, tight)), time_limit_s=3600)
+    found = solve(
+        Problem((np.zeros(2), np.zeros(2), np.zeros(1)), rows=(slack, tight)), time_limit_s=3600
+    )
     assert isinstance(found, Infeasible) and found.proven and found.row == 1
-    assert found.reason == "row 1: its limit is 8.5, and the least that any allowed choice uses is 9"
+    assert (
+        found.reason == "row 1: its limit is 8.5, and the least that any allowed choice uses is 9"
+    )
 
 
 def test_followers_are_merged_without_changing_a_cost() -> None:
@@ -110,7 +151,9 @@ def test_followers_are_merged_without_changing_a_cost() -> None:
     rng = np.random.default_rng(0)
     same = np.where(np.eye(3) > 0, 0.0, math.inf)
     nodes = tuple(rng.integers(0, 99, 3) / 8.0 for _ in range(12))
-    edges = tuple((n, n + 1, same if n % 2 == 0 else rng.integers(0, 99, (3, 3)) / 8.0) for n in range(11))
+    edges = tuple(
+        (n, n + 1, same if n % 2 == 0 else rng.integers(0, 99, (3, 3)) / 8.0) for n in range(11)
+    )
     usage = {n: rng.integers(0, 64, 3) / 8.0 for n in range(12)}
     problem = Problem(nodes, edges, (Row(30.0, usage, {n: (n, n + 6) for n in range(12)}),))
     network = simplify(problem)
@@ -119,4 +162,6 @@ def test_followers_are_merged_without_changing_a_cost() -> None:
     assert all(np.isfinite(edge).all() for edge in network.edges.values())
     assert tighten(network, problem) is None
     found = solve(problem, time_limit_s=3600)
-    assert isinstance(found, Solution) and found.gap == 0.0 and found.choice[::2] == found.choice[1::2]
+    assert (
+        isinstance(found, Solution) and found.gap == 0.0 and found.choice[::2] == found.choice[1::2]
+    )

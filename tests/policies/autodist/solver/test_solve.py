@@ -1,4 +1,6 @@
-"""The solver against all choices of random small problems, repeated blocks, certificates, time and interruption."""
+"""The solver against all choices of random small problems, repeated blocks, certificates, time and
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,18 @@ import numpy as np
 import pytest
 from choices import best_by_trying, random_problem, repeated_chain
 
-from shardwright.policies.autodist.solver.blocks import Renumbering
 from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
 from shardwright.policies.autodist.solver.network import Network, simplify
-from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Row, Solution, evaluate, is_feasible
+from shardwright.policies.autodist.solver.problem import (
+    Infeasible,
+    Problem,
+    Row,
+    Solution,
+    evaluate,
+    is_feasible,
+)
 from shardwright.policies.autodist.solver.relaxation import Relaxation
+from shardwright.policies.autodist.solver.renumbering import Renumbering
 from shardwright.policies.autodist.solver.solve import solve
 
 NEVER_S = 3600.0
@@ -33,7 +42,10 @@ def check(problem: Problem) -> str:
 
 
 def test_without_rows_random_problems_equal_all_choices() -> None:
-    proofs = [check(random_problem(seed, forbidden=0.25 if seed % 4 == 0 else 0.05)) for seed in range(200)]
+    proofs = [
+        check(random_problem(seed, forbidden=0.25 if seed % 4 == 0 else 0.05))
+        for seed in range(200)
+    ]
     assert set(proofs) == {"elimination", "infeasible"} and proofs.count("infeasible") > 10
 
 
@@ -52,7 +64,9 @@ def test_ten_nodes_with_rows_equal_all_choices() -> None:
 def test_ten_nodes_of_five_strategies_each_equal_all_choices() -> None:
     """The tables of all choices have nearly ten million entries."""
     for seed in range(3000, 3010):
-        problem = random_problem(seed, max_nodes=10, least_nodes=10, least_strategies=5, num_rows=seed % 3, most=5**10)
+        problem = random_problem(
+            seed, max_nodes=10, least_nodes=10, least_strategies=5, num_rows=seed % 3, most=5**10
+        )
         assert [len(cost) for cost in problem.node_costs] == [5] * 10
         check(problem)
 
@@ -61,11 +75,17 @@ def test_ten_nodes_of_five_strategies_each_equal_all_choices() -> None:
 def test_repeated_blocks_equal_the_unfolded_problem(shared: bool) -> None:
     for seed in range(20):
         num_blocks = 2 + seed % 3
-        check(repeated_chain(seed, num_blocks=num_blocks, block_size=8 // num_blocks, shared=shared))
+        check(
+            repeated_chain(seed, num_blocks=num_blocks, block_size=8 // num_blocks, shared=shared)
+        )
 
 
-def best_by_walking(problem: Problem, block_size: int, num_strategies: int, first_of_last: int) -> float:
-    """Dynamic programming from block to block over all choices of a block: no folding, no elimination order."""
+def best_by_walking(
+    problem: Problem, block_size: int, num_strategies: int, first_of_last: int
+) -> float:
+    """Dynamic programming from block to block over all choices of a block: no folding, no
+    elimination order.
+    """
     shape = (num_strategies,) * block_size
     choices = np.stack(np.unravel_index(np.arange(num_strategies**block_size), shape), axis=1)
     reach: np.ndarray | None = None
@@ -78,7 +98,9 @@ def best_by_walking(problem: Problem, block_size: int, num_strategies: int, firs
         if reach is None or link is None:
             reach = own
         else:
-            reach = (reach[:, None] + link[choices[:, -1][:, None], choices[:, 0][None, :]]).min(axis=0) + own
+            reach = (reach[:, None] + link[choices[:, -1][:, None], choices[:, 0][None, :]]).min(
+                axis=0
+            ) + own
     assert reach is not None
     return float(reach.min())
 
@@ -101,7 +123,9 @@ def num_tables_computed(problem: Problem) -> int:
 
 
 def test_tables_of_repeated_blocks_are_computed_once_and_powers_in_the_logarithm() -> None:
-    few, many = (num_tables_computed(repeated_chain(3, num_blocks=n, block_size=5)) for n in (16, 512))
+    few, many = (
+        num_tables_computed(repeated_chain(3, num_blocks=n, block_size=5)) for n in (16, 512)
+    )
     assert many <= few + 3 * 6, (few, many)
 
 
@@ -130,9 +154,16 @@ def test_a_longer_chain_is_proved_optimal_within_one_row() -> None:
 
 def test_a_row_that_cannot_be_kept_is_named_with_its_greatest_users() -> None:
     usage = {0: np.array([5.0, 6.0]), 1: np.array([1.0, 0.5]), 2: np.array([30.0, 20.0])}
-    found = solve(Problem((np.zeros(2),) * 3, rows=(Row(100.0, usage), Row(25.0, usage))), time_limit_s=NEVER_S)
+    found = solve(
+        Problem((np.zeros(2),) * 3, rows=(Row(100.0, usage), Row(25.0, usage))),
+        time_limit_s=NEVER_S,
+    )
     assert found == Infeasible(
-        True, "row 1: its limit is 25, and the least that any allowed choice uses is 25.5", 1, 25.5, (2, 0, 1)
+        True,
+        "row 1: its limit is 25, and the least that any allowed choice uses is 25.5",
+        1,
+        25.5,
+        (2, 0, 1),
     )
 
 
@@ -140,12 +171,22 @@ def test_a_row_that_forbidden_pairs_make_impossible_is_certified() -> None:
     """Small strategies exist, but no two neighbours may take them."""
     wall = np.array([[math.inf, 0.0], [0.0, 0.0]])
     usage = {n: np.array([1.0, 4.0]) for n in range(8)}
-    problem = Problem((np.ones(2),) * 8, tuple((n, n + 1, wall) for n in range(7)), (Row(17.0, usage),))
+    problem = Problem(
+        (np.ones(2),) * 8, tuple((n, n + 1, wall) for n in range(7)), (Row(17.0, usage),)
+    )
     found = solve(problem, time_limit_s=NEVER_S)
     assert isinstance(found, Infeasible) and found.proven and found.row == 0
     assert found.least_usage is not None and 17.0 < found.least_usage <= 20.0
-    assert found.reason == f"row 0: its limit is 17, and any allowed choice uses at least {found.least_usage:.6g}"
-    assert solve(Problem(problem.node_costs, problem.edges, (Row(20.0, usage),)), time_limit_s=NEVER_S).cost == 8.0  # type: ignore[union-attr]
+    assert (
+        found.reason
+        == f"row 0: its limit is 17, and any allowed choice uses at least {found.least_usage:.6g}"
+    )
+    assert (
+        solve(
+            Problem(problem.node_costs, problem.edges, (Row(20.0, usage),)), time_limit_s=NEVER_S
+        ).cost
+        == 8.0
+    )  # type: ignore[union-attr]
 
 
 def test_improvements_are_reported_and_the_same_every_time() -> None:
@@ -153,7 +194,11 @@ def test_improvements_are_reported_and_the_same_every_time() -> None:
     problem = chain_with_memory(25)
     for _ in range(2):
         seen: list[tuple[float, float]] = []
-        found = solve(problem, time_limit_s=NEVER_S, on_improvement=lambda cost, bound, seen=seen: seen.append((cost, bound)))
+        found = solve(
+            problem,
+            time_limit_s=NEVER_S,
+            on_improvement=lambda cost, bound, seen=seen: seen.append((cost, bound)),
+        )
         assert isinstance(found, Solution)
         assert all(bound <= cost for cost, bound in seen) and seen[-1] == (found.cost, found.cost)
         costs, bounds = zip(*seen, strict=True)
@@ -170,7 +215,10 @@ def test_an_interruption_returns_the_best_so_far_with_its_bound() -> None:
     problem = chain_with_memory()
     found = solve(problem, time_limit_s=NEVER_S, on_improvement=interrupt)
     assert isinstance(found, Solution) and is_feasible(problem, found.choice)
-    assert 0.0 < found.gap < 0.2 and found.proof == "bound by Lagrange multipliers with exact elimination"
+    assert (
+        0.0 < found.gap < 0.2
+        and found.proof == "bound by Lagrange multipliers with exact elimination"
+    )
 
 
 def test_an_interruption_before_any_choice_goes_on_to_the_caller() -> None:
@@ -197,36 +245,58 @@ def test_a_start_is_repaired_and_never_made_worse() -> None:
     best = solve(problem, time_limit_s=NEVER_S)
     assert isinstance(best, Solution)
     seen: list[float] = []
-    again = solve(problem, time_limit_s=NEVER_S, start=best.choice, on_improvement=lambda cost, _: seen.append(cost))
+    again = solve(
+        problem,
+        time_limit_s=NEVER_S,
+        start=best.choice,
+        on_improvement=lambda cost, _: seen.append(cost),
+    )
     assert again == best and seen[0] == best.cost
     exceeding = solve(problem, time_limit_s=NEVER_S, start=[3] * 40)
     assert isinstance(exceeding, Solution) and exceeding.cost == best.cost
 
 
 def shuffled(problem: Problem, seed: int) -> Problem:
-    """The same problem with its nodes numbered at random, and the hint that says which correspond."""
+    """The same problem with its nodes numbered at random, and the hint that says which
+    correspond.
+    """
     new = np.random.default_rng(seed).permutation(problem.num_nodes).tolist()
     nodes = [problem.node_costs[0]] * problem.num_nodes
     for node, cost in enumerate(problem.node_costs):
         nodes[new[node]] = cost
-    rows = tuple(Row(row.limit, {new[node]: used for node, used in row.usage.items()}) for row in problem.rows)
+    rows = tuple(
+        Row(row.limit, {new[node]: used for node, used in row.usage.items()})
+        for row in problem.rows
+    )
     blocks = tuple(tuple(new[node] for node in block) for block in problem.blocks)
-    return Problem(tuple(nodes), tuple((new[a], new[b], cost) for a, b, cost in problem.edges), rows, blocks)
+    return Problem(
+        tuple(nodes), tuple((new[a], new[b], cost) for a, b, cost in problem.edges), rows, blocks
+    )
 
 
 def test_the_hint_of_blocks_shows_repetition_and_changes_no_answer() -> None:
     plain = repeated_chain(3, num_blocks=64, block_size=5)
     mixed = shuffled(plain, 0)
-    assert num_tables_computed(Renumbering(mixed).problem) == num_tables_computed(plain) < num_tables_computed(mixed) / 2
+    assert (
+        num_tables_computed(Renumbering(mixed).problem)
+        == num_tables_computed(plain)
+        < num_tables_computed(mixed) / 2
+    )
     for problem in (mixed, Problem(mixed.node_costs, mixed.edges)):
         found = solve(problem, time_limit_s=NEVER_S)
-        assert isinstance(found, Solution) and found.cost == evaluate(problem, found.choice) == found.bound
+        assert (
+            isinstance(found, Solution)
+            and found.cost == evaluate(problem, found.choice) == found.bound
+        )
         assert found.cost == solve(plain, time_limit_s=NEVER_S).cost  # type: ignore[union-attr]
 
 
 def test_certificates_name_the_nodes_as_given() -> None:
     usage = {0: np.array([5.0, 6.0]), 1: np.array([1.0, 0.5]), 2: np.array([30.0, 20.0])}
-    found = solve(Problem((np.zeros(2),) * 3, rows=(Row(25.0, usage),), blocks=((2,), (1,))), time_limit_s=NEVER_S)
+    found = solve(
+        Problem((np.zeros(2),) * 3, rows=(Row(25.0, usage),), blocks=((2,), (1,))),
+        time_limit_s=NEVER_S,
+    )
     assert isinstance(found, Infeasible) and found.nodes == (2, 0, 1)
     wall = Problem((np.zeros(1), np.full(2, math.inf)), blocks=((1,), (0,)))
     assert solve(wall, time_limit_s=NEVER_S) == Infeasible(

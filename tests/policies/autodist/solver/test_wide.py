@@ -12,10 +12,17 @@ from choices import best_by_trying, random_problem
 from shardwright.policies.autodist.solver import solve as solve_module
 from shardwright.policies.autodist.solver import wide
 from shardwright.policies.autodist.solver.eliminate import Elimination
-from shardwright.policies.autodist.solver.messages import Messages
+from shardwright.policies.autodist.solver.linear_program import Answer, solve_program
+from shardwright.policies.autodist.solver.message_passing import Messages
 from shardwright.policies.autodist.solver.network import Network, simplify
-from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Row, Solution, evaluate, is_feasible
-from shardwright.policies.autodist.solver.program import Answer, solve_program
+from shardwright.policies.autodist.solver.problem import (
+    Infeasible,
+    Problem,
+    Row,
+    Solution,
+    evaluate,
+    is_feasible,
+)
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.reduce import Reduced
 from shardwright.policies.autodist.solver.wide import search_wide
@@ -41,7 +48,9 @@ def test_random_problems_equal_all_choices() -> None:
         assert is_feasible(problem, found.choice) and found.cost == evaluate(problem, found.choice)
         assert found.cost == best and found.bound <= best, (seed, found, best)
         proofs.add(found.proof)
-    assert any("integer program" in proof for proof in proofs) and any("message" in proof for proof in proofs), proofs
+    assert any("integer program" in proof for proof in proofs) and any(
+        "message" in proof for proof in proofs
+    ), proofs
 
 
 def grid(side: int, seed: int, *, rows: bool) -> Problem:
@@ -62,7 +71,9 @@ def test_a_grid_is_solved_as_by_elimination(rows: bool) -> None:
     assert known.cost == pytest.approx(found.cost, rel=1e-12) and found.bound <= known.cost
 
 
-def test_a_library_without_a_choice_leaves_a_bound_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_a_choice_leaves_a_bound_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Time may end before the library has any choice, and before there is one from elsewhere."""
     problem = grid(4, 0, rows=True)
     network = simplify(problem)
@@ -83,7 +94,11 @@ def test_messages_bound_the_optimum_and_never_fall() -> None:
     best = solve_module.solve(problem, time_limit_s=3600)
     assert isinstance(best, Solution)
     messages = Messages(network)
-    bounds = [step() + network.constant for _ in range(100) for step in (messages.forward, messages.backward)]
+    bounds = [
+        step() + network.constant
+        for _ in range(100)
+        for step in (messages.forward, messages.backward)
+    ]
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(bounds))
     linear = solve_program(network, integer=False, time_limit_s=3600)
     assert best.cost - 0.02 * best.cost < bounds[-1] <= linear.bound + 1e-6 <= best.cost + 2e-6
@@ -119,6 +134,10 @@ def test_taking_out_nodes_keeps_every_cost() -> None:
         value = whole.run(reduced.network.costs) + reduced.network.constant
         choice = np.zeros(problem.num_nodes, dtype=np.intp)
         whole.trace(choice)
-        assert value == evaluate(problem, reduced.expand(choice)) >= best_by_trying(Problem(problem.node_costs, problem.edges))
+        assert (
+            value
+            == evaluate(problem, reduced.expand(choice))
+            >= best_by_trying(Problem(problem.node_costs, problem.edges))
+        )
         shrunk += len(sizes) < len(network.costs)
     assert shrunk > 5

@@ -10,7 +10,13 @@ import torch
 from plans import zoo_graph
 from torch import Tensor, nn
 
-from shardwright.policies.autodist.stages.chain import MAX_BLOCKS, SHARE, block_starts, layer_blocks, layer_parts
+from shardwright.policies.autodist.stages.chain import (
+    MAX_BLOCKS,
+    SHARE,
+    block_starts,
+    layer_blocks,
+    layer_parts,
+)
 
 
 def test_layers_are_blocks_and_named() -> None:
@@ -25,12 +31,16 @@ def test_layers_are_blocks_and_named() -> None:
 
 
 class Halves(nn.Module):
-    """``first`` and ``second`` are most of it, ``rest`` is more than half; ``net`` is a list of single operators."""
+    """``first`` and ``second`` are most of it, ``rest`` is more than half; ``net`` is a list of
+    single operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-        self.rest = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 8), nn.GELU()), "out": nn.Linear(8, 4)})
+        self.rest = nn.ModuleDict(
+            {"net": nn.Sequential(nn.Linear(4, 8), nn.GELU()), "out": nn.Linear(8, 4)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.rest["out"](self.rest["net"](self.first(x)).sin())
@@ -49,7 +59,9 @@ def test_large_modules_are_layers_where_no_numbers_are() -> None:
 
 
 def test_lists_of_single_operators_are_cut_anywhere() -> None:
-    graph = planning.graph_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"input": torch.randn(2, 4)})
+    graph = planning.graph_of(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"input": torch.randn(2, 4)}
+    )
     assert layer_blocks(graph) == ([0, 1, 2], {0: "0", 1: "1", 2: "2"})
 
 
@@ -59,13 +71,19 @@ def test_blocks_are_short_enough_for_the_stages(name: str, num_stages: int) -> N
     graph = zoo_graph(name)
     times = [1.0 + (index % 3) for index in range(len(graph.ops))]
     starts = block_starts(graph, times, num_stages)
-    assert starts[0] == 0 and starts == sorted(set(starts)) and num_stages <= len(starts) <= MAX_BLOCKS
+    assert (
+        starts[0] == 0 and starts == sorted(set(starts)) and num_stages <= len(starts) <= MAX_BLOCKS
+    )
     blocks = [sum(times[a:b]) for a, b in itertools.pairwise([*starts, len(times)])]
-    assert max(blocks) <= max(SHARE * sum(times) / num_stages, 1.25 * max(times)) + sum(times) / (8 * MAX_BLOCKS)
+    assert max(blocks) <= max(SHARE * sum(times) / num_stages, 1.25 * max(times)) + sum(times) / (
+        8 * MAX_BLOCKS
+    )
 
 
 def test_stages_begin_where_least_crosses() -> None:
     graph = zoo_graph("gpt2")
     times = [1.0 if "mlp_c" in op.name or "attn_c" in op.name else 0.0 for op in graph.ops]
     names = [graph.ops[start].name for start in block_starts(graph, times, 1)]
-    assert not any("attn_view" in name or "act" in name for name in names)  # there q, k and v, or 4 times the width cross
+    assert not any(
+        "attn_view" in name or "act" in name for name in names
+    )  # there q, k and v, or 4 times the width cross

@@ -1,4 +1,6 @@
-"""What computing parts of a model again saves: as much less as autograd keeps of the real model, in ways worth having."""
+"""What computing parts of a model again saves: as much less as autograd keeps of the real model, in
+ways worth having.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.stages.blocks import Costs, Way, block_costs, useful_ways
+from shardwright.policies.autodist.stages.block_costs import Costs, Way, block_costs, useful_ways
 from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -59,7 +61,9 @@ def compute_again(module: nn.Module, path: str) -> None:
 
 def costs_of(graph: PlannableGraph) -> Costs:
     starts, layers = layer_blocks(graph)
-    setting = Setting(load_hardware("a100-80gb", 1), ComputeConfig(plan_ngpus=1, runtime_ngpus=1), (0,))
+    setting = Setting(
+        load_hardware("a100-80gb", 1), ComputeConfig(plan_ngpus=1, runtime_ngpus=1), (0,)
+    )
     parts = layer_parts(graph, starts, layers)
     return block_costs(Walk(lower(graph, Plan(Mesh())), setting), starts, parts)
 
@@ -68,7 +72,12 @@ def costs_of(graph: PlannableGraph) -> Costs:
 def test_what_is_saved_is_what_autograd_does_not_keep(inside: str) -> None:
     graph = plans.annotated(plans.traced(gpt(), tiny_gpt.dummy_args()))
     costs = costs_of(graph)
-    (again,) = {way.again for ways in costs.ways for way in ways if [p.path for p in way.parts] == [f"blocks.1{inside}"]}
+    (again,) = {
+        way.again
+        for ways in costs.ways
+        for way in ways
+        if [p.path for p in way.parts] == [f"blocks.1{inside}"]
+    }
     plain, checkpointed = gpt(), gpt()
     compute_again(checkpointed, f"blocks.1{inside}")
     assert again.saved_bytes == kept_bytes(plain) - kept_bytes(checkpointed)
@@ -84,11 +93,16 @@ def test_ways_are_the_modules_and_their_joins_without_the_dominated(seed: int) -
     ]
     found = useful_ways(single)
     for way in found:
-        assert not any(a.start < b.stop and b.start < a.stop for a, b in itertools.combinations(way.parts, 2))
+        assert not any(
+            a.start < b.stop and b.start < a.stop for a, b in itertools.combinations(way.parts, 2)
+        )
         own = [s.again for s in single if s.parts[0] in way.parts]
         assert way.again == Again(sum(a.time_s for a in own), sum(a.saved_bytes for a in own))
     for way in single:
         if way.again.saved_bytes > 0:
-            assert any(f.again.time_s <= way.again.time_s and f.again.saved_bytes >= way.again.saved_bytes for f in found)
+            assert any(
+                f.again.time_s <= way.again.time_s and f.again.saved_bytes >= way.again.saved_bytes
+                for f in found
+            )
     assert [w.again.time_s for w in found] == sorted({w.again.time_s for w in found})
     assert [w.again.saved_bytes for w in found] == sorted({w.again.saved_bytes for w in found})

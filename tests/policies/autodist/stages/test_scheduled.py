@@ -10,15 +10,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shardwright.compiler.schedule.generate import SCHEDULES, generate
-from shardwright.compiler.schedule.memory import held_together
+from shardwright.compiler.schedule.live_microbatches import held_together
+from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
 
-SHAPES = [("1f1b", 2, 1), ("1f1b", 3, 1), ("gpipe", 2, 2), ("zb_h1", 3, 1), ("zb_v", 2, 2), ("1f1b_interleaved", 2, 2)]
+SHAPES = [
+    ("1f1b", 2, 1),
+    ("1f1b", 3, 1),
+    ("gpipe", 2, 2),
+    ("zb_h1", 3, 1),
+    ("zb_v", 2, 2),
+    ("1f1b_interleaved", 2, 2),
+]
 """Schedules, positions, and stages of each."""
 
 
@@ -29,12 +36,25 @@ def all_cuts(num_blocks: int, num_stages: int) -> Iterator[list[tuple[int, int]]
 
 def random_block(rng: random.Random) -> Block:
     activation = rng.randint(1, 20)
-    again = tuple(Again(rng.randint(0, 9), rng.randint(0, activation)) for _ in range(rng.randint(0, 2)))
-    return Block(rng.randint(1, 9), rng.randint(1, 18), rng.randint(0, 5), rng.randint(0, 10), activation, again)
+    again = tuple(
+        Again(rng.randint(0, 9), rng.randint(0, activation)) for _ in range(rng.randint(0, 2))
+    )
+    return Block(
+        rng.randint(1, 9),
+        rng.randint(1, 18),
+        rng.randint(0, 5),
+        rng.randint(0, 10),
+        activation,
+        again,
+    )
 
 
-def stage_times(blocks: list[Block], inputs_s: list[float], stage: int, again_s: float | None) -> StageTimes:
-    """``again_s``: of what is computed again; None for nothing, so that a backward may be in two parts."""
+def stage_times(
+    blocks: list[Block], inputs_s: list[float], stage: int, again_s: float | None
+) -> StageTimes:
+    """``again_s``: of what is computed again; None for nothing, so that a backward may be in two
+    parts.
+    """
     backward_s = sum(block.backward_s for block in blocks)
     if again_s is not None:
         return StageTimes(sum(block.forward_s for block in blocks), backward_s + again_s, 0.0)
@@ -50,15 +70,25 @@ def ways(blocks: list[Block], inputs_s: list[float], stage: int) -> Iterator[Cho
     """What one stage may have."""
     for chosen in itertools.product(*((None, *block.again) for block in blocks)):
         again = [way for way in chosen if way is not None]
-        kept = sum(block.activation_bytes for block in blocks) - sum(way.saved_bytes for way in again)
-        yield stage_times(blocks, inputs_s, stage, sum(way.time_s for way in again) if again else None), kept
+        kept = sum(block.activation_bytes for block in blocks) - sum(
+            way.saved_bytes for way in again
+        )
+        yield (
+            stage_times(
+                blocks, inputs_s, stage, sum(way.time_s for way in again) if again else None
+            ),
+            kept,
+        )
 
 
 def moments_of(order: Schedule, held: list[float], kept: list[float]) -> Iterator[float]:
     """What positions hold, at all moments that count in any case."""
     for rank, moments in enumerate(held_together(order, in_any_case=True)):
         for moment in moments:
-            yield sum(held[stage] + n * kept[stage] for stage, n in zip(order.stages_of(rank), moment, strict=True))
+            yield sum(
+                held[stage] + n * kept[stage]
+                for stage, n in zip(order.stages_of(rank), moment, strict=True)
+            )
 
 
 def alone(order: Schedule) -> list[int]:
@@ -70,26 +100,45 @@ def alone(order: Schedule) -> list[int]:
 
 
 def least_of_cut(
-    order: Schedule, cuts: list[tuple[int, int]], chains: list[tuple[list[Block], list[float]]], memory: float
+    order: Schedule,
+    cuts: list[tuple[int, int]],
+    chains: list[tuple[list[Block], list[float]]],
+    memory: float,
 ) -> float:
-    """``chains``: by stage, the blocks of its placement, and of their backwards the part for what a stage gets."""
+    """``chains``: by stage, the blocks of its placement, and of their backwards the part for what a
+    stage gets.
+    """
     stages = [
-        (blocks[start:stop], inputs_s[start:stop]) for (start, stop), (blocks, inputs_s) in zip(cuts, chains, strict=True)
+        (blocks[start:stop], inputs_s[start:stop])
+        for (start, stop), (blocks, inputs_s) in zip(cuts, chains, strict=True)
     ]
-    once, held = [0.0] * order.num_ranks, [sum(block.held_bytes for block in blocks) for blocks, _ in stages]
+    once, held = (
+        [0.0] * order.num_ranks,
+        [sum(block.held_bytes for block in blocks) for blocks, _ in stages],
+    )
     for stage, (blocks, _) in enumerate(stages):
         once[order.placement[stage]] += sum(block.once_s for block in blocks)
     best = float("inf")
     for found in itertools.product(*(ways(*own, stage) for stage, own in enumerate(stages))):
-        if max(used for used in moments_of(order, held, [kept for _, kept in found])) <= memory * (1 + 1e-9):
+        if max(used for used in moments_of(order, held, [kept for _, kept in found])) <= memory * (
+            1 + 1e-9
+        ):
             line = simulate(order, [times for times, _ in found])
-            best = min(best, max(spans[-1].end_s + more for spans, more in zip(line.spans, once, strict=True)))
+            best = min(
+                best,
+                max(spans[-1].end_s + more for spans, more in zip(line.spans, once, strict=True)),
+            )
     return best
 
 
-def least_of_all(order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float) -> float:
+def least_of_all(
+    order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float
+) -> float:
     chains = [(blocks, inputs_s)] * order.num_stages
-    return min(least_of_cut(order, cuts, chains, memory) for cuts in all_cuts(len(blocks), order.num_stages))
+    return min(
+        least_of_cut(order, cuts, chains, memory)
+        for cuts in all_cuts(len(blocks), order.num_stages)
+    )
 
 
 def least_whole(order: Schedule, blocks: list[Block]) -> float:
@@ -102,13 +151,21 @@ def least_whole(order: Schedule, blocks: list[Block]) -> float:
     return min(found)
 
 
-def least(order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float, num_devices: int = 1) -> Least:
+def least(
+    order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float, num_devices: int = 1
+) -> Least:
     tables = Tables(Menu(num_devices, blocks), order.num_microbatches, False)
-    return Least(tables, np.zeros((len(blocks) + 1, len(blocks) + 1, 2)), inputs_s, alone(order), memory)
+    return Least(
+        tables, np.zeros((len(blocks) + 1, len(blocks) + 1, 2)), inputs_s, alone(order), memory
+    )
 
 
 def bound_of(
-    order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float, enough_s: float = float("inf")
+    order: Schedule,
+    blocks: list[Block],
+    inputs_s: list[float],
+    memory: float,
+    enough_s: float = float("inf"),
 ) -> float:
     placed = least(order, blocks, inputs_s, memory)
     return least_step_s(Chains(order), [placed], order.num_stages, enough_s)
@@ -116,21 +173,31 @@ def bound_of(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("memory_binds", [False, True])
-def test_no_split_on_a_schedule_is_below_its_bound(shape: tuple[str, int, int], memory_binds: bool) -> None:
+def test_no_split_on_a_schedule_is_below_its_bound(
+    shape: tuple[str, int, int], memory_binds: bool
+) -> None:
     schedule, positions, chunks = shape
     bounded = 0
     for seed in range(6):
         rng = random.Random(seed)
-        num_microbatches = positions * rng.randint(1, 3) if SCHEDULES[schedule].whole_rounds else rng.randint(1, 5)
+        num_microbatches = (
+            positions * rng.randint(1, 3) if SCHEDULES[schedule].whole_rounds else rng.randint(1, 5)
+        )
         order = generate(schedule, positions, num_microbatches, chunks)
         blocks = [random_block(rng) for _ in range(rng.randint(positions * chunks, 4))]
         inputs_s = [0.0, *(block.backward_s * rng.uniform(0.2, 0.8) for block in blocks[1:])]
-        memory = rng.uniform(0.9, 0.99) * least_whole(order, blocks) if memory_binds else float("inf")
+        memory = (
+            rng.uniform(0.9, 0.99) * least_whole(order, blocks) if memory_binds else float("inf")
+        )
         best = least_of_all(order, blocks, inputs_s, memory)
         if best < float("inf"):
             bound = bound_of(order, blocks, inputs_s, memory)
             assert 0 < bound <= best * (1 + 1e-9)
-            for enough_s in (0.5 * bound, 1.01 * best, 1.2 * best):  # stages that only worse splits have are left out
+            for enough_s in (
+                0.5 * bound,
+                1.01 * best,
+                1.2 * best,
+            ):  # stages that only worse splits have are left out
                 assert bound_of(order, blocks, inputs_s, memory, enough_s) <= best * (1 + 1e-9)
             bounded += 1
     assert bounded
@@ -145,17 +212,24 @@ def test_no_split_into_stages_that_differ_is_below_its_bound(seed: int) -> None:
     chains = []
     for _ in sizes:
         blocks = [random_block(rng) for _ in range(count)]
-        chains.append((blocks, [0.0, *(block.backward_s * rng.uniform(0.2, 0.8) for block in blocks[1:])]))
-    memory = rng.uniform(0.5, 1.5) * sum(block.held_bytes + 2 * block.activation_bytes for block in chains[0][0])
+        chains.append(
+            (blocks, [0.0, *(block.backward_s * rng.uniform(0.2, 0.8) for block in blocks[1:])])
+        )
+    memory = rng.uniform(0.5, 1.5) * sum(
+        block.held_bytes + 2 * block.activation_bytes for block in chains[0][0]
+    )
     best = min(
         least_of_cut(order, cuts, [chains[number] for number in numbers], memory)
         for cuts in all_cuts(count, 3)
         for numbers in itertools.product(range(2), repeat=3)
         if sum(sizes[number] for number in numbers) == 4
     )
-    placements = [least(order, *chain, memory, size) for chain, size in zip(chains, sizes, strict=True)]
+    placements = [
+        least(order, *chain, memory, size) for chain, size in zip(chains, sizes, strict=True)
+    ]
     free, near, nearer, same = (
-        least_step_s(Chains(order), placements, 4, factor * best) for factor in (math.inf, 1.5, 1.01, 1.0)
+        least_step_s(Chains(order), placements, 4, factor * best)
+        for factor in (math.inf, 1.5, 1.01, 1.0)
     )
     assert (best == float("inf")) == (free == float("inf"))
     assert best == float("inf") or 0.5 * best < free
@@ -163,12 +237,15 @@ def test_no_split_into_stages_that_differ_is_below_its_bound(seed: int) -> None:
 
 
 def test_averages_have_no_stage_with_which_every_split_is_too_long() -> None:
-    """Four stages on nine devices, one of them on six. An average of splits may give each of them the six in turn, with nearly
-    all blocks.
+    """Four stages on nine devices, one of them on six. An average of splits may give each of them
+    the six in turn, with nearly all blocks.
     """
     order, blocks = generate("zb_h1", 4, 64), 40
     memory, inputs_s = float("inf"), [1.0] * blocks
-    placements = [least(order, [Block(1.0 / n, 2.0 / n)] * blocks, [s / n for s in inputs_s], memory, n) for n in (1, 6)]
+    placements = [
+        least(order, [Block(1.0 / n, 2.0 / n)] * blocks, [s / n for s in inputs_s], memory, n)
+        for n in (1, 6)
+    ]
     least_s = 64 * 3.0 * blocks / 9
     free = least_step_s(Chains(order), placements, 9, float("inf"))
     bound = least_step_s(Chains(order), placements, 9, 1.1 * least_s)
@@ -182,11 +259,17 @@ def test_stages_of_one_position_cannot_all_have_its_memory(schedule: str, chunks
     order = generate(schedule, 2, 16, chunks)
     blocks = [Block(1.0, 2.0, 0.0, 0.0, 1.0, (Again(1.0, 1.0),))] * 32
     inputs_s = [1.0] * 32
-    most = max(8 * sum(moment) for moments in held_together(order, in_any_case=True) for moment in moments)
-    free, bound = (bound_of(order, blocks, inputs_s, memory) for memory in (float("inf"), 0.5 * most))
+    most = max(
+        8 * sum(moment) for moments in held_together(order, in_any_case=True) for moment in moments
+    )
+    free, bound = (
+        bound_of(order, blocks, inputs_s, memory) for memory in (float("inf"), 0.5 * most)
+    )
     assert free < 16 * 16 * 3.0 * 1.1
     assert bound > 1.05 * free
-    step_s = max(spans[-1].end_s for spans in simulate(order, [StageTimes(8.0, 24.0, 0.0)] * 4).spans)
+    step_s = max(
+        spans[-1].end_s for spans in simulate(order, [StageTimes(8.0, 24.0, 0.0)] * 4).spans
+    )
     assert bound <= step_s, "all computed again, which takes no memory"
 
 
@@ -204,9 +287,13 @@ def test_what_ranks_wait_for_is_in_the_bound(schedule: str, chunks: int, bubble:
 
 
 def test_the_bound_of_one_microbatch_is_all_that_comes_one_after_the_other() -> None:
-    """Forwards of all stages and their gradients, of which none but the first stage's and those of weights can wait."""
+    """Forwards of all stages and their gradients, of which none but the first stage's and those of
+    weights can wait.
+    """
     blocks, inputs_s = [Block(1.0, 2.0)] * 8, [0.0, *[1.0] * 7]
-    assert bound_of(generate("1f1b", 2, 1), blocks, inputs_s, float("inf")) == pytest.approx(24.0, rel=1e-3)
+    assert bound_of(generate("1f1b", 2, 1), blocks, inputs_s, float("inf")) == pytest.approx(
+        24.0, rel=1e-3
+    )
     given = generate("zb_v", 2, 1, 2), blocks[:6], inputs_s[:6], float("inf")
     best = least_of_all(*given)
     assert 0.9 * best < bound_of(*given) <= best

@@ -1,0 +1,594 @@
+"""Write the statements of a program: operators, adapters, buffer updates, and repeated layers as
+methods.
+
+One statement per operator, names from the user's own, adapters named by what they do, trailing
+comments with layout and source line; the statements of each module under its path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import sympy
+import torch
+
+from shardwright.compiler.codegen.comments import describe
+from shardwright.compiler.codegen.layer_loops import Loop, loop_at, readers_of
+from shardwright.compiler.codegen.literals import named, range_text, source, tuple_text
+from shardwright.compiler.codegen.names import (
+    MODULE_ATTRIBUTES,
+    Scope,
+    attribute_path,
+    axis_variables,
+)
+from shardwright.compiler.codegen.text import (
+    WIDTH,
+    Line,
+    layout_lines,
+    names_read,
+    with_headings,
+    wrap,
+)
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.identifier import axis_variable, identifier
+from shardwright.compiler.ir.op import AxisRef, leaves
+from shardwright.compiler.ir.quote import comment, docstring, quoted
+from shardwright.compiler.ir.size import Size, to_python, with_axis_variables
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.render import (
+    Source,
+    argument_source,
+    call_source,
+    imports_of,
+    imports_of_literal,
+    names_bound,
+)
+from shardwright.compiler.plan.conversion import CutSizes
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.repeated_blocks import (
+    Run,
+    Update,
+    container_path,
+    gathered_until,
+    group_blocks,
+    reads,
+    size_symbols,
+)
+from shardwright.runtime.structure import values_digest
+
+RUNTIME_IMPORTS = {
+    "Mesh": "from shardwright.runtime.layout import Mesh",
+    "Cut": "from shardwright.runtime.layout import Cut",
+    "ParallelModule": "from shardwright.runtime.module.parallel_module import ParallelModule",
+    "ABSENT": "from shardwright.runtime.module.inputs import ABSENT",
+    "flatten": "from shardwright.runtime.structure import flatten",
+    "recompute": "from shardwright.runtime.recompute import recompute",
+    "rebuild": "from shardwright.runtime.structure import rebuild",
+}
+BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
+RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
+"""What bodies read by these names."""
+LEAVES_OUT = "a training step: see ComputeConfig.outputs"
+
+
+@dataclass
+class _Method:
+    """A repeated block as a method: its text, and its name."""
+
+    name: str
+    lines: list[str]
+    takes_layer: bool = False  # it names random draws after the number of the layer
+
+
+@dataclass
+class BodyWriter:
+    """What the files of plans with and without pipeline stages have in common. Collects what they
+    must import.
+    """
+
+    program: Program
+    imports: set[str] = field(default_factory=set)
+    methods: dict[Any, _Method] = field(default_factory=dict)
+    _imported: set[str] | None = None
+    _axes: dict[int, dict[tuple[str, ...], str]] = field(
+        default_factory=dict
+    )  # variables of axes by the id of a program
+    _container: str = ""  # the path of the module whose method is being written
+    _train_only: set[str] = field(default_factory=set)
+
+    def _need(self, *names: str) -> None:
+        self.imports |= {RUNTIME_IMPORTS[name] for name in names}
+
+    def _programs(self) -> list[Program]:
+        """Every program whose body stands in the file."""
+        return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
+
+    def _gathers_weights(self) -> bool:
+        return any(
+            adapter.gathers_weight for program in self._programs() for adapter in program.adapters()
+        )
+
+    def _reserved(self, program: Program) -> set[str]:
+        """Names that no variable may take: those of axes, and of everything the file imports."""
+        return RESERVED | self._imports_read() | set(self._axis_variables(program).values())
+
+    def _imports_read(self) -> set[str]:
+        """The names that the imports of the file bind."""
+        if self._imported is None:
+            self._imported = set()
+            for instruction in (
+                instruction for program in self._programs() for instruction in program.instructions
+            ):
+                if isinstance(instruction, Adapt):
+                    self._imported.add(instruction.step.kind)
+                else:
+                    self._imported |= names_bound(imports_of(instruction.op))
+            for program in self._programs():
+                for tree in (program.graph.output, *(tree for _, tree in program.graph.signature)):
+                    self._imported |= names_bound(
+                        s for _, leaf in tree.leaves() for s in imports_of_literal(leaf)
+                    )
+        return self._imported
+
+    def _axis_variables(self, program: Program) -> dict[tuple[str, ...], str]:
+        """What the bodies of a program call the groups of its axes."""
+        if id(program) not in self._axes:
+            graph = program.graph
+            taken = RESERVED | self._imports_read() | {dim.symbol for dim in graph.dynamic_dims}
+            self._axes[id(program)] = axis_variables(
+                program, taken | {f"{name}_leaves" for name in graph.argument_order}
+            )
+        return self._axes[id(program)]
+
+    def _with_axes(self, program: Program) -> Callable[[Any], Any]:
+        """What puts the variables of axes into an argument or a size, where they are not the usual
+        ones.
+        """
+        variables = self._axis_variables(program)
+        renamed = {
+            axes[0]: name
+            for axes, name in variables.items()
+            if len(axes) == 1 and name != axis_variable(axes[0])
+        }
+
+        def replaced(leaf: Any) -> Any:
+            if isinstance(leaf, AxisRef):
+                return Source(renamed.get(leaf.name, axis_variable(leaf.name)))
+            return with_axis_variables(leaf, renamed) if isinstance(leaf, sympy.Expr) else leaf
+
+        return replaced if renamed else _as_it_is
+
+    def _source_of(self, program: Program) -> Callable[[Size], str]:
+        """What writes sizes."""
+        replaced = self._with_axes(program)
+        return to_python if replaced is _as_it_is else lambda size: to_python(replaced(size))
+
+    def _input_lines(self, graph: IRGraph) -> list[str]:
+        """What calls are checked against, as lines of a dict: path and shape, or value, of every
+        leaf of the arguments.
+        """
+        lines, known = [], dict(graph.constant_inputs)
+        for path, leaf in input_leaves(graph):
+            self.imports |= imports_of_literal(leaf)
+            if isinstance(leaf, IRValue):
+                words = [quoted(_shape_text(leaf)), str(leaf.dtype)]
+                words += [_values_text(known[leaf.name])] if leaf.name in known else []
+                text = f"({', '.join(words)})"
+            else:
+                text = source(leaf)
+            lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
+        return lines
+
+    # --------------------------------------------------------------------------------------------------
+    # statements
+
+    def _statements(self, program: Program, scope: Scope) -> list[Line]:
+        """The operators, adapters and buffer updates of a program; repeated blocks become
+        methods.
+        """
+        body: list[Line] = []
+        items = group_blocks(program)
+        instances: dict[Any, list[Run]] = {}
+        for item in items:
+            if isinstance(item, Run):
+                instances.setdefault(item.key, []).append(item)
+        kept = _held_at_the_end(program)
+        over, readers = gathered_until(items, kept), readers_of(items, kept)
+        position = 0
+        while position < len(items):
+            item, loop = items[position], loop_at(items, position, readers, over)
+            if loop is not None:
+                body += self._call_loop(loop, instances[loop.runs[0].key], scope, program)
+                position += len(loop.runs) - 1
+            elif isinstance(item, Run):
+                body += self._call_block(item, instances[item.key], scope, program)
+            else:
+                body.append(self._line(item, scope, program))
+            body += self._drop(over.get(position, ()), scope)
+            position += 1
+        body = with_headings(body, program.graph.name)
+        done = {
+            before.name for item in items if isinstance(item, Run) for before, _ in item.updates
+        }
+        return body + [
+            self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done
+        ]
+
+    def _tail(self, program: Program, scope: Scope) -> list[Line]:
+        """What makes the outputs that a training step leaves out, after it has returned."""
+        over = gathered_until(program.tail, program.results())
+        lines: list[Line] = []
+        for position, instruction in enumerate(program.tail):
+            lines.append(self._line(instruction, scope, program))
+            lines += self._drop(over.get(position, ()), scope)
+        return lines
+
+    def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
+        """Let go of weights that were gathered."""
+        lines = []
+        for value in weights:
+            guards = ("if self.training",) if value.name in self._train_only else ()
+            lines.append(Line(f"del {scope.name(value)}", guards=guards))
+        return lines
+
+    def _update(self, update: Update, scope: Scope) -> Line:
+        """Give a buffer its new value."""
+        before, after = update
+        name = source(named(before.fqn, scope.block))
+        guards = ("if self.training",) if after.name in self._train_only else ()
+        return Line(f"self.update_buffer({name}, {scope.name(after)})", guards=guards)
+
+    def _line(self, instruction: Instruction, scope: Scope, program: Program) -> Line:
+        if isinstance(instruction, Adapt):
+            return self._adapter_line(instruction, scope, program)
+        return self._compute_line(instruction, scope, program)
+
+    def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
+        op = instruction.op
+        self.imports |= imports_of(op)
+        replaced = self._with_axes(program)
+        code = call_source(
+            op.map_args(lambda leaf: named(replaced(leaf), scope.block, identifier)),
+            scope.name,
+            to_python,
+        )
+        for value in op.results:
+            scope.define(value)
+        targets = ", ".join(scope.name(value) for value in op.results)
+        guards = []
+        if op.only_in == "train":
+            self._train_only |= {value.name for value in op.results}
+            guards.append("if self.training")
+        if not op.grad_enabled:
+            guards.append("with torch.no_grad()")
+        if op.autocast is not None:
+            guards.append(f"with torch.autocast(self.device.type, dtype={op.autocast})")
+        module = op_path(instruction, self._container)
+        return Line(
+            f"{targets} = {code}", self._comment(instruction, program), tuple(guards), module
+        )
+
+    def _comment(self, instruction: Compute, program: Program) -> str:
+        original = instruction.original
+        texts = [
+            describe(v, l, program.graph.dims)
+            for v, l in zip(original.results, instruction.layouts, strict=True)
+        ]
+        alike = len(texts) > 1 and len(set(texts)) == 1
+        layout = f"each {texts[0]}" if alike else " ".join(texts)
+        source = (
+            f"{PurePath(original.source.file).name}:{original.source.line}"
+            if original.source
+            else ""
+        )
+        return comment("  ".join(word for word in (layout, source) if word))
+
+    def _adapter_line(self, instruction: Adapt, scope: Scope, program: Program) -> Line:
+        step = instruction.step
+        function, default = step.kind, _DEFAULT_BACKWARD.get(step.kind)
+        if instruction.gathers_weight:
+            function, default = "self.gathered", "reduce_scatter"
+        else:
+            self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
+        words = [scope.name(instruction.value), self._axis_variables(program)[step.axes]]
+        sizes = self._source_of(program)
+        if step.dim is not None:
+            words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
+        if step.kind == "all_to_all":
+            assert step.cut is not None and step.to_cut is not None
+            words += [self._cut(step.cut, sizes), str(step.to_dim), self._cut(step.to_cut, sizes)]
+        elif step.cut is not None and not _is_plain(
+            step.cut, self.program.plan.storage_mesh.axis_size(step.axis), step.kind
+        ):
+            words.append(f"cut={self._cut(step.cut, sizes)}")
+        if step.backward not in (None, default):
+            words.append(f'backward="{step.backward}"')
+        scope.define(instruction.result)
+        note = f"{', '.join(step.axes)}: {step.transition}"
+        guards: tuple[str, ...] = ()
+        if instruction.value.name in self._train_only:
+            self._train_only.add(instruction.result.name)
+            guards = ("if self.training",)
+        return Line(
+            f"{scope.name(instruction.result)} = {function}({', '.join(words)})", note, guards
+        )
+
+    def _cut(self, cut: CutSizes, sizes: Callable[[Size], str]) -> str:
+        self._need("Cut")
+        words = [tuple_text(map(sizes, cut.segments))]
+        if cut.outer != 1 or cut.inner != 1:
+            words.append(sizes(cut.outer))
+        if cut.inner != 1:
+            words.append(sizes(cut.inner))
+        return f"Cut({', '.join(words)})"
+
+    # -------------------------------------------------------------------------------------------------------
+    # blocks
+
+    def _call_block(
+        self, run: Run, instances: list[Run], scope: Scope, program: Program
+    ) -> list[Line]:
+        number = str(run.container[1]) if run.container else ""
+        block = attribute_path(container_path(run.container)) if run.container else ""
+        call = self._call(
+            run, instances, (block, number, [scope.name(value) for value in run.inputs]), program
+        )
+        for value in run.outputs:
+            scope.define(value)
+        targets = ", ".join(scope.name(value) for value in run.outputs)
+        module = run.container[0] if run.container else None
+        return [Line(f"{targets} = {call}" if targets else call, module=module)]
+
+    def _call_loop(
+        self, loop: Loop, instances: list[Run], scope: Scope, program: Program
+    ) -> list[Line]:
+        """Layers one after another: variables that each gives the next, and the call of one of
+        them.
+        """
+        first, last = loop.runs[0], loop.runs[-1]
+        assert first.container is not None and last.container is not None
+        prefix, start = first.container
+        inputs = [scope.name(value) for value in first.inputs]
+        for value in last.outputs:
+            name = value.name.removeprefix(f"{identifier(container_path(last.container))}_")
+            scope.define(
+                value, re.sub(r"_\d+$", "", f"{identifier(prefix)}_{name}" if prefix else name)
+            )
+        targets = [scope.name(value) for value in last.outputs]
+        begins = dict(sorted((output, inputs[at]) for at, output in loop.carried.items()))
+        inputs = [
+            targets[loop.carried[at]] if at in loop.carried else name
+            for at, name in enumerate(inputs)
+        ]
+        block = f"{attribute_path(prefix) if prefix else 'self'}[layer]"
+        call = self._call(first, instances, (block, "layer", inputs), program)
+        header = f"for layer in {range_text(start, len(loop.runs))}"
+        return [
+            Line(f"{', '.join(targets)} = {', '.join(begins.values())}", module=prefix),
+            Line(f"{', '.join(targets)} = {call}", module=prefix, guards=(header,)),
+        ]
+
+    def _call(
+        self, run: Run, instances: list[Run], words: tuple[str, str, list[str]], program: Program
+    ) -> str:
+        """The call of a block. ``words``: the sources of the container, of its number, and of the
+        inputs.
+        """
+        method = self.methods.get(run.key) or self._write_method(instances, program)
+        block, number, inputs = words
+        arguments = [
+            *([block] if run.container else []),
+            *([number] if run.container and method.takes_layer else []),
+        ]
+        arguments += [*inputs, *run.symbols]
+        if not run.recompute:
+            return f"self.{method.name}({', '.join(arguments)})"
+        self._need("recompute")
+        return f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
+
+    def _write_method(self, instances: list[Run], program: Program) -> _Method:
+        """The method for runs that are alike, written from the first of them."""
+        run = instances[0]
+        container = container_path(run.container)
+        base = f"{identifier(run.container[0]) if run.container and run.container[0] else 'inner'}_block"
+        taken = {method.name for method in self.methods.values()} | MODULE_ATTRIBUTES
+        taken |= {
+            (d.value.fqn or d.value.name).partition(".")[0]
+            for p in self._programs()
+            for d in p.declarations
+        }
+        name = next(
+            n
+            for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
+            if n not in taken
+        )
+        scope = Scope(self._reserved(program) | set(run.symbols))
+        scope.strip = f"{identifier(container)}_" if container else ""
+        scope.block = run.container
+        for value, wish in zip(run.inputs, _input_names(instances), strict=True):
+            scope.define(value, wish)
+        inputs = [scope.name(value) for value in run.inputs]
+        self._container = container
+        over = gathered_until(run.instructions, run.outputs)
+        lines = []
+        for position, instruction in enumerate(run.instructions):
+            lines.append(self._line(instruction, scope, program))
+            lines += self._drop(over.get(position, ()), scope)
+        lines += [self._update(update, scope) for update in run.updates]
+        self._container = ""
+        lines = with_headings(lines, "block")
+        outputs = (
+            f"{scope.name(v)} if self.training else None"
+            if v.name in self._train_only
+            else scope.name(v)
+            for v in run.outputs
+        )
+        lines.append(Line(f"return {', '.join(outputs)}"))
+        takes_layer = any("{layer}" in line.code for line in lines)
+        words = [
+            "self",
+            *(["block"] if run.container else []),
+            *(["layer"] if takes_layer else []),
+            *inputs,
+            *run.symbols,
+        ]
+        text = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", WIDTH - 4)]
+        if run.container:
+            number = ", number ``layer``" if takes_layer else ""
+            text.append(
+                '        """``block`` is one of '
+                f'``{docstring(run.container[0]) or "self"}``{number}."""'
+            )
+        text += layout_lines([*self._axis_lines(lines, program), *lines], 8)
+        self.methods[run.key] = _Method(name, text, takes_layer)
+        return self.methods[run.key]
+
+    # -------------------------------------------------------------------------------------------------------
+    # output
+
+    def _output(self, tree: Tree, scope: Scope) -> str:
+        if tree.kind == "leaf":
+            return self._literal(tree.value, scope)
+        parts = [self._output(child, scope) for _, child in tree.children]
+        if tree.kind == "tuple":
+            return tuple_text(parts)
+        if tree.kind == "list":
+            return f"[{', '.join(parts)}]"
+        keys = [self._literal(key, scope) for key, _ in tree.children]
+        fields = ", ".join(f"{key}: {text}" for key, text in zip(keys, parts, strict=True))
+        if tree.kind == "dict":
+            return f"{{{fields}}}"
+        self._need("rebuild")
+        return f"rebuild({quoted(tree.type_path or '')}, {{{fields}}})"
+
+    def _literal(self, arg: Any, scope: Scope) -> str:
+        """The source of a leaf or a key of the result, with what it imports."""
+        for leaf in leaves(arg):
+            self.imports |= imports_of_literal(leaf)
+        return argument_source(arg, scope.name, to_python)
+
+    def _axis_lines(self, lines: Iterable[Line], program: Program) -> list[Line]:
+        """``tp = self.axis("tp")`` for the axes of a program that the lines use; ``tp_tp2 =
+        self.axis("tp", "tp2")``.
+        """
+        variables = self._axis_variables(program)
+        speaking = (
+            line.code for line in lines if any(name in line.code for name in variables.values())
+        )
+        used = {name for code in speaking for name in names_read(code)}
+        groups = {
+            name: ", ".join(map(quoted, axes)) for axes, name in variables.items() if name in used
+        }
+        return [Line(f"{name} = self.axis({axes})") for name, axes in groups.items()]
+
+
+_DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
+
+
+def _input_names(instances: list[Run]) -> list[str]:
+    """What a method calls its inputs: the first run's words for what all share, the second's for
+    what one run makes for the next (the first run's input comes from before the layers).
+    """
+    names = []
+    for values in zip(*(run.inputs for run in instances), strict=True):
+        name = values[-1].name
+        container = instances[-2].container if len(instances) > 1 else None
+        if container is not None and values[0].name != name:
+            name = re.sub(
+                r"_\d+$", "", name.removeprefix(f"{identifier(container_path(container))}_")
+            )
+            name = (
+                name if registry.get(name) is None else "x"
+            )  # named after an operator, as the user gave it no name
+        names.append(name)
+    return names
+
+
+def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
+    """Path and value of every leaf of the arguments that calls are checked against."""
+    found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
+    return [
+        (path, leaf)
+        for path, leaf in found
+        if leaf is None or isinstance(leaf, IRValue | bool | int | float | str)
+    ]
+
+
+_SHOWN_VALUES = 16
+"""How many values of a constant input are written out."""
+
+
+def _values_text(tensor: torch.Tensor) -> str:
+    """The values of a constant input as a nested list, or their digest if they are many."""
+    return (
+        repr(tensor.tolist()) if tensor.numel() <= _SHOWN_VALUES else quoted(values_digest(tensor))
+    )
+
+
+def _shape_text(value: IRValue) -> str:
+    return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
+
+
+def op_path(instruction: Compute, container: str) -> str:
+    """The path of the module that an operator belongs to, below the container whose method is being
+    written.
+    """
+    path = instruction.original.module_path
+    inside = not container or path == container or path.startswith(f"{container}.")
+    return path.removeprefix(container).lstrip(".") if inside else path
+
+
+def _held_at_the_end(program: Program) -> list[IRValue]:
+    """What a body still needs after its last instruction."""
+    later = [value for instruction in program.tail for value in reads(instruction)]
+    return [*program.results(), *later, *(after for _, after in program.buffer_updates)]
+
+
+def output_symbols(tree: Tree) -> set[str]:
+    """The names of dynamic sizes that a result speaks of: numbers among its leaves."""
+    return {
+        name
+        for _, leaf in tree.leaves()
+        if hasattr(leaf, "free_symbols")
+        for name in size_symbols(leaf)
+    }
+
+
+def used_symbols(program: Program) -> set[str]:
+    """The names of dynamic sizes that the body and its results speak of."""
+    used = output_symbols(program.output)
+    if program.whole_output is not None:
+        used |= output_symbols(program.whole_output)
+    for instruction in program.instructions:
+        if isinstance(instruction, Adapt):
+            for cut in (instruction.step.cut, instruction.step.to_cut):
+                if cut is not None:
+                    for size in (*cut.segments, cut.outer, cut.inner):
+                        used |= size_symbols(size)
+            continue
+        for _, arg in instruction.op.args:
+            for leaf in leaves(arg):
+                if hasattr(leaf, "free_symbols"):
+                    used |= size_symbols(leaf)
+    return used
+
+
+def _as_it_is(leaf: Any) -> Any:
+    return leaf
+
+
+def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
+    """Whether the adapter finds this cut by itself: even contiguous pieces, or one whole segment
+    that is there to be cut.
+    """
+    if cut.outer != 1 or len(cut.segments) != 1:
+        return False
+    return cut.segments[0] == num_pieces or (
+        kind in ("narrow", "reduce_scatter") and cut.inner == 1
+    )

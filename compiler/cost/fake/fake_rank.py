@@ -1,0 +1,246 @@
+"""A rank whose tensors are fake: its operators and adapters run as generated code runs them, and
+nothing is computed or sent.
+
+What autograd keeps of a call, which results are views, and how much memory it takes on the way, is
+then what torch says.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.compiler.cost.fake.fake_kernels import FakeKernels
+from shardwright.compiler.ir.identifier import axis_variable
+from shardwright.compiler.ir.op import IROp, leaves
+from shardwright.compiler.ir.size import Size, dynamic_sizes, to_python
+from shardwright.compiler.ops.render import call_source, imports_of
+from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
+from shardwright.runtime import adapters
+from shardwright.runtime.layout import Cut, Mesh
+from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ranks.communicator import Communicator, ReduceOp, Work
+from shardwright.runtime.ranks.counters import CommunicationCounters
+from shardwright.runtime.ranks.groups import AxisGroup
+
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
+"""What a call raises that cannot run without numbers: torch's exceptions for fake tensors are
+RuntimeErrors, functions that look at zeros where they expect something else raise the others.
+Anything else is an error of this package.
+"""
+
+
+class FakeRank:
+    """The rank at ``coords`` of a mesh (default: index 0 of every axis). ``rng``: how it draws
+    random numbers. With ``zeros`` its tensors are real, and zero: for the few functions that look
+    at numbers. ``device``: where its operators make tensors.
+
+    Dynamic sizes are those of the dummy arguments. Tensors are on the CPU: torch chooses the
+    kernels of that device.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rng: RngMode = "fast",
+        *,
+        zeros: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
+        self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
+        self._counters = CommunicationCounters()
+        self.axes = {axis_variable(name): self._group(name, size, 0) for name, size in mesh.axes}
+        self._module = SimpleNamespace(
+            training=True, device=torch.device(device), rng=RngState(0, rng, mesh, self.coords)
+        )
+
+    def _group(self, name: str, size: int, index: int) -> AxisGroup:
+        transport = _Silence() if size > 1 else None
+        return AxisGroup(
+            name, Communicator(transport, tuple(range(size)), index, name, self._counters)
+        )
+
+    def tensor(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        strides: Sequence[int] | None = None,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        """A new tensor, contiguous unless ``strides`` say something else."""
+        with self.mode:
+            if strides is None:
+                return torch.zeros(
+                    tuple(shape), dtype=dtype, device="cpu", requires_grad=requires_grad
+                )
+            made = torch.empty_strided(
+                tuple(shape), tuple(strides), dtype=dtype, device="cpu"
+            ).zero_()
+            return made.requires_grad_(requires_grad)
+
+    def run(self, op: IROp, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a local call.
+
+        Raises whatever torch raises for a call that needs the numbers, not just the shapes.
+        """
+        with self.mode, FakeKernels(), _quiet():
+            return self.prepare(op, operands)()
+
+    def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """What makes a local call, as often as it is called."""
+        names: dict[str, str] = {}
+        scope: dict[str, Any] = {
+            "torch": torch,
+            "F": torch.nn.functional,
+            "math": math,
+            "self": self._module,
+            **self.axes,
+        }
+        for index, (value, tensor) in enumerate(zip(op.operands, operands, strict=True)):
+            names[value.name] = f"operand_{index}"
+            scope[names[value.name]] = tensor
+        for statement in imports_of(op):
+            exec(statement, scope)
+        scope.update(sizes_read(op))
+        code = compile(call_source(op, lambda value: names[value.name], to_python), op.name, "eval")
+
+        def call() -> list[Tensor]:
+            cast = (
+                nullcontext()
+                if op.autocast is None
+                else torch.autocast(self._module.device.type, dtype=op.autocast)
+            )
+            with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
+                return _tensors(eval(code, scope))
+
+        return call
+
+    def adapt(self, step: AdapterStep, x: Tensor) -> Tensor:
+        """The result of an adapter step; where one rank of the axes keeps ``x``, that of another
+        one, which makes zeros.
+        """
+        size = self.mesh.num_ranks(step.axes)
+        keeps_one = "keep_one" in (step.kind, step.backward) or step.kind == "grad_keep_one"
+        words: list[Any] = [x, self._group("+".join(step.axes), size, size - 1 if keeps_one else 0)]
+        if step.dim is not None:
+            assert step.cut is not None
+            words += [step.dim, self._cut(step.cut)]
+        if step.to_dim is not None and step.to_cut is not None:
+            words += [step.to_dim, self._cut(step.to_cut)]
+        adapter = getattr(adapters, step.kind)
+        has_backward = (
+            step.kind in ("all_gather", "narrow", "all_reduce", "keep_one")
+            and step.backward is not None
+        )
+        with self.mode:
+            result: Tensor = adapter(
+                *words, **({"backward": step.backward} if has_backward else {})
+            )
+            return result
+
+    def number(self, size: Size) -> int:
+        """A size expression as this rank sees it."""
+        return (
+            size
+            if isinstance(size, int)
+            else int(eval(to_python(size), {**self.axes, **_sizes(size)}))
+        )
+
+    def _cut(self, cut: CutSizes) -> Cut:
+        return Cut(
+            tuple(map(self.number, cut.segments)), self.number(cut.outer), self.number(cut.inner)
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of a call that fake tensors cannot make: it is made otherwise
+    then.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled = logger.disabled
+    logger.disabled = True  # setting its level would empty what all loggers know
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def sizes_read(op: IROp) -> tuple[tuple[str, int], ...]:
+    """The dynamic sizes that a call reads, and their values: its source has their names only."""
+    return tuple(
+        sorted(
+            {pair for _, arg in op.args for leaf in leaves(arg) for pair in _sizes(leaf).items()}
+        )
+    )
+
+
+def _sizes(size: Any) -> dict[str, int]:
+    """The values of the dynamic sizes in an expression."""
+    return {str(symbol): symbol.example for symbol in dynamic_sizes(size)}
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The tensors of a call's result, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    return (
+        [tensor for item in result for tensor in _tensors(item)]
+        if isinstance(result, tuple | list)
+        else []
+    )
+
+
+class _Silence:
+    """The transport of a group whose messages nobody reads: what arrives has a shape, and no
+    numbers.
+    """
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None: ...
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
+        return _Done()
+
+    def all_gather(self, x: Tensor, result: Tensor) -> None: ...
+
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
+        return _Done()
+
+    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        return _Done()
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
+        torch.empty_like(x)  # where gloo receives the rows that it adds
+
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
+        return _Done()
+
+    def all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> None: ...
+
+    def broadcast_(self, x: Tensor, src_index: int) -> None: ...
+
+    def send(self, x: Tensor, dst_index: int) -> None: ...
+
+    def receive_(self, x: Tensor, src_index: int) -> None: ...
+
+    def barrier(self) -> None: ...
+
+    def peers(self) -> str:
+        return ""
+
+
+class _Done:
+    def wait(self) -> None:
+        return None

@@ -1,0 +1,213 @@
+"""An operator call as the rank sees it that has the most to do: numbers in the place of size
+expressions.
+
+That rank is the one at index 0 of every axis, which holds the largest pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from shardwright.compiler.cost.communication import estimate
+from shardwright.compiler.ir.op import IROp, once
+from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
+from shardwright.compiler.ops.strategy import KNOWN, Assignment, split_factor
+from shardwright.runtime.layout import Layout, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor on one rank. ``requires_grad``: whether a gradient of it is computed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """``op`` is the call as traced; ``operands`` and ``results`` are those of the rank, ``factors``
+    the local sizes of the rule's factors.
+    """
+
+    op: IROp
+    operands: tuple[LocalTensor, ...]
+    results: tuple[LocalTensor, ...]
+    factors: Mapping[str, int]
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """The operands that get a gradient from this call."""
+        if not self.op.grad_enabled or not any(result.requires_grad for result in self.results):
+            return ()
+        return tuple(index for index, operand in enumerate(self.operands) if operand.requires_grad)
+
+
+def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
+    """The call of the rank at index 0 of every axis. Dynamic sizes count as in the dummy
+    arguments.
+    """
+    return LocalCall(op, *_local_tensors(Alike(op), tuple(_cuts(assignment, mesh).items())))
+
+
+class Alike:
+    """An operator as a key, where all that are alike are one."""
+
+    def __init__(self, op: IROp) -> None:
+        self.op, self.key = op, signature(op)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=KNOWN)
+def _local_tensors(
+    asked: Alike, cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+) -> tuple[tuple[LocalTensor, ...], tuple[LocalTensor, ...], Mapping[str, int]]:
+    """Operands, results, and the sizes of factors."""
+    op, rule, cuts = asked.op, asked.op.rule, dict(cut)
+    assert rule is not None
+    whole = {factor.name: tuple(map(estimated_size, factor.segments)) for factor in rule.factors}
+    local = {
+        name: cut_sizes(sizes, [n for _, n in cuts.get(name, ())]) for name, sizes in whole.items()
+    }
+    exceptions = _exceptions(rule, cuts)
+
+    def tensors(
+        values: tuple[IRValue, ...], all_refs: tuple[TensorRefs, ...], side: int
+    ) -> tuple[LocalTensor, ...]:
+        found = []
+        for index, (value, refs) in enumerate(zip(values, all_refs, strict=True)):
+            uncut = exceptions.get((side, index))
+            sizes = local if uncut is None else {**local, **_without_axes(whole, cuts, uncut)}
+            found.append(
+                LocalTensor(
+                    tuple(_dim_size(dim, sizes) for dim in refs), value.dtype, value.takes_gradient
+                )
+            )
+        return tuple(found)
+
+    operands = tensors(op.operands, rule.operands, 0)
+    results = tensors(op.results, rule.results, 1)
+    return operands, results, MappingProxyType({name: sum(sizes) for name, sizes in local.items()})
+
+
+@once
+def signature(op: IROp) -> Hashable:
+    """What two calls must share to cost the same however they are split: target, arguments, dtypes,
+    the form of the rule.
+    """
+    assert op.rule is not None, f"{op.name} has no rule"
+    return op.target, _described(op), op.autocast, op.grad_enabled, op.rule.form
+
+
+def _described(op: IROp) -> tuple[str, ...]:
+    """The arguments without the names of values."""
+
+    def leaf(arg: object) -> object:
+        if not isinstance(arg, IRValue):
+            return arg
+        return tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient
+
+    arguments = op.map_args(leaf).args
+    return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))
+
+
+def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the largest piece of a tensor."""
+    return tuple(
+        math.prod(
+            sum(
+                cut_sizes(
+                    tuple(map(estimated_size, atom.segments)),
+                    [mesh.axis_size(axis) for axis in atom.axes],
+                )
+            )
+            for atom in dim
+        )
+        for dim in layout.dims
+    )
+
+
+def local_bytes(layout: Layout, dtype: torch.dtype, mesh: Mesh) -> int:
+    """The bytes of the largest piece of a tensor."""
+    return math.prod(local_shape(layout, mesh)) * dtype.itemsize
+
+
+def cut_sizes(segments: tuple[int, ...], nums_pieces: list[int]) -> tuple[int, ...]:
+    """What piece 0 has of each segment after one cut after the other."""
+    for num_pieces in nums_pieces:
+        segments = tuple(-(-size // num_pieces) for size in segments)
+    return segments
+
+
+Cuts = Mapping[str, tuple[tuple[str, int], ...]]
+"""By factor, the axes that cut it and their sizes, major to minor."""
+
+
+def _cuts(assignment: Assignment, mesh: Mesh) -> Cuts:
+    cuts: dict[str, tuple[tuple[str, int], ...]] = {}
+    for axis, size in mesh.axes:
+        factor = split_factor(assignment.get(axis, "R")) if size > 1 else None
+        if factor is not None:
+            cuts[factor] = (*cuts.get(factor, ()), (axis, size))
+    return cuts
+
+
+def _exceptions(rule: OpRule, cuts: Cuts) -> dict[tuple[int, int], set[str]]:
+    """``(0 for operands or 1 for results, position)`` of tensors that a parallel form takes whole
+    although they have a factor that is cut: the factors to leave uncut.
+    """
+    found: dict[tuple[int, int], set[str]] = {}
+    if rule.parallel is None:
+        return found
+    for factor in cuts:
+        form = rule.parallel.factors.get(factor)
+        for side, letters in enumerate((form.operands, form.results) if form is not None else ()):
+            for index, letter in enumerate(letters or ()):
+                if letter != "S":
+                    found.setdefault((side, index), set()).add(factor)
+    return found
+
+
+def _without_axes(
+    whole: Mapping[str, tuple[int, ...]], cuts: Cuts, factors: set[str]
+) -> dict[str, tuple[int, ...]]:
+    return {factor: whole[factor] for factor in factors if factor in cuts}
+
+
+def _dim_size(refs: DimRefs, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    size = 1
+    for ref in refs:
+        segments = sizes[ref.factor]
+        size *= segments[ref.segment] if ref.segment is not None else sum(segments)
+    return size
+
+
+def estimated_size(size: Size) -> int:
+    """A whole number for a size, as estimates count dynamic ones."""
+    return size if isinstance(size, int) else _estimated(size)
+
+
+@functools.cache
+def _estimated(size: Size) -> int:
+    return max(1, round(estimate(size)))

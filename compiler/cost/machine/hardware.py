@@ -1,0 +1,372 @@
+"""The machines a plan is made for: one kind of device, and the links between devices in tiers.
+
+Devices are numbered so that neighbours are close: rank ``r`` of a job is device ``r``. **Tiers**
+say which devices are joined by what. The innermost comes first; each group of a tier is a run of
+whole groups of the tier inside it, and the one group of the outermost tier is all devices:
+
+    nvlink      8 8 8 4      28 devices in nodes, the last one has 4
+    infiniband  28           all of them
+
+Two devices talk over the innermost tier that has both in one group. Rates are those that are
+reached, not those of data sheets; ``docs/hardware.md`` describes the JSON form and the presets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.compiler.cost.machine.device import Device as Device
+from shardwright.compiler.cost.machine.device import device_json, read_device
+from shardwright.compiler.cost.machine.json_fields import Fields
+from shardwright.runtime.arguments import checked, checked_fields
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
+from shardwright.runtime.json_text import parse_json
+from shardwright.runtime.layout import MOST_RANKS
+
+FORMAT = 1
+"""The version of the JSON form."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+"""What :func:`shardwright.compiler.cost.time.collectives.collective_s` knows; ``send`` is from one
+device to another.
+"""
+
+
+SizeRule = int | Literal["all"] | tuple[int, ...]
+"""The sizes of a tier for any number of devices: groups of so many, one group, or the first of
+these.
+"""
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Link:
+    """What sending over a tier costs one device: ``latency_s`` per message, and ``bytes_per_s`` in
+    each direction.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Tier:
+    """One level of links.
+
+    ``sizes`` are the devices of each group. ``latency_s`` and ``bytes_per_s`` are of one device and
+    direction; ``kinds`` has other numbers for single collectives (their keys are
+    :data:`COLLECTIVES`), as measured ones differ.
+
+    Links may be shared: ``uplink_bytes_per_s`` is what one group of the tier inside this one sends
+    out over this tier together (one network card for eight devices), ``fabric_bytes_per_s`` what a
+    whole group of this tier moves at once (a memory bus, an oversubscribed switch). ``None``: only
+    the devices' own links limit.
+
+    ``rule`` is what a hardware file says of the sizes, whatever the number of devices; ``None``:
+    nothing but the sizes.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    latency_s: float
+    bytes_per_s: float
+    kinds: Mapping[str, Link] = field(default_factory=dict)
+    uplink_bytes_per_s: float | None = None
+    fabric_bytes_per_s: float | None = None
+    rule: SizeRule | None = field(default=None, compare=False)
+
+    def link(self, kind: str) -> Link:
+        """The numbers for one kind of collective."""
+        return self.kinds.get(kind) or Link(self.latency_s, self.bytes_per_s)
+
+    @cached_property
+    def group_of(self) -> npt.NDArray[np.int64]:
+        """The group index of every device."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Hardware:
+    """All devices of a job. Its :meth:`digest` covers what decides costs: device and tiers.
+
+    ``residuals`` are the relative errors of a calibration by what was fitted (``"all_reduce"``),
+    ``sources`` say where numbers come from (by JSON path), ``measurements`` are the raw points of a
+    calibration.
+    """
+
+    name: str
+    device: Device
+    tiers: tuple[Tier, ...]
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    measurements: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_tiers(self.tiers, self.name)
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.tiers[-1].sizes)
+
+    def digest(self) -> str:
+        """A SHA-256 of device and tiers."""
+        return self._digest
+
+    @cached_property
+    def call_times(self) -> dict[Hashable, Any]:
+        """What calls take on it, as far as they were asked for
+        (:func:`~shardwright.compiler.cost.time.operator_time.op_time`).
+        """
+        return {}
+
+    @cached_property
+    def _digest(self) -> str:
+        tiers = [_tier_json(replace(tier, rule=None)) for tier in self.tiers]
+        data = {"num_devices": self.num_devices, "device": device_json(self.device), "tiers": tiers}
+        decisive = json.dumps(data, sort_keys=True)
+        return hashlib.sha256(decisive.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; :meth:`from_json` is the inverse."""
+        extra = {
+            key: dict(getattr(self, key))
+            for key in ("residuals", "sources", "measurements")
+            if getattr(self, key)
+        }
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "num_devices": self.num_devices,
+            "device": device_json(self.device),
+            "tiers": [_tier_json(tier) for tier in self.tiers],
+            **extra,
+        }
+
+    def dumps(self) -> str:
+        """The text of a hardware file."""
+        return json.dumps(self.to_json(), indent=2) + "\n"
+
+    @classmethod
+    @checked
+    def from_json(
+        cls, data: object, num_devices: int | None = None, where: str = "hardware"
+    ) -> Hardware:
+        """The hardware that JSON ``data`` describes, with ``num_devices`` devices if given;
+        ``where`` names it in errors.
+
+        Raises:
+            ConfigError: a key that is missing, unknown or has a value it cannot have (by its path),
+                or more devices than the data says how to connect.
+        """
+        fields = Fields(data, where)
+        if fields.count("format") != FORMAT:
+            raise fields.error("format", f"is {FORMAT} in this version")
+        count = fields.count("num_devices") if num_devices is None else num_devices
+        if not 1 <= count <= MOST_RANKS:
+            raise ConfigError(
+                f"num_devices is from 1 to {MOST_RANKS:,}", where=where, why=f"it is {brief(count)}"
+            )
+        hardware = cls(
+            name=fields.text("name"),
+            device=read_device(fields.child("device")),
+            tiers=tuple(_read_tier(tier, count) for tier in fields.children("tiers")),
+            residuals=fields.numbers("residuals", optional=True),
+            sources=fields.texts("sources", optional=True),
+            measurements=fields.mapping("measurements", optional=True),
+        )
+        fields.finish("num_devices")
+        return hardware
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of the presets."""
+    return tuple(
+        sorted(
+            file.name.removesuffix(".json")
+            for file in _presets().iterdir()
+            if file.name.endswith(".json")
+        )
+    )
+
+
+@checked
+def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
+    """The hardware of a preset, or of a JSON file (what ends in ``.json`` or has a slash is a
+    path).
+
+    With ``num_devices``, as many whole or partial nodes as that takes.
+
+    Raises:
+        ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware;
+            names path and key.
+    """
+    if not name_or_path.endswith(".json") and "/" not in name_or_path:
+        if name_or_path not in preset_names():
+            raise ConfigError(
+                f"there is no hardware {name_or_path!r}",
+                why=f"the presets are {', '.join(preset_names())}",
+                hint=f"{did_you_mean(name_or_path, preset_names())} (the name of a file ends in "
+                ".json)",
+            )
+        text, where = (
+            (_presets() / f"{name_or_path}.json").read_text(encoding="utf-8"),
+            f"preset {name_or_path}",
+        )
+    else:
+        where = name_or_path
+        try:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            hint = (
+                f"shardwright calibrate --out {name_or_path} makes one; the presets are "
+                f"{', '.join(preset_names())}"
+            )
+            raise ConfigError(
+                f"cannot read the hardware file {name_or_path}", why=str(error), hint=hint
+            ) from error
+    try:
+        data = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            "a hardware file that is not JSON", where=f"{where}, line {error.lineno}", why=error.msg
+        ) from error
+    return Hardware.from_json(data, num_devices, where)
+
+
+def _presets() -> Any:
+    return resources.files("shardwright.compiler.cost") / "presets"
+
+
+def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
+    """Groups nest, and the outermost tier joins all devices."""
+    if not tiers:
+        raise ConfigError(
+            f"hardware {name!r} has no tiers", hint="one device alone has one tier of size 1"
+        )
+    total = sum(tiers[-1].sizes)
+    for inner, outer in itertools.pairwise(tiers):
+        bounds = set(itertools.accumulate(inner.sizes))
+        for bound in itertools.accumulate(outer.sizes):
+            if bound not in bounds:
+                raise ConfigError(
+                    f"tier {outer.name!r} of hardware {name!r} cuts through a group of tier "
+                    f"{inner.name!r}",
+                    why=f"a group of {outer.name} ends after device {bound - 1}, none of "
+                    f"{inner.name} does",
+                    hint="a group of a tier is a run of whole groups of the tier before it in the "
+                    "list",
+                )
+        if sum(inner.sizes) != total:
+            raise ConfigError(
+                f"the tiers of hardware {name!r} disagree on the number of devices",
+                why=f"{inner.name} has {sum(inner.sizes)}, {tiers[-1].name} has {total}",
+            )
+    if len(tiers[-1].sizes) > 1:
+        raise ConfigError(
+            f"the devices of hardware {name!r} are not connected",
+            why=f"its outermost tier, {tiers[-1].name}, has {len(tiers[-1].sizes)} groups for "
+            f"{total} devices",
+            hint="ask for fewer devices, calibrate with more ranks, or add a tier with sizes "
+            "'all' that joins the groups",
+        )
+
+
+def _read_tier(fields: Fields, num_devices: int) -> Tier:
+    name, rule = fields.text("name"), _read_rule(fields, num_devices)
+    tier = Tier(
+        name=name,
+        sizes=_sizes(rule, num_devices),
+        latency_s=fields.number("latency_s", zero=True),
+        bytes_per_s=fields.number("bytes_per_s"),
+        kinds=_read_kinds(fields),
+        uplink_bytes_per_s=fields.optional_number("uplink_bytes_per_s"),
+        fabric_bytes_per_s=fields.optional_number("fabric_bytes_per_s"),
+        rule=rule,
+    )
+    fields.finish()
+    return tier
+
+
+def _read_kinds(fields: Fields) -> Mapping[str, Link]:
+    if not fields.has("kinds"):
+        return {}
+    kinds, links = fields.child("kinds"), {}
+    for kind in kinds.names():
+        if kind not in COLLECTIVES:
+            raise kinds.error(kind, f"is no collective: {did_you_mean(kind, COLLECTIVES)}")
+        link = kinds.child(kind)
+        links[kind] = Link(link.number("latency_s", zero=True), link.number("bytes_per_s"))
+        link.finish()
+    return links
+
+
+def _read_rule(fields: Fields, num_devices: int) -> SizeRule:
+    value = fields.value("sizes")
+    if value == "all":
+        return "all"
+    if not isinstance(value, list):
+        return fields.count("sizes")
+    sizes = fields.counts("sizes")
+    if sum(sizes) < num_devices:
+        raise fields.error(
+            "sizes", f"has {sum(sizes)} devices; nothing says how {num_devices} are connected"
+        )
+    return sizes
+
+
+def _sizes(rule: SizeRule, num_devices: int) -> tuple[int, ...]:
+    if rule == "all":
+        return (num_devices,)
+    return _cut(
+        (rule,) * math.ceil(num_devices / rule) if isinstance(rule, int) else rule, num_devices
+    )
+
+
+def _cut(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
+    """The first groups, with ``num_devices`` devices in all."""
+    ends = list(itertools.accumulate(sizes))
+    return tuple(
+        min(size, num_devices - (end - size))
+        for size, end in zip(sizes, ends, strict=True)
+        if end - size < num_devices
+    )
+
+
+def _tier_json(tier: Tier) -> dict[str, Any]:
+    total = sum(tier.sizes)
+    rules: tuple[SizeRule | None, ...] = (tier.rule, tier.sizes[0], tier.sizes)
+    rule = next(rule for rule in rules if rule is not None and _sizes(rule, total) == tier.sizes)
+    shared = {
+        key: getattr(tier, key)
+        for key in ("uplink_bytes_per_s", "fabric_bytes_per_s")
+        if getattr(tier, key) is not None
+    }
+    kinds = {
+        kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+        for kind, link in tier.kinds.items()
+    }
+    return {
+        "name": tier.name,
+        "sizes": list(rule) if isinstance(rule, tuple) else rule,
+        "latency_s": tier.latency_s,
+        "bytes_per_s": tier.bytes_per_s,
+        **({"kinds": kinds} if kinds else {}),
+        **shared,
+    }

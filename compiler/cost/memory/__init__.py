@@ -1,0 +1,1 @@
+"""Bytes: what a step of training holds on a rank at every moment, and what for."""

@@ -1,0 +1,139 @@
+"""The books of one rank with what is there before a step: parameters, their gradients and the
+optimizer's state, samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardwright.compiler.cost.local_calls import estimated_size, local_shape
+from shardwright.compiler.cost.memory.body_memory import BodyMemory
+from shardwright.compiler.cost.memory.footprint import Footprints, TensorForm, footprints_of
+from shardwright.compiler.cost.memory.gradient_books import GradientBooks
+from shardwright.compiler.cost.memory.ledger import Ledger
+from shardwright.compiler.cost.memory.trained import Trained
+from shardwright.compiler.cost.optimizers.optimizer_memory import (
+    OptimizerMemory,
+    exchanged_over,
+    num_copies,
+    num_shards,
+    sum_group,
+)
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.program import Declaration, Program
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.dealing import in_use_order
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
+
+
+class Books:
+    """The ledger of one rank with what is there before a step. ``gradients``: those of its
+    parameters, in training.
+    ``summed_in``: the dtype in which the gradient of a parameter of a dtype is summed.
+    """
+
+    gradients: GradientBooks
+
+    def __init__(
+        self, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory, trains: bool
+    ) -> None:
+        self.mesh, self.config, self.optimizer, self.trains = mesh, config, optimizer, trains
+        self.ledger = Ledger()
+        self.footprints = footprints_of(
+            mesh, "plan_independent" if config.rng == "plan_independent" else "fast"
+        )
+        self.summed_in = ReductionSettings(table=config.optimizer_table).gradient_dtype
+        self._trained: set[str] = set()
+
+    def place(
+        self,
+        declarations: Iterable[Declaration],
+        inputs: Mapping[str, TensorForm],
+        programs: Sequence[Program],
+        shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+        *,
+        staged: bool = False,
+    ) -> dict[str, tuple[TensorForm, int]]:
+        """Put parameters, buffers, constants and inputs into the books, and what training adds to
+        parameters.
+
+        ``programs``: what the rank runs, in order. ``shared``: by FQN of a parameter that other
+        stages hold too, their ranks.
+        ``staged``: it is a position of a pipeline.
+        """
+        sources = {}
+        trained: dict[str, Trained] = {}
+        for declaration in declarations:
+            value, layout = declaration.value, declaration.layout
+            category = "parameter" if value.kind is ValueKind.PARAMETER else "buffer"
+            form = contiguous_form(layout, value, self.footprints)
+            sources[value.name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, category))
+            if self.trains and value.kind is ValueKind.PARAMETER and value.requires_grad:
+                elsewhere = tuple((shared or {}).get(value.fqn or "", ()))
+                num_stages = 1 + len(elsewhere)
+                copies = num_copies(layout, self.mesh, self.config, num_stages)
+                shards = num_shards(layout, self.mesh, self.config, num_stages)
+                group = sum_group(layout, self.mesh, self.config, elsewhere)
+                cut = exchanged_over(layout, self.mesh, self.optimizer)
+                whole = tuple(map(estimated_size, layout.shape))
+                trained[value.name] = Trained(
+                    value.name,
+                    tuple(form.shape),
+                    value.dtype,
+                    copies,
+                    shards,
+                    group,
+                    whole,
+                    cut,
+                    value.fqn or value.name,
+                )
+        for name, form in inputs.items():
+            sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
+        self._trained = set(trained)
+        if self.trains:
+            names = list(trained)
+            used = [value.name for program in programs for value in program.graph.used_parameters]
+            listed = [trained[names[index]] for index in in_use_order(names, used)]
+            self.gradients = GradientBooks(
+                self.ledger, listed, self.config, self.optimizer, staged=staged
+            )
+        self.ledger.restart()
+        return sources
+
+    def arrive(self, name: str, form: TensorForm, storage: int) -> None:
+        """The gradient of a source is complete."""
+        del form
+        if name in self._trained:
+            self.gradients.arrive(name, storage)
+        else:
+            self.ledger.release(storage)
+
+    def roots(self, program: Program, body: BodyMemory) -> dict[str, tuple[TensorForm, int]]:
+        """The gradient of the loss, which is the first result that has one."""
+        for _, value in program.output.leaves():
+            if isinstance(value, IRValue) and body.values[value.name].form.requires_grad:
+                form = body.values[value.name].form
+                return {
+                    value.name: (
+                        form,
+                        self.ledger.hold(self.ledger.new(form.num_bytes, "temporary")),
+                    )
+                }
+        return {}
+
+
+def contiguous_form(layout: Layout, value: IRValue, footprints: Footprints) -> TensorForm:
+    """The piece of a tensor as it comes to the rank."""
+    shape = local_shape(layout, footprints.rank.mesh)
+    return TensorForm.of(
+        footprints.rank.tensor(shape, value.dtype, requires_grad=value.takes_gradient)
+    )
+
+
+def input_forms(program: Program, footprints: Footprints) -> dict[str, TensorForm]:
+    """The inputs of a program."""
+    return {
+        value.name: contiguous_form(program.input_layouts[value.name], value, footprints)
+        for value in program.graph.inputs
+    }

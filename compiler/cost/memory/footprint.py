@@ -1,0 +1,294 @@
+"""What one instruction does to memory: what it makes, keeps for the backward, and needs on the way,
+there and back.
+
+Instructions run once per signature, on fake tensors
+(:mod:`shardwright.compiler.cost.fake.fake_rank`), while
+:class:`~shardwright.compiler.cost.fake.live_bytes.LiveBytes` counts. Buffers inside of kernels do
+not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwright.compiler.cost.fake.fake_rank import REFUSALS, FakeRank, sizes_read
+from shardwright.compiler.cost.fake.live_bytes import LiveBytes
+from shardwright.compiler.cost.fake.saved_tensors import saving_to
+from shardwright.compiler.cost.local_calls import local_shape
+from shardwright.compiler.ir.op import IROp, once
+from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ops.render import call_source
+from shardwright.compiler.plan.program import Adapt, Instruction
+from shardwright.runtime.layout import Mesh
+
+RngMode = Literal["fast", "plan_independent"]
+"""How random numbers are drawn (``ComputeConfig.rng``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """Shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements, each once."""
+        size = self.dtype.itemsize
+        for length, stride in zip(self.shape, self.strides, strict=True):
+            size *= length if stride else min(length, 1)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Storages are numbered: those of the operands first, then those the instruction makes, which
+    have ``made`` bytes.
+
+    ``storages``: of each result. ``saved``: those kept for the backward. ``peak``: bytes in use at
+    most while it runs, beyond those of before. ``exact``: false where it could not run without
+    numbers.
+    """
+
+    results: tuple[TensorForm, ...]
+    storages: tuple[int, ...]
+    made: tuple[int, ...]
+    saved: tuple[int, ...]
+    peak: int
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradients of the operands in ``wanted``. Storages are those of the gradients that came
+    in, by result, then the ones it makes. ``views``: whether a gradient is a view, which autograd
+    never adds to in place. ``peak``, ``exact``: as in :class:`Forward`; an inexact one is taken to
+    make all gradients anew, and nothing else on the way.
+    """
+
+    wanted: tuple[int, ...]
+    gradients: tuple[TensorForm, ...]
+    storages: tuple[int, ...]
+    made: tuple[int, ...]
+    peak: int
+    views: tuple[bool, ...]
+    exact: bool = True
+
+
+@lru_cache(maxsize=64)
+def footprints_of(mesh: Mesh, rng: RngMode = "fast") -> Footprints:
+    """Those of the rank at index 0 of every axis, once in this process."""
+    return Footprints(mesh, rng)
+
+
+class Footprints:
+    """The footprints of instructions on the rank at index 0 of every axis of ``mesh``."""
+
+    def __init__(self, mesh: Mesh, rng: RngMode = "fast") -> None:
+        self.rank = FakeRank(mesh, rng=rng)
+        self._forwards: dict[object, Forward] = {}
+        self._backwards: dict[object, Backward] = {}
+
+    def forward(
+        self, instruction: Instruction, operands: Sequence[TensorForm], *, trains: bool = True
+    ) -> Forward:
+        """``trains``: whether autograd records."""
+        key = (_signature(instruction), tuple(operands), trains)
+        if key not in self._forwards:
+            try:
+                self._forwards[key] = self._run_forward(instruction, operands, trains)
+            except REFUSALS:
+                self._forwards[key] = self._assumed(instruction, operands, trains)
+        return self._forwards[key]
+
+    def backward(
+        self,
+        instruction: Instruction,
+        operands: Sequence[TensorForm],
+        incoming: Sequence[TensorForm | None],
+        only: Sequence[int] | None = None,
+    ) -> Backward:
+        """``incoming``: the gradients of the results; ``None`` where none came. ``only``: the
+        positions of the operands whose gradients are computed, if not of all that have one.
+        """
+        chosen = range(len(operands)) if only is None else only
+        wanted = tuple(i for i in chosen if operands[i].requires_grad)
+        if not wanted:
+            return Backward((), (), (), (), 0, ())
+        key = (_signature(instruction), tuple(operands), tuple(incoming), wanted)
+        if key not in self._backwards:
+            try:
+                self._backwards[key] = self._run_backward(instruction, operands, incoming, wanted)
+            except REFUSALS:
+                made = tuple(operands[i].num_bytes for i in wanted)
+                numbers = tuple(range(len(incoming), len(incoming) + len(made)))
+                forms = tuple(operands[i] for i in wanted)
+                views = (False,) * len(made)
+                self._backwards[key] = Backward(
+                    wanted, forms, numbers, made, sum(made), views, isinstance(instruction, Adapt)
+                )
+        return self._backwards[key]
+
+    # ------------------------------------------------------------------------------------------------
+    # running
+
+    def _operands(self, forms: Sequence[TensorForm]) -> list[Tensor]:
+        return [
+            self.rank.tensor(f.shape, f.dtype, strides=f.strides, requires_grad=f.requires_grad)
+            for f in forms
+        ]
+
+    def _call(self, instruction: Instruction, operands: Sequence[Tensor]) -> list[Tensor]:
+        if isinstance(instruction, Adapt):
+            return [self.rank.adapt(instruction.step, operands[0])]
+        return self.rank.run(instruction.op, operands)
+
+    def _run_forward(
+        self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool
+    ) -> Forward:
+        operands = self._operands(forms)
+        kept: list[Tensor] = []
+        with torch.set_grad_enabled(trains), LiveBytes(operands) as live, saving_to(kept):
+            before = live.now
+            results = self._call(instruction, operands)
+        numbers: dict[int, int] = {}
+        for index, x in enumerate(operands):
+            numbers.setdefault(x.untyped_storage()._cdata, index)
+        made: list[int] = []
+
+        def number(x: Tensor) -> int:
+            storage = x.untyped_storage()
+            if storage._cdata not in numbers:
+                numbers[storage._cdata] = len(operands) + len(made)
+                made.append(storage.nbytes())
+            return numbers[storage._cdata]
+
+        storages = tuple(map(number, results))
+        saved = tuple(sorted({number(x) for x in kept}))
+        return Forward(
+            tuple(map(TensorForm.of, results)), storages, tuple(made), saved, live.peak - before
+        )
+
+    def _run_backward(
+        self,
+        instruction: Instruction,
+        forms: Sequence[TensorForm],
+        incoming: Sequence[TensorForm | None],
+        wanted: Sequence[int],
+    ) -> Backward:
+        operands = self._operands(forms)
+        kept: list[Tensor] = []
+        with torch.enable_grad(), saving_to(kept):
+            results = self._call(instruction, operands)
+        gradients = [
+            None if f is None else self.rank.tensor(f.shape, f.dtype, strides=f.strides)
+            for f in incoming
+        ]
+        sent = [
+            (y, g)
+            for y, g in zip(results, gradients, strict=True)
+            if g is not None and y.requires_grad
+        ]
+        outputs, grad_outputs = [y for y, _ in sent], [g for _, g in sent]
+        live = LiveBytes([*operands, *outputs, *grad_outputs, *kept])
+        del results, sent
+        kept.clear()  # the hooks that autograd has of each saved tensor hold the list
+        with self.rank.mode, live:
+            before = live.now
+            found = torch.autograd.grad(
+                outputs, [operands[i] for i in wanted], grad_outputs, allow_unused=True
+            )
+        numbers = {
+            g.untyped_storage()._cdata: index for index, g in enumerate(gradients) if g is not None
+        }
+        made: list[int] = []
+        storages = []
+        given = [(i, g) for i, g in zip(wanted, found, strict=True) if g is not None]
+        for _, g in given:
+            storage = g.untyped_storage()
+            if storage._cdata not in numbers:
+                numbers[storage._cdata] = len(gradients) + len(made)
+                made.append(storage.nbytes())
+            storages.append(numbers[storage._cdata])
+        forms_made = tuple(TensorForm.of(g) for _, g in given)
+        views = tuple(g._is_view() for _, g in given)
+        return Backward(
+            tuple(i for i, _ in given),
+            forms_made,
+            tuple(storages),
+            tuple(made),
+            live.peak - before,
+            views,
+        )
+
+    def _assumed(
+        self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool
+    ) -> Forward:
+        """Of an instruction that does not run without numbers: results of their own, and everything
+        is kept.
+        """
+        if isinstance(instruction, Adapt):
+            return self._adapted(instruction, forms[0], trains)
+        results = tuple(
+            TensorForm(shape, _contiguous(shape), value.dtype, value.takes_gradient and trains)
+            for value, layout in zip(instruction.op.results, instruction.layouts, strict=True)
+            for shape in (local_shape(layout, self.rank.mesh),)
+        )
+        made = tuple(form.num_bytes for form in results)
+        storages = tuple(range(len(forms), len(forms) + len(made)))
+        keeps = any(form.requires_grad for form in results)
+        return Forward(
+            results,
+            storages,
+            made,
+            tuple(range(len(forms))) + storages if keeps else (),
+            sum(made),
+            exact=False,
+        )
+
+    def _adapted(self, instruction: Adapt, form: TensorForm, trains: bool) -> Forward:
+        """Of an adapter that picks elements by number (between two cuts of one dim): a message of
+        the piece it has, and the piece it gets, of which autograd keeps nothing.
+        """
+        shape = local_shape(instruction.step.after, self.rank.mesh)
+        result = TensorForm(shape, _contiguous(shape), form.dtype, form.requires_grad and trains)
+        return Forward(
+            (result,), (1,), (result.num_bytes,), (), form.num_bytes + 2 * result.num_bytes
+        )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(reversed(strides[: len(shape)]))
+
+
+def _signature(instruction: Instruction) -> object:
+    """Equal for instructions that do the same."""
+    if isinstance(instruction, Adapt):
+        return instruction.step
+    return _signature_of_call(instruction.op)
+
+
+@once
+def _signature_of_call(op: IROp) -> object:
+    return op.target, _source(op), sizes_read(op), op.autocast, op.grad_enabled
+
+
+def _source(op: IROp) -> str:
+    names = {value.name: f"x{index}" for index, value in enumerate(op.operands)}
+    return call_source(op, lambda value: names[value.name], to_python)

@@ -1,0 +1,97 @@
+"""The books of memory: which storages live, what for, and when there was most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Storage:
+    num_bytes: int
+    category: str
+    holders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """``num_bytes`` in all, ``by_category``, while ``name`` ran."""
+
+    num_bytes: int = 0
+    by_category: Mapping[str, int] = field(default_factory=dict)
+    name: str = ""
+
+    def beyond(self, base: Mapping[str, int]) -> Moment:
+        """Without what was there already."""
+        rest = {key: value - base.get(key, 0) for key, value in self.by_category.items()}
+        return Moment(sum(rest.values()), rest, self.name)
+
+
+class Ledger:
+    """Storages live as long as they are held. ``peak``: the moment with most bytes since the last
+    :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}
+        self._next = 0
+        self.totals: dict[str, int] = {}
+        self.now = 0
+        self.peak = Moment()
+
+    def new(self, num_bytes: int, category: str) -> int:
+        """A storage that nobody holds yet; it counts from its first holder on."""
+        self._next += 1
+        self._storages[self._next] = _Storage(num_bytes, category)
+        return self._next
+
+    def hold(self, storage: int) -> int:
+        found = self._storages[storage]
+        found.holders += 1
+        if found.holders == 1:
+            self._add(found.category, found.num_bytes)
+        return storage
+
+    def release(self, storage: int) -> None:
+        found = self._storages[storage]
+        found.holders -= 1
+        if found.holders == 0:
+            self._add(found.category, -found.num_bytes)
+            del self._storages[storage]
+
+    def drop_unheld(self, storage: int) -> None:
+        """Forget a storage that nobody came to hold."""
+        if self._storages[storage].holders == 0:
+            del self._storages[storage]
+
+    def is_held(self, storage: int) -> bool:
+        """Whether it lives."""
+        return storage in self._storages and self._storages[storage].holders > 0
+
+    def holders(self, storage: int) -> int:
+        return self._storages[storage].holders
+
+    def size(self, storage: int) -> int:
+        return self._storages[storage].num_bytes
+
+    def use(self, num_bytes: int, name: str) -> None:
+        """``name`` runs, with so many temporary bytes beyond what is held."""
+        if self.now + num_bytes > self.peak.num_bytes:
+            totals = {key: value for key, value in self.totals.items() if value}
+            if num_bytes:
+                totals["temporary"] = totals.get("temporary", 0) + num_bytes
+            self.peak = Moment(self.now + num_bytes, totals, name)
+
+    def restart(self) -> None:
+        """Look for the peak from now on."""
+        self.peak = Moment(
+            self.now, {key: value for key, value in self.totals.items() if value}, ""
+        )
+
+    def snapshot(self) -> dict[str, int]:
+        """What is held now, by category."""
+        return {key: value for key, value in self.totals.items() if value}
+
+    def _add(self, category: str, num_bytes: int) -> None:
+        self.totals[category] = self.totals.get(category, 0) + num_bytes
+        self.now += num_bytes

@@ -1,0 +1,305 @@
+"""What a step of a pipeline holds on each rank.
+
+Every microbatch of a stage needs the same, so each stage is walked once, whatever the schedule:
+forward, then backward in one part or two. What each action leaves behind is held until the next one
+of its microbatch. The actions of a rank say how much of that there is at a time, and what is there
+of messages beside it (:mod:`~shardwright.compiler.cost.memory.under_way`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.memory.body_memory import BodyMemory, Gradient
+from shardwright.compiler.cost.memory.books import Books, contiguous_form
+from shardwright.compiler.cost.memory.footprint import TensorForm
+from shardwright.compiler.cost.memory.ledger import Moment
+from shardwright.compiler.cost.memory.rank_memory import RankMemory
+from shardwright.compiler.cost.memory.split_backward_memory import SplitMemory
+from shardwright.compiler.cost.memory.under_way import Value, bytes_under_way
+from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.schedule.planned import schedule_of_step
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.schedule import ActionKind, ScheduleAction
+
+FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+INPUT_GRADIENT, WEIGHT_GRADIENT = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+
+
+def pipeline_memory(
+    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
+) -> tuple[RankMemory, ...]:
+    """The memory of every unit rank in one step; ranks of a stage are taken to be alike."""
+    schedule = schedule_of_step(program.plan, trains=not config.inference_only)
+    actions = schedule.actions
+    positions: dict[tuple[int, ...], int] = {}
+    for stage in program.plan.stages:
+        positions.setdefault(stage.ranks, len(positions))
+    position_of = {index: positions[stage.ranks] for index, stage in enumerate(program.plan.stages)}
+    found: dict[int, RankMemory] = {}
+    for ranks, position in positions.items():
+        memory = _PositionMemory(program, config, optimizer, actions[position])
+        messages = bytes_under_way(position, actions, position_of, memory.values())
+        peak = memory.peak(messages)
+        found.update((rank, peak.at(rank)) for rank in ranks)
+    return tuple(found[rank] for rank in sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An action of one microbatch, beyond what was there before its forward: the most while it
+    runs, and what is ``left`` of the microbatch after it. ``gradients``: bytes of those of
+    parameters that it makes, and that stay.
+    """
+
+    peak: Moment
+    left: Mapping[str, int]
+    gradients: int = 0
+
+
+Runs = dict[ActionKind, _Run]
+
+
+@dataclass(frozen=True, slots=True)
+class _StageMemory:
+    """The actions of a stage, of the ``first`` microbatch and of ``later`` ones. ``kept``: names of
+    the values it sends that autograd saves.
+    """
+
+    first: Runs
+    later: Runs
+    kept: frozenset[str]
+
+
+class _PositionMemory:
+    """One rank of a position. ``actions``: what it runs."""
+
+    def __init__(
+        self,
+        program: PipelineProgram,
+        config: ComputeConfig,
+        optimizer: OptimizerMemory,
+        actions: Sequence[ScheduleAction],
+    ) -> None:
+        self.program, self.actions = program, actions
+        own = sorted({action.stage for action in actions})
+        self.trains = not config.inference_only
+        mesh = program.programs[own[0]].plan.storage_mesh
+        self.books = Books(mesh, config, optimizer, self.trains)
+        declarations = program.declarations_of(own)
+        shared = program.holders_elsewhere(program.plan.stages[own[0]].ranks)
+        programs = [program.programs[index] for index in own]
+        self.sources = self.books.place(declarations, {}, programs, shared, staged=True)
+        whole = sum(local_bytes(Layout.whole(v.shape), v.dtype, mesh) for v in program.graph.inputs)
+        ledger = self.books.ledger
+        ledger.hold(ledger.new(whole * program.plan.num_microbatches, "input"))
+        self.assumed: set[str] = set()
+        self.base = ledger.snapshot()
+        kinds = {
+            index: {action.kind for action in actions if action.stage == index} for index in own
+        }
+        self.stages = {index: self._stage(index, kinds[index]) for index in own}
+
+    def values(self) -> list[Value]:
+        """What crosses between stages, in the largest pieces."""
+        found = []
+        for crossing in self.program.crossings:
+            sent, received = crossing.sent, crossing.received
+            source = self.stages.get(crossing.source)
+            found.append(
+                Value(
+                    crossing.value.name,
+                    crossing.source,
+                    crossing.target,
+                    local_bytes(sent.layout, crossing.value.dtype, sent.mesh),
+                    local_bytes(received.layout, crossing.value.dtype, received.mesh),
+                    crossing.value.takes_gradient and self.trains,
+                    source is not None and crossing.value.name in source.kept,
+                )
+            )
+        return found
+
+    def peak(self, messages: Iterable[int]) -> RankMemory:
+        """The peak over the actions and the optimizer's step. ``messages``: bytes under way while
+        each action runs.
+        """
+        peak, results = self._schedule_peak(messages)
+        books = self.books
+        books.ledger.restart()
+        self._deliver(results)
+        if self.trains:
+            books.gradients.reduces = True
+            books.gradients.end_backward()
+            books.gradients.step()
+        return RankMemory.of(
+            0, max(peak, books.ledger.peak, key=lambda moment: moment.num_bytes), self.assumed
+        )
+
+    def _deliver(self, own_bytes: int) -> None:
+        """All results of all microbatches go to all ranks of the unit. ``own_bytes``: of those made
+        here.
+        """
+        ledger, plan = self.books.ledger, self.program.plan
+        ledger.hold(ledger.new(own_bytes, "activation"))
+        if len({rank for stage in plan.stages for rank in stage.ranks}) == 1:
+            return
+        for stage in self.program.stages:
+            for path, value in stage.outputs:
+                if plan.outputs.get(path) == "eval" and self.trains:
+                    continue
+                num_bytes = local_bytes(Layout.whole(value.shape), value.dtype, self.books.mesh)
+                flat = ledger.hold(ledger.new(num_bytes * plan.num_microbatches, "activation"))
+                ledger.use(0, "delivery of results")
+                if stage.index in self.stages:  # in the place of what was made here
+                    ledger.release(flat)
+
+    def _schedule_peak(self, messages: Iterable[int]) -> tuple[Moment, int]:
+        """The peak over the actions, and the bytes of the results that they leave."""
+        totals = dict(self.base)
+        left: dict[tuple[int, int], Mapping[str, int]] = {}
+        begun: set[int] = set()  # stages whose parameters have gradients
+        peak = Moment(sum(totals.values()), dict(totals))
+        for action, under_way in zip(self.actions, messages, strict=True):
+            stage = self.stages[action.stage]
+            run = (stage.later if action.stage in begun else stage.first)[action.kind]
+            _add(totals, left.pop((action.stage, action.microbatch), {}), -1)
+            num_bytes = sum(totals.values()) + under_way + run.peak.num_bytes
+            if num_bytes > peak.num_bytes:
+                by_category = dict(totals)
+                _add(by_category, {"communication": under_way}, 1)
+                _add(by_category, run.peak.by_category, 1)
+                peak = Moment(num_bytes, by_category, f"{action}: {run.peak.name}")
+            left[action.stage, action.microbatch] = run.left
+            _add(totals, run.left, 1)
+            _add(totals, {"gradient": run.gradients}, 1)
+            if run.gradients:
+                begun.add(action.stage)
+        return peak, sum(size for each in left.values() for size in each.values())
+
+    def _stage(self, index: int, kinds: Collection[ActionKind]) -> _StageMemory:
+        """Walk a stage as the schedule does, for the first microbatch and for another one."""
+        before = set(self.books.gradients.made) if self.trains else set()
+        found: list[Runs] = []
+        kept: set[str] = set()
+        for kind in (BACKWARD, INPUT_GRADIENT):
+            if kind in kinds:
+                self.books.gradients.forget(set(self.books.gradients.made) - before)
+                found += [self._walk(index, kind, kept), self._walk(index, kind, kept)]
+        if not found:
+            found = [self._walk(index, FORWARD, kept)] * 2
+        first, later = (
+            {kind: run for runs in found[start::2] for kind, run in runs.items()}
+            for start in (0, 1)
+        )
+        return _StageMemory(first, later, frozenset(kept))
+
+    def _walk(self, index: int, kind: ActionKind, kept: set[str]) -> Runs:
+        """One microbatch: its forward, and what begins with ``kind`` after it. ``kept``: of what it
+        sends, to be added to.
+        """
+        stage, body_program, ledger = (
+            self.program.stages[index],
+            self.program.programs[index],
+            self.books.ledger,
+        )
+        before = ledger.snapshot()
+        received = {value.name for value, _ in stage.receives}
+        sources, held = self._inputs(index, received)
+
+        def arrive(name: str, form: TensorForm, storage: int) -> None:
+            if name in received:  # sent on at the end of the action
+                held.append(storage)
+            else:
+                self.books.arrive(name, form, storage)
+
+        runs: Runs = {}
+
+        def note(kind: ActionKind) -> None:
+            left = {key: value - before.get(key, 0) for key, value in ledger.snapshot().items()}
+            made = left.pop("gradient", 0)
+            runs[kind] = _Run(
+                ledger.peak.beyond(before), left, made - sum(run.gradients for run in runs.values())
+            )
+            ledger.restart()
+
+        ledger.restart()
+        books, trains = self.books, kind is not FORWARD
+        body = BodyMemory(
+            body_program,
+            books.footprints,
+            ledger,
+            sources,
+            arrive,
+            trains=trains,
+            summed_in=books.summed_in,
+        )
+        body.forward()
+        self.assumed |= body.inexact
+        leaves = [value for _, value in body_program.output.leaves() if isinstance(value, IRValue)]
+        sent, outputs = leaves[: len(stage.sends)], body.outputs[len(stage.sends) :]
+        for storage in body.outputs[: len(sent)]:
+            ledger.release(storage)
+        body.outputs = outputs
+        kept.update(value.name for value in sent if ledger.is_held(body.values[value.name].storage))
+        if kind is FORWARD:
+            body.release(held)
+            note(FORWARD)
+        else:
+            note(FORWARD)
+            roots = self._roots(body, sent)
+            held += [
+                ledger.hold(storage) for _, storage in roots.values()
+            ]  # until the action is done
+            if kind is BACKWARD or body.regions:  # what is computed again is not split
+                body.backward(roots)
+                body.release(held)
+                note(kind)
+            else:
+                split = SplitMemory(
+                    body, [name for name in received if sources[name][0].requires_grad]
+                )
+                split.input_gradients(roots)
+                body.release(held)
+                note(kind)
+                split.weight_gradients()
+            if kind is INPUT_GRADIENT:
+                note(WEIGHT_GRADIENT)
+            self.assumed |= body.inexact
+        body.finish()
+        return runs
+
+    def _inputs(
+        self, index: int, received: Collection[str]
+    ) -> tuple[dict[str, tuple[TensorForm, int]], list[int]]:
+        """The sources of a stage, and what of them is there for one microbatch only."""
+        program, ledger = self.program.programs[index], self.books.ledger
+        sources, held = dict(self.sources), []
+        for value in program.graph.inputs:
+            form = contiguous_form(program.input_layouts[value.name], value, self.books.footprints)
+            if value.name in received:
+                storage = ledger.hold(ledger.new(form.num_bytes, "activation"))
+            else:
+                storage = ledger.hold(ledger.new(0, "input"))  # counted with all microbatches
+            held.append(storage)
+            sources[value.name] = form, storage
+        return sources, held
+
+    def _roots(self, body: BodyMemory, sent: Iterable[IRValue]) -> dict[str, Gradient]:
+        """Where gradients come into a stage: of what it sends, and of the loss."""
+        ledger = self.books.ledger
+        roots: dict[str, Gradient] = {}
+        for value in sent:
+            form = body.values[value.name].form
+            if form.requires_grad and value.name not in roots:
+                roots[value.name] = form, ledger.hold(ledger.new(form.num_bytes, "temporary"))
+        return roots or self.books.roots(body.program, body)
+
+
+def _add(totals: dict[str, int], more: Mapping[str, int], times: int) -> None:
+    for key, value in more.items():
+        totals[key] = totals.get(key, 0) + times * value

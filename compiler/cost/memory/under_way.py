@@ -1,0 +1,199 @@
+"""What a rank of a pipeline holds of messages while each of its actions runs, as
+``runtime.pipeline.transfers`` does.
+
+- A buffer is there from when its receive is posted: for the action that runs and the next
+  :data:`AHEAD` that receive something, and for what comes before it on its channel.
+- What was sent is there until its receiver answers: until something comes that it sent after it had
+  used that. Transports that tell earlier when a message is gone hold less, so this is the most.
+
+Ranks of one position are taken to be alike, with the largest pieces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.runtime.schedule import AHEAD, PAYLOADS, Payload, ScheduleAction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """What crosses from stage ``source`` to stage ``target``: its bytes on a rank of either, and
+    whether a gradient comes back. ``is_kept``: autograd of the source keeps it anyway.
+    """
+
+    name: str
+    source: int
+    target: int
+    sent_bytes: int
+    received_bytes: int
+    differentiable: bool
+    is_kept: bool = False
+
+
+class _Incoming(NamedTuple):
+    payload: Payload
+    value: Value
+    microbatch: int
+
+
+class _Outgoing(NamedTuple):
+    """``used_by``: the number of the action of ``peer`` that receives it."""
+
+    name: tuple[Payload, int, str, int]
+    num_bytes: int
+    peer: int
+    used_by: int
+
+
+def bytes_under_way(
+    position: int,
+    actions: Sequence[Sequence[ScheduleAction]],
+    positions: Mapping[int, int],
+    values: Iterable[Value],
+) -> Iterator[int]:
+    """For each action of ``position``, the bytes of messages that are not its own while it runs.
+
+    ``actions``: of all positions, those that compute. ``positions``: of stages.
+    """
+    ends = _Ends(position, actions, positions, list(values))
+    own = actions[position]
+    to_post = deque(ends.needs(action) for action in own if ends.receives(action))
+    sending: list[_Outgoing] = []
+    num_ahead = 0
+    for action in own:
+        receives = ends.receives(action)
+        while to_post and num_ahead < AHEAD + receives:
+            for message in to_post.popleft():
+                ends.post(message)
+            num_ahead += 1
+        num_ahead -= receives
+        for message in ends.needs(action):
+            peer, number = ends.take(message)
+            sending = [sent for sent in sending if sent.peer != peer or sent.used_by > number]
+        yield ends.posted_bytes + sum({sent.name: sent.num_bytes for sent in sending}.values())
+        sending += ends.sends(action)
+
+
+class _Ends:
+    """What the actions of one position receive from others, and send to them. ``posted_bytes``: of
+    the receives that are posted and not taken.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        actions: Sequence[Sequence[ScheduleAction]],
+        positions: Mapping[int, int],
+        values: Sequence[Value],
+    ) -> None:
+        self._positions = positions
+        self._received: dict[tuple[Payload, int], list[Value]] = {}
+        self._sent: dict[tuple[Payload, int], list[Value]] = {}
+        self._receives: set[tuple[Payload, int]] = (
+            set()
+        )  # also those that get what another stage of the position made
+        for value in sorted(values, key=lambda value: value.name):
+            pairs: list[tuple[Payload, int, int]] = [("activations", value.source, value.target)]
+            pairs += [("gradients", value.target, value.source)] if value.differentiable else []
+            for payload, source, target in pairs:
+                is_remote = positions[source] != positions[target]
+                if positions[source] == position and is_remote:
+                    self._sent.setdefault((payload, source), []).append(value)
+                if positions[target] == position:
+                    self._receives.add((payload, target))
+                    if is_remote:
+                        self._received.setdefault((payload, target), []).append(value)
+        self._numbers = {
+            (PAYLOADS[action.kind], action.stage, action.microbatch): number
+            for listed in actions
+            for number, action in enumerate(listed)
+            if action.kind in PAYLOADS
+        }
+        coming = self._coming()
+        self._channels = {
+            peer: deque(
+                _Incoming(payload, value, action.microbatch)
+                for action in listed
+                if action.kind in PAYLOADS
+                for payload, value in coming.get((PAYLOADS[action.kind], action.stage), ())
+            )
+            for peer, listed in enumerate(actions)
+            if peer != position
+        }
+        self._posted: set[_Incoming] = set()
+        self.posted_bytes = 0
+
+    def _coming(self) -> dict[tuple[Payload, int], list[tuple[Payload, Value]]]:
+        """By payload and sending stage, what comes of an action there, in the order in which it is
+        sent.
+        """
+        found: dict[tuple[Payload, int], list[tuple[int, str, Value]]] = {}
+        for (payload, own), values in self._received.items():
+            for value in values:
+                source = value.source if payload == "activations" else value.target
+                found.setdefault((payload, source), []).append((own, value.name, value))
+        return {
+            key: [(key[0], value) for *_, value in sorted(items, key=lambda i: i[:2])]
+            for key, items in found.items()
+        }
+
+    def receives(self, action: ScheduleAction) -> bool:
+        """Whether an action gets anything, from wherever."""
+        return action.kind in PAYLOADS and (PAYLOADS[action.kind], action.stage) in self._receives
+
+    def needs(self, action: ScheduleAction) -> list[_Incoming]:
+        """What an action gets from other positions."""
+        payload = PAYLOADS.get(action.kind)
+        if payload is None:
+            return []
+        return [
+            _Incoming(payload, value, action.microbatch)
+            for value in self._received.get((payload, action.stage), ())
+        ]
+
+    def post(self, message: _Incoming) -> None:
+        """Post the receive of a message, and of those before it on its channel, unless that has
+        happened.
+        """
+        channel = self._channels[self._sender(message)[0]]
+        while message not in self._posted:
+            self._posted.add(channel[0])
+            self.posted_bytes += _received_bytes(channel.popleft())
+
+    def take(self, message: _Incoming) -> tuple[int, int]:
+        """A message has come: the position that sent it, and the number of its action that made
+        it.
+        """
+        self.posted_bytes -= _received_bytes(message)
+        return self._sender(message)
+
+    def sends(self, action: ScheduleAction) -> Iterator[_Outgoing]:
+        """What is sent after an action, as far as nothing else keeps it."""
+        payload = PAYLOADS.get(action.kind)
+        if payload is None:
+            return
+        for value in self._sent.get((payload, action.stage), ()):
+            forward = payload == "activations"
+            other = value.target if forward else value.source
+            if not (forward and value.is_kept):
+                name = (payload, action.stage, value.name, action.microbatch)
+                used_by = self._numbers[payload, other, action.microbatch]
+                yield _Outgoing(
+                    name,
+                    value.sent_bytes if forward else value.received_bytes,
+                    self._positions[other],
+                    used_by,
+                )
+
+    def _sender(self, message: _Incoming) -> tuple[int, int]:
+        stage = message.value.source if message.payload == "activations" else message.value.target
+        return self._positions[stage], self._numbers[message.payload, stage, message.microbatch]
+
+
+def _received_bytes(message: _Incoming) -> int:
+    value = message.value
+    return value.received_bytes if message.payload == "activations" else value.sent_bytes

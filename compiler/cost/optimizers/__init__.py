@@ -1,0 +1,1 @@
+"""What an optimizer keeps and does, asked of the optimizer itself."""

@@ -1,0 +1,1 @@
+"""Seconds: of operators, of communication, and of a step that is made of them."""

@@ -1,0 +1,264 @@
+"""How long adapters and gradient reductions take: the collective, and the copies around it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.compiler.cost.local_calls import local_bytes, local_shape
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.collectives import axes_collective_s, groups_collective_s
+from shardwright.compiler.cost.time.operator_time import OpTime
+from shardwright.compiler.plan.conversion import GATHERS, AdapterStep
+from shardwright.runtime.layout import Layout, Mesh
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""What a bucket of gradients holds (``ComputeConfig.reducer_bucket_cap_mb``)."""
+
+
+def step_time(
+    step: AdapterStep,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    hardware: Hardware,
+    *,
+    differentiable: bool = True,
+) -> OpTime:
+    """Seconds of one adapter step on the slowest rank: the collective, and the memory traffic of
+    the local copies.
+
+    ``ranks``: the global ranks the mesh lies on, in its order.
+    """
+    return _step_time(step, dtype, mesh, tuple(ranks), hardware, differentiable)
+
+
+@functools.lru_cache(maxsize=65536)
+def _step_time(
+    step: AdapterStep,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    ranks: tuple[int, ...],
+    hardware: Hardware,
+    differentiable: bool,
+) -> OpTime:
+    movement = Movement(
+        step.kind,
+        step.backward,
+        step.axes,
+        local_bytes(step.before, dtype, mesh),
+        local_bytes(step.after, dtype, mesh),
+        _end_to_end(step, mesh),
+    )
+    return movement_time(movement, mesh, ranks, hardware, differentiable=differentiable)
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """All that the time of a step depends on: ``before`` and ``after`` are the bytes of the largest
+    piece. ``end_to_end``: pieces lie one after the other in the whole, as large as each other, so
+    that a gather writes them where they belong.
+    """
+
+    kind: str
+    backward: str | None
+    axes: tuple[str, ...]
+    before: int
+    after: int
+    end_to_end: bool
+
+
+@functools.lru_cache(maxsize=65536)
+def movement_time(
+    movement: Movement,
+    mesh: Mesh,
+    ranks: tuple[int, ...],
+    hardware: Hardware,
+    *,
+    differentiable: bool = True,
+) -> OpTime:
+    """Seconds of one adapter step, from its numbers alone."""
+    seconds = _Seconds(movement, mesh, ranks, hardware)
+    return OpTime(seconds.forward_s(), seconds.backward_s() if differentiable else 0.0)
+
+
+def _end_to_end(step: AdapterStep, mesh: Mesh) -> bool:
+    """Whether pieces along the dim of the step lie one after the other in the whole, as large as
+    each other.
+    """
+    dim, cut = step.dim, step.cut
+    if dim is None or cut is None or len(cut.segments) > 1 or cut.outer != 1:
+        return False
+    whole = step.after if step.kind in GATHERS else step.before
+    even = isinstance(cut.segments[0], int) and cut.segments[0] % mesh.axis_size(step.axis) == 0
+    return even and math.prod(local_shape(whole, mesh)[:dim]) == 1
+
+
+def reduction_s(
+    layout: Layout,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    hardware: Hardware,
+    *,
+    num_units: int = 1,
+    unit_size: int | None = None,
+    bucket_bytes: float = DEFAULT_BUCKET_BYTES,
+    collective: str = "all_reduce",
+    elsewhere: Sequence[Sequence[int]] = (),
+    num_groups: int = 1,
+    across: bool = False,
+) -> float:
+    """Seconds of summing the gradient of one parameter over the axes on which its layout is G, and
+    over the units.
+
+    Its share of full buckets: what all parameters take is the sum, up to the latency of the last
+    bucket. ``ranks``: the unit ranks the mesh lies on; unit ``u`` begins at global rank ``u *
+    unit_size`` (default: the size of the mesh). ZeRO has other collectives: ``reduce_scatter`` of
+    gradients, ``all_gather`` of updated parameters. ``elsewhere``: the unit ranks of other stages
+    that hold the parameter too, on a mesh like this one. ``num_groups``: those that hold copies are
+    dealt into so many groups of consecutive ranks, and the collective is that of a group; with
+    ``across`` that of the ranks of all groups that have the same slice, over this slice.
+    """
+    num_bytes = local_bytes(layout, dtype, mesh)
+    axes = tuple(
+        axis for axis in mesh.names if axis in layout.grad_partial and mesh.axis_size(axis) > 1
+    )
+    if (num_units == 1 and not axes and not elsewhere) or num_bytes == 0:
+        return 0.0
+    unit = mesh.size if unit_size is None else unit_size
+    stages = (tuple(ranks), *map(tuple, elsewhere))
+    return num_bytes * _per_byte(
+        axes, mesh, stages, num_units, unit, bucket_bytes, collective, num_groups, across, hardware
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _per_byte(
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    stages: tuple[tuple[int, ...], ...],
+    num_units: int,
+    unit_size: int,
+    bucket_bytes: float,
+    collective: str,
+    num_groups: int,
+    across: bool,
+    hardware: Hardware,
+) -> float:
+    """Seconds per byte of gradient: moving it into a bucket, and its share of the collective of a
+    full one.
+    """
+    everyone = [
+        tuple(
+            unit * unit_size + ranks[index]
+            for unit in range(num_units)
+            for ranks in stages
+            for index in group
+        )
+        for group in mesh.groups(axes)
+    ]
+    size = len(everyone[0]) // num_groups
+    if size == 1 and not across:
+        return 0.0
+    if across:
+        groups = [tuple(sorted(ranks)[index::size]) for ranks in everyone for index in range(size)]
+        return groups_collective_s(hardware, collective, bucket_bytes / size, groups) / bucket_bytes
+    groups = [
+        tuple(sorted(ranks)[i : i + size]) for ranks in everyone for i in range(0, len(ranks), size)
+    ]
+    if num_groups == 1:
+        groups = everyone
+    return (
+        groups_collective_s(hardware, collective, bucket_bytes, groups) / bucket_bytes
+        + 2 / hardware.device.bytes_per_s
+    )
+
+
+class _Seconds:
+    """The two directions of one step."""
+
+    def __init__(
+        self, movement: Movement, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware
+    ) -> None:
+        self.movement, self.mesh, self.ranks, self.hardware = movement, mesh, ranks, hardware
+        self.before, self.after = movement.before, movement.after
+        self.num_ranks = mesh.num_ranks(movement.axes)
+
+    def forward_s(self) -> float:
+        match self.movement.kind:
+            case "all_gather":
+                return self._gather(self.before)
+            case "narrow":
+                return self._copy(self.after)
+            case "reduce_scatter":
+                return self._scatter(self.after)
+            case "all_reduce":
+                return self._reduce(self.before)
+            case "keep_one":
+                return self._fill(self.before)
+            case "pad":
+                return self._fill(self.after) + self._copy(self.before)
+            case "all_to_all":
+                return self._exchange(self.before, self.after)
+        return 0.0  # grad_all_reduce, grad_keep_one: views
+
+    def backward_s(self) -> float:
+        match self.movement.kind, self.movement.backward:
+            case "all_gather", "reduce_scatter":
+                return self._scatter(self.before)
+            case "all_gather", _:
+                return self._copy(self.before)
+            case "narrow", "pad":
+                return self._fill(self.before) + self._copy(self.after)
+            case "narrow", _:
+                return self._gather(self.after)
+            case "reduce_scatter", _:
+                return self._gather(self.after)
+            case "all_reduce", "all_reduce":
+                return self._reduce(self.after)
+            case "grad_all_reduce", _:
+                return self._reduce(self.after)
+            case "keep_one", "keep_one":
+                return self._fill(self.before)
+            case "grad_keep_one", _:
+                return self._fill(self.before)
+            case "pad", _:
+                return self._copy(self.before)
+            case "all_to_all", _:
+                return self._exchange(self.after, self.before)
+        return 0.0
+
+    def _collective(self, kind: str, num_bytes: float) -> float:
+        return axes_collective_s(
+            self.hardware, kind, num_bytes, self.mesh, self.movement.axes, self.ranks
+        )
+
+    def _gather(self, piece: int) -> float:
+        """The pieces arrive end to end; unless they lie so in the result, they are joined once
+        more.
+        """
+        total = piece * self.num_ranks
+        joined = 0.0 if self.movement.end_to_end else self._copy(total)
+        return self._collective("all_gather", total) + joined
+
+    def _scatter(self, piece: int) -> float:
+        total = piece * self.num_ranks
+        staged = 0.0 if self.movement.end_to_end else self._copy(total)
+        return self._collective("reduce_scatter", total) + staged
+
+    def _reduce(self, num_bytes: int) -> float:
+        return self._copy(num_bytes) + self._collective("all_reduce", num_bytes)
+
+    def _exchange(self, held: int, received: int) -> float:
+        return self._copy(held) + self._collective("all_to_all", held) + self._copy(received)
+
+    def _copy(self, num_bytes: int) -> float:
+        return max(self.hardware.device.memory_s(2 * num_bytes), self.hardware.device.launch_s)
+
+    def _fill(self, num_bytes: int) -> float:
+        return max(self.hardware.device.memory_s(num_bytes), self.hardware.device.launch_s)

@@ -1,0 +1,359 @@
+"""What follows the backwards of a step: sums of gradients, the exchange of whole tensors, the
+optimizer's pass, and the gathering of what ZeRO updated elsewhere. How long they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import (
+    OptimizerMemory,
+    SumGroup,
+    Updated,
+    gradient_bytes,
+    kept_bytes,
+    num_pieces,
+    num_shards,
+    sum_group,
+    summed_dtype,
+)
+from shardwright.compiler.cost.time.adapter_time import reduction_s
+from shardwright.compiler.cost.time.exchange_time import NO_EXCHANGE, WHOLES, Exchange, exchange_of
+from shardwright.compiler.cost.time.operator_time import optimizer_s
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.program import Declaration
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import ZERO, Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
+
+UNITS, STAGES = "units", "stages"
+
+GRADIENTS = "gradients"
+"""What the exchange of gradients is called, after what they are summed over."""
+
+OPTIMIZER_STEP = "optimizer step"
+
+ADDITION_PASSES = 3
+"""Adding to a gradient reads it and what is added, and writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSync:
+    """What the gradient and the update of one parameter send. ``sum_s``: seconds of one sum of its
+    gradient, ``across_s`` of adding up what groups of ZeRO have summed, once per step.
+    ``gather_s``: of gathering what was updated elsewhere.
+
+    ``axes``: what its gradient is summed over, ``group`` the same as a key. ``bucket_bytes``: that
+    it takes in a bucket;
+    ``is_apart``: not with parameters that the optimizer takes as they lie. ``num_bytes``: that go
+    through the collectives of a step. ``exchange``: of its whole tensor, where the optimizer needs
+    it and the plan cuts it, beside all this.
+    """
+
+    sum_s: float
+    across_s: float
+    gather_s: float
+    axes: tuple[str, ...]
+    bucket_bytes: int
+    num_bytes: float
+    group: SumGroup
+    is_apart: bool = False
+    exchange: Exchange = NO_EXCHANGE
+
+    @property
+    def communicates(self) -> bool:
+        return self.sum_s > 0 or self.gather_s > 0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``parameters``: every trained one by value name. ``num_sums``: of each gradient in a step.
+    ``bucket_bytes``: the most that a bucket holds. ``optimizer_s``: of the optimizer's pass.
+    ``accumulation_s``: of adding up the gradients of all microbatches, in place.
+    """
+
+    parameters: Mapping[str, ParameterSync]
+    num_sums: int
+    bucket_bytes: float
+    optimizer_s: float
+    accumulation_s: float = 0.0
+
+    @property
+    def sum_s(self) -> float:
+        """Of one sum of every gradient."""
+        return sum(found.sum_s for found in self.parameters.values())
+
+    @property
+    def across_s(self) -> float:
+        """Of adding up what groups of ZeRO have summed."""
+        return sum(found.across_s for found in self.parameters.values())
+
+    @property
+    def gathered_s(self) -> float:
+        """Of gathering all that was updated elsewhere."""
+        return sum(found.gather_s for found in self.parameters.values())
+
+    @property
+    def total_s(self) -> float:
+        """Of all sums and gatherings."""
+        return self.num_sums * self.sum_s + self.across_s + self.gathered_s
+
+    @property
+    def exchange(self) -> Exchange:
+        """Of all whole tensors."""
+        return sum((found.exchange for found in self.parameters.values()), NO_EXCHANGE)
+
+    @property
+    def end_s(self) -> float:
+        """Of everything that is added to the passes of the microbatches, one after the other."""
+        return self.total_s + self.exchange.total_s + self.optimizer_s
+
+    @property
+    def total_bytes(self) -> float:
+        """Of all that is summed or gathered, each time counted."""
+        return sum(found.num_bytes for found in self.parameters.values())
+
+    @property
+    def name(self) -> str:
+        """``"dp+units gradients"``: everything that gradients are summed over."""
+        axes = {
+            axis for found in self.parameters.values() if found.communicates for axis in found.axes
+        }
+        return f"{'+'.join(sorted(axes, key=lambda axis: (axis == UNITS, axis)))} {GRADIENTS}"
+
+    @property
+    def messages(self) -> dict[str, tuple[float, float]]:
+        """By what communicates, its seconds and bytes."""
+        found = {self.name: (self.total_s, self.total_bytes)} if self.total_s else {}
+        exchange = self.exchange
+        return found | (
+            {WHOLES: (exchange.total_s, exchange.num_bytes)} if exchange.num_bytes else {}
+        )
+
+    def after_sums(self, *, gathers_ahead: bool) -> list[tuple[str, float]]:
+        """What follows when all gradients are summed, and its seconds, one after the other.
+        ``gathers_ahead``: parameters are gathered beside the next forward.
+        """
+        exchange = self.exchange
+        parts = [
+            ("gather whole tensors", exchange.gather_s),
+            (OPTIMIZER_STEP, self.optimizer_s),
+            ("scatter whole tensors", exchange.scatter_s),
+            ("gather parameters", 0.0 if gathers_ahead else self.gathered_s),
+        ]
+        return [(name, seconds) for name, seconds in parts if seconds or name == OPTIMIZER_STEP]
+
+    @classmethod
+    def of(
+        cls,
+        declarations: Iterable[Declaration],
+        mesh: Mesh,
+        config: ComputeConfig,
+        hardware: Hardware,
+        optimizer: OptimizerMemory,
+        ranks: tuple[int, ...] | None = None,
+        shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+        *,
+        num_microbatches: int = 1,
+    ) -> Reduction:
+        """``mesh``: on which tensors are stored. ``ranks``: the unit ranks of the mesh of operators
+        (default: all of the unit). ``shared``: by FQN of a parameter that other stages hold too,
+        their ranks. ``num_microbatches``: backwards of a step; with ZeRO-2 each of them is reduced.
+        """
+        on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
+        settings = ReductionSettings.of(config, config.num_units)
+        num_sums = num_microbatches if settings.frees_gradients else 1
+        where = _Where(mesh, config, settings, hardware, on, num_sums, optimizer)
+        found: dict[str, ParameterSync] = {}
+        sizes, step_s = [], 0.0
+        for declaration in declarations:
+            value = declaration.value
+            if (
+                value.kind is not ValueKind.PARAMETER
+                or not value.requires_grad
+                or config.inference_only
+            ):
+                continue
+            elsewhere = (shared or {}).get(value.fqn or "", ())
+            found[value.name] = where.sync(declaration, elsewhere)
+            num_stages = 1 + len(elsewhere)
+            step_s += update_s(declaration, mesh, config, hardware, optimizer, num_stages)
+            # of what stays
+            share = (
+                num_shards(declaration.layout, mesh, config, num_stages)
+                if settings.frees_gradients
+                else 1
+            )
+            sizes.append(accumulated_bytes(declaration, mesh, config, optimizer) / share)
+        added_s = accumulation_s(sizes, num_microbatches, hardware)
+        return cls(found, num_sums, settings.bucket_cap_bytes, step_s, added_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Where gradients are summed, and how. ``ranks``: of the unit."""
+
+    mesh: Mesh
+    config: ComputeConfig
+    settings: ReductionSettings
+    hardware: Hardware
+    ranks: tuple[int, ...]
+    num_sums: int
+    optimizer: OptimizerMemory
+
+    def sync(self, declaration: Declaration, elsewhere: Sequence[tuple[int, ...]]) -> ParameterSync:
+        """Of one parameter. ``elsewhere``: the unit ranks of other stages that hold it."""
+        value, layout, config, settings = (
+            declaration.value,
+            declaration.layout,
+            self.config,
+            self.settings,
+        )
+        pieces = (
+            self.mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
+        )  # of units that hold different pieces
+        held = (
+            self.mesh
+            if pieces > 1
+            else Mesh(tuple(item for item in self.mesh.axes if item[0] != ZERO))
+        )
+        places, *others = (
+            tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in ranks)
+            for ranks in (self.ranks, *elsewhere)
+        )
+        wide, narrow = settings.gradient_dtype(value.dtype), value.dtype
+        cap, groups = settings.bucket_cap_bytes, settings.num_groups if settings.stage else 1
+        seconds = partial(
+            reduction_s, layout, mesh=held, ranks=places, hardware=self.hardware, num_units=config.num_units // pieces,
+            unit_size=config.plan_ngpus * pieces, elsewhere=others,
+        )  # fmt: skip
+        across_s = gather_s = 0.0
+        if settings.scatters:
+            sum_s = seconds(wide, bucket_bytes=cap, collective="reduce_scatter", num_groups=groups)
+            if groups > 1:
+                across_s = seconds(
+                    wide, bucket_bytes=cap, collective="all_reduce", num_groups=groups, across=True
+                )
+        else:
+            sum_s = seconds(wide, bucket_bytes=cap, collective="all_reduce")
+        if settings.stage:
+            filled = cap * narrow.itemsize / wide.itemsize  # buckets are counted in gradients
+            gather_s = seconds(
+                narrow, bucket_bytes=filled, collective="all_gather", num_groups=groups
+            )
+        axes = (
+            *layout.grad_partial,
+            *((STAGES,) if elsewhere else ()),
+            *((UNITS,) if config.num_units > pieces else ()),
+        )
+        size = local_bytes(layout, wide, self.mesh)
+        shards = num_shards(layout, self.mesh, config, 1 + len(elsewhere))
+        slice_bytes = size / shards if across_s else 0.0
+        sent = (self.num_sums * size if sum_s else 0) + slice_bytes
+        sent += local_bytes(layout, narrow, self.mesh) if gather_s else 0
+        exchange = self._exchange(declaration, held, places, pieces, shards)
+        group = sum_group(layout, self.mesh, config, elsewhere)
+        is_apart = num_pieces(layout, self.mesh, self.optimizer) > 1
+        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, group, is_apart, exchange)
+
+    def _exchange(
+        self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int, shards: int
+    ) -> Exchange:
+        """Of one parameter, which lies on ``mesh`` over ``units`` units at a time. ``ranks``: of
+        the first of these.
+
+        ``shards``: how many split its state.
+        """
+        dtype, layout, config, settings = (
+            declaration.value.dtype,
+            declaration.layout,
+            self.config,
+            self.settings,
+        )
+        if num_pieces(layout, mesh, self.optimizer) == 1:
+            return NO_EXCHANGE
+        summed = summed_dtype(settings, dtype, shards)
+        return exchange_of(
+            layout, summed, dtype, mesh, ranks, self.hardware, num_units=config.num_units // units,
+            unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes, num_shards=shards,
+        )  # fmt: skip
+
+
+def accumulated_bytes(
+    declaration: Declaration, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory
+) -> float:
+    """Of the gradient that those of further microbatches are added to."""
+    dtype = declaration.value.dtype
+    return (
+        local_bytes(declaration.layout, dtype, mesh)
+        / dtype.itemsize
+        * gradient_bytes(optimizer, dtype, config)
+    )
+
+
+def accumulation_s(sizes: Iterable[float], num_microbatches: int, hardware: Hardware) -> float:
+    """Seconds per step of adding to gradients of these sizes, in bytes: each microbatch but the
+    first does.
+    """
+    return (num_microbatches - 1) * sum(
+        hardware.device.memory_s(ADDITION_PASSES * size) for size in sizes
+    )
+
+
+def parameter_s(
+    declaration: Declaration,
+    mesh: Mesh,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    ranks: tuple[int, ...],
+    num_microbatches: int,
+) -> tuple[float, float]:
+    """What the gradient and the update of one parameter take: seconds of each microbatch, and of
+    the end of the step.
+
+    ``ranks``: of the unit; fewer than the unit has are those of a pipeline stage, which adds up
+    gradients whatever ZeRO does with them at the end.
+    """
+    staged = len(ranks) < config.plan_ngpus
+    found = Reduction.of(
+        [declaration],
+        mesh,
+        config,
+        hardware,
+        optimizer,
+        ranks,
+        num_microbatches=1 if staged else num_microbatches,
+    )
+    added_s = found.accumulation_s
+    if staged and found.parameters:
+        size = accumulated_bytes(declaration, mesh, config, optimizer)
+        added_s = accumulation_s([size], num_microbatches, hardware)
+    return added_s / num_microbatches, found.end_s
+
+
+def update_s(
+    declaration: Declaration,
+    mesh: Mesh,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    num_stages: int = 1,
+) -> float:
+    """Seconds of the optimizer's pass over what this rank updates of one parameter, and of the
+    products in it. ``num_stages``: of a pipeline that hold the parameter.
+    """
+    dtype = declaration.value.dtype
+    updated = Updated.of(declaration.layout, mesh, config, optimizer, num_stages)
+    kept = kept_bytes(optimizer, declaration.layout, dtype, mesh, config, num_stages)
+    state_dtype = ReductionSettings(table=config.optimizer_table).state_dtype(dtype)
+    products = optimizer.products(updated.shape, state_dtype)
+    products_s = sum(hardware.device.matmul_s(p.m, p.n, p.k, p.dtype, p.batch) for p in products)
+    return (
+        optimizer_s(updated.num_elements * dtype.itemsize, kept, hardware)
+        + updated.share * products_s
+    )

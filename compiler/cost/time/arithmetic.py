@@ -1,0 +1,200 @@
+"""How much arithmetic operators do: the products that they are, and the seconds of these at the
+rates of a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, estimated_size
+from shardwright.compiler.cost.machine.hardware import Device
+from shardwright.compiler.ir.op import leaves
+from shardwright.compiler.ops.rule import TensorRefs
+
+PRODUCTS: Mapping[str, tuple[int, int]] = {
+    "linear": (0, 1),
+    "matmul": (0, 1),
+    "addmm": (1, 2),
+    "addmv": (1, 2),
+    "addr": (1, 2),
+    "baddbmm": (1, 2),
+    "addbmm": (1, 2),
+    "einsum": (0, 1),
+    "tensordot": (0, 1),
+    "outer": (0, 1),
+    "grouped_mm": (0, 1),
+}
+"""Where the two factors of a product stand among the operands."""
+
+CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
+
+ATTENTION = "scaled_dot_product_attention"
+
+RECURRENT = frozenset(
+    (
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """``batch`` products ``[m, k] x [k, n]``."""
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1.0
+
+    def seconds(self, device: Device, dtype: str) -> float:
+        return device.matmul_s(self.m, self.n, self.k, dtype, self.batch)
+
+    def gradient_s(self, device: Device, dtype: str, *, left: bool) -> float:
+        """Of the gradient of one factor: ``[m, n] x [n, k]`` or ``[k, m] x [m, n]``."""
+        if left:
+            return device.matmul_s(self.m, self.k, self.n, dtype, self.batch)
+        return device.matmul_s(self.k, self.n, self.m, dtype, self.batch)
+
+
+def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tuple[float, float]:
+    """Seconds of the products of a call, forward and backward; ``wanted``: the operands that need
+    gradients.
+    """
+    target = call.op.target
+    dtype = _compute_dtype(call)
+    if dtype is None:
+        return 0.0, 0.0
+    if target == ATTENTION:
+        products_s = sum(product.seconds(device, dtype) for product in _attention_products(call))
+        forward, backward = device.attention_efficiency
+        return products_s / forward, 2.5 * products_s / backward if wanted else 0.0
+    if target in RECURRENT:
+        products = [
+            (product.seconds(device, dtype), index in wanted)
+            for index, product in _recurrent_products(call).items()
+        ]
+        backward = (
+            sum(seconds + (seconds if trained else 0.0) for seconds, trained in products)
+            if wanted
+            else 0.0
+        )
+        return sum(seconds for seconds, _ in products), backward
+    if target in CONVOLUTIONS:
+        product, factors = _convolution(call), (0, 1)
+    elif target in PRODUCTS and len(call.operands) > PRODUCTS[target][1]:
+        factors = PRODUCTS[target]
+        product = _matrix_product(call, *factors)
+    else:
+        found = _contraction(call)
+        if found is None:
+            return 0.0, 0.0
+        product, factors = found
+    left, right = (index in wanted for index in factors)
+    backward = product.gradient_s(device, dtype, left=True) if left else 0.0
+    backward += product.gradient_s(device, dtype, left=False) if right else 0.0
+    return product.seconds(device, dtype), backward
+
+
+def _compute_dtype(call: LocalCall) -> str | None:
+    """The name of the dtype products are computed in; ``None`` where there is no rate for it, as
+    for integers.
+    """
+    dtype = call.op.autocast or (call.results[0].dtype if call.results else None)
+    if dtype is None or not dtype.is_floating_point:
+        dtype = (
+            {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype)
+            if dtype is not None
+            else None
+        )
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _matrix_product(call: LocalCall, left: int, right: int) -> _Product:
+    """By the factors of the rule: those of both operands and the result are a batch, those of both
+    operands alone summed.
+    """
+    rule = call.op.rule
+    assert rule is not None
+    a, b, c = (
+        factors_of(refs) for refs in (rule.operands[left], rule.operands[right], rule.results[0])
+    )
+
+    def size(names: set[str]) -> float:
+        return math.prod(call.factors[name] for name in names)
+
+    return _Product(size((a & c) - b), size((b & c) - a), size((a & b) - c), size(a & b & c))
+
+
+def _contraction(call: LocalCall) -> tuple[_Product, tuple[int, int]] | None:
+    """An operator of one's own whose annotation sums over a factor of two operands is a product of
+    these.
+    """
+    rule = call.op.rule
+    assert rule is not None
+    if "." not in call.op.target or len(rule.results) != 1:
+        return None
+    kept = factors_of(rule.results[0])
+    for i in range(len(rule.operands)):
+        for j in range(i + 1, len(rule.operands)):
+            a, b = factors_of(rule.operands[i]), factors_of(rule.operands[j])
+            if (a & b) - kept and (a & kept) - b and (b & kept) - a:
+                return _matrix_product(call, i, j), (i, j)
+    return None
+
+
+def factors_of(refs: TensorRefs) -> set[str]:
+    """The names of the factors that the dims of a tensor consist of."""
+    return {ref.factor for dim in refs for ref in dim}
+
+
+def _convolution(call: LocalCall) -> _Product:
+    """As the product of unfolded blocks with the weight, one for each group of channels."""
+    x, weight = call.operands[:2]
+    transposed = "transpose" in call.op.target
+    groups = max(1, round(_channels(x, weight) / max(1, weight.shape[0 if transposed else 1])))
+    kernel = math.prod(weight.shape[2:])
+    if transposed:
+        places = x.num_elements / max(1, _channels(x, weight))
+        return _Product(places, weight.shape[1] * kernel, weight.shape[0] / groups, groups)
+    places = call.results[0].num_elements / max(1, weight.shape[0])
+    return _Product(places, weight.shape[0] / groups, weight.shape[1] * kernel, groups)
+
+
+def _channels(x: LocalTensor, weight: LocalTensor) -> int:
+    return x.shape[len(x.shape) - (len(weight.shape) - 1)]
+
+
+def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
+    """Scores and mixed values; a causal kernel skips what is masked, unless it has a part of the
+    queries: most ranks' are late ones, which see most keys, and all of them are given a mask.
+    """
+    query, key, value = call.operands[:3]
+    skips = call.op.arg("is_causal", False) and query.shape[-2] == estimated_size(
+        call.op.operands[0].shape[-2]
+    )
+    batch = math.prod(query.shape[:-2]) * (0.5 if skips else 1.0)
+    q, k = query.shape[-2], key.shape[-2]
+    return _Product(q, k, query.shape[-1], batch), _Product(q, value.shape[-1], k, batch)
+
+
+def _recurrent_products(call: LocalCall) -> dict[int, _Product]:
+    """By the position of its weight: every weight matrix multiplies every step of every
+    sequence.
+    """
+    x = call.operands[0]
+    steps = x.num_elements / max(1, x.shape[-1])
+    states = set(leaves(call.op.arg("hx")))  # those of a cell have two dims, too
+    named = list(enumerate(zip(call.op.operands, call.operands, strict=True)))[1:]
+    weights = {index: w for index, (value, w) in named if len(w.shape) == 2 and value not in states}
+    return {index: _Product(steps, w.shape[0], w.shape[1]) for index, w in weights.items()}

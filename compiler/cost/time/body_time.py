@@ -1,0 +1,143 @@
+"""The seconds of the instructions of one program on its slowest rank, by what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.kept_weights import gathered_again
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, op_time
+from shardwright.compiler.plan.conversion import AdapterStep
+from shardwright.compiler.plan.program import Adapt, Instruction, Program
+from shardwright.compiler.plan.repeated_blocks import Run, group_blocks, region_of
+from shardwright.runtime.layout import Mesh
+
+_FORWARD = {kind: kind for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
+_BACKWARD = {
+    ("all_gather", "reduce_scatter"): "reduce_scatter",
+    ("narrow", "all_gather"): "all_gather",
+    ("reduce_scatter", None): "all_gather",
+    ("all_reduce", "all_reduce"): "all_reduce",
+    ("grad_all_reduce", None): "all_reduce",
+    ("all_to_all", None): "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class BodyTime:
+    """``instructions``: each one with its time, in the order of the program. ``compute_s`` and
+    ``comm_s`` split the sum of all (``"tp all_reduce"``). ``recomputed_s``: the forwards that the
+    backward runs again, and the weights that it gathers again;
+    ``recomputes``: whether there are such forwards. ``comm_bytes``: what goes through the
+    collectives of ``comm_s``, counted as the runtime does
+    (:class:`~shardwright.runtime.ranks.counters.CommunicationVolume`).
+    """
+
+    instructions: tuple[tuple[Instruction, OpTime], ...]
+    compute_s: float
+    comm_s: dict[str, float]
+    recomputed_s: float
+    recomputes: bool
+    comm_bytes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def forward_s(self) -> float:
+        return sum(time.forward_s for _, time in self.instructions)
+
+    @property
+    def backward_s(self) -> float:
+        """With what is computed again."""
+        return sum(time.backward_s for _, time in self.instructions) + self.recomputed_s
+
+
+def body_time(
+    program: Program,
+    hardware: Hardware,
+    ranks: Sequence[int],
+    times: OperatorTimes | None = None,
+    *,
+    trains: bool = True,
+    unit_size: int | None = None,
+) -> BodyTime:
+    """The times of a program whose mesh lies on ``ranks`` of units of ``unit_size`` (default: as
+    many as there are).
+    """
+    mesh, storage_mesh = program.plan.mesh, program.plan.storage_mesh
+    size = len(ranks) if unit_size is None else unit_size
+    storage_ranks = tuple(
+        unit * size + rank for unit in range(max(1, program.plan.zero)) for rank in ranks
+    )
+    again = _recomputed(program) if trains else set()
+    kept = gathered_again(program) if trains else frozenset()
+    instructions: list[tuple[Instruction, OpTime]] = []
+    comm: dict[str, float] = {}
+    volumes: dict[str, float] = {}
+    compute_s = recomputed_s = 0.0
+    for instruction in program.body:
+        runs = 2 if id(instruction) in again else 1
+        if isinstance(instruction, Adapt):
+            differentiable = trains and instruction.of.takes_gradient
+            time = step_time(
+                instruction.step,
+                instruction.of.dtype,
+                storage_mesh,
+                storage_ranks,
+                hardware,
+                differentiable=differentiable,
+            )
+            step = instruction.step
+            forward_bytes, backward_bytes = _exchanged_bytes(instruction, storage_mesh)
+            parts = [
+                (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
+                (_BACKWARD.get((step.kind, step.backward)), time.backward_s, backward_bytes),
+            ]
+            if instruction.result.name in kept and runs == 1:
+                recomputed_s += time.forward_s
+                parts.append((step.kind, time.forward_s, forward_bytes))
+            for kind, seconds, num_bytes in parts:
+                if kind is None:
+                    compute_s += seconds
+                elif seconds:
+                    name = f"{'+'.join(step.axes)} {kind}"
+                    comm[name] = comm.get(name, 0.0) + seconds
+                    volumes[name] = volumes.get(name, 0.0) + num_bytes
+        else:
+            time = op_time(
+                instruction.original, instruction.assignment, mesh, hardware, times, ranks=ranks
+            )
+            time = time if trains else OpTime(time.forward_s)
+            compute_s += runs * time.forward_s + time.backward_s
+        recomputed_s += (runs - 1) * time.forward_s
+        instructions.append((instruction, time))
+    return BodyTime(
+        tuple(instructions),
+        compute_s,
+        dict(sorted(comm.items())),
+        recomputed_s,
+        bool(again),
+        volumes,
+    )
+
+
+def communicates(step: AdapterStep) -> tuple[bool, bool]:
+    """Whether an adapter sends anything, forward and backward."""
+    return step.kind in _FORWARD, (step.kind, step.backward) in _BACKWARD
+
+
+def _exchanged_bytes(adapter: Adapt, mesh: Mesh) -> tuple[int, int]:
+    """Of its collectives forward and backward: what goes in, and of a gather what comes out."""
+    step, dtype = adapter.step, adapter.of.dtype
+    before, after = local_bytes(step.before, dtype, mesh), local_bytes(step.after, dtype, mesh)
+    gathers = _BACKWARD.get((step.kind, step.backward)) == "all_gather"
+    return after if step.kind == "all_gather" else before, before if gathers else after
+
+
+def _recomputed(program: Program) -> set[int]:
+    """The instructions that the backward runs again, by identity."""
+    if not any(region_of(instruction) is not None for instruction in program.body):
+        return set()
+    runs = (item for item in group_blocks(program) if isinstance(item, Run) and item.recompute)
+    return {id(instruction) for run in runs for instruction in run.instructions}

@@ -1,0 +1,315 @@
+"""Seconds of one collective over a group of devices: latency plus bytes over bandwidth, by the
+algorithms libraries use.
+
+Every algorithm is a line ``latency + bytes * seconds per byte``; the cheapest counts, as
+communication libraries choose so too. With ``p`` devices on one tier of latency ``a`` and ``B``
+bytes/s the lines are those of textbooks (Thakur et al. 2005, "Optimization of collective
+communication operations in MPICH"):
+
+    reduce_scatter, all_gather   ring (p-1) a + (p-1)/p n/B      double tree ceil(log2 p) a + n/B
+    all_reduce                   twice that: a ring or tree in each direction
+    all_to_all                   pairwise (p-1) a + (p-1)/p n/B
+    broadcast                    chain (p-1) a + n/B             binary tree ceil(log2 p) (a + n/B)
+    send                         a + n/B
+
+A group that spans tiers:
+
+- a **ring** visits devices in order, so it leaves each node once; a message passes every hop but
+  one. It is as fast as the slowest tier, where all members in a node use their links at once, as
+  several rings with different entries do;
+- a **tree** is one tree per tier, one inside the other;
+- **hierarchical** algorithms finish each tier before the next: reduce-scatter inside the nodes,
+  all-reduce the pieces between equal members of all nodes, all-gather inside. In uneven groups the
+  smallest node says into how many pieces.
+
+All groups along an axis of a mesh, or along several, communicate at once. Links that are shared
+(``Tier.uplink_bytes_per_s``, ``fabric_bytes_per_s``) are divided by the devices that use them then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Hardware, Link
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import ConfigError, InternalError, did_you_mean
+from shardwright.runtime.layout import Mesh
+
+Line = tuple[float, float]
+"""``(seconds, seconds per byte)`` of one algorithm."""
+
+Ids = npt.NDArray[np.int64]
+
+
+@checked
+def collective_s(hardware: Hardware, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Seconds of one collective over ``ranks``, while no other group communicates; 0.0 for one
+    rank.
+
+    ``kind`` is one of :data:`COLLECTIVES`. ``num_bytes``: of the tensor (all_reduce, broadcast),
+    the gathered result (all_gather), what goes in on one rank (reduce_scatter), what one rank holds
+    (all_to_all), the message (send: from one of two ranks to the other).
+
+    Raises:
+        ConfigError: an unknown kind, a rank that the hardware does not have or that is named twice.
+    """
+    if not ranks:
+        raise ConfigError(f"a {kind} needs at least one rank", hint="name the ranks that take part")
+    return _seconds(_group_lines(hardware, kind, tuple(ranks)), num_bytes)
+
+
+def groups_collective_s(
+    hardware: Hardware, kind: str, num_bytes: float, groups: Sequence[Sequence[int]]
+) -> float:
+    """Seconds until the last of several groups of equal size is done, when all start the same
+    collective at once.
+    """
+    return _seconds(
+        _groups_lines(hardware, kind, tuple(tuple(group) for group in groups)), num_bytes
+    )
+
+
+def axes_collective_s(
+    hardware: Hardware,
+    kind: str,
+    num_bytes: float,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    ranks: Sequence[int],
+) -> float:
+    """Seconds until the slowest group along ``axes`` is done, all groups communicating at once."""
+    return _seconds(_axes_lines(hardware, kind, mesh, axes, tuple(ranks)), num_bytes)
+
+
+def flat_lines(kind: str, num_ranks: int) -> tuple[Line, ...]:
+    """The algorithms over ``num_ranks`` of one tier, in units of its latency and of bytes over its
+    bandwidth.
+    """
+    return _lines(
+        kind,
+        _levels(
+            [Link(1.0, 1.0)], np.zeros((1, num_ranks), dtype=np.int64), np.ones((1, num_ranks))
+        ),
+    )
+
+
+def _seconds(patterns: tuple[tuple[Line, ...], ...], num_bytes: float) -> float:
+    """The slowest pattern of groups, each by its cheapest algorithm."""
+    return max(
+        (min(latency + num_bytes * per_byte for latency, per_byte in lines) for lines in patterns),
+        default=0.0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _group_lines(
+    hardware: Hardware, kind: str, ranks: tuple[int, ...]
+) -> tuple[tuple[Line, ...], ...]:
+    return _pattern_lines(hardware, kind, np.array([ranks], dtype=np.int64))
+
+
+@lru_cache(maxsize=1024)
+def _groups_lines(
+    hardware: Hardware, kind: str, groups: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Line, ...], ...]:
+    if len({len(group) for group in groups}) > 1:
+        raise InternalError(
+            "groups that communicate at once differ in size",
+            why=str(sorted({len(g) for g in groups})),
+        )
+    return _pattern_lines(hardware, kind, np.array(groups, dtype=np.int64)) if groups else ()
+
+
+@lru_cache(maxsize=4096)
+def _axes_lines(
+    hardware: Hardware, kind: str, mesh: Mesh, axes: tuple[str, ...], ranks: tuple[int, ...]
+) -> tuple[tuple[Line, ...], ...]:
+    return _pattern_lines(hardware, kind, _axes_rows(mesh, axes, ranks))
+
+
+def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
+    """``[groups, ranks of a group]``."""
+    grid = np.array(ranks, dtype=np.int64).reshape([size for _, size in mesh.axes])
+    last = range(-len(axes), 0)
+    return np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last).reshape(
+        -1, mesh.num_ranks(axes)
+    )
+
+
+def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:
+    """The lines of every distinct pattern among groups that communicate at once; no pattern if they
+    have one rank each.
+
+    Two groups have one pattern if their devices fall into the same relative groups of every tier,
+    at the same rates.
+    """
+    _check(hardware, kind, rows)
+    if rows.shape[1] < 2:
+        return ()
+    rows = np.sort(rows, axis=1)
+    ids = np.stack([tier.group_of[rows] for tier in hardware.tiers])  # [tiers, groups, ranks]
+    rates = _rates(hardware, kind, rows, ids)
+    relative = ids - ids[:, :, :1]
+    keys = np.concatenate(
+        [*relative.astype(np.float64), *rates], axis=1
+    )  # [groups, 2 * tiers * ranks]
+    firsts = np.unique(keys, axis=0, return_index=True)[1]
+    links = [tier.link(kind) for tier in hardware.tiers]
+    return tuple(
+        {
+            _lines(kind, _levels(links, ids[:, first], rates[:, first])): None
+            for first in sorted(firsts)
+        }
+    )
+
+
+def _check(hardware: Hardware, kind: str, rows: Ids) -> None:
+    if kind not in COLLECTIVES:
+        raise ConfigError(f"there is no collective {kind!r}", hint=did_you_mean(kind, COLLECTIVES))
+    if rows.min() < 0 or rows.max() >= hardware.num_devices:
+        wrong = int(rows.max()) if rows.max() >= hardware.num_devices else int(rows.min())
+        raise ConfigError(
+            f"hardware {hardware.name!r} has no device {wrong}",
+            why=f"it has {hardware.num_devices}, numbered from 0",
+            hint="load_hardware(name, num_devices=...) describes as many as there are ranks",
+        )
+    if len(np.unique(rows)) != rows.size:
+        raise ConfigError(
+            "a rank is named twice in a collective", why=f"ranks {rows.ravel().tolist()[:16]}"
+        )
+    if kind == "send" and rows.shape[1] > 2:
+        raise ConfigError("a send is between two ranks", why=f"{rows.shape[1]} are named")
+
+
+def _rates(hardware: Hardware, kind: str, rows: Ids, ids: Ids) -> npt.NDArray[np.float64]:
+    """``[tiers, groups, ranks]``: the bytes/s each device gets on each tier, while all devices that
+    use it send.
+    """
+    rates = np.empty(ids.shape)
+    for index, tier in enumerate(hardware.tiers):
+        inner = hardware.tiers[index - 1].group_of if index else np.arange(hardware.num_devices)
+        uses = _crosses(ids[index], inner[rows])
+        rates[index] = tier.link(kind).bytes_per_s
+        for shared, shares in (
+            (tier.uplink_bytes_per_s, inner),
+            (tier.fabric_bytes_per_s, tier.group_of),
+        ):
+            if shared is not None:
+                users = np.bincount(shares[rows[uses]], minlength=hardware.num_devices)
+                rates[index] = np.minimum(rates[index], shared / np.maximum(users[shares[rows]], 1))
+    return rates
+
+
+def _crosses(outer: Ids, inner: Ids) -> npt.NDArray[np.bool_]:
+    """``[groups, ranks]``: whether a rank's group has another member in the same ``outer`` but a
+    different ``inner`` group.
+
+    Ids ascend along a row, so members of one outer group are neighbours.
+    """
+    joined = (outer[:, 1:] == outer[:, :-1]) & (inner[:, 1:] != inner[:, :-1])
+    uses = np.zeros(outer.shape, dtype=bool)
+    for row, column in zip(*np.nonzero(joined), strict=True):
+        uses[row] |= outer[row] == outer[row, column]
+    return uses
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What one group does on one tier whose links it uses. A *child* is a group of the tier inside
+    it, or a device.
+    """
+
+    link: Link
+    fanout: int  # the most children joined by one group of this tier
+    hops: int  # of the ring over all members, those that run here
+    ring_rate: float  # of the child with the least: bytes/s of all its members together
+    rate: float  # of the member with the least
+    members: int  # the fewest in a child
+    peers: int  # the most that one member reaches over this tier
+    even: bool  # whether all children, and all groups of this tier, are alike
+
+
+def _levels(links: list[Link], ids: Ids, rates: npt.NDArray[np.float64]) -> tuple[_Level, ...]:
+    """The tiers that one group uses, innermost first; ``ids`` and ``rates`` are ``[tiers, ranks]``,
+    ranks ascending.
+    """
+    hop_tiers = (ids != np.roll(ids, -1, axis=1)).sum(
+        axis=0
+    )  # from each rank to the next, the last to the first
+    child_of, levels = np.arange(ids.shape[1]), []
+    for index, link in enumerate(links):
+        _, first, child, members = np.unique(
+            child_of, return_index=True, return_inverse=True, return_counts=True
+        )
+        _, parent, size = np.unique(ids[index], return_inverse=True, return_counts=True)
+        fanouts = np.bincount(parent[first])
+        joins = fanouts[parent] > 1  # [ranks]
+        if joins.any():
+            levels.append(
+                _Level(
+                    link=link,
+                    fanout=int(fanouts.max()),
+                    hops=int((hop_tiers == index).sum()),
+                    ring_rate=float(np.bincount(child, weights=rates[index])[child[joins]].min()),
+                    rate=float(rates[index][joins].min()),
+                    members=int(members[child[joins]].min()),
+                    peers=int((size[parent] - members[child]).max()),
+                    even=len(set(fanouts.tolist())) == len(set(members.tolist())) == 1,
+                )
+            )
+        child_of = ids[index]
+    return tuple(levels)
+
+
+def _lines(kind: str, levels: tuple[_Level, ...]) -> tuple[Line, ...]:
+    num_ranks = sum(level.hops for level in levels)
+    share = (num_ranks - 1) / num_ranks
+    around = sum(level.hops * level.link.latency_s for level in levels) - min(
+        level.link.latency_s for level in levels
+    )
+    deep = sum(math.ceil(math.log2(level.fanout)) * level.link.latency_s for level in levels)
+    per_byte = 1 / min(level.ring_rate for level in levels)
+    if kind in ("reduce_scatter", "all_gather", "all_reduce"):
+        flat = (around, share * per_byte), (deep, per_byte)
+        passes = 2 if kind == "all_reduce" else 1
+        halves = *flat, _by_tier(levels, tree=False), _by_tier(levels, tree=True)
+        return tuple((passes * latency, passes * seconds) for latency, seconds in halves)
+    if kind == "all_to_all":
+        pairwise = sum(level.peers * level.link.latency_s for level in levels)
+        busiest = max(level.peers / num_ranks / level.rate for level in levels)
+        return (
+            ((pairwise, busiest), _by_exchange(levels))
+            if all(level.even for level in levels)
+            else ((pairwise, busiest),)
+        )
+    if kind == "broadcast":
+        tree = sum(math.ceil(math.log2(level.fanout)) / level.rate for level in levels)
+        return (around, per_byte), (deep, tree)
+    return ((levels[0].link.latency_s, 1 / levels[0].rate),)
+
+
+def _by_tier(levels: tuple[_Level, ...], *, tree: bool) -> Line:
+    """Reduce-scatter one tier after the other: each works on the piece that the tiers inside it
+    left.
+    """
+    latency = per_byte = 0.0
+    for level in levels:
+        steps = math.ceil(math.log2(level.fanout)) if tree else level.fanout - 1
+        share = 1.0 if tree else (level.fanout - 1) / level.fanout
+        latency += steps * level.link.latency_s
+        per_byte += share / level.members / level.rate
+    return latency, per_byte
+
+
+def _by_exchange(levels: tuple[_Level, ...]) -> Line:
+    """All-to-all one tier after the other, where all groups are even: inside nodes, then between
+    equal members.
+    """
+    latency = sum((level.fanout - 1) * level.link.latency_s for level in levels)
+    return latency, sum((level.fanout - 1) / level.fanout / level.rate for level in levels)

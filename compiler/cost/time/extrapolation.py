@@ -1,0 +1,192 @@
+"""Which times rest on what a calibration did not measure: beyond its tables the nearest measured
+size counts, and the optimizer's pass has the rate of memory, at any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+
+from shardwright.compiler.cost.communication import step_elements
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.machine.device import Device
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import (
+    ADAM,
+    OptimizerMemory,
+    num_pieces,
+    num_shards,
+    summed_dtype,
+)
+from shardwright.compiler.cost.time.after_backward import update_s
+from shardwright.compiler.cost.time.exchange_time import message_bytes
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, op_time
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.zero.settings import ReductionSettings
+
+
+def largest_message(
+    program: Program | PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
+) -> int:
+    """The bytes of the largest message of a step: of an adapter, as collectives count them, of what
+    crosses to another stage, of a bucket of gradients, or of whole tensors that the optimizer
+    needs.
+    """
+    if isinstance(program, PipelineProgram):
+        crossed = [
+            min(
+                local_bytes(held.layout, crossing.value.dtype, held.mesh)
+                for held in (crossing.sent, crossing.received)
+            )
+            for crossing in program.crossings
+        ]
+        return max(
+            [*crossed, *(largest_message(stage, config, optimizer) for stage in program.programs)],
+            default=0,
+        )
+    mesh, largest = program.plan.storage_mesh, 0
+    for instruction in program.body:
+        if isinstance(instruction, Adapt) and sum(step_elements(instruction.step, mesh)) > 0:
+            ends = instruction.step.before, instruction.step.after
+            largest = max(
+                largest, *(local_bytes(layout, instruction.of.dtype, mesh) for layout in ends)
+            )
+    settings = ReductionSettings.of(config, config.num_units)
+    summed = sum(
+        local_bytes(declaration.layout, settings.gradient_dtype(declaration.value.dtype), mesh)
+        for declaration in _trained(program)
+        if not config.inference_only and (config.num_units > 1 or declaration.layout.grad_partial)
+    )  # fmt: skip
+    return max(
+        largest,
+        min(summed, round(settings.bucket_cap_bytes)),
+        _largest_exchanged(program, config, optimizer),
+    )
+
+
+def _largest_exchanged(program: Program, config: ComputeConfig, optimizer: OptimizerMemory) -> int:
+    """Of the messages that bring whole tensors together."""
+    mesh, settings = program.plan.storage_mesh, ReductionSettings.of(config, config.num_units)
+    largest = total = 0
+    for declaration in () if config.inference_only else _trained(program):
+        layout, dtype = declaration.layout, declaration.value.dtype
+        pieces = num_pieces(layout, mesh, optimizer)
+        if pieces > 1:
+            summed = summed_dtype(settings, dtype, num_shards(layout, mesh, config))
+            largest = max(
+                largest, message_bytes(layout, summed, dtype, pieces, settings.bucket_cap_bytes)
+            )
+            total += message_bytes(layout, summed, dtype, pieces, 0)
+    return min(largest, total)
+
+
+def extrapolated(
+    program: Program | PipelineProgram,
+    config: ComputeConfig,
+    hardware: Hardware,
+    times: OperatorTimes | None = None,
+    optimizer: OptimizerMemory = ADAM,
+) -> tuple[str, ...]:
+    """What lies outside the sizes that were measured on a machine: products and memory passes of
+    operators, each once, the products of the optimizer and its pass, and the largest message.
+
+    Empty where nothing was measured: there everything is an assumption, which its file says.
+    Operators with measured ``times`` of their own do not count.
+    """
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    found = _outside_tables(programs, config, hardware, times, optimizer)
+    updates = (
+        hardware.device.has_tables and not config.inference_only and any(map(_trained, programs))
+    )
+    passes = (OPTIMIZER_PASS,) if updates else ()
+    return (*found, *passes, *_outside_links(largest_message(program, config, optimizer), hardware))
+
+
+OPTIMIZER_PASS = "the optimizer's pass, whatever its size (by the rate of memory)"
+"""No calibration measures it
+(:func:`~shardwright.compiler.cost.time.operator_time.optimizer_s`).
+"""
+
+
+def _trained(program: Program) -> list[Declaration]:
+    """The parameters that are updated."""
+    return [
+        d
+        for d in program.declarations
+        if d.value.kind is ValueKind.PARAMETER and d.value.requires_grad
+    ]
+
+
+def _outside_links(num_bytes: int, hardware: Hardware) -> tuple[str, ...]:
+    measured = max(
+        (point.get("bytes", 0) for point in hardware.measurements.get("links", ())),
+        default=num_bytes,
+    )
+    return (
+        (f"a message of {amount(num_bytes, 'B')} (measured: {amount(measured, 'B')})",)
+        if num_bytes > measured
+        else ()
+    )
+
+
+def _outside_tables(
+    programs: Iterable[Program],
+    config: ComputeConfig,
+    hardware: Hardware,
+    times: OperatorTimes | None,
+    optimizer: OptimizerMemory,
+) -> tuple[str, ...]:
+    if not hardware.device.has_tables:
+        return ()
+    watched = _Watched.of(hardware.device)
+    machine = replace(hardware, device=watched)
+    for program in programs:
+        for instruction in program.body:
+            if isinstance(instruction, Compute):
+                op_time(
+                    instruction.original, instruction.assignment, program.plan.mesh, machine, times
+                )
+        for declaration in () if config.inference_only else _trained(program):
+            update_s(declaration, program.plan.storage_mesh, config, machine, optimizer)
+    return watched.outside()
+
+
+@dataclass(frozen=True)
+class _Watched(Device):
+    """A device that writes down what it is asked outside its tables."""
+
+    products: dict[str, None] = field(default_factory=dict, compare=False)
+    passes: list[float] = field(default_factory=list, compare=False)
+
+    @classmethod
+    def of(cls, device: Device) -> _Watched:
+        return cls(**{f.name: getattr(device, f.name) for f in fields(Device)})
+
+    def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
+        seconds = super().matmul_s(m, n, k, dtype, batch)
+        if seconds and not self.measured(m, n, k, dtype, batch):
+            times = f"{batch:.0f} of " if batch != 1 else ""
+            self.products[f"product {times}{m:.0f} x {k:.0f} x {n:.0f} in {dtype}"] = None
+        return seconds
+
+    def memory_s(self, num_bytes: float) -> float:
+        if (
+            self.streams is not None and num_bytes > self.streams.num_bytes[-1]
+        ):  # below the least size a launch counts
+            self.passes.append(num_bytes)
+        return super().memory_s(num_bytes)
+
+    def outside(self) -> tuple[str, ...]:
+        """Every product, and the largest memory pass."""
+        if not self.passes:
+            return tuple(self.products)
+        assert self.streams is not None
+        most, measured = max(self.passes), self.streams.num_bytes[-1]
+        return (
+            *self.products,
+            f"{amount(most, 'B')} read and written at once (measured: {amount(measured, 'B')})",
+        )

@@ -1,0 +1,136 @@
+"""What runs beside a forward or a backward: gatherings of updated parameters, and sums of
+gradients, as timelines.
+
+One stream computes, adapters included; another one communicates, bucket by bucket, each as soon as
+it can. What uses the axes of a bucket under way waits for it, and the other way round: one message
+at a time on a link.
+
+- Sums (``use_async_reducer``, ``overlap_grad_sync``) begin when the gradients of their bucket are
+  there, from the last parameter on, and end before the step of the optimizer. With ZeRO-2 those of
+  each backward end before the next forward.
+- Gatherings (``overlap_param_sync``) all begin when the optimizer is done, in the order of first
+  use; the next forward waits for a bucket where it first reads one of its parameters. Every step
+  begins with those of the step before it.
+"""
+
+from __future__ import annotations
+
+from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.cost.time.body_time import BodyTime, communicates
+from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.compiler.plan.repeated_blocks import reads
+from shardwright.runtime.dealing import Entry, deal_buckets, in_use_order
+
+Part = tuple[str, float, float]
+"""A name, and when it starts and ends."""
+
+Bucket = list[str]
+"""The names of its parameters."""
+
+
+def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> list[Part]:
+    """The first forward from 0 on, and the gatherings beside it, the forward first."""
+    parts: list[Part] = []
+    arrival: dict[str, float] = {}
+    free_axes: dict[
+        str, float
+    ] = {}  # when the last bucket on an axis is there: all of them are under way from the start
+    now = 0.0
+    buckets = buckets_of(program, reduction)
+    for number in range(len(buckets) - 1, -1, -1):
+        names = buckets[number]
+        start, now = now, now + sum(reduction.parameters[name].gather_s for name in names)
+        parts.append((f"gather bucket {number}", start, now))
+        arrival |= dict.fromkeys(names, now)
+        free_axes |= dict.fromkeys(
+            (axis for name in names for axis in reduction.parameters[name].axes), now
+        )
+    awaited: dict[int, float] = {}  # by instruction
+    for name, index in _first_readers(program).items():
+        awaited[index] = max(awaited.get(index, 0.0), arrival.get(name, 0.0))
+    now = 0.0
+    for index, (instruction, time) in enumerate(body.instructions):
+        now = max(now, awaited.get(index, 0.0))
+        if isinstance(instruction, Adapt) and time.forward_s and communicates(instruction.step)[0]:
+            now = max([now, *(free_axes.get(axis, 0.0) for axis in instruction.step.axes)])
+        now += time.forward_s
+    return [("forward", 0.0, now), *parts]
+
+
+def summed_beside(
+    program: Program, body: BodyTime, reduction: Reduction, start_s: float, free_s: float = 0.0
+) -> list[Part]:
+    """A backward from ``start_s`` on, and one sum of every gradient beside it, the backward first.
+    ``free_s``: from when on nothing else communicates beside it.
+    """
+    first_reader = _first_readers(program)
+    buckets = buckets_of(program, reduction)
+    complete = {
+        name: first_reader.get(name, len(body.instructions)) for names in buckets for name in names
+    }
+    waiting = list(buckets)
+    now, free = start_s, free_s
+    again = body.recomputed_s / max(1, len(body.instructions))
+    parts: list[Part] = []
+    under_way: list[tuple[set[str], float]] = []
+
+    def begin(ready: float) -> None:
+        nonlocal free
+        names = waiting.pop(0)
+        begins = max(ready, free)
+        free = begins + sum(reduction.parameters[name].sum_s for name in names)
+        parts.append((f"reduce bucket {len(buckets) - len(waiting) - 1}", begins, free))
+        under_way.append(
+            ({axis for name in names for axis in reduction.parameters[name].axes}, free)
+        )
+
+    for index in range(len(body.instructions) - 1, -1, -1):
+        instruction, time = body.instructions[index]
+        if isinstance(instruction, Adapt) and time.backward_s and communicates(instruction.step)[1]:
+            now = max(
+                [
+                    now,
+                    *(end for axes, end in under_way if not axes.isdisjoint(instruction.step.axes)),
+                ]
+            )
+        now += time.backward_s + again
+        while waiting and all(complete[name] >= index for name in waiting[0]):
+            begin(now)
+    backward_end = now
+    while waiting:
+        begin(now)
+    return [("backward", start_s, backward_end), *parts]
+
+
+def _first_readers(program: Program) -> dict[str, int]:
+    """By source, the first instruction that needs it: its gradient is complete when the backward of
+    that one is done.
+    """
+    first: dict[str, int] = {}
+    source: dict[str, str] = {}
+    for index, instruction in enumerate(program.body):
+        for value in reads(instruction):
+            first.setdefault(source.get(value.name, value.name), index)
+        if isinstance(instruction, Adapt):
+            source[instruction.result.name] = source.get(
+                instruction.value.name, instruction.value.name
+            )
+    return first
+
+
+def buckets_of(program: Program, reduction: Reduction) -> list[Bucket]:
+    """The buckets of those that communicate, filled from the parameter on that is used last."""
+    dtypes = {
+        declaration.value.name: declaration.value.dtype for declaration in program.declarations
+    }
+    listed = [name for name, found in reduction.parameters.items() if found.communicates]
+    used = (value.name for value in program.graph.used_parameters)
+    names = [listed[index] for index in reversed(in_use_order(listed, used))]
+    entries = []
+    for name in names:
+        found = reduction.parameters[name]
+        entries.append(Entry(found.group, dtypes[name], found.bucket_bytes, found.is_apart))
+    return [
+        [names[index] for index in members]
+        for members in deal_buckets(entries, reduction.bucket_bytes)
+    ]

@@ -1,0 +1,340 @@
+"""The time of a pipeline: the real actions of its schedule, with the times of its stages and of the
+messages between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.cost.local_calls import estimated_size
+from shardwright.compiler.cost.machine.hardware import Device, Hardware
+from shardwright.compiler.cost.memory.rank_memory import RankMemory
+from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
+from shardwright.compiler.cost.time.after_backward import (
+    ParameterSync,
+    Reduction,
+    accumulated_bytes,
+    accumulation_s,
+)
+from shardwright.compiler.cost.time.body_time import BodyTime, body_time
+from shardwright.compiler.cost.time.collectives import collective_s
+from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.split_backward_time import parts_of_backward
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
+from shardwright.compiler.plan.program import Program
+from shardwright.compiler.schedule.planned import dataflow_of, schedule_of_step
+from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.compiler.schedule.shared_cores import SharedMachines
+from shardwright.compiler.schedule.simulate import Span, StageTimes, simulate
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Atom
+from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.transfer import Holding, pieces
+from shardwright.runtime.zero.settings import ReductionSettings
+
+
+def pipeline_cost(
+    program: PipelineProgram,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    times: OperatorTimes | None,
+    memory: tuple[RankMemory, ...],
+) -> PlanCost:
+    """The cost of one step of all microbatches.
+
+    After its last action each rank reduces its gradients, updates its parameters (and exchanges
+    whole tensors of them where the optimizer needs these), and gathers those that others updated.
+    Where the config overlaps them, the reduction of a stage begins with the end of that stage's
+    last backward, and a stage begins when its parameters are there, gathered one stage after the
+    other from the start.
+    """
+    plan = program.plan
+    schedule = schedule_of_step(plan, trains=not config.inference_only)
+    bodies = [
+        body_time(
+            stage_program,
+            hardware,
+            stage.ranks,
+            times,
+            trains=schedule.trains,
+            unit_size=config.plan_ngpus,
+        )
+        for stage_program, stage in zip(program.programs, plan.stages, strict=True)
+    ]
+    added = [
+        addition_s(own, plan.num_microbatches, config, hardware, optimizer)
+        for own in program.programs
+    ]
+    times_of = [
+        stage_times(program, index, body, schedule, hardware.device, added[index])
+        for index, body in enumerate(bodies)
+    ]
+    transfers = transfer_seconds(program, hardware)
+    positions = [
+        _Position.of(program, ranks, config, hardware, optimizer)
+        for ranks in _ranks_of_positions(program)
+    ]
+    sharing = hardware.device.sharing
+    on = [position.ranks for position in positions]
+    machines = (
+        SharedMachines.of(sharing, on, config.plan_ngpus, config.num_units) if sharing else None
+    )
+    begins = {stage: at for position in positions for stage, at in position.begins_s.items()}
+    line = simulate(
+        schedule, times_of, transfers, dataflow_of(program, schedule.num_stages), machines, begins
+    )
+    activities: list[Activity] = []
+    costs, ends = {}, []
+    for position, spans, busy_s in zip(positions, line.spans, line.busy_s, strict=True):
+        rank, reduction = position.ranks[0], position.reduction
+        activities += [Activity(rank, str(span.action), span.start_s, span.end_s) for span in spans]
+        after, end = position.after(spans)
+        activities += after
+        ends.append(end)
+        comm: dict[str, float] = {}
+        volumes: dict[str, float] = {}
+        for index in position.stages:
+            for name, seconds in bodies[index].comm_s.items():
+                comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
+                volumes[name] = (
+                    volumes.get(name, 0.0) + plan.num_microbatches * bodies[index].comm_bytes[name]
+                )
+        compute_s = busy_s - sum(comm.values()) + reduction.optimizer_s
+        for name, (seconds, num_bytes) in reduction.messages.items():
+            comm[name], volumes[name] = seconds, num_bytes
+        costs[position.ranks] = compute_s, comm, volumes
+    step_s = max(ends)
+    found = {
+        rank: RankCost(
+            rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())), volumes
+        )
+        for ranks, (compute_s, comm, volumes) in costs.items()
+        for rank in ranks
+    }
+    return PlanCost(
+        hardware.name,
+        step_s,
+        tuple(found[rank] for rank in sorted(found)),
+        memory,
+        tuple(activities),
+        line.bubble_ratio,
+        messages=_of_a_step(transfers, plan.num_microbatches),
+        message_bytes=_of_a_step(transfer_bytes(program), plan.num_microbatches),
+    )
+
+
+def _ranks_of_positions(program: PipelineProgram) -> list[tuple[int, ...]]:
+    """In the order of the schedule."""
+    return list(dict.fromkeys(stage.ranks for stage in program.plan.stages))
+
+
+@dataclass(frozen=True)
+class _Position:
+    """What the ranks of one position have besides actions. ``names``: by stage, the parameters that
+    no stage before it on this position has. ``asynchronous``: sums begin when a stage is done;
+    ``gathers_ahead``: parameters are gathered from the start.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    reduction: Reduction
+    names: Mapping[int, Collection[str]]
+    asynchronous: bool
+    gathers_ahead: bool
+
+    @classmethod
+    def of(
+        cls,
+        program: PipelineProgram,
+        ranks: tuple[int, ...],
+        config: ComputeConfig,
+        hardware: Hardware,
+        optimizer: OptimizerMemory,
+    ) -> _Position:
+        stages = tuple(program.stages_of(ranks[0]))
+        shared = program.holders_elsewhere(ranks)
+        mesh = program.programs[stages[0]].plan.storage_mesh
+        reduction = Reduction.of(
+            program.declarations_of(stages), mesh, config, hardware, optimizer, ranks, shared
+        )
+        settings = ReductionSettings.of(config, config.num_units)
+        names = {
+            stage: {d.value.name for d in program.programs[stage].declarations} for stage in stages
+        }
+        return cls(
+            ranks, stages, reduction, names, settings.asynchronous, settings.overlaps_parameters
+        )
+
+    @property
+    def begins_s(self) -> dict[int, float]:
+        """By stage, when all its parameters are there."""
+        return (
+            self._one_after_the_other({}, lambda found: found.gather_s)
+            if self.gathers_ahead
+            else {}
+        )
+
+    def after(self, spans: Sequence[Span]) -> tuple[list[Activity], float]:
+        """What follows the actions, and its end."""
+        reduction, rank, last = self.reduction, self.ranks[0], spans[-1].end_s if spans else 0.0
+        reduced = last + reduction.sum_s
+        if self.asynchronous and len(self.stages) > 1:
+            kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+            complete = {
+                span.action.stage: span.end_s for span in spans if span.action.kind in kinds
+            }
+            reduced = max(
+                [last, *self._one_after_the_other(complete, lambda found: found.sum_s).values()]
+            )
+        reduced += reduction.across_s
+        parts, end = (
+            [Activity(rank, "reduce gradients", last, reduced)] if reduced > last else [],
+            reduced,
+        )
+        for name, seconds in reduction.after_sums(gathers_ahead=self.gathers_ahead):
+            parts.append(Activity(rank, name, end, end + seconds))
+            end += seconds
+        return parts, end
+
+    def _one_after_the_other(
+        self, ready: Mapping[int, float], seconds: Callable[[ParameterSync], float]
+    ) -> dict[int, float]:
+        """By stage, when what its parameters take is done, which begins when the stage is
+        ``ready``, one after the other.
+        """
+        free, done, ends = 0.0, set[str](), {}
+        for stage in sorted(self.stages, key=lambda stage: (ready.get(stage, 0.0), stage)):
+            names = set(self.names[stage]) - done
+            done |= names
+            found = [
+                self.reduction.parameters[name]
+                for name in names
+                if name in self.reduction.parameters
+            ]
+            free = max(free, ready.get(stage, 0.0)) + sum(map(seconds, found))
+            ends[stage] = free
+        return ends
+
+
+def _of_a_step(found: Mapping[tuple[int, int], float], num_microbatches: int) -> dict[str, float]:
+    """By ``"stage 0 to 1"``, what is found of one microbatch, of all of them."""
+    return {
+        f"stage {a} to {b}": num_microbatches * value
+        for (a, b), value in sorted(found.items())
+        if value
+    }
+
+
+def stage_times(
+    program: PipelineProgram,
+    index: int,
+    body: BodyTime,
+    schedule: Schedule,
+    device: Device,
+    added_s: float,
+) -> StageTimes:
+    """One microbatch of a stage. ``added_s``: of adding to gradients."""
+    own = program.programs[index]
+    whole_s = body.backward_s + added_s
+    kinds = {
+        action.kind for listed in schedule.actions for action in listed if action.stage == index
+    }
+    if ActionKind.INPUT_GRADIENT not in kinds:
+        return StageTimes(body.forward_s, whole_s, 0.0)
+    inputs = [value.name for value, _ in program.stages[index].receives if value.takes_gradient]
+    return StageTimes(
+        body.forward_s, *parts_of_backward(own, body, inputs, device, added_s), whole_s
+    )
+
+
+def addition_s(
+    program: Program,
+    num_microbatches: int,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+) -> float:
+    """Seconds of adding to the gradients of a stage, spread over all microbatches although the
+    first adds to nothing.
+    """
+    mesh = program.plan.storage_mesh
+    parameters = [
+        d
+        for d in program.declarations
+        if d.value.kind is ValueKind.PARAMETER and d.value.requires_grad
+    ]
+    sizes = [accumulated_bytes(d, mesh, config, optimizer) for d in parameters]
+    return accumulation_s(sizes, num_microbatches, hardware) / num_microbatches
+
+
+def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple[int, int], float]:
+    """By (sending stage, receiving stage): from when a stage is done until the slowest rank of the
+    other one has everything.
+    """
+    found: dict[tuple[int, int], float] = {}
+    for crossing in program.crossings:
+        for pair, reverse in (
+            ((crossing.source, crossing.target), False),
+            ((crossing.target, crossing.source), True),
+        ):
+            if not reverse or crossing.value.takes_gradient:
+                found[pair] = found.get(pair, 0.0) + crossing_s(crossing, hardware, reverse=reverse)
+    return found
+
+
+def transfer_bytes(program: PipelineProgram) -> dict[tuple[int, int], float]:
+    """By (sending stage, receiving stage): what the ranks of the other one receive of one
+    microbatch, all together.
+    """
+    found: dict[tuple[int, int], float] = {}
+    for crossing in program.crossings:
+        for pair, reverse in (
+            ((crossing.source, crossing.target), False),
+            ((crossing.target, crossing.source), True),
+        ):
+            if not reverse or crossing.value.takes_gradient:
+                found[pair] = found.get(pair, 0.0) + sum(
+                    sent_bytes(crossing, reverse=reverse).values()
+                )
+    return found
+
+
+def crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> float:
+    """Until the slowest rank has all of a value, one piece received after the other; with
+    ``reverse`` of its gradient.
+    """
+    received: dict[int, float] = {}
+    for (sender, receiver), num_bytes in sent_bytes(crossing, reverse=reverse).items():
+        seconds = collective_s(hardware, "send", num_bytes, (sender, receiver))
+        received[receiver] = received.get(receiver, 0.0) + seconds
+    return max(received.values(), default=0.0)
+
+
+def sent_bytes(crossing: Crossing, *, reverse: bool) -> dict[tuple[int, int], int]:
+    """By (sender, receiver), the bytes of a value that go from one rank to another; with
+    ``reverse`` of its gradient.
+    """
+    ends = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
+    source, target = map(_in_numbers, ends)
+    return {
+        (sender, receiver): crossing.value.dtype.itemsize
+        * sum(math.prod(stop - start for start, stop in box) for _, box in boxes)
+        for (sender, receiver), boxes in pieces(source, target).items()
+        if sender != receiver
+    }
+
+
+def _in_numbers(held: Holding) -> Holding:
+    """With numbers for dynamic sizes, as estimates count them."""
+    if all(isinstance(size, int) for size in held.layout.shape):
+        return held
+    dims = tuple(
+        tuple(Atom(tuple(map(estimated_size, atom.segments)), atom.axes) for atom in dim)
+        for dim in held.layout.dims
+    )
+    return replace(held, layout=replace(held.layout, dims=dims))

@@ -1,0 +1,96 @@
+"""The time of a backward in two parts, as ``runtime.pipeline.backward`` runs it.
+
+What depends on an input of the stage whose gradient goes on to another rank is *inner*. The first
+part computes the gradients of inner operands; an operator that has others too (a weight) runs once
+more in the second part, for these. Everything else waits for the second part: in the first stage of
+a pipeline, whose inputs take no gradient, that is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+
+from shardwright.compiler.cost.local_calls import LocalCall, local_call
+from shardwright.compiler.cost.machine.device import Device
+from shardwright.compiler.cost.time.body_time import BodyTime
+from shardwright.compiler.cost.time.operator_time import OpTime, roofline
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.repeated_blocks import reads, writes
+from shardwright.runtime.layout import Mesh
+
+PartsOf = Callable[[Compute, OpTime, frozenset[int]], tuple[float, float]]
+"""From an inner operator and its inner operands, by number, to the seconds of their gradients, and
+of the others'.
+"""
+
+
+def parts_of_backward(
+    program: Program, body: BodyTime, inputs: Collection[str], device: Device, added_s: float = 0.0
+) -> tuple[float, float]:
+    """Seconds of the input gradients of one microbatch, and of the weight gradients.
+
+    ``body``: the times of ``program``. ``inputs``: the names of values whose gradients go on.
+    ``added_s``: of adding to the gradients of parameters. A backward that recomputes is not split:
+    all of it is in the first part.
+    """
+    if body.recomputes:
+        return body.backward_s + added_s, 0.0
+    gathered_s = body.recomputed_s  # weights, for the gradients of what they were multiplied with
+    input_s, weight_s = (gathered_s, added_s) if inputs else (0.0, added_s + gathered_s)
+
+    def parts(instruction: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
+        return parts_of_operator(instruction, time, inside, program.plan.mesh, device)
+
+    for first_s, second_s in parts_of_instructions(body.instructions, inputs, parts):
+        input_s += first_s
+        weight_s += second_s
+    return input_s, weight_s
+
+
+def parts_of_instructions(
+    instructions: Iterable[tuple[Instruction, OpTime]], inputs: Iterable[str], parts: PartsOf
+) -> Iterator[tuple[float, float]]:
+    """The two parts of each instruction's backward."""
+    inner = set(inputs)
+    for instruction, time in instructions:
+        if inner.isdisjoint(value.name for value in reads(instruction)):
+            yield 0.0, time.backward_s
+            continue
+        inner.update(value.name for value in writes(instruction) if value.takes_gradient)
+        if isinstance(instruction, Adapt):
+            yield time.backward_s, 0.0
+        else:
+            inside = frozenset(
+                i for i, value in enumerate(instruction.op.operands) if value.name in inner
+            )
+            yield parts(instruction, time, inside)
+
+
+def parts_of_operator(
+    instruction: Compute, time: OpTime, inside: Collection[int], mesh: Mesh, device: Device
+) -> tuple[float, float]:
+    """Of an inner operator: the gradients of its inner operands, which are ``inside``, and of the
+    others.
+    """
+    call = local_call(instruction.original, instruction.assignment, mesh)
+    outside = set(call.differentiated) - set(inside)
+    if not outside:
+        return time.backward_s, 0.0
+    alone_s = roofline(call, device).backward_s
+    host_s = min(device.host_s[1], time.backward_s)
+    shares = [
+        roofline(_wanting(call, wanted), device).backward_s / alone_s if alone_s else 0.0
+        for wanted in (inside, outside)
+    ]
+    first_s, second_s = (share * (time.backward_s - host_s) + host_s for share in shares)
+    return first_s, second_s
+
+
+def _wanting(call: LocalCall, wanted: Collection[int]) -> LocalCall:
+    """The call if only these operands took a gradient."""
+    operands = tuple(
+        replace(x, requires_grad=x.requires_grad and i in wanted)
+        for i, x in enumerate(call.operands)
+    )
+    return replace(call, operands=operands)

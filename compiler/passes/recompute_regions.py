@@ -1,0 +1,56 @@
+"""Mark the modules whose activations are computed again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.plan.check import suggestion
+from shardwright.runtime.errors import PlanError
+
+
+def mark_recompute(
+    graph: IRGraph, patterns: Sequence[str], stages: Mapping[str, int] | None = None
+) -> IRGraph:
+    """The graph with every module that matches a pattern as a recompute region of its own.
+
+    A pattern is a module path with ``*`` for any one name (``model.layers.*``), or ``stage:1`` for
+    all of a pipeline stage; ``stages`` maps operators to stages. Regions that the model has already
+    are kept: the outermost counts. Raises :class:`PlanError` for a pattern that matches nothing.
+    """
+    matched: set[str] = set()
+
+    def region(op: IROp) -> str | None:
+        if op.region is not None:
+            return op.region
+        stage = f"stage:{(stages or {}).get(op.name)}"
+        if stage in patterns:
+            matched.add(stage)
+            return f"recompute_{stage.replace(':', '_')}"
+        parts = op.module_path.split(".")
+        for pattern in patterns:
+            wanted = pattern.split(".")
+            if len(parts) >= len(wanted) and all(
+                fnmatchcase(a, b) for a, b in zip(parts, wanted, strict=False)
+            ):
+                matched.add(pattern)
+                return "recompute_" + "_".join(parts[: len(wanted)])
+        return None
+
+    ops = tuple(replace(op, region=region(op)) for op in graph.ops)
+    for pattern in patterns:
+        if pattern not in matched:
+            raise PlanError(
+                f"recompute names {pattern!r}, but no operator belongs to such a module",
+                hint=(
+                    None
+                    if "*" in pattern
+                    else suggestion(pattern, {op.module_path for op in graph.ops if op.module_path})
+                )
+                or "give module paths as in named_modules(), with * for any one name: "
+                "'model.layers.*'",
+            )
+    return replace(graph, ops=ops)

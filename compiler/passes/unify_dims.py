@@ -1,0 +1,330 @@
+"""Find the dims of the whole model by unifying the factors of all operators, and refine the rules
+accordingly.
+
+A dim is a list of **nodes**, outermost first. Where a value is produced with one list and used with
+another, the two lists are walked together: nodes of equal size become one; of unequal nodes the
+larger is refined into a product, outermost first (768 -> 12 x 64). A node may be a
+**concatenation** of nodes (fused query, key and value); when all its parts end in the same inner
+node, it becomes (concatenation of the outer parts) x inner. Nodes of size 1 carry nothing. Shapes
+never decide identity, so equal sizes are harmless.
+
+Afterwards every factor that was refined is replaced in its rule by the product of its pieces, so
+that layouts of producers and consumers are written in the same atoms.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+
+from shardwright.compiler.ir.dims import DimClass, ModelDims
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.size import Size, divides, product, quotient
+from shardwright.compiler.ops.rule import (
+    DimRefs,
+    Factor,
+    FactorKind,
+    FactorRef,
+    OpRule,
+    ParallelForm,
+    TensorRefs,
+)
+from shardwright.compiler.passes.dim_names import name_classes
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One dim, or a product (``kids``) or a concatenation (``parts``) of dims. ``parent``: it was
+    found to be that one.
+    """
+
+    size: Size
+    parent: Node | None = None
+    kids: list[Node] = field(default_factory=list)
+    parts: list[Node] = field(default_factory=list)
+
+    def root(self) -> Node:
+        """What the node was found to be in the end: itself, or another one."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+
+def leaves(node: Node) -> list[Node]:
+    """The nodes a dim is the product of, outermost first; a concatenation counts as one."""
+    node = node.root()
+    return [leaf for kid in node.kids for leaf in leaves(kid)] if node.kids else [node]
+
+
+def flatten(nodes: list[Node]) -> list[Node]:
+    """The nodes that a list of dims is the product of, outermost first, without those of size 1."""
+    return [leaf for node in nodes for leaf in leaves(node) if leaf.size != 1]
+
+
+class Unifier:
+    """The union-find forest over all factors of a graph."""
+
+    def __init__(self) -> None:
+        self.conflicts: list[str] = []
+        self.concatenations: list[Node] = []
+
+    def node(self, segments: tuple[Size, ...]) -> Node:
+        """A fresh node; several segments make a concatenation."""
+        if len(segments) == 1:
+            return Node(segments[0])
+        node = Node(sum(segments), parts=[Node(size) for size in segments])
+        self.concatenations.append(node)
+        return node
+
+    def unify(self, left: list[Node], right: list[Node], where: str) -> None:
+        """Make two descriptions of one dim the same, refining where sizes differ."""
+        a, b = flatten(left), flatten(right)
+        while a and b:
+            x, y = a[0].root(), b[0].root()
+            if x.kids or y.kids:  # refined meanwhile
+                a, b = flatten(a), flatten(b)
+                continue
+            if x is not y and x.size == y.size:
+                if not self._merge(x, y):
+                    self.conflicts.append(
+                        f"{where}: {x.size} is cut as {_sizes(x)} and as {_sizes(y)}"
+                    )
+                    return
+            elif x is not y:
+                larger, smaller = (x, y) if divides(y.size, x.size) else (y, x)
+                if larger.parts or not divides(smaller.size, larger.size):
+                    self.conflicts.append(
+                        f"{where}: {[n.size for n in a]} against {[n.size for n in b]}"
+                    )
+                    return
+                larger.kids = [Node(smaller.size), Node(quotient(larger.size, smaller.size))]
+                continue
+            a, b = a[1:], b[1:]
+
+    def _merge(self, x: Node, y: Node) -> bool:
+        """Let two nodes of one size be one; False where they are different concatenations."""
+        if x.parts and y.parts:
+            if [p.size for p in x.parts] != [p.size for p in y.parts]:
+                return False
+            for p, q in zip(x.parts, y.parts, strict=True):
+                self.unify([p], [q], "parts")
+        if y.parts:
+            x, y = y, x
+        y.parent = x
+        return True
+
+    def factor_out(self) -> None:
+        """Turn concatenations whose parts all end in one inner dim into (concatenation of outer
+        parts) x inner. A part may be that very dim, as where queries lie beside keys and values:
+        heads + 2 x heads are (1 + 2) x heads.
+        """
+        changed = True
+        while changed:
+            changed = False
+            for node in list(self.concatenations):
+                if node.root() is node and not node.kids and self._factor_out(node):
+                    changed = True
+
+    def _factor_out(self, node: Node) -> bool:
+        parts = [flatten([part]) for part in node.parts]
+        if (
+            any(not part or part[-1].parts for part in parts)
+            or len({part[-1].size for part in parts}) != 1
+        ):
+            return False
+        lengths, is_one = set(map(len, parts)), all(part[-1] is parts[0][-1] for part in parts)
+        if max(lengths) < 2 or (min(lengths) < 2 and not is_one):
+            return False
+        for part in parts[1:]:
+            self.unify([parts[0][-1]], [part[-1]], "inner dim of a concatenation")
+        outer_parts = []
+        for part in parts:
+            outer = part[:-1]
+            outer_parts.append(
+                outer[0] if len(outer) == 1 else Node(product(n.size for n in outer), kids=outer)
+            )
+        outer_node = Node(sum(p.size for p in outer_parts), parts=outer_parts)
+        self.concatenations.append(outer_node)
+        node.kids = [outer_node, parts[0][-1]]
+        return True
+
+
+def _sizes(node: Node) -> str:
+    return "+".join(str(part.size) for part in node.parts) or str(node.size)
+
+
+def infer_dims(graph: IRGraph) -> IRGraph:
+    """The graph with refined rules and ``dims`` filled in."""
+    unifier = Unifier()
+    factor_nodes: dict[tuple[str, str], Node] = {}
+    value_nodes: dict[str, list[list[Node]]] = {
+        v.name: [[Node(size)] for size in v.shape] for v in graph.sources
+    }
+    for op in graph.ops:
+        rule = _rule(op)
+        for factor in rule.factors:
+            factor_nodes[op.name, factor.name] = unifier.node(factor.segments)
+        for value, refs in zip(op.operands, rule.operands, strict=True):
+            for dim, (nodes, dim_refs) in enumerate(
+                zip(value_nodes[value.name], refs, strict=True)
+            ):
+                unifier.unify(
+                    nodes,
+                    _nodes(op, dim_refs, factor_nodes),
+                    f"{op.name}, dim {dim} of {value.name}",
+                )
+        for value, refs in zip(op.results, rule.results, strict=True):
+            value_nodes[value.name] = [_nodes(op, dim_refs, factor_nodes) for dim_refs in refs]
+    unifier.factor_out()
+    _tie_loop_ends(graph, unifier, value_nodes)
+
+    indices: dict[int, int] = {}
+    roots: list[Node] = []
+
+    def index_of(node: Node) -> int:
+        if id(node) not in indices:
+            indices[id(node)] = len(roots)
+            roots.append(node)
+        return indices[id(node)]
+
+    ops, factors = [], {}
+    for op in graph.ops:
+        pieces = {
+            f.name: [n for n in leaves(factor_nodes[op.name, f.name]) if n.size != 1]
+            for f in _rule(op).factors
+        }
+        rule = refine(_rule(op), pieces)
+        ops.append(replace(op, rule=rule))
+        for factor in _rule(op).factors:
+            for name, node in zip(
+                piece_names(factor, pieces[factor.name]), pieces[factor.name] or [], strict=False
+            ):
+                factors[op.name, name] = index_of(node)
+    values = {
+        name: tuple(tuple(index_of(node) for node in flatten(nodes)) for nodes in dims)
+        for name, dims in value_nodes.items()
+    }
+    parameters: dict[int, list[str]] = {}
+    for value in graph.parameters:
+        for dim, indices_ in enumerate(values[value.name]):
+            for index in indices_:
+                parameters.setdefault(index, []).append(f"{value.fqn}:{dim}")
+    classes = tuple(
+        DimClass(
+            i,
+            f"dim{i}",
+            tuple(p.size for p in node.parts) or (node.size,),
+            tuple(parameters.get(i, ())),
+        )
+        for i, node in enumerate(roots)
+    )
+    dims = ModelDims(classes, factors, values, tuple(unifier.conflicts))
+    refined = graph.with_ops(tuple(ops))
+    return replace(refined, dims=name_classes(refined, dims))
+
+
+def warn_of_lost_batch(graph: IRGraph) -> None:
+    """Warn where every input has one row: dims of size 1 have no class, so no plan can split that
+    batch.
+    """
+    rows = [value.shape[0] for value in graph.inputs if value.ndim]
+    if rows and all(size == 1 for size in rows):
+        warnings.warn(
+            f"{graph.name} was traced with one row: no plan can split its batch\n"
+            "  why:   the inputs have shapes "
+            f"{[tuple(value.shape) for value in graph.inputs]}, and dims of size 1 are told "
+            "apart by nothing\n"
+            "  try:   dummy arguments with a batch of at least 2",
+            stacklevel=2,
+        )
+
+
+def _tie_loop_ends(
+    graph: IRGraph, unifier: Unifier, value_nodes: dict[str, list[list[Node]]]
+) -> None:
+    """A buffer and the value it is updated to have the same dims."""
+    for before, after in graph.buffer_updates:
+        for left, right in zip(value_nodes[before.name], value_nodes[after.name], strict=True):
+            unifier.unify(left, right, f"update of {before.fqn}")
+
+
+def _rule(op: IROp) -> OpRule:
+    assert op.rule is not None, f"{op.name} has no rule"
+    return op.rule
+
+
+def _nodes(op: IROp, refs: DimRefs, factor_nodes: dict[tuple[str, str], Node]) -> list[Node]:
+    nodes = []
+    for ref in refs:
+        node = factor_nodes[op.name, ref.factor]
+        nodes.append(node if ref.segment is None else node.parts[ref.segment])
+    return nodes
+
+
+# ---------------------------------------------------------------------------------------------------
+# refining rules
+
+
+def piece_names(factor: Factor, pieces: list[Node]) -> list[str]:
+    """The names of the factors that replace ``factor``; its own name where it stays one."""
+    return [factor.name] if len(pieces) <= 1 else [f"{factor.name}.{i}" for i in range(len(pieces))]
+
+
+def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
+    """The rule with every factor replaced by the product of its pieces (and given their segments).
+
+    Of a factor of the parallel form, only the outermost piece keeps the form, and only if it has
+    one segment; the others are frozen, as a rank would hold scattered parts of the factor, unless
+    the form takes pieces from ``anywhere``.
+    """
+    factors: list[Factor] = []
+    renamed: dict[str, list[str]] = {}
+    form = rule.parallel
+    in_form: dict[str, list[str]] = {}  # the pieces that keep the form
+    for factor in rule.factors:
+        nodes = pieces[factor.name]
+        names = piece_names(factor, nodes)
+        renamed[factor.name] = names
+        entry = form.factors.get(factor.name) if form else None
+        if not nodes:
+            factors.append(factor)
+            continue
+        for position, (name, node) in enumerate(zip(names, nodes, strict=True)):
+            segments = tuple(part.size for part in node.parts) or (node.size,)
+            contiguous = position == 0 and len(segments) == 1
+            if entry is not None and (entry.anywhere or contiguous):
+                in_form.setdefault(factor.name, []).append(name)
+            frozen = entry is not None and not entry.anywhere and not contiguous
+            factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
+    return replace(
+        rule,
+        factors=tuple(factors),
+        operands=tuple(_rename(tensor, renamed) for tensor in rule.operands),
+        results=tuple(_rename(tensor, renamed) for tensor in rule.results),
+        parallel=form and _rename_form(form, in_form),
+    )
+
+
+def _rename(tensor: TensorRefs, renamed: dict[str, list[str]]) -> TensorRefs:
+    def refs(ref: FactorRef) -> DimRefs:
+        names = renamed[ref.factor]
+        # a slice takes one segment of the concatenation, which is the outermost piece
+        return (FactorRef(names[0], ref.segment), *(FactorRef(name) for name in names[1:]))
+
+    return tuple(tuple(new for ref in dim for new in refs(ref)) for dim in tensor)
+
+
+def _rename_form(form: ParallelForm, pieces: dict[str, list[str]]) -> ParallelForm:
+    return replace(
+        form,
+        factors={
+            name: entry for factor, entry in form.factors.items() for name in pieces.get(factor, [])
+        },
+        keywords={
+            name: keyword
+            for factor, keyword in form.keywords.items()
+            for name in pieces.get(factor, [])
+        },
+    )

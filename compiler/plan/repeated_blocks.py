@@ -1,0 +1,390 @@
+"""Find what becomes a method of its own in a program: repeated layers, and regions that are
+recomputed in the backward.
+
+A **container** is the outermost numbered part of a module path (``transformer.h.0``). A **run** is
+a stretch of instructions of one container instance and one recompute region. Runs that are equal
+but for their weights, inputs and names are emitted once. A recompute region is a method even if it
+occurs once, as it is called through the checkpoint function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import sympy
+import torch
+
+from shardwright.compiler.ir.identifier import identifier
+from shardwright.compiler.ir.op import Arg, map_leaves
+from shardwright.compiler.ir.size import dynamic_sizes
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.conversion import GATHERS
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+
+_CONTAINER = re.compile(r"(?s)^(?:(?P<prefix>.*?)\.)?(?P<index>0|[1-9][0-9]*)(?:\.|\Z)")
+MIN_RUN = 6
+"""Shorter runs stay inline: a call would not make the file shorter."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of the body.
+
+    ``inputs``: values from outside in the order of their first use, among them weights of other
+    modules than the container.
+    ``outputs``: values made here and read later. ``symbols``: size names used. ``container`` is
+    ``None`` outside of numbered modules. ``updates``: buffers of the container that get a value
+    made here.
+    """
+
+    container: tuple[str, int] | None
+    recompute: bool
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[IRValue, ...]
+    outputs: tuple[IRValue, ...]
+    symbols: tuple[str, ...]
+    key: Hashable
+    updates: tuple[Update, ...] = ()
+
+
+Update = tuple[IRValue, IRValue]
+"""A buffer, and the value it gets."""
+
+
+Item = Instruction | Run
+"""What a body is made of once repeated runs are found."""
+
+
+def container_of(module_path: str) -> tuple[str, int] | None:
+    """``transformer.h.0.attn`` -> ``("transformer.h", 0)``; None of ``down.conv1``: a number that
+    is only part of a name.
+    """
+    match = _CONTAINER.match(module_path)
+    return (match["prefix"] or "", int(match["index"])) if match else None
+
+
+def reads(instruction: Instruction) -> tuple[IRValue, ...]:
+    """The values that an instruction reads."""
+    return (instruction.value,) if isinstance(instruction, Adapt) else instruction.op.operands
+
+
+def writes(instruction: Instruction) -> tuple[IRValue, ...]:
+    """The values that an instruction makes."""
+    return (instruction.result,) if isinstance(instruction, Adapt) else instruction.op.results
+
+
+def path_of(instruction: Instruction) -> str:
+    """The path of the module that an instruction belongs to."""
+    return (
+        instruction.module_path
+        if isinstance(instruction, Adapt)
+        else instruction.original.module_path
+    )
+
+
+def region_of(instruction: Instruction) -> str | None:
+    """The recompute region that an instruction belongs to, if any."""
+    return instruction.region if isinstance(instruction, Adapt) else instruction.op.region
+
+
+def container_path(container: tuple[str, int] | None) -> str:
+    """``("transformer.h", 0)`` -> ``transformer.h.0``."""
+    return f"{container[0]}.{container[1]}".lstrip(".") if container else ""
+
+
+def layered(
+    text: str, container: tuple[str, int] | None, write: Callable[[str], str] = str
+) -> str | tuple[str, str]:
+    """What stands before and after the container's number in a name that starts with a container,
+    or lies in it.
+
+    ``write`` makes the start of such a name from the container's path: of
+    ``transformer_h_0_dropout`` the parts are ``transformer_h_`` and ``_dropout``. Other names stay
+    as they are.
+    """
+    start = write(container_path(container)) if container else ""
+    if not start or not re.match(rf"{re.escape(start)}(\W|_|$)", text):
+        return text
+    return re.sub(r"[0-9]+$", "", start), text[len(start) :]
+
+
+def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None:
+    """The name of a parameter or buffer below its container instance; None if it is not one of this
+    instance.
+    """
+    if (
+        value.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER)
+        or value.fqn is None
+        or container is None
+    ):
+        return None
+    start = f"{container_path(container)}."
+    return value.fqn.removeprefix(start) if value.fqn.startswith(start) else None
+
+
+def group_blocks(program: Program) -> list[Item]:
+    """The body with repeated runs gathered. A container that occurs once, or never twice alike,
+    stays inline.
+    """
+    stretches = _stretches(program.body)
+    updates = _updates_inside(program, stretches)
+    last_read = _last_reads(program, stretches, updates)
+    runs: list[tuple[list[Instruction], Run | None]] = []
+    counts: dict[Hashable, int] = {}
+    for position, ((container, region), instructions) in enumerate(stretches):
+        run = None
+        if region is not None or (container is not None and len(instructions) >= MIN_RUN):
+            run = _run(
+                container, region, instructions, position, last_read, updates.get(position, ())
+            )
+            counts[run.key] = counts.get(run.key, 0) + 1
+        runs.append((instructions, run))
+    items: list[Item] = []
+    for instructions, run in runs:
+        items += (
+            [run] if run is not None and (counts[run.key] > 1 or run.recompute) else instructions
+        )
+    return items
+
+
+Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]
+"""(container, recompute region) and consecutive instructions of it."""
+
+
+def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
+    """Consecutive instructions of one container instance, or of one recompute region, which is
+    recomputed as a whole.
+
+    Adapters of values from outside are moved in front of a block, so that the first layer, whose
+    input is made in another way, is like the others. Gathers that only a recompute region needs
+    stay in it: what is made inside is not kept.
+    """
+    stretches: list[Stretch] = []
+    for region, in_region in groupby(body, region_of):
+        if region is not None:
+            instructions = list(in_region)
+            containers = {
+                found for i in instructions if (found := container_of(path_of(i))) is not None
+            }
+            stretches.append(
+                ((containers.pop() if len(containers) == 1 else None, region), instructions)
+            )
+            continue
+        for container, inside in groupby(
+            in_region, lambda instruction: container_of(path_of(instruction))
+        ):
+            stretches.append(((container, None), list(inside)))
+    readers: dict[str, set[int]] = {}
+    for position, (_, instructions) in enumerate(stretches):
+        for instruction in instructions:
+            for value in reads(instruction):
+                readers.setdefault(value.name, set()).add(position)
+    moved: list[Stretch] = []
+    for position, (place, instructions) in enumerate(stretches):
+        if place == (None, None):
+            moved.append((place, instructions))
+            continue
+
+        def is_read_later(name: str, position: int = position) -> bool:
+            return any(reader > position for reader in readers.get(name, ()))
+
+        front = in_front(instructions, is_read_later, recompute=place[1] is not None)
+        rest = [i for i in instructions if not any(i is f for f in front)]
+        moved += [((None, None), front)] if front else []
+        moved.append((place, rest))
+    return moved
+
+
+def in_front(
+    instructions: Sequence[Instruction], is_read_later: Callable[[str], bool], *, recompute: bool
+) -> list[Instruction]:
+    """The adapters of a stretch that run in front of it: of values from outside, but for those of
+    weights, and of gathers in a recompute region, that only the stretch needs. ``is_read_later``:
+    whether anything after the stretch reads a value.
+    """
+    made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
+    front: list[Instruction] = []
+    for instruction in instructions:
+        if isinstance(instruction, Adapt):
+            shared = any(map(is_read_later, _copies_of(instruction, instructions)))
+            is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
+            stays = is_weight or (recompute and instruction.step.kind in GATHERS)
+            if instruction.value.name not in made and (shared or not stays):
+                front.append(instruction)
+            else:
+                made.add(instruction.result.name)
+    return front
+
+
+def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, list[IRValue]]:
+    """By position, the gathered weights that are not needed after that item. Those in ``kept`` are
+    needed to the end.
+    """
+    last: dict[str, int] = {}
+    for position, item in enumerate(items):
+        for value in item.inputs if isinstance(item, Run) else reads(item):
+            last[value.name] = position
+    names = {value.name for value in kept}
+    over: dict[int, list[IRValue]] = {}
+    for item in items:
+        if isinstance(item, Adapt) and item.gathers_weight and item.result.name not in names:
+            over.setdefault(last[item.result.name], []).append(item.result)
+    return over
+
+
+def _copies_of(adapter: Adapt, instructions: Iterable[Instruction]) -> set[str]:
+    """The names of what this adapter, and chains of adapters after it, make."""
+    names = {adapter.result.name}
+    for instruction in instructions:
+        if isinstance(instruction, Adapt) and instruction.value.name in names:
+            names.add(instruction.result.name)
+    return names
+
+
+def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tuple[Update, ...]]:
+    """By stretch, the updates of buffers that it can do itself: of its own container, which nothing
+    after it reads.
+
+    Not in a recompute region, which runs twice.
+    """
+    made: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for position, (_, instructions) in enumerate(stretches):
+        for instruction in instructions:
+            made |= {value.name: position for value in writes(instruction)}
+            last |= {value.name: position for value in reads(instruction)}
+    inside: dict[int, tuple[Update, ...]] = {}
+    for before, after in program.buffer_updates:
+        position = made.get(after.name, -1)
+        container, region = stretches[position][0]
+        own = position >= 0 and region is None and weight_path(before, container) is not None
+        if own and last.get(before.name, -1) <= position:
+            inside[position] = (*inside.get(position, ()), (before, after))
+    return inside
+
+
+def _last_reads(
+    program: Program, stretches: list[Stretch], updates: Mapping[int, tuple[Update, ...]]
+) -> dict[str, int]:
+    """The last stretch that reads each value; behind all of them for what the program returns or
+    updates at its end.
+    """
+    last = {}
+    for position, (_, instructions) in enumerate(stretches):
+        for instruction in instructions:
+            for value in reads(instruction):
+                last[value.name] = position
+    end = len(stretches)
+    for value in (
+        *program.results(),
+        *(value for instruction in program.tail for value in reads(instruction)),
+    ):
+        last[value.name] = end
+    done_inside = {before.name for pairs in updates.values() for before, _ in pairs}
+    for before, after in program.buffer_updates:
+        if before.name not in done_inside:
+            last[after.name] = end
+    return last
+
+
+def _run(
+    container: tuple[str, int] | None,
+    region: str | None,
+    instructions: list[Instruction],
+    position: int,
+    last_read: dict[str, int],
+    updates: tuple[Update, ...],
+) -> Run:
+    """The run of a stretch, with what tells it apart from others."""
+    made: dict[str, int] = {}
+    inputs: dict[str, IRValue] = {}
+    symbols: set[str] = set()
+
+    def token(value: IRValue) -> Hashable:
+        if value.name in made:
+            return made[value.name]
+        path = weight_path(value, container)
+        if path is not None:
+            return path
+        inputs.setdefault(value.name, value)
+        return ("in", list(inputs).index(value.name), value.shape, value.dtype)
+
+    keys = []
+    for instruction in instructions:
+        keys.append(instruction_key(instruction, token, container, symbols))
+        for value in writes(instruction):
+            made[value.name] = len(made)
+    outputs = tuple(
+        value
+        for i in instructions
+        for value in writes(i)
+        if last_read.get(value.name, -1) > position
+    )
+    key = (
+        container and container[0],
+        region is not None,
+        tuple(keys),
+        tuple(made[value.name] for value in outputs),
+        tuple((weight_path(before, container), made[after.name]) for before, after in updates),
+    )
+    used = tuple(sorted(symbols))
+    return Run(
+        container,
+        region is not None,
+        tuple(instructions),
+        tuple(inputs.values()),
+        outputs,
+        used,
+        key,
+        updates,
+    )
+
+
+def instruction_key(
+    instruction: Instruction,
+    token: Callable[[IRValue], Hashable],
+    container: tuple[str, int] | None,
+    symbols: set[str],
+) -> Hashable:
+    """What an instruction does, with values replaced by tokens: equal for the same step of two
+    layers.
+    """
+    if isinstance(instruction, Adapt):
+        step = instruction.step
+        cuts = [cut for cut in (step.cut, step.to_cut) if cut is not None]
+        for cut in cuts:
+            for size in (*cut.segments, cut.outer, cut.inner):
+                symbols |= size_symbols(size)
+        return ("adapt", step, token(instruction.value), instruction.region is not None)
+    op = instruction.op
+
+    def leaf(arg: Arg) -> Hashable:
+        if isinstance(arg, IRValue):
+            return ("value", token(arg))
+        if isinstance(arg, sympy.Expr):
+            symbols.update(size_symbols(arg))
+            return str(arg)
+        if isinstance(arg, str):
+            return ("text", layered(arg, container, identifier))
+        if isinstance(arg, torch.Tensor):
+            return id(arg)
+        return (type(arg).__name__, str(arg))
+
+    args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)
+    suffix = layered(instruction.original.module_path, container)
+    facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
+    return (op.target, args, instruction.layouts, tuple(value.dtype for value in op.results), facts)
+
+
+def _freeze(arg: Arg) -> Hashable:
+    if isinstance(arg, slice):
+        return ("slice", _freeze(arg.start), _freeze(arg.stop), _freeze(arg.step))
+    return tuple(_freeze(item) for item in arg) if isinstance(arg, tuple | list) else arg
+
+
+def size_symbols(size: Arg) -> set[str]:
+    """The names of dynamic sizes in an expression."""
+    return {str(symbol) for symbol in dynamic_sizes(size)}

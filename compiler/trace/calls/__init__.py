@@ -1,0 +1,1 @@
+"""From one call of a function to one canonical operator."""

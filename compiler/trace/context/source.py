@@ -1,0 +1,116 @@
+"""Where in the user's code an operator was called, and what the result was assigned to."""
+
+from __future__ import annotations
+
+import bisect
+import dis
+import functools
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+from shardwright.compiler.ir.value import SourceLocation
+from shardwright.compiler.ops import known_loops, register
+
+_TRACER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_SKIPPED = (
+    os.path.dirname(torch.__file__) + os.sep,
+    _TRACER,
+    register.__file__,
+    known_loops.__file__,
+    "<",
+)
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that belongs neither to torch nor to the tracer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return frame
+
+
+def called_by_user() -> bool:
+    """Whether what the tracer handles now was called by a line that belongs to neither torch nor
+    the tracer.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRACER):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_SKIPPED)
+
+
+def location_of(frame: FrameType | None) -> SourceLocation | None:
+    """The line that a frame is at."""
+    return (
+        SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if frame
+        else None
+    )
+
+
+def user_location() -> SourceLocation | None:
+    """The line of user code that runs now."""
+    return location_of(user_frame())
+
+
+def location_of_error(error: BaseException) -> SourceLocation | None:
+    """The innermost line of user code that ``error`` came through."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith(_SKIPPED):
+            found = SourceLocation(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found
+
+
+def assigned_names(frame: FrameType | None) -> tuple[str, ...]:
+    """The local variables that receive the result of the call ``frame`` is in, as far as the next
+    instruction tells.
+
+    ``q, k, v = x.split(n)`` gives all three; anything but a plain assignment gives none.
+    """
+    return _assigned_names(frame.f_code, frame.f_lasti) if frame else ()
+
+
+@functools.lru_cache(maxsize=65536)
+def _assigned_names(code: CodeType, offset: int) -> tuple[str, ...]:
+    following = _instructions_after(code, offset)
+    if not following:
+        return ()
+    wanted = 1
+    if following[0].opname == "UNPACK_SEQUENCE":
+        wanted, following = int(following[0].arg or 0), following[1:]
+    names: list[str] = []
+    for instruction in following:
+        if len(names) >= wanted or not instruction.opname.startswith("STORE_FAST"):
+            break
+        value = instruction.argval  # a pair for the joined instructions of Python 3.13
+        stores = value if isinstance(value, tuple) else (value,)
+        names += stores[:1] if "LOAD" in instruction.opname else stores
+    return tuple(names[:wanted]) if len(names) >= wanted else ()
+
+
+def _instructions_after(code: CodeType, offset: int) -> list[dis.Instruction]:
+    """The instructions behind the one at ``offset``."""
+    position = position_after(code, offset)
+    return list(disassemble(code)[0][position : position + 10])
+
+
+def position_after(code: CodeType, offset: int) -> int:
+    """The position, among the instructions of ``code``, behind the one at ``offset``."""
+    return bisect.bisect_right(
+        disassemble(code)[1], offset
+    )  # the offset of a running call may lie inside its inline cache
+
+
+@functools.lru_cache(maxsize=4096)
+def disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], tuple[int, ...]]:
+    """The instructions of ``code`` that do something, and their offsets."""
+    instructions = tuple(
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")
+    )
+    return instructions, tuple(instruction.offset for instruction in instructions)

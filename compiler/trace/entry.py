@@ -1,0 +1,71 @@
+"""``trace``: a module and example arguments in, a graph out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.trace.calls.inplace import ParameterChanged
+from shardwright.compiler.trace.checks import (
+    check_hooks,
+    warn_mixed_training,
+    warn_state_hooks,
+    watched_hooks,
+)
+from shardwright.compiler.trace.dummy_arguments import bind_arguments
+from shardwright.compiler.trace.run import run_once
+from shardwright.compiler.trace.train_eval import merge
+from shardwright.compiler.trace.values.known_inputs import known_inputs, warn_found
+from shardwright.runtime.arguments import checked_late
+
+
+@checked_late
+def trace(
+    module: torch.nn.Module,
+    dummy_args: Mapping[str, Any],
+    *,
+    dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> IRGraph:
+    """The graph of ``module.forward`` for arguments like ``dummy_args``, in training and in eval
+    mode.
+
+    ``forward`` runs unmodified on fake tensors: nothing is computed, no memory is allocated for
+    weights, and modules on the meta device are fine. ``dynamic_dims`` maps the path of an input
+    (``"input_ids"``, ``"batch.mask"``) to ``{dim: name}``; equal names mean equal sizes.
+    ``constants`` maps the paths of integer inputs to values that ``forward`` may read, as they are
+    the same in every call. ``name`` defaults to the class name. The module is left exactly as it
+    was.
+
+    Raises :class:`TraceError` when ``forward`` needs the values of a tensor, fixes a dynamic dim,
+    changes a parameter, or relies on hooks that no graph can show; the text names the line.
+    """
+    arguments = bind_arguments(module, dummy_args)
+    check_hooks(module)
+    warn_mixed_training(module)
+    name, dims = name or type(module).__name__, dynamic_dims or {}
+    known = known_inputs(arguments, constants or {})
+    with watched_hooks(module):
+        train = run_once(module, arguments, dims, known, name, training=True)
+    warn_state_hooks(module)
+    if not train.reads_training:
+        graph = train.graph.live()
+    else:
+        try:
+            evaluation = run_once(module, arguments, dims, known, name, training=False).graph
+        except ParameterChanged as error:
+            graph = replace(train.graph.live(), training_only=True)
+            warnings.warn(
+                f"the compiled module trains and does not evaluate: in eval mode {error}",
+                stacklevel=2,
+            )
+        else:
+            graph = merge(train.graph, evaluation)
+    warn_found(graph, constants or {})
+    return graph

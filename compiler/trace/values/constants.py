@@ -1,0 +1,346 @@
+"""Tensors with values of their own: literals made in forward, and tensors the model captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from shardwright.compiler.ir.op import Arg, RankDevice, leaves, map_leaves
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.calls.normalise import FACTORIES
+from shardwright.compiler.trace.recorder import Call, Recorder
+from shardwright.compiler.trace.values.known_inputs import KnownInput
+from shardwright.runtime.errors import TraceError
+
+RANDOM = {
+    "dropout",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+    "multinomial",
+}
+RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
+
+SIZED = {
+    "view",
+    "reshape",
+    "expand",
+    "broadcast_to",
+    "repeat",
+    "tile",
+    "unflatten",
+    "split",
+    "narrow",
+    "roll",
+    "pad",
+}
+SIZED |= {
+    "interpolate",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+}
+"""Operators whose sizes may be tensors of one integer; a graph holds numbers there."""
+
+
+class _NotConstant(Exception):
+    """The value depends on an input, a parameter or a random number."""
+
+
+class Constants:
+    """Binds real tensors to constant values of the graph; ``fake`` gives what the running model
+    sees of one.
+    """
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode, module: torch.nn.Module) -> None:
+        self._recorder, self._mode = recorder, mode
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._real: dict[str, torch.Tensor] = {}
+        self._made_of: dict[
+            str, frozenset[str]
+        ] = {}  # of values in _real: the buffers they follow from
+        self.read: set[str] = set()
+        """Names of the buffers and inputs whose values forward has looked at."""
+        self._inputs: dict[str, KnownInput] = {}
+        self._dummies: dict[str, torch.Tensor] = {}
+        self._attributes = {
+            id(value): f"{path}.{name}" if path else name
+            for path, submodule in module.named_modules()
+            for name, value in submodule.__dict__.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for a real one, the same each time."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self._refuse_trained(tensor)
+        known = self._fakes.get(id(tensor))
+        if known is None:
+            name = self._attributes.get(id(tensor), "const")
+            known = self._fakes[id(tensor)] = self._bind(tensor, name)
+            self._recorder.captured.add(self._recorder.variables[id(known)].value.name)
+        return known
+
+    def literal(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The constant that a call such as ``torch.tensor([1, 2])`` makes."""
+        with unset_fake_temporarily():
+            return self._bind(function(*args, **kwargs), "const")
+
+    def add_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the values of a buffer be known that no checkpoint holds: a part of how the module
+        was built.
+        """
+        if not tensor.is_meta:
+            self._real[name] = tensor.detach().cpu()
+            self._made_of[name] = frozenset((name,))
+
+    def add_input(self, name: str, known: KnownInput) -> None:
+        """Let the values of an input be known."""
+        self._inputs[name] = known
+        self._real[name] = known.values
+        self._made_of[name] = frozenset((name,))
+
+    def inputs_read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of every input whose values forward has looked at."""
+        return ((name, known.values) for name, known in self._inputs.items() if name in self.read)
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor that follows from constants alone, computed for real; ``None`` for
+        any other.
+        """
+        found = self.followed(tensor)
+        if found is None:
+            return None
+        real, made_of = found
+        self.read |= made_of
+        return real
+
+    def certain(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, for a model that has a way without them: those of undeclared
+        inputs stay unknown.
+        """
+        return None if self.is_assumed(tensor) else self.real(tensor)
+
+    def is_assumed(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are known only if an input is a constant that nobody has
+        declared as one.
+        """
+        found = self.followed(tensor) if self._inputs else None
+        return found is not None and any(
+            name in self._inputs and not self._inputs[name].declared for name in found[1]
+        )
+
+    def followed(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[str]] | None:
+        """The values of a tensor, and the buffers and inputs they follow from; ``None`` if they
+        follow from more.
+
+        Nothing counts as read.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return tensor, frozenset()
+        if id(tensor) not in self._recorder.variables:
+            return None
+        with unset_fake_temporarily(), torch.no_grad():
+            value = self._recorder.value(tensor)
+            try:
+                real = self._evaluate(value)
+            except _NotConstant:
+                return None
+        return real, self._made_of.get(value.name, frozenset())
+
+    def whole_inputs(self, tensor: torch.Tensor) -> list[str]:
+        """The integer inputs that a tensor follows from, if it follows from these and constants
+        alone; else nothing.
+        """
+        if id(tensor) not in self._recorder.variables:
+            return []
+        found: dict[str, None] = {}
+        for value, call in self._history(tensor):
+            if call is not None and call.name in RANDOM:
+                return []
+            if call is None and value.kind is ValueKind.INPUT and not value.dtype.is_floating_point:
+                found[value.name] = None
+            elif call is None and value.name not in self._real:
+                return []
+        return list(found)
+
+    def _history(self, tensor: torch.Tensor) -> Iterator[tuple[IRValue, Call | None]]:
+        """Every value that a tensor is made of, itself first, with the call that has made it, if
+        one has.
+        """
+        seen = {(first := self._recorder.value(tensor)).name}
+        ways = [first]
+        while ways:
+            value = ways.pop()
+            made_by = self._recorder.calls.get(value.name)
+            call = None if made_by is None else made_by[0]
+            yield value, call
+            if call is None:
+                continue
+            for read in (
+                leaf for arg in (*call.args, *call.kwargs.values()) for leaf in leaves(arg)
+            ):
+                if isinstance(read, IRValue) and read.name not in seen:
+                    seen.add(read.name)
+                    ways.append(read)
+
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor follow from random numbers and constants alone."""
+        if id(tensor) not in self._recorder.variables:
+            return False
+        drawn = False
+        for value, call in self._history(tensor):
+            if call is None and value.kind is not ValueKind.CONSTANT:
+                return False
+            drawn |= call is not None and call.name in RANDOM
+        return drawn
+
+    def sizes(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an operator of :data:`SIZED` with numbers in the place of tensors whose
+        values are known.
+        """
+        kept = 0 if name in FACTORIES else 1
+        named = {
+            key: arg if key in ("input", "self") else self._number(arg)
+            for key, arg in kwargs.items()
+        }
+        return (*args[:kept], *map(self._number, args[kept:])), named
+
+    def slices(self, index: Any) -> Any:
+        """An index with numbers in the place of bounds of slices that are tensors whose values are
+        known.
+        """
+        if isinstance(index, tuple):
+            return tuple(map(self.slices, index))
+        if not isinstance(index, slice):
+            return index
+        return slice(*map(self._number, (index.start, index.stop, index.step)))
+
+    def _number(self, arg: Any) -> Any:
+        """A tensor of one integer as a number, where its value is known; also inside of lists."""
+        if type(arg) in (tuple, list):
+            return type(arg)(self._number(item) for item in arg)
+        if (
+            not isinstance(arg, torch.Tensor)
+            or arg.ndim
+            or arg.is_floating_point()
+            or arg.is_complex()
+        ):
+            return arg
+        real = self.real(arg)
+        with unset_fake_temporarily():
+            return arg if real is None else real.item()
+
+    def add_dummy(self, name: str, tensor: torch.Tensor) -> None:
+        """Remember the dummy argument of an input: what masks made of it are there."""
+        if not tensor.is_meta:
+            self._dummies[name] = tensor.detach()
+
+    def all_true_in_dummies(self, mask: torch.Tensor) -> bool:
+        """Whether a mask follows from inputs and constants alone, and is true everywhere for the
+        dummy arguments.
+        """
+        value = self._recorder.value(mask)
+        known, made_of = self._real, self._made_of
+        self._real, self._made_of = {**self._dummies, **known}, dict(made_of)
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                return bool(self._evaluate(value).all())
+        except _NotConstant:
+            return False
+        finally:
+            self._real, self._made_of = known, made_of
+
+    def take_as_true(self, mask: torch.Tensor) -> None:
+        """Let every element of a mask be known as true; the program checks it."""
+        value = self._recorder.value(mask)
+        with unset_fake_temporarily():
+            self._real[value.name] = torch.ones(value.shape, dtype=torch.bool)
+
+    def _evaluate(self, value: IRValue) -> torch.Tensor:
+        known = self._real.get(value.name)
+        if known is None:
+            made_by = self._recorder.calls.get(value.name)
+            if made_by is None or made_by[0].name in RANDOM:
+                raise _NotConstant
+            call, index = made_by
+            args = map_leaves(call.args, self._real_argument)
+            kwargs = {
+                name: map_leaves(arg, self._real_argument) for name, arg in call.kwargs.items()
+            }
+            result = call.function(*args, **kwargs)
+            known = self._real[value.name] = (
+                result if isinstance(result, torch.Tensor) else result[index]
+            )
+            read = (
+                leaf
+                for arg in (*call.args, *call.kwargs.values())
+                for leaf in leaves(arg)
+                if isinstance(leaf, IRValue)
+            )
+            self._made_of[value.name] = frozenset().union(
+                *(self._made_of.get(leaf.name, ()) for leaf in read)
+            )
+        return known
+
+    def _real_argument(self, leaf: Arg) -> Any:
+        if isinstance(leaf, IRValue):
+            return self._evaluate(leaf)
+        if isinstance(leaf, sympy.Basic):  # a dynamic size
+            raise _NotConstant
+        return torch.device("cpu") if isinstance(leaf, RankDevice) else leaf
+
+    def _refuse_trained(self, tensor: torch.Tensor) -> None:
+        name = self._attributes.get(id(tensor))
+        raise TraceError(
+            "forward uses a tensor that requires gradients and is no parameter of the "
+            f"module{f': {name}' if name else ''}",
+            where=self._recorder.where(),
+            why=f"its shape is {list(tensor.shape)}; as a constant it would never be trained",
+            hint="make it an nn.Parameter of a module, keep modules in nn.ModuleList or "
+            "nn.ModuleDict instead of a list or "
+            "dict, or detach() it",
+        )
+
+    def _bind(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if tensor.is_meta:
+            raise TraceError(
+                "the model uses a tensor on the meta device that is neither parameter nor "
+                f"buffer: {name}",
+                where=self._recorder.where(),
+                why="its values are needed and do not exist",
+                hint="make it a buffer, or build the module outside torch.device('meta')",
+            )
+        label = self._recorder.names.unique(
+            name if name != "const" else f"const_{len(self._recorder.constants)}"
+        )
+        value = IRValue(label, tuple(tensor.shape), tensor.dtype, False, ValueKind.CONSTANT)
+        with self._mode, torch.no_grad():
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+        with unset_fake_temporarily(), torch.no_grad():
+            real = tensor.detach().cpu().clone()  # the values of now
+        self._recorder.constants.append((value, real))
+        self._recorder.bind_source(fake, value)
+        self._recorder.keep(tensor)
+        self._real[label] = real
+        return fake

@@ -1,0 +1,191 @@
+"""Dynamic dims: sizes that stay symbolic while tracing.
+
+Every name in ``dynamic_dims`` becomes one symbol of a :class:`ShapeEnv`; tensors get it in their
+fake shapes, torch computes with it, and :meth:`Dynamic.size` turns what comes out into a sympy
+expression over the user's names.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import sympy
+import torch
+from torch._guards import GuardSource, Source
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from shardwright.compiler.ir.size import DynamicSize, Size, simplify
+from shardwright.compiler.ir.value import SourceLocation
+from shardwright.compiler.trace.context.source import user_location
+from shardwright.runtime.errors import TraceError, did_you_mean
+
+
+@dataclass(frozen=True)
+class _NamedSize(Source):
+    """Where torch takes a symbol to come from. (Its own sources are in ``torch._dynamo``, which
+    takes a second to import.)
+    """
+
+    label: str
+
+    @property
+    def guard_source(self) -> GuardSource:
+        return GuardSource.CONSTANT
+
+    @property
+    def _name_template(self) -> str:
+        return self.label
+
+
+class _WatchedShapeEnv(ShapeEnv):
+    """Notes the user's line that first fixed a symbol, or tied two together."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        )
+        self.fixed_at: dict[sympy.Basic, SourceLocation | None] = {}
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().evaluate_expr(*args, **kwargs)
+        for replaced in self.replacements.keys() - self.fixed_at.keys():
+            self.fixed_at[replaced] = user_location()
+        return result
+
+
+class Dynamic:
+    """The dynamic dims of one trace.
+
+    ``dims``: input path to ``{dim: name}``; ``shapes``: input path to the shape in the dummy
+    arguments. Raises :class:`TraceError` for a path or dim that does not exist, for one name with
+    two sizes, and for sizes below 2, which torch would take for broadcasting.
+    """
+
+    def __init__(
+        self, dims: Mapping[str, Mapping[int, str]], shapes: Mapping[str, torch.Size]
+    ) -> None:
+        _check_paths(dims, shapes)
+        self.env = _WatchedShapeEnv() if dims else None
+        self._dims = {
+            path: {dim % max(len(shapes[path]), 1): name for dim, name in by_dim.items()}
+            for path, by_dim in dims.items()
+        }
+        self._example: dict[str, int] = {}
+        for path, by_dim in self._dims.items():
+            for dim, name in by_dim.items():
+                size = int(shapes[path][dim])
+                if self._example.setdefault(name, size) != size:
+                    raise TraceError(
+                        f"dynamic dim {name!r} has two sizes in the dummy arguments",
+                        where=f"dim {dim} of {path}",
+                        why=f"{size} here, {self._example[name]} before",
+                        hint="give dims that differ different names",
+                    )
+        self._sizes: dict[str, torch.SymInt] = {}
+        self._names: dict[sympy.Basic, sympy.Symbol] = {}
+        for name, size in self._example.items():
+            if size < 2:
+                raise TraceError(
+                    f"dynamic dim {name!r} has size {size} in the dummy arguments",
+                    why="a size of 0 or 1 takes special paths (broadcasting, empty tensors)",
+                    hint="use an example with a size of at least 2",
+                )
+            self._sizes[name] = self._new_size(name, size)
+
+    def _new_size(self, name: str, size: int) -> torch.SymInt:
+        assert self.env is not None
+        source = _NamedSize(name)
+        torch_symbol = self.env.create_symbol(
+            size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        self._names[torch_symbol] = DynamicSize(name, size)
+        return cast(
+            torch.SymInt, self.env.create_symintnode(torch_symbol, hint=size, source=source)
+        )
+
+    def shape(self, path: str, shape: torch.Size) -> list[int | torch.SymInt]:
+        """The shape of the input at ``path`` with symbols where it is dynamic."""
+        names = self._dims.get(path, {})
+        return [
+            self._sizes[names[dim]] if dim in names else int(size) for dim, size in enumerate(shape)
+        ]
+
+    def size(self, size: Any) -> Size:
+        """A size, or any other symbolic number, as an ``int`` or an expression over the names of
+        dynamic dims, which it may be already: the recorder makes values of values.
+        """
+        if isinstance(size, (int, sympy.Basic)):
+            return size
+        expression = size.node.expr.xreplace(self._names)
+        if getattr(expression, "is_Integer", False):
+            return simplify(expression)
+        return float(expression) if expression.is_number and expression.is_Float else expression
+
+    def conditions(self) -> tuple[sympy.Basic, ...]:
+        """What the traced control flow took for granted about the sizes."""
+        if self.env is None:
+            return ()
+        found: dict[str, sympy.Basic] = {}
+        for guard in self.env.guards:
+            expression = guard.expr.xreplace(self._names)
+            found.setdefault(str(expression), expression)
+        return tuple(
+            expression
+            for expression in found.values()
+            if expression not in (sympy.true, sympy.false)
+        )
+
+    def check(self) -> None:
+        """Raise :class:`TraceError` when the model fixed a dynamic dim, or made two of them
+        equal.
+        """
+        if self.env is None:
+            return
+        for torch_symbol, name in self._names.items():
+            value = self.env.replacements.get(torch_symbol)
+            if value is None:
+                continue
+            value = value.xreplace(self._names)
+            fixed = (
+                f"to {value}" if value.is_number else f"in terms of another one: {name} == {value}"
+            )
+            location = self.env.fixed_at.get(torch_symbol)
+            raise TraceError(
+                f"the model fixes the dynamic dim {name.name!r} {fixed}",
+                where=str(location) if location else None,
+                why="this line needs the size as a number, or compares it with a fixed one"
+                + (f": {text}" if (text := _text_of(location)) else ""),
+                hint="compute with x.shape[...] instead (torch.sym_float(size) for float(size), "
+                "math.sqrt for another "
+                f"library's), or leave {name.name!r} out of dynamic_dims"
+                + ("" if value.is_number else f", or give both dims the name {value}"),
+            )
+
+    def all_dims(self) -> list[tuple[str, int, str]]:
+        """``(input path, dim, name)`` of every dynamic dim."""
+        return [
+            (path, dim, name) for path, dims in self._dims.items() for dim, name in dims.items()
+        ]
+
+
+def _text_of(location: SourceLocation | None) -> str:
+    """The user's line."""
+    return linecache.getline(location.file, location.line).strip() if location else ""
+
+
+def _check_paths(dims: Mapping[str, Mapping[int, str]], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise :class:`TraceError` for a dynamic dim of an input that is not there."""
+    for path, by_dim in dims.items():
+        if path not in shapes:
+            raise TraceError(
+                f"dynamic_dims names an input that is not among the arguments: {path!r}",
+                hint=did_you_mean(path, list(shapes)),
+            )
+        for dim in by_dim:
+            if not -len(shapes[path]) <= dim < len(shapes[path]):
+                raise TraceError(
+                    f"dynamic_dims names dim {dim} of {path!r}, which has {len(shapes[path])} dims"
+                )

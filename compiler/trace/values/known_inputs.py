@@ -1,0 +1,101 @@
+"""Inputs whose values a trace may read: those declared as constants, and tables of sizes.
+
+A model that reads ``image_grid_thw.tolist()`` has other operators for other grids. For one set of
+grids it has one graph, so their values are compiled in, and every call is checked against them.
+``ComputeConfig.constants`` declares such inputs. An undeclared input is taken for a constant where
+it looks like a table of sizes and ``forward`` reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.trace.dummy_arguments import Arguments
+from shardwright.runtime import structure
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+_MOST_SIZES = 4
+"""Numbers in a row of a table of sizes: frames, height, width and channels."""
+
+
+@dataclass(frozen=True)
+class KnownInput:
+    """The values of one input. ``declared``: by the user."""
+
+    values: torch.Tensor
+    declared: bool
+
+
+def known_inputs(arguments: Arguments, constants: Mapping[str, Any]) -> dict[str, KnownInput]:
+    """The inputs whose values may be read, by path.
+
+    Raises :class:`ConfigError` for constants that name no tensor of integers, or that the dummy
+    argument contradicts.
+    """
+    leaves = {
+        path: leaf
+        for name, value in arguments.given
+        for path, leaf in structure.flatten(value, name).items()
+        if isinstance(leaf, torch.Tensor)
+    }
+    known = {
+        path: KnownInput(leaf.detach().cpu(), False)
+        for path, leaf in leaves.items()
+        if holds_sizes(leaf)
+    }
+    for path, values in constants.items():
+        if path not in leaves:
+            raise ConfigError(
+                f"constants names {path!r}, which is no tensor among the dummy arguments",
+                hint=did_you_mean(path, list(leaves)),
+            )
+        known[path] = KnownInput(_declared(path, leaves[path], values), True)
+    return known
+
+
+def _declared(path: str, given: torch.Tensor, values: Any) -> torch.Tensor:
+    if given.is_floating_point() or given.is_complex():
+        raise ConfigError(
+            f"constants names {path!r}, which holds {given.dtype}",
+            why="only integers and truth values are compared exactly in every call",
+        )
+    table = torch.tensor(values, dtype=given.dtype)
+    if table.shape != given.shape or (not given.is_meta and not torch.equal(table, given.cpu())):
+        raise ConfigError(
+            f"the dummy argument {path!r} differs from constants[{path!r}]",
+            why=f"it has shape {list(given.shape)}, the constant {list(table.shape)}"
+            if table.shape != given.shape
+            else "the shapes are alike, the values are not",
+            hint="give both the values that every call has",
+        )
+    return table
+
+
+def holds_sizes(leaf: torch.Tensor) -> bool:
+    """Whether an input looks like a table of sizes: rows of two to four integers. Ids and masks
+    have longer rows.
+    """
+    whole = not (
+        leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or leaf.is_meta
+    )
+    return whole and leaf.ndim >= 2 and 1 < leaf.shape[-1] <= _MOST_SIZES
+
+
+def warn_found(graph: IRGraph, constants: Mapping[str, Any]) -> None:
+    """Say which inputs became constants without being declared."""
+    found = [name for name, _ in graph.constant_inputs if name not in constants]
+    if found:
+        declared = ", ".join(f'"{name}": ...' for name in found)
+        warnings.warn(
+            f"forward reads the values of {', '.join(found)}: those of the dummy arguments "
+            "are compiled in, and calls "
+            f"with others are refused; ComputeConfig(constants={{{declared}}}) declares that "
+            "and silences this notice",
+            stacklevel=3,
+        )

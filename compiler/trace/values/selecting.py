@@ -1,0 +1,235 @@
+"""Choosing elements by a mask while tracing, and reading them as
+:mod:`shardwright.compiler.trace.values.selections` says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.stand_ins import all_chosen
+from shardwright.compiler.trace.calls.call_arguments import binds, tensors_in
+from shardwright.compiler.trace.calls.callables import is_getter
+from shardwright.compiler.trace.recorder import Recorder, Variable
+from shardwright.compiler.trace.values.constants import RANDOM, Constants
+from shardwright.compiler.trace.values.selections import (
+    READERS,
+    Selection,
+    elementwise,
+    of_elements,
+)
+from shardwright.runtime.errors import TraceError
+
+UNRECORDED = {"is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
+"""Calls that no graph has."""
+
+_SIZELESS = {"dtype", "device", "ndim", "layout"}
+"""What may be read of elements that a mask chooses, without knowing how many they are."""
+
+
+class Mode(Protocol):
+    """The function mode under which calls are recorded."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+    def on_fakes(self, arg: Any) -> Any:
+        """An argument with captured tensors as fakes."""
+
+
+class Selecting:
+    """The selections of one trace."""
+
+    def __init__(self, recorder: Recorder, constants: Constants, mode: Mode) -> None:
+        self._recorder, self._constants, self._mode = recorder, constants, mode
+
+    def is_read(self, arguments: Any) -> bool:
+        """Whether there are selections among the arguments of a call."""
+        return bool(self._recorder.selections) and any(map(self._of, tensors_in(arguments)))
+
+    def select(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
+    ) -> Any:
+        """What stands for ``x[mask]`` or ``x.masked_select(mask)``; ``None`` if the call is
+        neither. ``error``: why elements cannot be made.
+        """
+        names = {"__getitem__": ("x", "index"), "masked_select": ("input", "mask")}.get(name, ())
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) != 2 or set(given) != set(names):
+            return None
+        whole, index = self._mode.on_fakes(tuple(given[key] for key in names))
+        items = index if isinstance(index, tuple) else (index,)
+        if name == "masked_select" and (
+            not isinstance(index, torch.Tensor) or index.shape != whole.shape
+        ):
+            return None
+        if (places := self._places(items)) is not None:
+            with self._mode:
+                return whole[places]
+        mask = items[0]
+        if (
+            len(items) > 1
+            or not _is_mask(mask)
+            or mask.ndim == 0
+            or mask.shape != whole.shape[: mask.ndim]
+        ):
+            return None
+        value = self._recorder.value(mask)
+        others = (
+            self._recorder.value(chosen.mask) for chosen in self._recorder.selections.values()
+        )
+        mask_name = next((other for other in others if self._same(other, value)), value).name
+        return self._stand_in(
+            Selection(self._as_it_is(whole), self._as_it_is(mask), mask_name, error)
+        )
+
+    def _places(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """An index with the places where its masks are true; ``None`` without masks, or if the
+        values of one are not known.
+        """
+        places: list[Any] = []
+        if not any(map(_is_mask, index)):
+            return None
+        for item in index:
+            read = _is_mask(item) and not self._constants.is_assumed(
+                item
+            )  # how many it chooses is mostly not asked
+            known = self._constants.real(item) if read else None
+            if _is_mask(item) and known is None:
+                return None
+            with unset_fake_temporarily():
+                places += [item] if known is None else known.nonzero(as_tuple=True)
+        return tuple(places)
+
+    def _same(self, one: IRValue, other: IRValue) -> bool:
+        """Whether two values are one, or made by equal calls."""
+        (call, index), (again, position) = (
+            self._recorder.calls.get(value.name, (None, 0)) for value in (one, other)
+        )
+        made_alike = (
+            call is not None and call.name not in RANDOM and (call, index) == (again, position)
+        )
+        return one == other or made_alike
+
+    def _as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of now of a tensor, which forward may change in place later."""
+        if not torch.is_grad_enabled():
+            with self._mode:
+                tensor = tensor.detach()
+        kept: torch.Tensor = torch.ops.aten.alias(tensor)
+        self._recorder.bind(kept, Variable(self._recorder.value(tensor)))
+        return kept
+
+    def _stand_in(self, chosen: Selection) -> torch.Tensor:
+        """A fake for a selection; its size means nothing."""
+        fake = torch.empty(0, *chosen.row, dtype=chosen.whole.dtype)
+        self._recorder.selections[id(fake)] = chosen
+        self._recorder.keep(fake)
+        return fake
+
+    def _of(self, tensor: torch.Tensor) -> Selection | None:
+        return self._recorder.selections.get(id(tensor))
+
+    def read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that gets a selection: by operators on the whole tensor, if it needs no size."""
+        if is_getter(func) and name in _SIZELESS or name in UNRECORDED:
+            return func(*args, **kwargs)
+
+        def chosen(arg: Any) -> Any:
+            return self._of(arg) or arg if isinstance(arg, torch.Tensor) else arg
+
+        arguments, named = (
+            tuple(map(chosen, args)),
+            {key: chosen(arg) for key, arg in kwargs.items()},
+        )
+        result, form = NotImplemented, elementwise(name)
+        with self._mode:
+            if is_getter(func):
+                of = self._of(args[0])
+                if name == "shape" and of is not None:
+                    return (of.mask.sum(), *of.row)
+            elif name == "size" and (arguments[1:] or tuple(named.values())) in (
+                (0,),
+                (-1 - len(arguments[0].row),),
+            ):
+                return arguments[0].mask.sum()
+            elif name in READERS and binds(READERS[name], arguments, named):
+                result = READERS[name](*arguments, **named)
+            elif name == "__setitem__":
+                result = self._write(*arguments)
+            elif form is not None:
+                result = of_elements(
+                    getattr(torch.Tensor, form[0], func) if form[1] else func, arguments, named
+                )
+        if name == "masked_scatter" and result is not NotImplemented:
+            warnings.warn(
+                "the compiled module does not check that two masks choose equally many "
+                f"elements: {self._recorder.where()}",
+                stacklevel=3,
+            )
+        if result is NotImplemented and (every := self._taken_whole((args, kwargs))) is not None:
+            with self._mode:
+                return func(*every[0], **every[1])
+        if result is NotImplemented:
+            raise next(filter(None, map(self._of, tensors_in((args, kwargs))))).error
+        if form is not None and form[1]:
+            self._recorder.selections[id(args[0])] = result
+            return args[0]
+        return self._stand_in(result) if isinstance(result, Selection) else result
+
+    def _taken_whole(self, arguments: Any) -> Any:
+        """The arguments with all elements in the place of selections, if the dummy arguments choose
+        all of them.
+
+        The program checks in every call that they do. ``None`` if the dummy arguments leave some
+        out.
+        """
+        chosen = [
+            found for tensor in tensors_in(arguments) if (found := self._of(tensor)) is not None
+        ]
+        if not all(self._constants.all_true_in_dummies(found.mask) for found in chosen):
+            return None
+        args, kwargs = arguments
+        return tuple(map(self._whole, args)), {key: self._whole(arg) for key, arg in kwargs.items()}
+
+    def _whole(self, arg: Any) -> Any:
+        if type(arg) in (tuple, list):
+            return type(arg)(map(self._whole, arg))
+        found = self._of(arg) if isinstance(arg, torch.Tensor) else None
+        if found is None:
+            return arg
+        warnings.warn(
+            f"the mask at {self._recorder.where()} chooses every element of the dummy "
+            "arguments: that is compiled in, and a "
+            "call in which it leaves one out is refused",
+            stacklevel=2,
+        )
+        with self._mode:
+            checked = all_chosen(found.whole, found.rows_of(found.mask))
+            checked = checked.flatten(0, found.mask.ndim - 1) if found.mask.ndim > 1 else checked
+        self._constants.take_as_true(found.mask)
+        return checked
+
+    def _write(self, target: Any, index: Any, chosen: Any) -> Any:
+        """``target[mask] = chosen``, where the same mask has chosen it."""
+        (mask,) = index if isinstance(index, tuple) and len(index) == 1 else (index,)
+        if (
+            not isinstance(target, torch.Tensor)
+            or not _is_mask(mask)
+            or not isinstance(chosen, Selection)
+        ):
+            return NotImplemented
+        by = self._recorder.value(chosen.mask)
+        if not self._same(by, self._recorder.value(mask)) or chosen.whole.shape != target.shape:
+            return NotImplemented
+        target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
+        return None
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype == torch.bool

@@ -1,0 +1,86 @@
+"""How much a calibration measures: sizes and times, for a CPU or CUDA, thorough or quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwright.compiler.cost.machine.hardware import COLLECTIVES
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and for how long.
+
+    ``product_sizes`` is the grid for m, n and k; its upper end is cut for dtypes in which one
+    product of that size takes longer than ``longest_s``. ``stream_bytes`` are sizes of tensors that
+    are copied or added, ``message_bytes`` those of collectives, nothing larger than what takes so
+    long; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time
+    spent on one point, of which there are hundreds, ``sample_s`` that of a sample. ``measures``:
+    whether this rank measures its device; where ranks share cores, as many do as have one each, and
+    the others wait.
+    """
+
+    product_sizes: tuple[int, ...]
+    longest_s: float
+    stream_bytes: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+    point_s: float
+    sample_s: float = 2e-4
+    work_s: float = 0.0
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    measures: bool = True
+
+
+_CPU = Effort(
+    product_sizes=(8, 16, 32, 128, 512, 2048),
+    longest_s=0.6,
+    stream_bytes=tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26)),
+    message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24)),
+    point_s=0.03,
+    work_s=2e-3,
+)
+_CUDA = Effort(
+    product_sizes=(16, 32, 64, 256, 1024, 4096, 16384),
+    longest_s=0.2,
+    stream_bytes=tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30)),
+    message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24, 26, 28)),
+    point_s=0.02,
+)
+
+
+def effort_for(device_type: str, *, quick: bool, measures: bool = True) -> Effort:
+    """The effort for ``"cpu"`` or ``"cuda"``: about a minute, or with ``quick`` a few seconds and
+    wider errors.
+    """
+    full = replace(_CUDA if device_type == "cuda" else _CPU, measures=measures)
+    if not quick:
+        return full
+    return replace(
+        full,
+        product_sizes=full.product_sizes[:5:2],
+        stream_bytes=full.stream_bytes[::2],
+        message_bytes=full.message_bytes[:7:2],
+        point_s=full.point_s / 3,
+    )
+
+
+def expected_s(effort: Effort, num_tiers: int) -> float:
+    """About how long a calibration takes on a quiet machine."""
+    points = (
+        len(effort.dtypes) * len(effort.product_sizes) ** 3
+        + 10 * len(effort.stream_bytes)
+        + OTHER_POINTS
+    )
+    messages = num_tiers * len(COLLECTIVES) * len(effort.message_bytes)
+    return points * effort.point_s + messages * (effort.point_s + WORK_BATCHES * effort.work_s)
+
+
+OTHER_POINTS = 50
+"""About how many points are measured beside: the least times of operators and of a program, and
+operators of models.
+"""
+
+WORK_BATCHES = 100
+"""Stretches of work for one message, about."""

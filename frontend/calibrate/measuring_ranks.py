@@ -1,0 +1,94 @@
+"""The ranks that measure: those of the ``torchrun`` job this process is in, or new processes on
+this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from shardwright.runtime.ranks.world import DistributedWorld, World
+
+Measure = Callable[[World, bool], dict[str, Any]]
+"""``measure(world, quick)``: JSON values; a function of a module, as new processes import it."""
+
+
+def in_job() -> bool:
+    """Whether this process is one of several ranks of ``torchrun``."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def measure_in_job(measure: Measure, device_type: str, quick: bool) -> dict[str, Any]:
+    """What ``measure`` returns on this rank of the job."""
+    with _initialised(device_type, int(os.environ.get("LOCAL_RANK", "0"))):
+        return measure(DistributedWorld(), quick)
+
+
+def measure_in_processes(
+    measure: Measure, device_type: str, num_ranks: int, quick: bool
+) -> dict[str, Any]:
+    """What ``measure`` returns on rank 0 of ``num_ranks`` new processes. Ctrl-C ends them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(  # type: ignore[no-untyped-call]
+            _run,
+            (measure, device_type, num_ranks, quick, folder),
+            nprocs=num_ranks,
+            join=False,
+            start_method="spawn",
+        )
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        except BaseException:
+            for process in context.processes:
+                process.terminate()
+            for process in context.processes:
+                process.join()
+            raise
+        result: dict[str, Any] = json.loads(
+            (Path(folder) / "result.json").read_text(encoding="utf-8")
+        )
+        return result
+
+
+def _run(
+    rank: int, measure: Measure, device_type: str, num_ranks: int, quick: bool, folder: str
+) -> None:
+    """One new process."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+    )
+    with _initialised(
+        device_type, rank, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+    ):
+        result = measure(DistributedWorld(), quick)
+        if rank == 0:
+            (Path(folder) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+@contextmanager
+def _initialised(device_type: str, local_rank: int, **where: Any) -> Iterator[None]:
+    """``torch.distributed`` for one rank, with as many threads as under ``torchrun``: one, unless
+    OMP_NUM_THREADS says more.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", **where)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,215 @@
+"""Reference programs: what a device without a queue of launches takes beyond products and memory
+streams.
+
+A CPU waits for Python and autograd at every operator, computes exponentials slower than it moves
+memory, and fetches what a product needs before it computes. Each of these is measured by a small
+program of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.compiler.cost.local_calls import local_call
+from shardwright.compiler.cost.machine.device import Device
+from shardwright.compiler.cost.time.arithmetic import ATTENTION
+from shardwright.compiler.cost.time.operator_time import OpTime, call_bytes, roofline
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.passes.rules import attach_rules
+from shardwright.compiler.trace.entry import trace
+from shardwright.frontend.calibrate.effort import Effort
+from shardwright.frontend.calibrate.measured_operators import Point, median_of_all, of_all
+from shardwright.frontend.calibrate.profile import profile_call
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.ranks.world import World
+
+FETCHED = ((256, 256, 256), (512, 192, 768), (512, 768, 192))
+"""``(m, n, k)`` of products whose operands are fetched from memory."""
+
+FETCHED_BYTES = 2**27
+"""So much memory lies between two uses of an operand: more than caches hold."""
+
+NUM_LAYERS = 6
+
+
+class Operators(nn.Module):
+    """One of each operator that computes more than it moves, on tensors that fit into a cache: x
+    [512, 256].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        x = x * self.scale  # so that it takes a gradient
+        heads = x.view(4, 128, 4, 64).transpose(1, 2)
+        made = [
+            *(F.gelu(x), F.silu(x), F.relu(x), torch.tanh(x), torch.sigmoid(x), torch.exp(x)),
+            *(
+                F.layer_norm(x, (256,), self.norm.weight, self.norm.bias),
+                F.rms_norm(x, (256,), self.scale),
+            ),
+            *(F.softmax(x, -1), F.log_softmax(x, -1), F.dropout(x, 0.5), x * x),
+        ]
+        total = (
+            F.cross_entropy(x, classes)
+            + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum()
+        )
+        for y in made:
+            total = total + y.sum()
+        return total
+
+
+REFERENCES = (
+    "gelu",
+    "silu",
+    "relu",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "layer_norm",
+    "rms_norm",
+    "softmax",
+    "log_softmax",
+    "dropout",
+)
+"""Operators of :class:`Operators` that are measured by bytes per second, with cross entropy;
+attention by its products.
+"""
+
+
+def measure_references(world: World, effort: Effort) -> list[Point]:
+    """``{operator, forward_bytes, backward_bytes, forward_s, backward_s}`` of each operator, the
+    median over the ranks.
+    """
+    points: list[Point] = []
+    for op in _reference_ops().values():
+        call = local_call(op, {}, Mesh())
+        device = world.device
+        # All ranks measure at once, and each time anew: the second of two calls has found its
+        # kernels loaded.
+        world.barrier()
+        mine: tuple[float | None, float | None] = None, None
+        if effort.measures:
+            time = profile_call(
+                op, call, Mesh(), device, effort.point_s, effort.sample_s, most_copies=1
+            )
+            mine = time.forward_s, time.backward_s
+        forward_bytes, backward_bytes = call_bytes(call)
+        forward_s, backward_s = (median_of_all(world, seconds) for seconds in mine)
+        sizes = {"forward_bytes": forward_bytes, "backward_bytes": backward_bytes}
+        points.append(
+            {"operator": op.target, **sizes, "forward_s": forward_s, "backward_s": backward_s}
+        )
+    return points
+
+
+def attention_s(device: Device) -> OpTime:
+    """What the products of the reference's attention take by themselves on a device."""
+    return roofline(local_call(_reference_ops()[ATTENTION], {}, Mesh()), device)
+
+
+def measure_fetches(world: World, effort: Effort) -> list[Point]:
+    """Products whose operands and results were used last or long ago: ``{m, n, k, bytes, cached_s,
+    seconds}``.
+    """
+    points: list[Point] = []
+    for m, n, k in FETCHED:
+        size = 4 * (m * k + n * k + m * n)
+        copies = [
+            tuple(torch.randn(shape, device=world.device) for shape in ((m, k), (k, n), (m, n)))
+            for _ in range(2)
+        ]
+        copies += [
+            tuple(torch.empty_like(x).copy_(x) for x in copies[0])
+            for _ in range(FETCHED_BYTES // size - 2)
+        ]
+        turns = itertools.cycle(copies)
+
+        def fetched(turns: Any = turns) -> Tensor:
+            a, b, out = next(turns)
+            return torch.mm(a, b, out=out)
+
+        a, b, out = copies[0]
+        cached_s = of_all(world, partial(torch.mm, a, b, out=out), effort, 2)
+        seconds = of_all(world, fetched, effort, 4)
+        points.append(
+            {"m": m, "n": n, "k": k, "bytes": size, "cached_s": cached_s, "seconds": seconds}
+        )
+    return points
+
+
+def measure_host(world: World, effort: Effort) -> Mapping[str, float]:
+    """Seconds per operator of a program of many kinds on tiny tensors: ``{"forward_s",
+    "backward_s"}``.
+    """
+    program = _Tiny()
+    x = torch.ones(2, 2, 4)
+    program(x).backward()  # the first one allocates
+    forward_s = of_all(world, partial(program, x), effort, 5)
+
+    def both() -> None:
+        program.zero_grad()
+        program(x).backward()
+
+    both_s = of_all(world, both, effort, 5)
+    number = NUM_LAYERS * _Tiny.OPERATORS + 1
+    return {"forward_s": forward_s / number, "backward_s": (both_s - forward_s) / number}
+
+
+class _Tiny(nn.Module):
+    """Layers of a transformer on next to no numbers: all their time is the host's. x [2, 2, 4]."""
+
+    OPERATORS = 13
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.ones(4) for _ in range(2 * NUM_LAYERS))
+        self.matrices = nn.ParameterList(torch.eye(4) for _ in range(2 * NUM_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors, matrices = iter(self.vectors), iter(self.matrices)
+        for norm, bias, up, down in zip(vectors, vectors, matrices, matrices, strict=True):
+            y = F.layer_norm(x, (4,), norm, bias)
+            y = F.linear(y, up, bias)
+            y = y.view(2, 2, 2, 2)
+            y = y.transpose(1, 2)
+            y = y * y
+            y = y.transpose(1, 2)
+            y = y.flatten(2)
+            x = x + F.linear(y, down, bias)
+            y = F.layer_norm(x, (4,), norm, bias)
+            y = F.gelu(F.linear(y, up, bias))
+            x = x + y
+        return x.sum()
+
+
+@functools.cache
+def _traced() -> tuple[IROp, ...]:
+    x, classes = torch.zeros(512, 256), torch.zeros(512, dtype=torch.int64)
+    return attach_rules(trace(Operators(), {"x": x, "classes": classes})).ops
+
+
+_tracing = threading.Lock()  # ranks may be threads, and tracing is for one at a time
+
+
+def _reference_ops() -> dict[str, IROp]:
+    """By target, the first call of each."""
+    with _tracing:
+        ops = _traced()
+    found: dict[str, IROp] = {}
+    for op in ops:
+        if op.target in (*REFERENCES, "cross_entropy", ATTENTION):
+            found.setdefault(op.target, op)
+    return found

@@ -1,0 +1,214 @@
+"""The commands about given plans and what they cost: ``simulate``, ``profile``, ``diff``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
+from shardwright.compiler.cost.time.operator_file import dumps_times, load_times, times_file
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.trace import trace
+from shardwright.frontend.calibrate.profile import profile
+from shardwright.frontend.cli.request import (
+    add_machine,
+    add_model,
+    make_console,
+    memory_limit_bytes,
+    on_machine,
+    read_dtype,
+    read_plan_request,
+)
+from shardwright.frontend.cli.targets import load_model
+from shardwright.frontend.files.module_source import in_dtype
+from shardwright.frontend.report.diff import diff, show_diff
+from shardwright.frontend.report.page import page
+from shardwright.policies.saved_plan import read_plan_file
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.swap import check_target, write_file
+
+
+def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
+    """The graph of the model that a command line names."""
+    source, dummy_args = load_model(options.target, options.args)
+    module = source.make()
+    with in_dtype(module, read_dtype(options.dtype)):
+        return trace(
+            module, dummy_args, dynamic_dims=config.dim_symbols(), constants=config.constants
+        )
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_machine(parser)
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help="samples of a step, added up (default: the plan's, else 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the cost as JSON")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        check_target(options.html, "--html", "plan.html")
+    policy, config = read_plan_request(options)
+    machine, config = on_machine(options, policy, config)
+    hardware = load_hardware(machine, config.runtime_ngpus)
+    graph = _traced(options, config)
+    compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
+    times = load_times(machine)
+    optimizer = (
+        ADAM
+        if options.optimizer is None
+        else OptimizerMemory(named=NamedOptimizer(options.optimizer))
+    )
+    cost = audit(
+        compiled.program, compiled.config, hardware,
+        optimizer=optimizer, times=times, num_microbatches=options.microbatches,
+    )  # fmt: skip
+    print(cost.dumps() if options.json else cost)
+    limit = memory_limit_bytes(policy, config, hardware)
+    if cost.peak_bytes > limit and not options.json:
+        has = "a device has" if limit == hardware.device.memory_bytes else "memory_limit_gb allows"
+        print(f"does not fit: {has} {amount(limit, 'B')}")
+    if options.html is not None:
+        stored = {
+            found.value.fqn or found.value.name: found.layout for found in compiled.declarations
+        }
+        text = page(
+            graph.name, compiled.plan, cost, hardware, num_units=config.num_units, memory_bytes=limit, stored=stored
+        )  # fmt: skip
+        write_file(options.html, text.encode())
+        print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--hardware", required=True, metavar="FILE", help="the hardware file of this machine"
+    )
+    parser.add_argument(
+        "--dtype", help="as if the module had been cast to this dtype: bfloat16, ..."
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what to measure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure calls that were measured before, too"
+    )
+
+
+def _profile(options: argparse.Namespace) -> int:
+    file = times_file(options.hardware)
+    if file is None:
+        raise ConfigError(
+            f"--hardware {options.hardware} is no hardware file",
+            why="times are kept beside the file of the machine they were measured on",
+            hint="shardwright calibrate --out laptop.json writes one",
+        )
+    check_target(file, "the file of times")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device to measure", hint="--device cpu")
+    policy, config = read_plan_request(options)
+    load_hardware(options.hardware, config.runtime_ngpus)  # refused before anything is measured
+    program = compile_graph(
+        _traced(options, config), policy.apply, config, policy_name=policy.name
+    ).program
+    known = None if options.again else load_times(options.hardware)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as under torchrun
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    found = profile(programs, torch.device(options.device), known=known)
+    before = len(known.entries) if known is not None else 0
+    write_file(file, dumps_times(found.times).encode())
+    print(
+        f"{len(found.times.entries) - before} calls measured, {before} known before; file: {file}"
+    )
+    for name, reason in found.failed.items():
+        print(f"not measured: {name} ({reason}); its time stays an estimate", file=sys.stderr)
+    return 0
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    for name in ("before", "after"):
+        parser.add_argument(
+            name, type=Path, metavar=name.upper(), help="a plan.json, or the folder of a compile"
+        )
+    parser.add_argument(
+        "--every-layer",
+        action="store_true",
+        help="a row for every operator, not one per kind of layer",
+    )
+    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    found = diff(
+        *(
+            read_plan_file(path / "plan.json" if path.is_dir() else path)
+            for path in (options.before, options.after)
+        )
+    )
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        make_console().print(show_diff(found, every_layer=options.every_layer))
+    return 1 if found else 0
+
+
+COMMANDS: Mapping[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
+] = {
+    "simulate": (
+        _add_simulate,
+        _simulate,
+        """Predict the time and the memory of a plan.
+
+    shardwright simulate my_models:make_gpt --policy tp --plan-ngpus 8 --hardware h100
+    shardwright simulate my_models:make_gpt --policy hybrid --plan-ngpus 8 --set use_end2end=true --html plan.html
+    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json --plan-ngpus 8
+
+Nothing is written or run: the program that a compile would emit is priced on the machine described. Memory is that of training
+with Adam, or with --optimizer.""",
+    ),
+    "profile": (
+        _add_profile,
+        _profile,
+        """Measure the operators of a plan on this machine, one rank's calls, each different one once.
+
+    shardwright profile my_models:make_llama --policy tp --plan-ngpus 8 --hardware laptop.json
+
+Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate, plan, explain and policy
+'autodist' use them in the place of estimates where the hardware is laptop.json.
+Calls measured before are kept; --again measures them anew.""",
+    ),
+    "diff": (
+        _add_diff,
+        _diff,
+        """Show what differs between two plans.
+
+    shardwright diff .shardwright/_parallel_modules/my_models/Gpt/a .shardwright/_parallel_modules/my_models/Gpt/b
+    shardwright diff plan.json edited.json --json
+
+The exit code is 1 if anything does.""",
+    ),
+}
+"""Name to what adds its arguments, what runs it, and its help."""

@@ -1,0 +1,203 @@
+"""What a command line says of the model, the policy and the config: shared by the commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.frontend.cli.targets import load_target, read_settings
+from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.registry import find_policy, policy_names
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+HARDWARE = "a100-80gb"
+"""The machine where none is named."""
+
+PIPE_WIDTH = 160
+"""Columns of output that goes to no terminal."""
+
+
+def make_console() -> Console:
+    """Where commands print. Layouts are full of brackets: no markup."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Arguments for a model, a policy, and the ranks."""
+    add_model_target(parser)
+    parser.add_argument(
+        "--policy",
+        required=True,
+        help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function",
+    )
+    add_ranks(parser)
+
+
+def add_model_target(parser: argparse.ArgumentParser) -> None:
+    """Arguments for a model."""
+    parser.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function that returns (module, dummy_args) or a module; a module class; a module",
+    )
+    parser.add_argument(
+        "--args",
+        metavar="MODULE:NAME",
+        help="the dict of dummy arguments, or a function that returns it",
+    )
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Arguments for the ranks, and settings."""
+    parser.add_argument(
+        "--plan-ngpus",
+        type=int,
+        required=True,
+        metavar="N",
+        help="ranks that share one copy of the model",
+    )
+    parser.add_argument(
+        "--runtime-ngpus",
+        type=int,
+        metavar="N",
+        help="ranks in all (default: as many as --plan-ngpus)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of "
+        "the policy; repeatable",
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
+    """Arguments for the machine that a plan is for, and for where a page goes."""
+    parser.add_argument(
+        "--dtype", help="as if the module had been cast to this dtype: bfloat16, ..."
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME|FILE", help=f"a preset or a hardware file (default: {HARDWARE})"
+    )
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME|MODULE:NAME",
+        help="whose state is counted: AdamW, 'SGD(momentum=0.9)', my_module:make (default: Adam's "
+        "two moments)",
+    )
+    if html:
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+
+
+def on_machine(
+    options: argparse.Namespace, policy: Policy, config: ComputeConfig
+) -> tuple[str, ComputeConfig]:
+    """The machine that a command line names, and the config with it where the policy plans for one.
+
+    Raises :class:`ConfigError` if ``--hardware`` and the policy's option of that name say different
+    things.
+    """
+    takes = policy.options is not None and any(
+        field.name == "hardware" for field in fields(policy.options)
+    )
+    if not takes:
+        return options.hardware or HARDWARE, config
+    config = with_options(config, {"--hardware": ("hardware", options.hardware)})
+    name = str(config.pas_config.get("hardware", HARDWARE))
+    return name, replace(config, pas_config={**config.pas_config, "hardware": name})
+
+
+def memory_limit_bytes(policy: Policy, config: ComputeConfig, hardware: Hardware) -> float:
+    """What a plan may take of a device: as the policy's option ``memory_limit_gb`` says, else all
+    that it has.
+    """
+    limit_gb = None
+    if policy.options is not None and any(
+        field.name == "memory_limit_gb" for field in fields(policy.options)
+    ):
+        limit_gb = read_options(
+            policy.options, config.pas_config, policy=policy.name
+        ).memory_limit_gb
+    return hardware.device.memory_bytes if limit_gb is None else limit_gb * 1e9
+
+
+def with_options(config: ComputeConfig, given: Mapping[str, tuple[str, object]]) -> ComputeConfig:
+    """The config with options of the policy that have arguments of their own, by argument; those
+    that are None are left out.
+
+    Raises :class:`ConfigError` for one that ``--set`` gives another value.
+    """
+    named = {
+        argument: (name, value) for argument, (name, value) in given.items() if value is not None
+    }
+    for argument, (name, value) in named.items():
+        if config.pas_config.get(name, value) != value:
+            raise ConfigError(
+                f"{argument} and --set pas_config.{name} say different things",
+                why=f"{value!r} and {config.pas_config[name]!r}",
+                hint=f"leave out one of them; {argument} is enough",
+            )
+    return replace(config, pas_config={**config.pas_config, **dict(named.values())})
+
+
+def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
+    """The policy and the config of a command line, checked."""
+    config = ComputeConfig.of(
+        {
+            "plan_ngpus": options.plan_ngpus,
+            "runtime_ngpus": options.plan_ngpus
+            if options.runtime_ngpus is None
+            else options.runtime_ngpus,
+            **_config_fields(options.settings),
+        }
+    )
+    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
+    policy.check(config)
+    return policy, config
+
+
+def _config_fields(settings: Sequence[str]) -> dict[str, object]:
+    fields = read_settings(settings)
+    for name in ("plan_ngpus", "runtime_ngpus"):
+        if name in fields:
+            raise ConfigError(
+                f"{name} is not for --set", hint=f"--{name.replace('_', '-')} {fields[name]}"
+            )
+    dims = fields.get("dynamic_dims")
+    if isinstance(dims, dict):
+        fields["dynamic_dims"] = {path: _numbered(named) for path, named in dims.items()}
+    return fields
+
+
+def _numbered(dims: object) -> object:
+    """``{"0": "batch"}`` as ``{0: "batch"}``: JSON has string keys only."""
+    if not isinstance(dims, dict):
+        return dims
+    return {int(dim) if dim.isdecimal() else dim: name for dim, name in dims.items()}
+
+
+def read_dtype(name: str | None) -> torch.dtype | None:
+    """The floating dtype of that name, ``None`` for none. Raises :class:`ConfigError` for an
+    unknown one.
+    """
+    if name is None:
+        return None
+    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    known = {
+        str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point
+    }
+    if name not in known:
+        raise ConfigError(
+            f"there is no floating dtype {name!r}", hint=did_you_mean(name, tuple(known))
+        )
+    return known[name]

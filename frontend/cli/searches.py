@@ -1,0 +1,414 @@
+"""The commands that search for a plan: ``plan`` and ``explain``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.outputs import returns_more_than_loss
+from shardwright.compiler.plan.plan import Certificate
+from shardwright.frontend.cli.request import (
+    add_machine,
+    add_model_target,
+    add_ranks,
+    make_console,
+    on_machine,
+    read_dtype,
+    read_plan_request,
+    with_options,
+)
+from shardwright.frontend.cli.targets import load_model
+from shardwright.frontend.report.page import Section, page
+from shardwright.frontend.report.plan_tables import new_table
+from shardwright.frontend.search_plan import PlanSearch
+from shardwright.policies.autodist.candidates.found import Candidate, Found
+from shardwright.policies.autodist.policy import save
+from shardwright.policies.autodist.questions.explain import (
+    MOST,
+    Choice,
+    Explanation,
+    Request,
+    check_operator,
+    explain_module,
+    explain_operator,
+    factor_dims,
+    operators_of,
+)
+from shardwright.policies.autodist.questions.what_if import (
+    against,
+    levers,
+    options_on,
+    side_by_side,
+)
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.swap import check_target, write_file
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add_model_target(parser)
+    add_ranks(parser)
+    add_machine(parser)
+    _add_batch(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the plan, for policy 'saved'"
+    )
+    parser.set_defaults(policy="autodist")
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    """The samples of a step."""
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="samples of a step; the size of a microbatch is searched, too",
+    )
+    parser.add_argument(
+        "--microbatch",
+        metavar="N,...",
+        help="sizes to choose from (default: 1,2,4,8,16, as far as they fit)",
+    )
+    parser.add_argument(
+        "--batch-dims",
+        metavar="INPUT=DIM,...",
+        help="the dim of an input that counts samples, where it cannot be told",
+    )
+
+
+def _asked(options: argparse.Namespace) -> PlanSearch:
+    """What a search is asked for on a command line, checked before it takes its time."""
+    source, dummy_args = load_model(options.target, options.args)
+    policy, config = read_plan_request(options)
+    _, config = on_machine(options, policy, config)
+    config = with_options(
+        config,
+        {
+            "--optimizer": ("optimizer", options.optimizer),
+            "--global-batch": ("global_batch", options.global_batch),
+            "--microbatch": (
+                "microbatch",
+                None if options.microbatch is None else read_sizes_listed(options.microbatch),
+            ),
+            "--batch-dims": (
+                "batch_dims",
+                None if options.batch_dims is None else read_batch_dims(options.batch_dims),
+            ),
+        },
+    )
+    return PlanSearch.of(source.make(), dummy_args, config, module_dtype=read_dtype(options.dtype))
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    add_model_target(parser)
+    add_ranks(parser)
+    add_machine(parser, html=False)
+    _add_batch(parser)
+    parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
+    parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
+    parser.add_argument(
+        "--against",
+        metavar="AXIS=N,...",
+        help="compare with the best plan on another mesh: tp=8; pp=2,tp=4",
+    )
+    parser.add_argument(
+        "--most", type=int, default=MOST, metavar="N", help="choices to show (default: %(default)s)"
+    )
+    parser.set_defaults(policy="autodist")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    asked = _asked(options)
+    _check_asked(asked, options)
+    found = asked.run()
+    console = make_console()
+    searched = asked.settled(found)
+    plan, variant = searched.plan, searched.variant
+    assert found.best is not None and found.best.cost is not None
+    request = Request(
+        variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best
+    )
+    console.print(str(plan.certificate), soft_wrap=True)
+    if options.op is not None:
+        _print_choices(
+            console, f"Operator {options.op}", explain_operator(request, options.op, options.most)
+        )
+        dims = ", ".join(
+            f"{factor} is {dim}" for factor, dim in factor_dims(variant.graph, options.op).items()
+        )
+        console.print(f"Dims of its rule: {dims or 'none of the model'}", soft_wrap=True)
+    if options.module is not None:
+        _print_choices(
+            console,
+            f"Module {options.module}",
+            explain_module(request, options.module, options.most),
+        )
+    if options.against is not None:
+        console.print(comparison_table(found.best, against(request, read_sizes(options.against))))
+    if options.op is None and options.module is None and options.against is None:
+        console.print(str(found.best.cost), soft_wrap=True)
+        console.print(choice_table("What would help, on this mesh and schedule", levers(request)))
+    return 0
+
+
+def _check_asked(asked: PlanSearch, options: argparse.Namespace) -> None:
+    """Refuse what cannot be explained before the search, which takes its time."""
+    if options.most < 1:
+        raise ConfigError(
+            f"--most {options.most} leaves no choice to show", hint="show at least one"
+        )
+    sizes = None if options.against is None else read_sizes(options.against)
+    for variant in asked.variants.listed[
+        -1:
+    ]:  # their operators have the same names, and their ranks are as many
+        if options.op is not None:
+            check_operator(variant.graph, options.op)
+        if options.module is not None:
+            operators_of(variant.graph, options.module)
+        if sizes is not None:
+            options_on(variant.graph, variant.config, asked.options_for(variant), sizes)
+
+
+def _print_choices(console: Console, title: str, told: Explanation) -> None:
+    """What could be done otherwise, and what binds."""
+    console.print(choice_table(title, told.choices))
+    if told.left_out:
+        console.print(
+            f"and {told.left_out} more, which promise less: --most shows them", soft_wrap=True
+        )
+    console.print(f"What binds: {told.binds}", soft_wrap=True)
+
+
+def choice_table(title: str, choices: Iterable[Choice]) -> Table:
+    """Choices with the step they allow, relative to the plan's, and their memory; ``*`` marks what
+    the plan does.
+    """
+    listed = list(choices)
+    base = next(choice.step_s for choice in listed if choice.chosen)
+    table = new_table(title, "", "choice", "step", "against the plan", "peak memory", "")
+    for choice in listed:
+        if choice.step_s == float("inf"):
+            table.add_row("", choice.name, "", "", "", "no plan does this")
+            continue
+        change, peak = f"{choice.step_s / base - 1:+.1%}", amount(choice.peak_bytes, "B")
+        fits = "" if choice.fits else "does not fit"
+        table.add_row(
+            "*" if choice.chosen else "",
+            choice.name,
+            amount(choice.step_s, "s"),
+            change,
+            peak,
+            fits,
+        )
+    return table
+
+
+def comparison_table(left: Candidate, right: Candidate) -> Table:
+    """Two plans side by side: where their time goes, and their memory."""
+    assert left.cost is not None and right.cost is not None
+    table = new_table(
+        "Time by part, on the rank with most",
+        "",
+        f"the plan: {left.title}",
+        f"the best on: {right.title}",
+    )
+    for name, *seconds in side_by_side(left, right):
+        table.add_row(name, *(amount(value, "s") for value in seconds))
+    table.add_row(
+        "peak memory", amount(left.cost.peak_bytes, "B"), amount(right.cost.peak_bytes, "B")
+    )
+    return table
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """``pp=2,tp=4`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"{text!r} does not say the sizes of axes", hint="for example tp=8, or pp=2,tp=4"
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def read_sizes_listed(text: str) -> list[int]:
+    """``1,2,4`` as numbers. Raises :class:`ConfigError` for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{text!r} does not list sizes of a microbatch", hint="for example 1,2,4")
+    return [int(part) for part in parts]
+
+
+def read_batch_dims(text: str) -> dict[str, int]:
+    """``input_ids=0,labels=0`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(path and dim.isdecimal() for path, _, dim in pairs):
+        raise ConfigError(
+            f"{text!r} does not say dims of inputs", hint="for example input_ids=0,labels=0"
+        )
+    return {path: int(dim) for path, _, dim in pairs}
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        check_target(options.out, "--out")
+    if options.html is not None:
+        check_target(options.html, "--html", "plan.html")
+    asked = _asked(options)
+    found = asked.run()
+    console = make_console()
+    console.print(candidate_table(found))
+    searched = asked.settled(found)
+    plan, graph = searched.plan, searched.variant.graph
+    save(asked.options, plan)
+    assert plan.certificate is not None and found.best is not None and found.best.cost is not None
+    console.print(str(plan.certificate), soft_wrap=True)
+    if found.best.cost.extrapolated:
+        console.print(found.best.cost.beyond, soft_wrap=True)
+    if returns_more_than_loss(graph, asked.config):
+        console.print(
+            "what the model returns beside its loss is whole on every rank: --set "
+            "outputs=loss leaves it out",
+            soft_wrap=True,
+        )
+    if plan.batch is not None:
+        where = ", ".join(f"dim {dim} of {path}" for path, dim in plan.batch.dims.items())
+        console.print(f"a step of a unit: {plan.batch} samples ({where})", soft_wrap=True)
+    if plan.zero_stage is not None:
+        console.print(
+            f"stage of ZeRO: {plan.zero_stage} (use_zero='auto' takes it from the plan)",
+            soft_wrap=True,
+        )
+    if options.out is not None:
+        write_file(options.out, plan.dumps().encode())
+        console.print(f"plan: {options.out}", soft_wrap=True)
+    if options.html is not None:
+        sections = [certificate_section(plan.certificate), candidate_section(found)]
+        facts = [("could be saved at most", f"{plan.certificate.gap:.2%}")]
+        facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
+        facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
+        limit_gb = asked.options.memory_limit_gb
+        text = page(
+            graph.name,
+            plan,
+            found.best.cost,
+            asked.hardware,
+            num_units=asked.config.num_units,
+            memory_bytes=None if limit_gb is None else limit_gb * 1e9,
+            sections=sections,
+            facts=facts,
+        )
+        write_file(options.html, text.encode())
+        console.print(f"page: {options.html}", soft_wrap=True)
+    return 0
+
+
+MOST_SHOWN = 25
+"""Rows of a kind that a table on the terminal has: searches for several sizes and stages try
+hundreds of plans.
+"""
+
+
+def candidate_table(found: Found, most: int = MOST_SHOWN) -> Table:
+    """What a search tried, best first: at most ``most`` candidates, and as many of what was
+    refused.
+    """
+    table = new_table("Plans", *CANDIDATE_COLUMNS)
+    rows = candidate_rows(found)
+    count = len(rows) - len(found.refused)
+    for part, what in ((rows[:count], "that take longer"), (rows[count:], "refused")):
+        for row in part[:most]:
+            table.add_row(*row)
+        if len(part) > most:
+            table.add_row(
+                f"and {len(part) - most} more {what}",
+                "",
+                "",
+                "",
+                "all: in the certificate of --out, and on --html",
+            )
+    return table
+
+
+def certificate_section(certificate: Certificate) -> Section:
+    """How far from the best a plan can be, and why no further, on a page."""
+    rows = [(sentence,) for sentence in certificate.proof]
+    return Section(
+        title="How far from the best",
+        text=f"{certificate.claim}.",
+        columns=("what the bound rests on",),
+        rows=rows,
+    )
+
+
+def candidate_section(found: Found) -> Section:
+    """The same on a page."""
+    ended = f" The search ended by {found.interrupted}." if found.interrupted else ""
+    text = (
+        f"{found.seconds:.1f} s.{ended} Predicted times are by the model of stages; audited ones "
+        "of the program emitted."
+    )
+    return Section(
+        title="What was tried", text=text, columns=CANDIDATE_COLUMNS, rows=candidate_rows(found)
+    )
+
+
+CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")
+
+
+def candidate_rows(found: Found) -> list[tuple[str, ...]]:
+    """A row for the candidates of every title, the best of them, and for what was refused."""
+    rows: list[tuple[str, ...]] = []
+    by_title: dict[str, list[Candidate]] = {}
+    for candidate in found.tried:
+        by_title.setdefault(candidate.title, []).append(candidate)
+    for title, (best, *others) in by_title.items():
+        step, least = amount(best.step_s, "s"), amount(max(best.bound_s, found.floor_s), "s")
+        peak, how = (
+            ("", "predicted")
+            if best.cost is None
+            else (amount(best.cost.peak_bytes, "B"), "audited")
+        )
+        if others:
+            slowest = amount(max(candidate.step_s for candidate in others), "s")
+            how += f"; {len(others)} more placed otherwise, up to {slowest}"
+        rows.append((title, step, least, peak, how))
+    return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]
+
+
+COMMANDS: Mapping[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
+] = {
+    "plan": (
+        _add_plan,
+        _plan,
+        """Search for the best plan for a machine.
+
+    shardwright plan my_models:make_gpt --plan-ngpus 8 --hardware h100 --out plan.json --html plan.html
+    shardwright plan my_models:make_gpt --plan-ngpus 64 --set use_end2end=true --set pas_config.num_microbatches=32
+    shardwright compile my_models:make_gpt --policy saved --plan-ngpus 8 --set pas_config.load_plan=plan.json
+
+Needs no device. Prints what was tried with its time, the least time it could have, and its memory, and why the rest was
+refused.
+Options of the search are those of policy 'autodist': --set pas_config.KEY=VALUE.""",
+    ),
+    "explain": (
+        _add_explain,
+        _explain,
+        """Say why the best plan looks as it does.
+
+    shardwright explain my_models:make_gpt --plan-ngpus 8
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
+
+Searches as 'plan' does, then looks for plans with one thing changed: more memory, faster links, another mesh; or, with the same
+stages and schedule, an operator or a module split in another way. Every figure is that of a plan that was audited.""",
+    ),
+}
+"""Name to what adds its arguments, what runs it, and its help."""

@@ -1,0 +1,123 @@
+"""What a command line names: ``module:object`` targets, and settings of the form ``key=value``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from shardwright.frontend.files.module_source import ModuleSource, RealTables
+from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.json_text import parse_json
+
+
+def load_target(text: str) -> Any:
+    """The object that ``package.module:name`` names; modules of the working directory are found
+    too.
+
+    Raises :class:`ConfigError` if there is no such module or name.
+    """
+    module_name, separator, path = text.partition(":")
+    if not module_name or not separator or not path:
+        raise ConfigError(
+            f"{text!r} is not of the form module:name",
+            hint="for example my_package.models:make_gpt",
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # an import inside the user's module
+        raise ConfigError(
+            f"there is no module {module_name!r}",
+            why=str(error),
+            hint="run in the folder that holds it, or add that folder to PYTHONPATH",
+        ) from error
+    try:
+        return reduce(getattr, path.split("."), module)
+    except AttributeError as error:
+        names = tuple(name for name in vars(module) if not name.startswith("_"))
+        hint = did_you_mean(path, names) if names else None
+        raise ConfigError(
+            f"module {module_name!r} has no {path!r}", where=module.__file__, hint=hint
+        ) from error
+
+
+def load_model(target: str, args_target: str | None) -> tuple[ModuleSource, Mapping[str, Any]]:
+    """The module and its dummy arguments.
+
+    ``target`` names a function that returns ``(module, dummy_args)`` or just the module, a module
+    class, or a module. ``args_target`` names the dict of dummy arguments where the first does not
+    give it, or a function that returns it.
+    """
+    found = load_target(target)
+    if isinstance(found, nn.Module | type):
+        source, dummy_args = ModuleSource.of(found, None), None
+    else:
+        with RealTables():
+            made = found() if callable(found) else found
+        module, dummy_args = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"{target} gives no module",
+                why=f"it gave {type(made).__name__}",
+                hint="return the module, or (module, dummy_args)",
+            )
+        source = ModuleSource.of(module, None)
+    if args_target is not None:
+        named = load_target(args_target)
+        dummy_args = named() if callable(named) else named
+    if not isinstance(dummy_args, Mapping):
+        raise ConfigError(
+            f"there are no dummy arguments for {target}",
+            why="it gives a module only"
+            if dummy_args is None
+            else f"they are a {type(dummy_args).__name__}, not a dict",
+            hint="return (module, dummy_args), or name them with --args module:name",
+        )
+    return source, dummy_args
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """``["seed=3", "pas_config.num_stages=2"]`` as nested dicts. A value is read as JSON, and is a
+    string if it is none.
+
+    Raises :class:`ConfigError` for what is no setting, and for what begins like an object or a list
+    and is none.
+    """
+    result: dict[str, Any] = {}
+    for setting in settings:
+        path, separator, text = setting.partition("=")
+        if not separator or not all(path.split(".")):
+            raise ConfigError(
+                f"{setting!r} is not of the form key=value",
+                hint="for example seed=3 or pas_config.num_stages=2",
+            )
+        *parents, last = path.split(".")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{path!r} and {parent!r} are both set", hint="set one of them")
+        node[last] = _value(path, text)
+    return result
+
+
+def _value(path: str, text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        if text.lstrip()[:1] in ("{", "["):
+            raise ConfigError(
+                f"the value of {path} is not JSON",
+                why=f"{error} of {text}",
+                hint="""names in double quotes, those of dims too: --set 'dynamic_dims={"x": {"0": "batch"}}'""",
+            ) from error
+        return {"True": True, "False": False, "None": None}.get(text, text)

@@ -1,0 +1,123 @@
+"""The ranks of a job act as one: the first rank does the work, the others wait, and an error
+reaches all of them.
+
+They talk through an exchange (``runtime/ranks/exchange.py``): a compile may take longer than a
+collective's timeout, and which device a rank uses does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from shardwright.runtime.errors import CollectiveError, DistributedError
+from shardwright.runtime.ranks.exchange import Exchange, describe, rebuilt
+
+Result = TypeVar("Result")
+
+
+class Job:
+    """All ranks that call together. ``title`` says what they are about, in errors."""
+
+    def __init__(self, title: str, exchange: Exchange | None = None) -> None:
+        self.title = title
+        self._exchange = exchange
+        self._working = exchange.working() if exchange else None
+
+    def __enter__(self) -> Self:
+        """Give signs of life inside the ``with`` block, and tell the others of an error that leaves
+        it.
+        """
+        if self._working is not None:
+            self._working.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._exchange is not None and error is not None:
+            self._exchange.leave(error)
+        if self._working is not None:
+            self._working.__exit__(kind, error, at)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the job."""
+        return self._exchange.rank if self._exchange else 0
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the job."""
+        return self._exchange.size if self._exchange else 1
+
+    def agree(self, **facts: Any) -> None:
+        """Raise :class:`DistributedError` on every rank unless all pass equal values."""
+        first, *others = self.gather(facts)
+        for rank, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other[name] != value:
+                    if self._exchange is not None:
+                        self._exchange.confirm()
+                    raise DistributedError(
+                        f"{self.title}: the ranks ask for different things",
+                        why=f"{name} is {value!r} on rank 0, {other[name]!r} on rank {rank}",
+                        hint="all ranks make the same calls in the same order",
+                    )
+
+    def gather(self, value: Result) -> list[Result]:
+        """What every rank passed, by rank."""
+        return self._exchange.all_gather_object(value) if self._exchange else [value]
+
+    def first_rank_does(self, work: Callable[[], Result]) -> Result:
+        """Run ``work`` on rank 0 and return its result, a JSON value, on all ranks. If it raises,
+        all raise.
+        """
+        if self._exchange is None:
+            return work()
+        if self.rank == 0:
+            try:
+                result = work()
+            except BaseException as error:
+                self._exchange.broadcast_object({"error": describe(error)})
+                self._exchange.confirm()
+                raise
+            self._exchange.broadcast_object({"result": result})
+            return result
+        told = self._exchange.broadcast_object(None)
+        if "error" in told:
+            self._exchange.confirm()
+            raise rebuilt(told["error"], self.title, 0, self.size)
+        told_result: Result = told["result"]
+        return told_result
+
+    def every_rank_does(self, work: Callable[[], Result]) -> Result:
+        """Run ``work`` on each rank and return this rank's result. If it raises on any rank, all
+        raise.
+
+        A rank that only missed another one raises the error of that other one.
+        """
+        failure: BaseException | None = None
+        result: Any = None
+        try:
+            result = work()
+        except BaseException as error:
+            if self._exchange is None:
+                raise
+            failure = error
+        told = self.gather(describe(failure) if failure else None)
+        if any(told) and self._exchange is not None:
+            self._exchange.confirm()
+        causes = [
+            rank for rank, d in enumerate(told) if d and d["type"] != CollectiveError.__name__
+        ]
+        if failure is not None and not (isinstance(failure, CollectiveError) and causes):
+            raise failure
+        for rank, description in enumerate(told):
+            if description and (rank in causes or not causes):
+                raise rebuilt(description, self.title, rank, self.size) from failure
+        done: Result = result
+        return done

@@ -1,0 +1,252 @@
+"""Make the files of one module, or find them made: what :func:`shardwright.parallelize` does on one
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright import __version__
+from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.serialize import digest
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.fingerprint import operator_digests
+from shardwright.compiler.ops.proof import prove_operators
+from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.fold import fold_constants
+from shardwright.compiler.trace import trace
+from shardwright.compiler.trace.context.autocast_regions import no_autocast
+from shardwright.frontend.files.cache import (
+    PLAN_FILE,
+    Request,
+    Stored,
+    read_plan,
+    read_proofs,
+    store,
+    store_proofs,
+    store_weights,
+    weights_match,
+)
+from shardwright.frontend.files.locks import directory_lock
+from shardwright.frontend.files.module_source import ModuleSource, in_dtype
+from shardwright.frontend.files.weight_files import Tensors, initial_values
+from shardwright.policies.policy import Policy
+from shardwright.runtime.config import ComputeConfig, ReuseType
+from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.manifest import Manifest, sha256
+from shardwright.runtime.module.declarations import Declaration, Kind
+from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be made. ``dump``: a folder for the forms of the program between the passes."""
+
+    source: ModuleSource
+    dummy_args: Mapping[str, Any]
+    policy: Policy
+    config: ComputeConfig
+    directory: Path
+    reuse: ReuseType = ReuseType.MATCH
+    module_dtype: torch.dtype | None = None
+    dump: Path | None = None
+
+    def trace(self, module: nn.Module) -> IRGraph:
+        """The graph of a module on the dummy arguments."""
+        return trace(
+            module,
+            self.dummy_args,
+            dynamic_dims=self.config.dim_symbols(),
+            constants=self.config.constants,
+        )
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of it. ``made``: what was written: ``"code"`` (and weights that differ),
+    ``"weights"``, or ``"nothing"``.
+    """
+
+    directory: Path
+    manifest: Manifest
+    made: str
+    report: CompileReport
+
+
+def generate(order: Order) -> Generated:
+    """Trace the module and make its files, or find that they are there.
+
+    Raises :class:`ConfigError` if ``reuse`` is MATCH and the directory holds something else, and
+    whatever the compile raises; the directory is then as it was.
+    """
+    manager = pass_manager(dump=order.dump)
+    module = order.source.make()
+    with in_dtype(module, order.module_dtype):
+        graph = manager.run(FunctionPass("trace", order.trace), module)
+    with (
+        no_autocast()
+    ):  # the graph has its regions; what is computed from here on is no part of the model
+        if order.config.constant_folding:
+            graph = manager.run(FunctionPass("fold", fold_constants), graph)
+        weights, constants = initial_values(graph, module)
+        tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
+        files = {str(path): sha256(path.read_bytes()) for path in order.policy.files(order.config)}
+        operators = operator_digests(graph)
+        name, config = order.policy.name, order.config
+        request = Request(
+            digest(graph), config, name, __version__, files=files, operators=operators
+        )
+        with directory_lock(order.directory):
+            proofs = _prove(graph, order, request, manager)
+            generated = _make_or_find(order, module, graph, request, tensors, manager)
+            store_proofs(order.directory, proofs)
+        return generated
+
+
+def _prove(graph: IRGraph, order: Order, request: Request, manager: PassManager) -> list[str]:
+    """Prove what ``register_op`` was told, as far as it was not proved before. One rank alone
+    splits nothing.
+    """
+    if not request.operators or order.config.plan_ngpus == 1:
+        return []
+    with manager.measure("prove"):
+        return prove_operators(graph, read_proofs(order.directory), request.source)
+
+
+def _make_or_find(
+    order: Order,
+    module: nn.Module,
+    graph: IRGraph,
+    request: Request,
+    tensors: Mapping[str, Tensors],
+    manager: PassManager,
+) -> Generated:
+    stored = Stored.read(order.directory)
+    may_reuse = order.reuse in (ReuseType.MATCH, ReuseType.MOO)
+    if order.reuse is ReuseType.MATCH and stored.problem:
+        raise stored.problem
+    found = may_reuse and stored.matches(request)
+    if order.reuse is ReuseType.MATCH and not found and not stored.is_empty:
+        raise _different(
+            order, request.differences(stored.manifest.request if stored.manifest else {})
+        )
+    compiled = None
+    if found and not order.policy.built_in:  # the user's function may decide differently this time
+        compiled = _compile(order, module, graph, request, manager)
+        assert stored.manifest is not None
+        found = sha256(compiled.files[PLAN_FILE].encode()) == stored.manifest.files.get(PLAN_FILE)
+        if not found and order.reuse is ReuseType.MATCH:
+            raise _different(order, f"policy {order.policy.name} made another plan")
+    if found:
+        assert stored.manifest is not None
+        if compiled is None:
+            order.policy.reused(order.config, read_plan(order.directory))
+        with manager.measure("weights"):
+            if weights_match(stored, tensors):
+                return Generated(order.directory, stored.manifest, "nothing", manager.report)
+            manifest = store_weights(stored, tensors)
+        return Generated(order.directory, manifest, "weights", manager.report)
+    compiled = compiled or _compile(order, module, graph, request, manager)
+    if order.reuse is ReuseType.OVERRIDE:
+        stored = replace(stored, manifest=None)
+    with manager.measure("write"):
+        manifest = store(stored, _manifest(compiled, request), compiled.files, tensors)
+    return Generated(order.directory, manifest, "code", manager.report)
+
+
+def _compile(
+    order: Order, module: nn.Module, graph: IRGraph, request: Request, manager: PassManager
+) -> Compiled:
+    plan = None
+    if order.policy.takes_traces(order.config):
+        # Imported for those that search: solvers take longer to import than a small model takes to
+        # compile.
+        search = import_module("shardwright.frontend.search_plan")
+        with manager.measure("policy"):
+            plan = search.search_plan(
+                module, order.dummy_args, order.config, module_dtype=order.module_dtype
+            ).plan
+    compiled = compile_graph(
+        graph,
+        order.policy.apply,
+        order.config,
+        policy_name=order.policy.name,
+        digest=request.key(),
+        version=request.shardwright_version,
+        plan=plan,
+        manager=manager,
+    )
+    _check_rank_order(compiled.plan.mesh, order.config.rank_order)
+    return compiled
+
+
+def _check_rank_order(mesh: Mesh, rank_order: str | None) -> None:
+    """Axes that the order names and the mesh lacks have one rank."""
+    if rank_order is None:
+        return
+    asked = tuple(name for name in rank_order.split("-") if name in mesh.names)
+    if asked != mesh.names:
+        raise PlanError(
+            "the plan's mesh does not follow rank_order",
+            why=f"rank_order is {rank_order!r}, the axes of the mesh are "
+            f"{'-'.join(mesh.names)!r}, major to minor",
+            hint="leave rank_order out, or use a policy that builds its mesh in this order",
+        )
+
+
+def _different(order: Order, why: str) -> ConfigError:
+    return ConfigError(
+        f"{order.directory} holds files of another compile",
+        why=why,
+        hint="reuse='moo' compiles again whenever something changed, reuse='override' always; "
+        "another instance_name keeps both",
+    )
+
+
+def _manifest(compiled: Compiled, request: Request) -> Manifest:
+    plan = compiled.plan
+    return Manifest(
+        key=request.key(),
+        class_name=compiled.program.graph.name,
+        mesh=plan.mesh,
+        policy=plan.policy,
+        files={},
+        tensors=declared(compiled),
+        request=request.to_json(),
+        use_order=tuple(
+            value.fqn or value.name for value in compiled.program.graph.used_parameters
+        ),
+        zero_stage=plan.zero_stage if request.config.leaves_zero_to_plan else None,
+        work=None if compiled.work is None else compiled.work.to_json(),
+    )
+
+
+def declared(compiled: Compiled) -> dict[str, Declaration]:
+    """The tensors of all ranks together, by name, as a manifest lists them."""
+    made = (
+        _declaration(declaration.value, declaration.layout) for declaration in compiled.declarations
+    )
+    return {declaration.name: declaration for declaration in made}
+
+
+def _declaration(value: IRValue, layout: Layout) -> Declaration:
+    kinds: dict[ValueKind, Kind] = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}
+    kind = kinds.get(value.kind, "constant")
+    return Declaration(
+        name=value.fqn or value.name,
+        kind=kind,
+        layout=layout,
+        dtype=value.dtype,
+        aliases=value.aliases,
+        persistent=value.persistent and kind != "constant",
+        requires_grad=value.requires_grad and kind == "parameter",
+    )

@@ -1,0 +1,209 @@
+""":func:`parallelize`: compile a module, and load this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.frontend.files.broadcast_files import share_files
+from shardwright.frontend.files.cache import generated_directory
+from shardwright.frontend.files.job import Job
+from shardwright.frontend.files.module_files import Order, generate
+from shardwright.frontend.files.module_source import ModuleSource
+from shardwright.policies.policy import PolicyFunction
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, did_you_mean
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
+from shardwright.runtime.ranks.threads import ThreadWorld
+from shardwright.runtime.ranks.world import World, current_world, world_of_thread
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+@checked
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | PolicyFunction,
+    compute_config: ComputeConfig | Mapping[str, Any],
+    *,
+    gen_savedir: str | Path = "./.shardwright",
+    reuse: ReuseType | str = ReuseType.MATCH,
+    instance_name: str | None = None,
+    load_module: bool = True,
+    module_dtype: torch.dtype | None = None,
+    module_fn: Callable[[], nn.Module] | None = None,
+    init_module_params: bool = True,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = BroadcastGenFilesStrategy.NONE,
+) -> ParallelModule | type[ParallelModule] | None:
+    """Compile a module for ``compute_config.plan_ngpus`` ranks, and load the part of the calling
+    rank.
+
+    A module gives a :class:`ParallelModule` object, a module class gives a ``ParallelModule``
+    class. With ``load_module=False`` the result is ``None``, and no ``torchrun``, process group or
+    GPU is needed.
+
+    ``dummy_forward_args``: an example of every argument of ``forward``, by name. What is absent
+    keeps its default for good.
+    ``pas_policy``: the name of a policy, built in (``"dp"``, ``"tp"``, ``"data"``, ``"pp"``,
+    ``"hybrid"``, ``"autodist"``, ``"saved"``) or registered, or a function of the graph and the
+    config.
+    ``gen_savedir``: the files lie in
+    ``<gen_savedir>/_parallel_modules/<module>/<class>/<instance_name>``.
+    ``reuse``: what to do with files of an earlier call, see :class:`ReuseType`. Files are
+    recognised by the content of the model, the config, the policy and the versions; initial weights
+    that differ are written anew in all cases.
+    ``module_dtype``: compile as if the module had been cast to this dtype; the module given stays
+    as it is.
+    ``module_fn``: makes the module where a class is given (default: the class called without
+    arguments). It may build on the meta device; then initial values come from a checkpoint.
+    ``init_module_params``: give the loaded module its initial values; otherwise they are left
+    uninitialised.
+    ``broadcast_strategy``: which files go to nodes that do not have them, see
+    :class:`BroadcastGenFilesStrategy`.
+
+    In a job all ranks call it alike. Rank 0 compiles, the others wait for it; an error on one rank
+    is raised on all. A compile that fails leaves the files of an earlier one untouched.
+
+    Raises subclasses of :class:`shardwright.ShardwrightError`, in words: :class:`ConfigError` for
+    arguments and for files that do not match, :class:`TraceError` for a model that cannot be
+    traced, :class:`PlanError` for the policy, :class:`LoadError` for files that cannot be loaded.
+    """
+    title = f"compiling {_title(module_or_module_class)}"
+
+    def read_arguments(world: World) -> tuple[Order, BroadcastGenFilesStrategy]:
+        if isinstance(module_or_module_class, ParallelModule):
+            raise ConfigError(
+                f"{_title(module_or_module_class)} is a parallel module already",
+                hint="pass the module that it was compiled from",
+            )
+        source = ModuleSource.of(module_or_module_class, module_fn)
+        config = ComputeConfig.of(compute_config)
+        policy = find_policy(pas_policy)
+        policy.check(config)
+        strategy = _choice("broadcast_strategy", broadcast_strategy, BroadcastGenFilesStrategy)
+        _check_world(world, config, load_module, strategy)
+        if module_dtype is not None and not (
+            isinstance(module_dtype, torch.dtype) and module_dtype.is_floating_point
+        ):
+            raise ConfigError(
+                "module_dtype is a floating dtype, or None", why=f"it is {module_dtype!r}"
+            )
+        order = Order(
+            source=source,
+            dummy_args=dummy_forward_args,
+            policy=policy,
+            config=config,
+            directory=generated_directory(gen_savedir, source.cls, instance_name),
+            reuse=_choice("reuse", reuse, ReuseType),
+            module_dtype=module_dtype,
+        )
+        return order, strategy
+
+    with Job(title, _exchange(title)) as job:
+        order, strategy = job.every_rank_does(lambda: read_arguments(current_world()))
+        job.agree(
+            model=f"{order.source.cls.__module__}.{order.source.cls.__qualname__}",
+            instance_name=order.directory.name,
+            policy=order.policy.name,
+            load_module=load_module,
+            **{f"ComputeConfig.{name}": value for name, value in order.config.to_json().items()},
+        )
+        made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
+        share_files(job, order.directory, strategy)
+        if not load_module:
+            return None
+        loaded = job.every_rank_does(lambda: _load(order.directory, made))
+        if order.source.module is None:
+            return loaded
+        parallel = job.every_rank_does(lambda: loaded(init_params=init_module_params))
+        return parallel.train(order.source.module.training)
+
+
+def _title(module_or_class: Any) -> str:
+    return getattr(module_or_class, "__name__", type(module_or_class).__name__)
+
+
+def _exchange(what: str) -> Exchange | None:
+    """How the ranks of the caller talk to each other about ``what``; ``None`` for a single
+    process.
+    """
+    world = world_of_thread()
+    if world is not None:
+        return WorldExchange(world)
+    return (
+        StoreExchange.of_process_group(what)
+        if dist.is_available() and dist.is_initialized()
+        else None
+    )
+
+
+def _check_world(
+    world: World, config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy
+) -> None:
+    in_job = isinstance(world, ThreadWorld) or (dist.is_available() and dist.is_initialized())
+    if not in_job and strategy is not BroadcastGenFilesStrategy.NONE:
+        raise ConfigError(
+            f"broadcast_strategy={strategy.value!r} needs a job",
+            why="torch.distributed is not initialised, so there are no other nodes to send files "
+            "to",
+            hint="run under torchrun and call torch.distributed.init_process_group, or leave it "
+            "at 'none'",
+        )
+    if not load_module:
+        return
+    if not in_job:
+        raise DistributedError(
+            "a parallel module is loaded in a job",
+            why="torch.distributed is not initialised",
+            hint=f"run with torchrun --nproc_per_node={config.runtime_ngpus} and call "
+            "torch.distributed.init_process_group, "
+            "or pass load_module=False to compile only",
+        )
+    if world.size != config.runtime_ngpus:
+        raise DistributedError(
+            f"the module is compiled for runtime_ngpus={config.runtime_ngpus}, but "
+            f"{world.size} ranks are running",
+            hint=f"torchrun --nproc_per_node={config.runtime_ngpus}, or set "
+            f"runtime_ngpus={world.size}",
+        )
+
+
+def _choice(name: str, value: Choice | str, kind: type[Choice]) -> Choice:
+    """An enum member, or the one whose value it is."""
+    if isinstance(value, kind):
+        return value
+    values = tuple(member.value for member in kind)
+    if not isinstance(value, str) or value.lower() not in values:
+        raise ConfigError(f"{name} cannot be {value!r}", hint=did_you_mean(str(value), values))
+    return kind(value.lower())
+
+
+def _fingerprint(directory: Path) -> str:
+    """The digest of a manifest, which holds the digests of all other files."""
+    return sha256(read_file(directory, MANIFEST_FILE))
+
+
+def _load(directory: Path, made: str) -> type[ParallelModule]:
+    """The class of this rank, from files that must be those rank 0 made or found, by their
+    fingerprint.
+    """
+    loaded = load_class(directory)
+    if _fingerprint(directory) != made:
+        raise LoadError(
+            f"{directory} on this node is not what rank 0 has there",
+            why="the manifests differ: the model, the plan, or the initial weights are others",
+            hint="share the directory between nodes, copy it, or pass broadcast_strategy='all'",
+        )
+    return loaded

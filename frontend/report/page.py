@@ -1,0 +1,321 @@
+"""A plan and its cost as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.memory.rank_memory import CATEGORIES
+from shardwright.compiler.cost.plan_cost import PlanCost, RankCost, spans
+from shardwright.compiler.cost.time.after_backward import GRADIENTS
+from shardwright.compiler.cost.time.exchange_time import WHOLES
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Plan
+from shardwright.frontend.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
+from shardwright.frontend.report.plan_tables import (
+    alike_rows,
+    axes_of,
+    has_own_meshes,
+    in_words,
+    mesh_in_words,
+    stages_in_words,
+)
+from shardwright.runtime.layout import Layout
+
+ROWS_SHOWN = 64
+"""Bars beyond that many are left out. Ranks that are alike share one."""
+
+LABEL_LENGTH = 17
+"""Letters of a bar's label that there is room for."""
+
+MODULES_NAMED = 8
+"""Of those that are computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page: a sentence, a picture, a table, in this order."""
+
+    title: str
+    text: str = ""
+    picture: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def page(
+    model: str,
+    plan: Plan,
+    cost: PlanCost,
+    hardware: Hardware,
+    *,
+    num_units: int = 1,
+    memory_bytes: float | None = None,
+    stored: Mapping[str, Layout] | None = None,
+    facts: Iterable[tuple[str, str]] = (),
+    sections: Iterable[Section] = (),
+) -> str:
+    """The page. ``facts`` and ``sections`` come beside those that every plan has, ``sections``
+    before them. ``stored``: the layouts of tensors by name, with those that lowering has chosen
+    (default: those of the plan).
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
+    text = (
+        resources.files("shardwright.frontend.report")
+        .joinpath("templates/page.html.jinja")
+        .read_text()
+    )
+    limit = hardware.device.memory_bytes if memory_bytes is None else memory_bytes
+    units = f", {num_units} units" if num_units > 1 else ""
+    known = [
+        ("per step", amount(cost.step_s, "s")),
+        ("on the fullest rank", amount(cost.peak_bytes, "B")),
+        *(
+            [("waiting in the pipeline", f"{cost.bubble:.1%}"), *_about_stages(plan)]
+            if plan.stages
+            else []
+        ),
+        *facts,
+    ]
+    return environment.from_string(text).render(
+        title=f"{model}: {plan.policy} on {mesh_in_words(plan)}",
+        subtitle=f"{hardware.name}{units}. Times and bytes are predicted; docs/cost-model.md says how "
+        "well.",
+        facts=known,
+        sections=[
+            *sections,
+            *_sections(plan, cost, hardware, limit, plan.stored if stored is None else stored),
+        ],
+    )
+
+
+def _about_stages(plan: Plan) -> list[tuple[str, str]]:
+    """The schedule, and how much it runs."""
+    counts = (
+        f"{stages_in_words(plan)}, {plan.num_microbatches} "
+        f"microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    )
+    return [(counts, plan.schedule)]
+
+
+def _sections(
+    plan: Plan, cost: PlanCost, hardware: Hardware, limit: float, stored: Mapping[str, Layout]
+) -> list[Section]:
+    rows: dict[str, list[Box]] = {}
+    for activity in cost.timeline:
+        rows.setdefault(f"rank {activity.rank}", []).append(
+            Box(activity.name, activity.start_s, activity.end_s)
+        )
+    held = (
+        {key: float(m.by_category[key]) for key in CATEGORIES if m.by_category.get(key)}
+        for m in cost.memory
+    )
+    memory, more_memory = _alike(zip((m.rank for m in cost.memory), held, strict=True))
+    spent, more_spent = _alike(
+        (rank.rank, _parts_of_step(rank, cost.step_s)) for rank in cost.ranks
+    )
+    moments = sorted({(m.moment or "the start") for m in cost.memory})
+    return [
+        Section(title="A step in time", text=_about_timeline(plan), picture=timeline(rows)),
+        Section(
+            title="Memory at its peak",
+            text="Reached at: "
+            f"{', '.join(moments[:4])}{' and others' if len(moments) > 4 else ''}.{more_memory}",
+            picture=bars(memory, "B", limit=limit),
+        ),
+        Section(
+            title="Where the time goes",
+            text=f"{_about_hidden(cost)}{more_spent}".strip(),
+            picture=bars(spent, "s"),
+        ),
+        Section(
+            title="Communication",
+            text=_about_communication(cost),
+            columns=("axis and collective, or message", "time in a step", "bytes in a step"),
+            rows=_communication(cost),
+        ),
+        Section(
+            title="Ranks on the machine",
+            text=f"A frame is {hardware.tiers[0].name}." if hardware.tiers else "",
+            picture=ranks_on_machine(_places(plan), _node_sizes(hardware), _stages_of_ranks(plan)),
+        ),
+        Section(
+            title="What every operator does",
+            text=_about_operators(plan),
+            columns=("operator", *axes_of(plan)),
+            rows=_operators(plan),
+        ),
+        Section(
+            title="How tensors are held",
+            text="" if stored else "The model has no parameters, or nothing is said of them.",
+            columns=("tensor", "layout"),
+            rows=[
+                tuple(row)
+                for row in alike_rows((name, str(layout)) for name, layout in stored.items())
+            ],
+        ),
+    ]
+
+
+def _about_timeline(plan: Plan) -> str:
+    if not plan.stages:
+        return ""
+    several = len({stage.ranks for stage in plan.stages}) < len(plan.stages)
+    return (
+        "One rank of each position. Numbers are "
+        f"microbatches.{' Paler: later stages of the rank.' if several else ''}"
+    )
+
+
+def _about_hidden(cost: PlanCost) -> str:
+    if all(_hidden_s(rank, cost.step_s) <= 0 for rank in cost.ranks):
+        return ""
+    return "Gradients are summed beside the backward: of them, what it does not hide."
+
+
+def _hidden_s(rank: RankCost, step_s: float) -> float:
+    """By how much all parts of a rank's step are longer together than it; rounding is none."""
+    seconds = rank.compute_s + rank.communication_s + rank.idle_s - step_s
+    return seconds if seconds > 1e-9 * step_s else 0.0
+
+
+def _parts_of_step(rank: RankCost, step_s: float) -> dict[str, float]:
+    """Where a step of a rank goes, in parts that add up to it. What runs beside other work counts
+    as far as that does not hide it: gradients that are summed beside the backward.
+    """
+    parts = {"computing": rank.compute_s, **rank.comm_s, "waiting": rank.idle_s}
+    hidden_s = _hidden_s(rank, step_s)
+    for name in ("waiting", *(name for name in rank.comm_s if name.endswith(GRADIENTS))):
+        taken = min(hidden_s, parts[name])
+        parts[name] -= taken
+        hidden_s -= taken
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def _stages_of_ranks(plan: Plan) -> dict[int, str]:
+    """``stage 1``; of a rank that runs several, ``stages 0, 3``."""
+    found: dict[int, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            found.setdefault(rank, []).append(index)
+    return {
+        rank: f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
+        for rank, own in found.items()
+    }
+
+
+def _about_operators(plan: Plan) -> str:
+    where = "every rank of its stage" if plan.stages else "every rank"
+    if not any(plan.strategies.values()):
+        text = f"Every operator is computed whole on {where}."
+    else:
+        text = f"Alike layers share a row. An operator not listed is computed whole on {where}."
+    if plan.recompute:
+        first, more = ", ".join(plan.recompute[:MODULES_NAMED]), len(plan.recompute) - MODULES_NAMED
+        text += (
+            f" Computed again in the backward: {first}{f' and {more} more' if more > 0 else ''}."
+        )
+    return text
+
+
+def _communication(cost: PlanCost) -> list[tuple[str, str, str]]:
+    most: dict[str, tuple[float, float]] = {}
+    for rank in cost.ranks:
+        for name, seconds in rank.comm_s.items():
+            most[name] = max(most.get(name, (0.0, 0.0)), (seconds, rank.comm_bytes.get(name, 0.0)))
+    most |= {
+        f"messages, {name}": (seconds, cost.message_bytes.get(name, 0.0))
+        for name, seconds in cost.messages.items()
+    }
+    ordered = sorted(most.items(), key=lambda item: -item[1][0])
+    return [
+        (name, amount(seconds, "s"), amount(num_bytes, "B"))
+        for name, (seconds, num_bytes) in ordered
+    ]
+
+
+def _about_communication(cost: PlanCost) -> str:
+    if not cost.messages and not any(rank.comm_s for rank in cost.ranks):
+        return "None."
+    words = [
+        (
+            "Of collectives, on the rank that has most: the bytes of what is summed, gathered or "
+            "exchanged."
+        )
+    ] * any(rank.comm_s for rank in cost.ranks)
+    if any(name.endswith(GRADIENTS) for rank in cost.ranks for name in rank.comm_s):
+        words.append(
+            "Gradients are those of parameters: over axes, over the units that hold copies, "
+            "over stages that share them."
+        )
+    if any(WHOLES in rank.comm_s for rank in cost.ranks):
+        words.append(
+            "Wholes are parameters that the plan cuts and the optimizer needs whole, on "
+            "average over the ranks."
+        )
+    if cost.messages:
+        words.append(
+            "Messages between stages are under way beside other work; what that does not "
+            "hide is waiting."
+        )
+        words.append("Their bytes are those of all ranks together.")
+    return " ".join(words)
+
+
+def _alike(parts: Iterable[tuple[int, dict[str, float]]]) -> tuple[list[Bar], str]:
+    """A bar for all ranks with the same parts, and a sentence if there are more bars than are
+    shown.
+    """
+    ranks: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    for rank, own in parts:
+        ranks.setdefault(tuple(own.items()), []).append(rank)
+    found = [Bar(_named(own), dict(items)) for items, own in ranks.items()]
+    return found[:ROWS_SHOWN], f" The first {ROWS_SHOWN} of {len(found)} kinds of ranks." if len(
+        found
+    ) > ROWS_SHOWN else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-63``, ``32 ranks from 1``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = f"ranks {spans(ranks)}"
+    return text if len(text) <= LABEL_LENGTH else f"{len(ranks)} ranks from {ranks[0]}"
+
+
+def _places(plan: Plan) -> list[str]:
+    """By rank of a unit, where it is along the axes of its mesh; of a pipeline on equal meshes
+    along its axis, too.
+    """
+    mesh_of = {rank: (plan.mesh, rank) for rank in range(plan.mesh.size)}
+    if has_own_meshes(plan):
+        mesh_of |= {
+            rank: (stage.mesh, index)
+            for stage in plan.stages
+            for index, rank in enumerate(stage.ranks)
+        }
+    return [
+        ", ".join(
+            f"{axis} {at}" for axis, at in mesh.coords(index).items() if mesh.axis_size(axis) > 1
+        )
+        for mesh, index in mesh_of.values()
+    ]
+
+
+def _operators(plan: Plan) -> list[tuple[str, ...]]:
+    axes = axes_of(plan)
+    rows = (
+        (op, *(in_words(plan, op, axis) for axis in axes))
+        for op, chosen in plan.strategies.items()
+        if chosen
+    )
+    return [tuple(row) for row in alike_rows(rows)]
+
+
+def _node_sizes(hardware: Hardware) -> Sequence[int]:
+    """The devices of each group of the innermost tier."""
+    return hardware.tiers[0].sizes if hardware.tiers else (hardware.num_devices,)

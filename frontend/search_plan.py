@@ -1,0 +1,193 @@
+"""Search for a plan from Python: what ``shardwright plan`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.compiler.compile import annotate, pass_manager, without_gradients
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.passes.fold import fold_constants
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.certified import certified
+from shardwright.compiler.plan.named import split_dim_names
+from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.compiler.trace import trace
+from shardwright.frontend.files.module_source import in_dtype
+from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import (
+    check_save,
+    options_of,
+    save,
+    search_variants,
+    settled,
+)
+from shardwright.policies.autodist.search.batches import batch_dims, batches
+from shardwright.policies.autodist.search.variants import Variant, Variants
+from shardwright.policies.policy import read_options
+from shardwright.runtime import structure
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What is searched, for the model as it was traced: a graph for every size of a microbatch."""
+
+    variants: Variants
+    config: ComputeConfig
+    options: AutodistOptions
+    hardware: Hardware
+    dummy_args: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        dummy_args: Mapping[str, Any],
+        config: ComputeConfig,
+        *,
+        module_dtype: torch.dtype | None = None,
+    ) -> PlanSearch:
+        """Trace the module for what the options in ``config.pas_config`` ask for.
+
+        Raises what tracing raises, and :class:`ConfigError` for options that contradict each other,
+        the config or the model.
+        """
+        options = read_options(AutodistOptions, config.pas_config, policy="autodist")
+        if options.load_plan is not None:
+            raise ConfigError(
+                "a search has no use for load_plan",
+                why=f"the plan in {options.load_plan} would be used as it is, and nothing would "
+                "be searched",
+                hint="leave it out, or compile with it: policy 'saved'",
+            )
+        check_save(options)
+        hardware = load_hardware(options.hardware, config.runtime_ngpus)
+        with in_dtype(module, module_dtype):
+            graphs = _graphs(module, dummy_args, config, options)
+        return cls(Variants.of(graphs, config, options.zero), config, options, hardware, dummy_args)
+
+    def run(self) -> Found:
+        """Search."""
+        return search_variants(self.variants, self.options, self.hardware)
+
+    def settled(self, found: Found) -> SearchedPlan:
+        """The best plan. Raises :class:`PlanError` if nothing fits."""
+        plan = settled(found, self.config, self.hardware)
+        graph = self.variants.chosen(plan).graph
+        plan = certified(replace(plan, dims=split_dim_names(graph, plan)), graph, self.config)
+        dummy_args = (
+            self.dummy_args
+            if plan.batch is None
+            else resized(self.dummy_args, plan.batch.dims, plan.batch.samples)
+        )
+        return SearchedPlan(plan, dummy_args, self.variants.chosen(plan))
+
+    def options_for(self, variant: Variant) -> AutodistOptions:
+        """The options with all chosen that tells a variant from the others."""
+        return options_of(variant, self.options, self.options.time_limit_s)
+
+
+@dataclass(frozen=True)
+class SearchedPlan:
+    """The best plan, and the dummy arguments to compile it with: of the size of its microbatches.
+    ``variant``: the graph and the config that it is for.
+    """
+
+    plan: Plan
+    dummy_args: Mapping[str, Any]
+    variant: Variant
+
+
+@checked
+def search_plan(
+    module: nn.Module,
+    dummy_args: Mapping[str, Any],
+    compute_config: ComputeConfig | Mapping[str, Any],
+    *,
+    module_dtype: torch.dtype | None = None,
+) -> SearchedPlan:
+    """Search for the best plan, as policy ``autodist`` with the options in ``pas_config`` of
+    ``compute_config`` does, and compile nothing. ``module_dtype``: as if the module had been cast
+    to this dtype; the module given stays as it is.
+
+    With the option ``global_batch``, the samples of a step, the size of a microbatch is searched
+    too: the module is traced once for every size, with the dummy arguments repeated or cut to it.
+    ``microbatch`` lists the sizes, of one unit's microbatch (default: 1, 2, 4, 8 and 16, as far as
+    they divide a unit's share). ``batch_dims`` says which dim of an input counts samples,
+    ``{"input_ids": 0, "labels": 0}``, where it cannot be told. What is found is used as in::
+
+        found = search_plan(model, dummy_args, config)
+        Path("plan.json").write_text(found.plan.dumps())
+        parallelize(model, found.dummy_args, "saved", replace(config, pas_config={"load_plan": "plan.json"}))
+
+    and a step has ``found.plan.batch.num_microbatches`` microbatches of
+    ``found.plan.batch.samples`` samples on every unit.
+
+    Raises:
+        ConfigError: options that contradict each other, the config or the model.
+        TraceError: the model cannot be traced.
+        PlanError: nothing fits, or constraints name what the model does not have.
+    """
+    asked = PlanSearch.of(
+        module, dummy_args, ComputeConfig.of(compute_config), module_dtype=module_dtype
+    )
+    found = asked.settled(asked.run())
+    save(asked.options, found.plan)
+    return found
+
+
+def resized(dummy_args: Mapping[str, Any], dims: Mapping[str, int], samples: int) -> dict[str, Any]:
+    """The arguments with so many samples: theirs, over and over again. What is one tensor in two
+    places stays one.
+    """
+    made: dict[tuple[int, int], Tensor] = {}
+
+    def resize(path: str, leaf: Any) -> Any:
+        if path not in dims:
+            return leaf
+        dim = dims[path]
+        if (id(leaf), dim) not in made:
+            rows = torch.arange(samples, device=leaf.device) % leaf.shape[dim]
+            made[id(leaf), dim] = (
+                leaf.detach().index_select(dim, rows).requires_grad_(leaf.requires_grad)
+            )
+        return made[id(leaf), dim]
+
+    return {name: structure.map_leaves(value, resize, name) for name, value in dummy_args.items()}
+
+
+def _graphs(
+    module: nn.Module,
+    dummy_args: Mapping[str, Any],
+    config: ComputeConfig,
+    options: AutodistOptions,
+) -> dict[Batch | None, PlannableGraph]:
+    """The model as traced, or once for every size of a microbatch."""
+
+    def traced(args: Mapping[str, Any], fixed: Mapping[str, int]) -> PlannableGraph:
+        """With the dims ``fixed`` static: what a microbatch of any size costs is not known."""
+        dynamic = {
+            path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
+            for path, dims in config.dim_symbols().items()
+        }
+        named = {path: dims for path, dims in dynamic.items() if dims}
+        graph = trace(module, args, dynamic_dims=named, constants=config.constants)
+        graph = fold_constants(graph) if config.constant_folding else graph
+        return annotate(
+            without_gradients(graph) if config.inference_only else graph, pass_manager()
+        )
+
+    if options.global_batch is None:
+        return {None: traced(dummy_args, {})}
+    first = traced(dummy_args, {})
+    dims = batch_dims(first, options.batch_dims, config)
+    wanted = batches(config, options.global_batch, options.microbatch, dims)
+    return {batch: traced(resized(dummy_args, dims, batch.samples), dims) for batch in wanted}

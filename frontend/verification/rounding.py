@@ -1,0 +1,150 @@
+"""Which gradients hold rounding, wholly or but for a few digits, and how much of a difference that
+explains.
+
+A bias in front of a batch norm has a gradient of zero: the norm takes its effect away, and the
+terms of its gradient cancel. A scale in front of one has nearly none. What is left depends on the
+order of summation, so two right answers agree in no digit or in few, and how large it is depends on
+the terms, not on other gradients. The reference tells: trained again from weights and inputs that
+differ in their last bit only, it is as far from itself as the numbers are uncertain. Where a
+gradient has most of its digits, every bound stays that of :mod:`deviation`. An example: a gradient
+of up to 4e-13 that is 3e-13 from itself means nothing, and a plan may differ in it by 3e-11; one of
+4e-9 that is 3e-13 from itself has four digits, and may differ by 3e-11, too; one of 4e-3 that is
+3e-13 from itself stays at the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.frontend.verification.deviation import Deviation, distance
+from shardwright.frontend.verification.one_device import Reference
+from shardwright.frontend.verification.sample_inputs import copied
+from shardwright.runtime import structure
+
+Samples = Sequence[Sequence[Mapping[str, Any]]]
+Run = Callable[[nn.Module, Samples], Reference]
+"""Trains a model on samples, on one device."""
+
+NUM_REPEATS = 3
+UNCERTAIN = 1e-6
+"""How much of a gradient changes with the last bits of what it is computed from, where fewer than
+six digits mean anything.
+"""
+INSIGNIFICANT = 0.25
+"""The same where no digit does. Below, the loss is asked whether the exact gradient is zero."""
+UNREAL = 0.01
+"""What is left of the change in the loss that a gradient promises, where its exact value is
+zero.
+"""
+LEAST_MISTAKE = 0.01
+"""A plan with a mistake changes such a gradient by a larger part: a sum that is missing, or one
+term too many.
+"""
+ORDERS: Mapping[str, float] = {"gradients": 100.0, "parameters": 10.0, "buffers": 10.0}
+"""How much further than one device from itself a plan may be, by kind: it adds other partial sums.
+What has been updated by a gradient without meaning is anywhere within its own noise, however large
+that is beside other tensors.
+"""
+
+
+def allow_rounding(
+    found: Mapping[str, Sequence[Deviation]],
+    reference: Reference,
+    repeats: Sequence[Reference],
+    is_zero: Callable[[str], bool],
+) -> dict[str, list[Deviation]]:
+    """``found`` with what is allowed for uncertain gradients, for parameters that they update, and
+    for buffers, which see those parameters in later steps: :data:`ORDERS` times the noise of the
+    reference, where that is more than allowed before. Of a gradient whose exact value is not zero
+    (``is_zero``, asked by its name), a difference of :data:`LEAST_MISTAKE` stays one.
+    """
+    noises = {d.name: _noise(d, "gradients", reference, repeats) for d in found["gradients"]}
+    uncertain = {
+        d.name for d in found["gradients"] if noises[d.name] >= UNCERTAIN * d.magnitude > 0.0
+    }
+    if not uncertain:
+        return {kind: list(deviations) for kind, deviations in found.items()}
+
+    def allowed(kind: str, d: Deviation) -> Deviation:
+        if kind == "losses" or (kind != "buffers" and d.name not in uncertain):
+            return d
+        noise = _noise(d, kind, reference, repeats)
+        most = ORDERS[kind] * noise
+        noted = replace(d, noise=noise)
+        if (
+            kind == "gradients"
+            and d.excess > 1.0
+            and noise < INSIGNIFICANT * d.magnitude
+            and not is_zero(d.name)
+        ):
+            most = min(most, LEAST_MISTAKE * d.magnitude)
+        return replace(noted, allowed=most) if most > d.allowed else d
+
+    return {
+        kind: sorted((allowed(kind, d) for d in deviations), key=lambda d: d.excess, reverse=True)
+        for kind, deviations in found.items()
+    }
+
+
+def is_rounding_only(d: Deviation) -> bool:
+    """Whether hardly a digit of the reference means anything."""
+    return d.noise is not None and d.noise >= LEAST_MISTAKE * d.magnitude
+
+
+def is_zero_exactly(
+    name: str, run: Run, model: nn.Module, samples: Samples, reference: Reference
+) -> bool:
+    """Whether the gradient of a parameter is zero in exact arithmetic, whatever was computed: then
+    the loss stays where it is when the parameter moves along that gradient, and far.
+    """
+    gradient = reference.gradients[name]
+    assert gradient is not None
+    promised, losses = gradient.abs().sum().item(), []
+    for sign in (1.0, -1.0):
+        moved = copied(model)
+        with torch.no_grad():
+            moved.get_parameter(name).add_(sign * gradient.sign().to(gradient.dtype))
+        losses.append(
+            float(torch.stack([loss.sum() for loss in run(moved, samples).losses[0]]).sum())
+        )
+    return abs(losses[0] - losses[1]) / 2 <= UNREAL * promised
+
+
+def _noise(d: Deviation, kind: str, reference: Reference, repeats: Sequence[Reference]) -> float:
+    """How far a tensor of the reference is from that of its repetitions at most."""
+    expected = getattr(reference, kind)[d.name]
+    return max(distance(getattr(repeat, kind)[d.name], expected) for repeat in repeats)
+
+
+def repeated(run: Run, model: nn.Module, samples: Samples) -> Iterator[Reference]:
+    """What ``run`` computes from weights and inputs whose last bits were changed, at random but
+    always alike.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_REPEATS):
+        changed = copied(model)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.copy_(_last_bits_changed(parameter, generator))
+        yield run(
+            changed, [[_inputs_changed(inputs, generator) for inputs in unit] for unit in samples]
+        )
+
+
+def _inputs_changed(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    def change(path: str, leaf: Any) -> Any:
+        return _last_bits_changed(leaf, generator) if isinstance(leaf, Tensor) else leaf
+
+    return {name: structure.map_leaves(value, change, name) for name, value in inputs.items()}
+
+
+def _last_bits_changed(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    steps = torch.randint(-1, 2, tensor.shape, generator=generator)
+    return tensor * (1 + torch.finfo(tensor.dtype).eps * steps.to(torch.float64)).to(tensor.dtype)

@@ -1,0 +1,263 @@
+"""``verify``: compile a model, run all its ranks as threads of this process, and compare with one
+device.
+
+Everything is float64, casts to float32 inside the model included, so that what is left is rounding:
+a wrong formula, a missing reduction or a doubled gradient stands out by ten orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.frontend.files.cache import read_plan
+from shardwright.frontend.parallelize import parallelize
+from shardwright.frontend.verification.deviation import (
+    Deviation,
+    LoneGradient,
+    deviations,
+    lone_gradients,
+    table,
+)
+from shardwright.frontend.verification.one_device import (
+    OptimizerFactory,
+    Reference,
+    adamw,
+    reference_run,
+)
+from shardwright.frontend.verification.precision import float64_casts
+from shardwright.frontend.verification.rounding import (
+    allow_rounding,
+    is_rounding_only,
+    is_zero_exactly,
+    repeated,
+)
+from shardwright.frontend.verification.sample_inputs import in_float64, model_in_float64, rolled
+from shardwright.frontend.verification.trained_ranks import Samples, train_plan
+from shardwright.policies.policy import PolicyFunction
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """How far the plan is from one device. ``deviations``: kind (losses, gradients, parameters,
+    buffers) to its tensors, worst first. ``lone``: gradients that only one side has.
+    ``compared_with`` names the reference: the model itself, or for a model that draws random
+    numbers the program of one rank, which draws the same.
+    """
+
+    deviations: Mapping[str, Sequence[Deviation]]
+    lone: Sequence[LoneGradient]
+    losses: tuple[float, ...]
+    num_ranks: int
+    mesh: Mesh
+    compared_with: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs by more than rounding, and both sides have gradients for the same
+        parameters.
+        """
+        return not self.lone and all(
+            d.excess <= 1.0 for found in self.deviations.values() for d in found
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_ranks} ranks in units of {self.mesh}, compared with {self.compared_with}"
+        ]
+        lines.append("losses  " + "  ".join(f"{loss:.12g}" for loss in self.losses))
+        for kind, found in self.deviations.items():
+            bad = [d for d in found if d.excess > 1.0]
+            worst = max(found, key=lambda d: d.excess, default=None)
+            verdict = f"{len(bad)} of {len(found)} differ" if bad else "equal"
+            lines.append(
+                f"{kind:<10}  {len(found):4} tensors  worst error / allowed "
+                f"{worst.excess if worst else 0:8.2g}  {verdict}"
+            )
+            lines += [table(bad[:10])] if bad else []
+            lines += self._lone() if kind == "gradients" else []
+        lines += self._rounding()
+        return "\n".join(lines)
+
+    def _lone(self) -> list[str]:
+        if not self.lone:
+            return []
+        count = f"{len(self.lone)} more are" if len(self.lone) > 1 else "1 more is"
+        more = ["  ..."] if len(self.lone) > 10 else []
+        return [
+            f"{count} there on one side only",
+            *(f"  {gradient}" for gradient in self.lone[:10]),
+            *more,
+        ]
+
+    def _rounding(self) -> list[str]:
+        noisy = [d for d in self.deviations["gradients"] if d.noise is not None]
+        none = [d.name for d in noisy if is_rounding_only(d)]
+        few = [d.name for d in noisy if not is_rounding_only(d)]
+        lines = []
+        if none:
+            lines += [
+                f"of {len(none)} gradients no digit means anything: {_first(none)}",
+                "  they are zero in exact arithmetic (a bias in front of a norm, say)",
+            ]
+        if few:
+            lines += [
+                f"of {len(few)} gradients only a few digits mean anything: {_first(few)}",
+                "  their terms nearly cancel (a scale in front of a norm, say)",
+            ]
+        if lines:
+            lines += [
+                "  One device computes others when last bits of its weights and inputs change.",
+                "  They are compared with the size of that rounding",
+            ]
+        return lines
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+@checked
+def verify(
+    model: nn.Module,
+    dummy_args: Mapping[str, Any],
+    policy: str | PolicyFunction,
+    config: ComputeConfig | Mapping[str, Any],
+    *,
+    inputs_per_unit: Sequence[Mapping[str, Any]] | None = None,
+    steps: int = 3,
+    optimizer: OptimizerFactory = adamw,
+    directory: Path | None = None,
+    num_samples: int | None = None,
+) -> VerifyReport:
+    """Train ``model`` for ``steps`` steps under the plan and on one device, and compare.
+
+    ``inputs_per_unit``: the inputs of every unit (default: the dummy ones, rolled along the batch).
+    ``directory``: where the files go (default: a temporary folder). ``num_samples``: how many a
+    step of an end2end module accumulates (default: two, or what its schedule says). The model is
+    left as it was.
+
+    Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values, or
+    less than a step.
+    """
+    if steps < 1:
+        raise ConfigError(
+            f"there is nothing to compare after {steps} steps", hint="compare at least one step"
+        )
+    if num_samples is not None and num_samples < 1:
+        raise ConfigError(
+            f"there is nothing to compare of {num_samples} samples",
+            hint="compare at least one in a step",
+        )
+    config = ComputeConfig.of(config)
+    model = model_in_float64(model)
+    dummy_args = in_float64(dummy_args)
+    units = config.runtime_ngpus // config.plan_ngpus
+    with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
+        folder = directory or Path(temporary)
+        compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
+        num_samples = _num_samples(compiled, config) if num_samples is None else num_samples
+        given = inputs_per_unit or [
+            rolled(dummy_args, unit, config.constants) for unit in range(units)
+        ]
+        samples = [
+            [
+                rolled(in_float64(x), number * units, config.constants)
+                for number in range(num_samples)
+            ]
+            for x in given
+        ]
+        reduction = config.grad_reduction
+
+        def alone(model: nn.Module, samples: Samples) -> Reference:
+            return reference_run(model, samples, optimizer, steps, reduction=reduction)
+
+        before = _random_state()
+        reference, run_alone = alone(model, samples), alone
+        compared_with = "the model on one device"
+        if _random_state() != before:
+            compared_with = "its program on one rank, as the model draws random numbers"
+            config = replace(config, rng="plan_independent")
+            compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
+            single = replace(
+                config, plan_ngpus=1, runtime_ngpus=units, rank_order=None, pas_config={}
+            )
+
+            def program_alone(model: nn.Module, samples: Samples) -> Reference:
+                directory = compile_into(folder / "reference", model, dummy_args, "dp", single)
+                return train_plan(directory, single, samples, steps, optimizer, model.training)
+
+            reference, run_alone = program_alone(model, samples), program_alone
+        ours = train_plan(compiled, config, samples, steps, optimizer, model.training, reference)
+        mesh = Manifest.read(compiled).mesh
+        lone = lone_gradients(ours.gradients, reference.gradients)
+        both, expected = (
+            {
+                name: gradient
+                for name, gradient in side.gradients.items()
+                if name not in {one.name for one in lone}
+            }
+            for side in (ours, reference)
+        )
+        found: dict[str, list[Deviation]] = {
+            "losses": deviations({"loss": ours.losses}, {"loss": reference.losses}),
+            "gradients": deviations(both, expected),
+            "parameters": deviations(ours.parameters, reference.parameters),
+            "buffers": deviations(ours.buffers, reference.buffers),
+        }
+        if any(
+            d.excess > 1.0 for kind in ("gradients", "parameters", "buffers") for d in found[kind]
+        ):
+
+            def is_zero(name: str) -> bool:
+                return is_zero_exactly(name, run_alone, model, samples, reference)
+
+            found = allow_rounding(
+                found, reference, list(repeated(run_alone, model, samples)), is_zero
+            )
+    losses = tuple(loss.item() for loss in ours.losses[-1])
+    return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with)
+
+
+def _random_state() -> tuple[bytes, object]:
+    """Of the generators that a model on one device draws from: it differs once something has been
+    drawn.
+    """
+    return torch.get_rng_state().numpy().tobytes(), random.getstate()
+
+
+def compile_into(
+    folder: Path,
+    model: nn.Module,
+    dummy_args: Mapping[str, Any],
+    policy: str | PolicyFunction,
+    config: ComputeConfig,
+) -> Path:
+    """Compile, and return the directory of the generated files."""
+    parallelize(
+        model, dummy_args, policy, config, gen_savedir=folder, load_module=False, reuse="override"
+    )
+    (directory,) = {path.parent for path in folder.rglob("manifest.json")}
+    return directory
+
+
+def _num_samples(directory: Path, config: ComputeConfig) -> int:
+    """How many samples a step has: what the plan says, two if it says nothing; one outside of
+    end2end modules.
+    """
+    plan = read_plan(directory)
+    if plan.batch is not None and config.use_end2end:
+        return plan.batch.num_microbatches
+    return 1 if not config.use_end2end else plan.num_microbatches if plan.stages else 2

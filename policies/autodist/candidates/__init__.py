@@ -1,0 +1,1 @@
+"""What a search tries and finds, as data."""

@@ -1,0 +1,102 @@
+"""The time that a search has, and how much of it its steps take."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+
+OVERTIME, OVERTIME_S = 1.2, 2.0
+"""A search that has nothing to answer with when its limit is over goes on until that many times the
+limit are, or as many seconds more, whatever is later.
+"""
+
+SHORTEST_S = 1e-9
+"""A limit of no time at all, as one of several searches has that share a limit, counts as that
+much.
+"""
+
+LATEST = 4
+"""Of how many steps of a kind it is known what they took."""
+
+
+class Clock:
+    """How much of a limit is over, from when the clock was made. ``limit_s``: infinite for none."""
+
+    def __init__(self, limit_s: float = float("inf")) -> None:
+        self.limit_s = limit_s
+        self._began = time.monotonic()
+        self._is_ended = False
+        self._reserved = 0.0
+        self._took_s: dict[str, deque[float]] = {}  # the latest steps, by kind
+
+    @property
+    def seconds(self) -> float:
+        """Since the clock was made."""
+        return time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Until the limit is over; negative after that."""
+        return 0.0 if self._is_ended else self._free_s - self.seconds
+
+    def spent(self, more_s: float = 0.0) -> float:
+        """The share of the limit that is over, or will be after ``more_s``."""
+        return (
+            float("inf")
+            if self._is_ended
+            else (self.seconds + more_s) / max(self._free_s, SHORTEST_S)
+        )
+
+    def share_of(self, seconds: float) -> float:
+        """The share of the whole limit that so many seconds are."""
+        return seconds / max(self.limit_s, SHORTEST_S)
+
+    def moment(self, share: float) -> float:
+        """When a share of the limit is over, as a time of ``time.monotonic()``."""
+        return float("-inf") if self._is_ended else self._began + share * self._free_s
+
+    def reserve(self, share: float) -> None:
+        """Keep a share of the limit for what comes last: shares are those of the rest, until 0 is
+        kept.
+        """
+        self._reserved = share
+
+    @property
+    def _free_s(self) -> float:
+        """What of the limit is not kept for later."""
+        return (1 - self._reserved) * self.limit_s
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """A step of a kind, whose time is noted."""
+        began = self.seconds
+        try:
+            yield
+        finally:
+            self._took_s.setdefault(kind, deque(maxlen=LATEST)).append(self.seconds - began)
+
+    def longest_s(self, kind: str) -> float:
+        """Of the latest steps of a kind: the first ones take longer, for all that is worked out
+        once.
+        """
+        return max(self._took_s.get(kind, ()), default=0.0)
+
+    def end(self) -> None:
+        """Leave no time, as somebody waits for the answer."""
+        self._is_ended = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether even a search without an answer ends: overtime is over."""
+        return self.seconds > self._latest_s
+
+    @property
+    def latest(self) -> float:
+        """When even a search without an answer ends, as a time of ``time.monotonic()``."""
+        return self._began + self._latest_s
+
+    @property
+    def _latest_s(self) -> float:
+        return max(OVERTIME * self.limit_s, self.limit_s + OVERTIME_S)

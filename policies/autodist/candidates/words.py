@@ -1,0 +1,85 @@
+"""What a search calls its candidates, and its reasons against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.compiler.plan.amounts import amount
+from shardwright.policies.autodist.candidates.candidates import Pace
+from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.stages.chain import Part
+from shardwright.runtime.layout import Mesh
+
+MOST_LISTED = 4
+"""Reasons of a kind that an error has."""
+
+
+def mesh_title(num_positions: int, mesh: Mesh, pp_place: int = 0) -> str:
+    """``pp=2 x tp=4``; ``one rank``."""
+    sizes = [f"{axis}={size}" for axis, size in mesh.axes] if mesh.size > 1 else []
+    if num_positions > 1:
+        sizes.insert(pp_place, f"pp={num_positions}")
+    return " x ".join(sizes) or "one rank"
+
+
+def stages_title(meshes: Sequence[Mesh]) -> str:
+    """``tp=4 | tp=2 | one rank``: the meshes of all stages, one after the other."""
+    return " | ".join(mesh_title(1, mesh) for mesh in meshes)
+
+
+def paced_title(title: str, pace: Pace) -> str:
+    """With the schedule and its chunks: ``pp=2 x tp=4, 1f1b_interleaved x2``."""
+    return (
+        f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "")
+        if pace.schedule
+        else title
+    )
+
+
+def too_large(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -> str:
+    """Why nothing fits. ``needed_bytes``: infinite where there are fewer blocks than stages."""
+    if needed_bytes == float("inf"):
+        return "the model cannot be cut into so many stages"
+    return (
+        f"it {verb} {amount(needed_bytes, 'B', digits=4)} on a device, and "
+        f"{amount(limit_bytes, 'B', digits=4)} are allowed"
+    )
+
+
+def refusals(found: Found) -> list[str]:
+    """Why nothing tried is the answer, a line each: what needs least memory first, and once what is
+    said of many.
+    """
+    large = sorted(
+        found.refused.keys() & found.needed_bytes.keys(),
+        key=lambda title: (found.needed_bytes[title], title),
+    )
+    lines = [f"{title}: {found.refused[title]}" for title in large[:MOST_LISTED]]
+    if len(large) > MOST_LISTED:
+        lines.append(f"{len(large) - MOST_LISTED} more need as much or more")
+    alike: dict[str, list[str]] = {}
+    for title in (title for title in found.refused if title not in found.needed_bytes):
+        alike.setdefault(found.refused[title], []).append(title)
+    lines += [
+        f"{first_of(titles)}: {reason}" for reason, titles in list(alike.items())[:MOST_LISTED]
+    ]
+    left = sum(map(len, list(alike.values())[MOST_LISTED:]))
+    return [*lines, f"and {left} more, for other reasons"] if left else lines
+
+
+def first_of(titles: Sequence[str]) -> str:
+    """The first two, and how many more there are."""
+    first, more = ", ".join(titles[:2]), len(titles) - 2
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:
+    """``, 3 of 8 layers computed again``, and of how many some modules."""
+    whole = sum(1 for parts in chosen if any(part.path in layers.values() for part in parts))
+    words = [f"{whole} of {len(layers)} layers"] if whole else []
+    words += [f"parts of {len(chosen) - whole}"] if len(chosen) > whole else []
+    return (
+        f", {' and '.join(words)}{'' if whole else f' of {len(layers)} layers'} computed again"
+        if words
+        else ""
+    )

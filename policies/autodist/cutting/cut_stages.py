@@ -1,0 +1,504 @@
+"""Cut an attempt into stages: the chains that the model is seen as, what their blocks cost, and the
+plan of the best cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.schedule.live_microbatches import held_together, peak_in_flight
+from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks, staged
+from shardwright.policies.autodist.candidates.found import Attempt, Candidate
+from shardwright.policies.autodist.candidates.hidden import left_in_bound
+from shardwright.policies.autodist.candidates.space import Space
+from shardwright.policies.autodist.candidates.words import again_in_words, paced_title, stages_title
+from shardwright.policies.autodist.cutting.join_stages import joined
+from shardwright.policies.autodist.cutting.moving import moved
+from shardwright.policies.autodist.cutting.predicting import Prediction
+from shardwright.policies.autodist.stages.block_costs import Costs, block_costs, operator_times
+from shardwright.policies.autodist.stages.boundaries import Messages, RanksOf
+from shardwright.policies.autodist.stages.chain import (
+    Part,
+    block_starts,
+    layer_blocks,
+    layer_parts,
+    layer_pattern,
+    nested_starts,
+)
+from shardwright.policies.autodist.stages.evening import even_stages, evened
+from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
+from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
+from shardwright.policies.autodist.stages.shared_positions import Positions
+from shardwright.policies.autodist.stages.split_chain import (
+    InFlight,
+    NoFit,
+    NoGain,
+    Split,
+    may_take_less,
+    split_stages,
+)
+from shardwright.policies.autodist.stages.walk import Walk
+
+Chain = tuple[list[int], Mapping[int, str]]
+"""Where blocks begin, and the module paths of those that are layers that may be computed again."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The best stages of one chain: those of ``layers``, by block, may be computed again.
+    ``step_s``: predicted.
+    """
+
+    split: Split
+    prediction: Prediction
+    layers: Mapping[int, str]
+    step_s: float
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """What the chains gave: the cut ``chosen``, if any gains, and what no cut of any chain takes
+    less than.
+    """
+
+    chosen: _Cut | None
+    bound_s: float
+
+
+KEPT = 8
+"""Of how many chains what boundaries take is kept: the schedules of a placement are tried one after
+the other.
+"""
+
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Of what computing layers again can save, the shares that are left alone in trials for little
+memory.
+"""
+
+
+class Cutter:
+    """Cuts attempts on one graph into stages."""
+
+    def __init__(self, graph: PlannableGraph, space: Space) -> None:
+        self.graph, self.space = graph, space
+        self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
+        self._costs: dict[tuple[Walk, tuple[int, ...], bool], Costs] = {}
+        self._fine: dict[tuple[Walk, int], list[int]] = {}
+        self._waits: dict[tuple[Pace, int], Chains] = {}  # by schedule and number of positions
+
+    @functools.cached_property
+    def _by_layer(self) -> tuple[list[int], dict[int, str]]:
+        return layer_blocks(self.graph)
+
+    @functools.cached_property
+    def _nested(self) -> list[list[int]]:
+        return nested_starts(self.graph)
+
+    @functools.cached_property
+    def _layer_parts(self) -> Mapping[int, Sequence[Part]]:
+        return layer_parts(self.graph, *self._by_layer)
+
+    def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
+        """The best stages for the schedule of an attempt that take no more than ``memory_bytes`` by
+        the model of stages.
+        """
+        found = self._cut(attempt, memory_bytes)
+        if isinstance(found, NoFit):
+            return found
+        bound, config = found.bound_s, attempt.offers[0].walk.setting.config
+        bound *= left_in_bound(
+            config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches
+        )
+        if found.chosen is None:
+            return NoGain(bound)
+        return replace(self._candidate(found.chosen), split_bound_s=bound)
+
+    def starts(self, attempt: Attempt) -> list[int] | None:
+        """The places at which stages 1, 2, ... begin, whatever memory they take; None where there
+        are too few places.
+        """
+        found = self._cut(attempt, float("inf"))
+        if isinstance(found, NoFit) or found.chosen is None:
+            return None
+        return [
+            found.chosen.prediction.starts[stage.start] for stage in found.chosen.split.stages[1:]
+        ]
+
+    def _cut(self, attempt: Attempt, memory_bytes: float) -> _Cuts | NoFit:
+        """The best stages of every chain, and which of them is chosen."""
+        needed = float("inf")
+        bounds: list[
+            float
+        ] = []  # of every chain: what the best one says nothing of may be in another
+        found: list[_Cut] = []
+        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_stages):
+            costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
+            messages = self._messages_of(attempt, starts)
+            prediction = Prediction(attempt, costs, starts, messages, self.space.num_microbatches)
+            split = self._stages(prediction, memory_bytes)
+            if isinstance(split, NoFit):
+                needed = min(needed, split.needed_bytes)
+                continue
+            bounds.append(split.bound_s)
+            if isinstance(split, Split):
+                found.append(_Cut(split, prediction, layers, prediction.step_s(split)))
+        if not bounds:
+            return NoFit(needed)
+        enough_s = (1 + self.space.tolerance) * min((cut.step_s for cut in found), default=0.0)
+        return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
+
+    def scheduled_bound_s(
+        self, attempt: Attempt, enough_s: float, is_over: Callable[[], bool]
+    ) -> float:
+        """Seconds that no cut of an attempt takes less than, as its stages wait for one another on
+        its schedule and share the memory of their positions. No better bound is looked for than
+        ``enough_s``.
+        """
+        pace, count = attempt.pace, self.space.num_microbatches
+        schedule = attempt.schedule(count)
+        if (key := (pace, attempt.num_positions)) not in self._waits:
+            self._waits[key] = Chains(schedule)
+        config, alone = attempt.offers[0].walk.setting.config, _alone(attempt, count)
+        share = left_in_bound(config, attempt.num_positions, pace.chunks, count)
+        found = []
+        for starts, layers in self._chains(attempt.offers[0].walk, schedule.num_stages):
+            costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
+            messages, memory = self._messages_of(attempt, starts), self.space.memory_bytes
+            placements = [
+                Least(
+                    Tables(menu, count, False),
+                    messages.relief_by_side_s(number),
+                    _inputs_s(offer.walk, starts),
+                    alone,
+                    memory,
+                )
+                for number, (offer, menu) in enumerate(
+                    zip(attempt.offers, self._menus(attempt, costs), strict=True)
+                )
+            ]
+            bound = least_step_s(
+                self._waits[key], placements, self._num_devices(attempt), enough_s / share, is_over
+            )
+            found.append(share * bound)
+        return min(found)
+
+    def leanest(self, attempt: Attempt) -> Candidate | None:
+        """The stages that take least memory by the model of stages, whether they fit or not."""
+        found = self.cut(attempt, 0.0)
+        if isinstance(found, NoFit) and found.needed_bytes < float("inf"):
+            found = self.cut(attempt, found.needed_bytes * (1 + 1e-9))
+        return found if isinstance(found, Candidate) else None
+
+    def saving(self, attempt: Attempt) -> list[Candidate]:
+        """The stages that take least memory by the model of stages, and some on the way from there
+        to nothing computed again: what is computed again takes memory at that moment, so that more
+        of it may need more.
+        """
+        least, free = self.leanest(attempt), self.cut(attempt, float("inf"))
+        if least is None or not isinstance(free, Candidate):
+            return []
+        found = {least.plan.recompute: least}
+        for share in SHARES:
+            between = self.cut(
+                attempt, least.used_bytes + share * (free.used_bytes - least.used_bytes)
+            )
+            if isinstance(between, Candidate):
+                found.setdefault(between.plan.recompute, between)
+        return list(found.values())
+
+    def could_help(self, attempt: Attempt, sizes: Sequence[int]) -> bool:
+        """Whether an attempt could come below its ``below_s`` with placements on ``sizes`` ranks
+        beside those offered, if more ranks never take less time in all than the offers do.
+        """
+        count = self.space.num_microbatches
+        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_stages):
+            menus = self._menus(
+                attempt, [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
+            )
+            if may_take_less(
+                [*menus, *(_as_good_as(menus, size) for size in sizes)],
+                attempt.offers[0].walk.setting.config.plan_ngpus,
+                attempt.num_positions,
+                count,
+                attempt.below_s,
+                splits_backward=attempt.splits_backward,
+            ):
+                return True
+        return False
+
+    def _messages_of(self, attempt: Attempt, starts: Sequence[int]) -> Messages:
+        """The prices of boundaries; attempts with the same blocks share what they can."""
+        walks, ranks_of = (
+            [offer.walk for offer in attempt.offers],
+            _ranks_of(attempt, self.space.num_microbatches),
+        )
+        key = tuple(walks), tuple(starts)
+        known = self._messages.pop(key, None) or Messages(
+            walks, starts, ranks_of, only_like_home=len(walks) > 1
+        )
+        self._messages[key] = known  # the latest is the last
+        if len(self._messages) > KEPT:
+            del self._messages[next(iter(self._messages))]
+        return known if len(walks) > 1 else known.where(ranks_of)
+
+    def _num_devices(self, attempt: Attempt) -> int:
+        """Of all stages together; several stages on one position count each for itself."""
+        first = attempt.offers[0].walk
+        several = len(attempt.offers) > 1
+        return first.setting.config.plan_ngpus if several else attempt.num_stages * first.mesh.size
+
+    def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
+        shares = len(attempt.offers) == 1
+        return [
+            found.menu(offer.walk.mesh.size, shares=shares)
+            for offer, found in zip(attempt.offers, costs, strict=True)
+        ]
+
+    def _chains(self, walk: Walk, num_stages: int) -> Sequence[Chain]:
+        """The ways to see the model as blocks, the coarsest first: by layers, which may be computed
+        again; and where nothing is, by the numbered modules inside them, and finely.
+        """
+        if self.space.stage_starts is not None:
+            position = {op.name: index for index, op in enumerate(self.graph.ops)}
+            return [([0, *(position[name] for name in self.space.stage_starts)], {})]
+        by_layer, layers = self._by_layer
+        found: list[Chain] = []
+        is_free = not self.space.recompute  # no module is named that must not be cut
+        if len(by_layer) >= num_stages and (layers or (is_free and len(by_layer) > 1)):
+            found.append((by_layer, layers))
+        if is_free:
+            found += [(starts, {}) for starts in self._nested if len(starts) >= num_stages]
+            if (walk, num_stages) not in self._fine:
+                times = operator_times(walk)
+                starts = block_starts(
+                    self.graph,
+                    [times[op.name] for op in self.graph.ops],
+                    num_stages,
+                    self.space.block_share,
+                )
+                self._fine[walk, num_stages] = starts
+            found.append((self._fine[walk, num_stages], {}))
+        return found
+
+    def _costs_of(self, walk: Walk, starts: Sequence[int], layers: Mapping[int, str]) -> Costs:
+        """The costs of the blocks; what the user wants computed again is, in all of them."""
+        wishes = self.space.recompute
+
+        def wished(part: Part) -> bool:
+            return any(_matches(part.path, wish) for wish in wishes or ())
+
+        key = walk, tuple(starts), bool(layers)
+        if key not in self._costs:
+            parts = self._layer_parts if layers else {}
+            self._costs[key] = block_costs(walk, starts, parts, None if wishes is None else wished)
+        return self._costs[key]
+
+    def _stages(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
+        """The best stages. Where the schedule is another than the one they are cut for, what they
+        compute again is chosen for all of a position together, and they are moved, where nobody
+        said where they begin. Bytes are those of a position.
+        """
+        pace = prediction.attempt.pace
+        found = self._split(prediction, memory_bytes)
+        if _is_modelled(prediction.attempt) or isinstance(found, NoGain):
+            return found
+        positions = Positions(prediction.tables, prediction.schedule, memory_bytes)
+        if isinstance(
+            found, NoFit
+        ):  # with even shares; with others the stages that take least of these may
+            found = self._split(prediction, found.needed_bytes * pace.chunks * (1 + 1e-9))
+            needed = (
+                positions.least_bytes(found.stages) if isinstance(found, Split) else float("inf")
+            )
+            if not isinstance(found, Split) or needed > memory_bytes:
+                return NoFit(needed)
+        fitted = positions.fitted(found.stages)
+        if fitted is None:  # by the average of what is in flight it does: the audit will tell
+            return replace(found, used_bytes=found.used_bytes * pace.chunks)
+        split = replace(found, stages=fitted[0], used_bytes=fitted[1])
+        if self.space.stage_starts is not None:
+            return split
+        begins = min([split, *self._evened(split, prediction, positions)], key=prediction.step_s)
+        return moved(begins, positions, self.space.num_microbatches, prediction.step_s)
+
+    def _evened(self, split: Split, prediction: Prediction, positions: Positions) -> list[Split]:
+        """The cut with other begins, as far as they fit the memory: of even stages, and such that
+        positions have about equal sums.
+        """
+        placement = prediction.schedule.placement
+        if len(set(placement)) == len(placement):
+            return []
+        (costs,) = prediction.costs  # where positions run several stages, all are placed alike
+        times = [block.forward_s + block.backward_s for block in costs.blocks]
+        found, even = [], even_stages(times, len(placement))
+        own = [stage.start for stage in split.stages[1:]]
+        for cuts in (even, evened(times, even, placement), evened(times, own, placement)):
+            edges = itertools.pairwise((0, *cuts, len(times)))
+            stages = [
+                replace(stage, start=a, stop=b)
+                for stage, (a, b) in zip(split.stages, edges, strict=True)
+            ]
+            fitted = positions.fitted(stages)
+            if fitted is not None:
+                found.append(replace(split, stages=fitted[0], used_bytes=fitted[1]))
+        return found
+
+    def _split(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
+        """The best stages, where several on one position share its memory evenly. Bytes are those
+        of a stage.
+        """
+        attempt = prediction.attempt
+        count = self.space.num_microbatches
+        return split_stages(
+            self._menus(attempt, prediction.costs),
+            self._num_devices(attempt),
+            attempt.num_stages,
+            count,
+            memory_bytes=memory_bytes / attempt.pace.chunks,
+            in_flight=_in_flight(attempt, count),
+            splits_backward=attempt.splits_backward,
+            between=prediction.messages,
+            below_s=attempt.below_s,
+            limit_bytes=self.space.memory_bytes,
+            alone=_alone(attempt, count),
+        )
+
+    def _candidate(self, cut: _Cut) -> Candidate:
+        split, prediction, layers = cut.split, cut.prediction, cut.layers
+        attempt, costs, starts = prediction.attempt, prediction.costs, prediction.starts
+        count, pace = self.space.num_microbatches, attempt.pace
+        chosen = [
+            costs[stage.menu].ways[block][way]
+            for stage in split.stages
+            for block, way in stage.recomputed
+        ]
+        recompute = self.space.recompute
+        if recompute is None:
+            recompute = _shortened([part for way in chosen for part in way.parts], layers)
+        first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
+        placed = tuple(attempt.offers[stage.menu].placed for stage in split.stages)
+        plan, title = placed[0].plan, attempt.title
+        if len(attempt.offers) > 1:
+            plan = joined(
+                self.graph, [found.plan for found in placed], first_ops, pace.schedule, count
+            )
+            title = paced_title(stages_title([found.plan.mesh for found in placed]), pace)
+        elif attempt.num_positions > 1:
+            placed = placed[:1]
+            plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
+        title += again_in_words([way.parts for way in chosen], layers)
+        plan = replace(plan, recompute=tuple(recompute))
+        return Candidate(
+            title,
+            plan,
+            cut.step_s,
+            placed,
+            split.bound_s,
+            modelled_s=split.cost_s,
+            used_bytes=split.used_bytes,
+            attempt=attempt,
+        )
+
+
+def _inputs_s(walk: Walk, starts: Sequence[int]) -> list[float]:
+    """By block, the least seconds of its backward that a stage which gets values needs for their
+    gradients: those behind the first block, of which all that a later stage gets is made.
+    """
+    if len(starts) == 1:
+        return [0.0]
+    sums = [walk.backward_parts(starts[1], stop)[0] for stop in (*starts[1:], len(walk.backward_s))]
+    return [0.0, *(after - before for before, after in itertools.pairwise(sums))]
+
+
+def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:
+    """A menu of as many seconds times devices, block by block, as the best of some."""
+
+    def least(blocks: Sequence[Block]) -> Block:
+        scales = [menu.num_devices / num_devices for menu in menus]
+        both = list(zip(blocks, scales, strict=True))
+        return Block(
+            *(
+                min(getattr(b, name) * s for b, s in both)
+                for name in ("forward_s", "backward_s", "once_s")
+            )
+        )
+
+    return Menu(
+        num_devices, [least(found) for found in zip(*(menu.blocks for menu in menus), strict=True)]
+    )
+
+
+def _ranks_of(attempt: Attempt, num_microbatches: int) -> RanksOf:
+    """Where stages lie: side by side, or at the position of the mesh that the schedule gives them
+    to.
+    """
+    sizes = [offer.placed.plan.mesh.size for offer in attempt.offers]
+    if len(sizes) > 1 or attempt.num_stages == 1:
+        return lambda menu, device: tuple(range(device, device + sizes[menu]))
+    positions = position_ranks(
+        attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place
+    )
+    placement = attempt.schedule(num_microbatches).placement
+    return lambda menu, device: positions[placement[device // sizes[0]]]
+
+
+def _in_flight(attempt: Attempt, num_microbatches: int) -> InFlight:
+    """Microbatches that a stage holds by its place from the end, taken from the schedule: its even
+    share of the most that its position holds.
+    """
+    if attempt.num_stages == 1:
+        return lambda place: 1
+    schedule = attempt.schedule(num_microbatches)
+    peaks = [peak / attempt.pace.chunks for peak in peak_in_flight(schedule)]
+    return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
+
+
+def _alone(attempt: Attempt, num_microbatches: int) -> list[int]:
+    """By stage, the microbatches that it holds at once beside its gradients, whatever it computes
+    again.
+    """
+    if attempt.num_stages == 1:
+        return [1]
+    schedule = attempt.schedule(num_microbatches)
+    found = [0] * schedule.num_stages
+    for rank, moments in enumerate(held_together(schedule, in_any_case=True)):
+        for stage, *counts in zip(schedule.stages_of(rank), *moments, strict=True):
+            found[stage] = max(counts)
+    return found
+
+
+def _is_modelled(attempt: Attempt) -> bool:
+    """Whether stages are cut for the time of this schedule."""
+    return (
+        attempt.by_hand is None
+        and attempt.pace.schedule in ("", "1f1b", "gpipe")
+        and attempt.pace.chunks == 1
+    )
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(
+        fnmatchcase(a, b) for a, b in zip(parts, wanted, strict=True)
+    )
+
+
+def _shortened(parts: Sequence[Part], layers: Mapping[int, str]) -> tuple[str, ...]:
+    """Their paths; ``model.layers.*`` or ``model.layers.*.mlp`` where those of all layers of a list
+    are meant.
+    """
+    every = Counter(map(layer_pattern, layers.values()))
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.pattern, []).append(part)
+    names: list[str] = []
+    for pattern, members in found.items():
+        stem = f"{pattern.partition('*')[0]}*"
+        names += [pattern] if len(members) == every[stem] > 1 else [part.path for part in members]
+    return tuple(names)

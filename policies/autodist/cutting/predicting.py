@@ -1,0 +1,183 @@
+"""The time of a step of a split, as the audit of its program adds it up: its schedule, simulated
+with its stages and messages.
+
+Three things are priced in a simpler way than the audit does. Values go from each stage to the next
+one, also those that come from an earlier one; adapters that a boundary adds run once also where
+their stage computes again what reads them; and sums of gradients and gatherings of parameters come
+after the last action, also where they may run beside others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.compiler.cost.time.after_backward import Reduction
+from shardwright.compiler.plan.program import Declaration
+from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.compiler.schedule.shared_cores import SharedMachines
+from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.policies.autodist.candidates.candidates import position_ranks
+from shardwright.policies.autodist.candidates.found import Attempt
+from shardwright.policies.autodist.stages.block_costs import Costs
+from shardwright.policies.autodist.stages.boundaries import Boundary, Messages
+from shardwright.policies.autodist.stages.menu import Tables
+from shardwright.policies.autodist.stages.split_chain import Split, Stage
+from shardwright.policies.autodist.stages.walk import Setting
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the splits of one attempt. ``costs``: by offer, of blocks that begin at ``starts``."""
+
+    attempt: Attempt
+    costs: Sequence[Costs]
+    starts: Sequence[int]
+    messages: Messages
+    num_microbatches: int
+
+    def step_s(self, split: Split) -> float:
+        """Seconds of a step: without a schedule by the formula of the split, which is exact
+        there.
+        """
+        if self.attempt.num_stages == 1:
+            return split.cost_s
+        devices = [0]
+        for stage in split.stages:
+            devices.append(devices[-1] + stage.num_devices)
+        boundaries = [
+            self.messages.boundary(before.menu, after.menu, device)
+            for before, after, device in zip(
+                split.stages, split.stages[1:], devices[1:], strict=False
+            )
+        ]
+        times = [self._times(split, index, boundaries) for index in range(len(split.stages))]
+        transfers: dict[tuple[int, int], float] = {}
+        for index, (boundary, stage) in enumerate(zip(boundaries, split.stages[1:], strict=True)):
+            span = stage.start, stage.stop
+            transfers[index, index + 1] = float(boundary.there_s[span])
+            transfers[index + 1, index] = float(boundary.back_s[span])
+        ranks = self._ranks(split)
+        line = simulate(self.schedule, times, transfers, machines=self._machines(ranks))
+        once = self._shared_s(split, ranks)
+        for index, stage in enumerate(split.stages):
+            once[self.schedule.placement[index]] += float(
+                self.tables[stage.menu].once_s[stage.start, stage.stop]
+            )
+        return max(
+            spans[-1].end_s + seconds for spans, seconds in zip(line.spans, once, strict=True)
+        )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.attempt.schedule(self.num_microbatches)
+
+    @cached_property
+    def tables(self) -> list[Tables]:
+        """By offer."""
+        found = zip(self.attempt.offers, self.costs, strict=True)
+        menus = (
+            costs.menu(offer.walk.mesh.size, shares=len(self.attempt.offers) == 1)
+            for offer, costs in found
+        )
+        return [Tables(menu, self.num_microbatches, False) for menu in menus]
+
+    @property
+    def _setting(self) -> Setting:
+        return self.attempt.offers[0].walk.setting
+
+    def _times(self, split: Split, index: int, boundaries: Sequence[Boundary]) -> StageTimes:
+        """One microbatch of a stage."""
+        stage = split.stages[index]
+        table, span = self.tables[stage.menu], (stage.start, stage.stop)
+        again_s = sum(table.blocks[block].again[way].time_s for block, way in stage.recomputed)
+        forward_s, backward_s = (
+            float(table.forward_s[span]),
+            float(table.backward_s[span]) + again_s,
+        )
+        more = []
+        if index:
+            more.append(boundaries[index - 1].taken_s[span])
+        if index < len(boundaries):
+            after = split.stages[index + 1]
+            more.append(boundaries[index].sent_s[after.start, after.stop])
+        input_s, weight_s = self._parts(stage, backward_s) if index else (0.0, backward_s)
+        for forth, back in more:
+            forward_s += float(forth)
+            backward_s += float(back)
+            input_s, weight_s = (input_s + float(back), weight_s) if index else (0.0, backward_s)
+        again = stage.recomputed or any(
+            self.costs[stage.menu].computes_again[stage.start : stage.stop]
+        )
+        if again:  # such a backward is not split
+            input_s, weight_s = backward_s, 0.0
+        return StageTimes(forward_s, input_s, weight_s, backward_s)
+
+    def _parts(self, stage: Stage, backward_s: float) -> tuple[float, float]:
+        """Of the backward of a stage that gets values from others."""
+        if not self.attempt.splits_backward:
+            return backward_s, 0.0
+        walk = self.attempt.offers[stage.menu].walk
+        edges = [*self.starts, len(walk.backward_s)]
+        start, stop = edges[stage.start], edges[stage.stop]
+        input_s, weight_s = walk.backward_parts(start, stop)
+        added_s = backward_s - sum(walk.backward_s[start:stop])  # of adding to gradients
+        return input_s, weight_s + added_s
+
+    def _ranks(self, split: Split) -> list[tuple[int, ...]]:
+        """By position."""
+        attempt = self.attempt
+        if len(attempt.offers) == 1:
+            return position_ranks(
+                attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place
+            )
+        found, device = [], 0
+        for stage in split.stages:
+            found.append(tuple(range(device, device + stage.num_devices)))
+            device += stage.num_devices
+        return found
+
+    def _machines(self, ranks: Sequence[tuple[int, ...]]) -> SharedMachines | None:
+        sharing, config = self._setting.hardware.device.sharing, self._setting.config
+        return (
+            SharedMachines.of(sharing, ranks, config.plan_ngpus, config.num_units)
+            if sharing
+            else None
+        )
+
+    def _shared_s(self, split: Split, ranks: Sequence[tuple[int, ...]]) -> list[float]:
+        """By position, what the gradients of parameters take longer that other positions with the
+        same mesh hold, too.
+        """
+        found = [0.0] * len(ranks)
+        if len(self.attempt.offers) > 1:
+            return found
+        edges = [*(self.starts[stage.start] for stage in split.stages), float("inf")]
+        placement = self.schedule.placement
+        for held in self.attempt.offers[0].walk.parameters:
+            if held.declaration is None or len(held.places) == 1:
+                continue
+            stages = {
+                max(i for i, edge in enumerate(edges[:-1]) if edge <= place)
+                for place in held.places
+            }
+            positions = list(dict.fromkeys(placement[stage] for stage in sorted(stages)))
+            for own in positions if len(positions) > 1 else ():
+                others = [ranks[other] for other in positions if other != own]
+                found[own] += self._reduced_s(
+                    held.declaration, ranks[own], others
+                ) - self._reduced_s(held.declaration, ranks[own])
+        return found
+
+    def _reduced_s(
+        self,
+        declaration: Declaration,
+        ranks: tuple[int, ...],
+        others: Sequence[tuple[int, ...]] = (),
+    ) -> float:
+        setting, mesh = self._setting, self.attempt.offers[0].walk.storage_mesh
+        shared = {declaration.value.fqn or "": others}
+        return Reduction.of(
+            [declaration], mesh, setting.config, setting.hardware, setting.optimizer, ranks, shared
+        ).total_s

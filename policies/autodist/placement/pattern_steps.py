@@ -1,0 +1,138 @@
+"""What the steps of a pattern take on a tensor of one shape, cut at some places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from shardwright.compiler.cost.communication import elements_sent
+from shardwright.compiler.cost.local_calls import cut_sizes
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.adapter_time import Movement, movement_time
+from shardwright.compiler.plan.conversion import GATHERS, SLICES
+from shardwright.compiler.plan.layout_cuts import PlaceKey
+from shardwright.compiler.plan.patterns import Cuts, PatternStep
+from shardwright.runtime.layout import Mesh
+
+
+class Pieces:
+    """The sizes of the pieces of a tensor. ``keys``: the places that may be cut, all of numbers;
+    ``sizes``: of the axes.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], sizes: Mapping[str, int]
+    ) -> None:
+        self.shape, self.sizes = shape, sizes
+        self.places = [
+            (dim, _number(outer), tuple(map(_number, segments))) for dim, outer, segments in keys
+        ]
+        self.total = math.prod(shape)
+        self._largest: dict[Cuts, int] = {}
+        self._average: dict[Cuts, float] = {}
+
+    def largest(self, cuts: Cuts) -> int:
+        """The elements of the largest piece."""
+        found = self._largest.get(cuts)
+        if found is None:
+            found = self.total
+            for index, axes in cuts:
+                segments = self.places[index][2]
+                found = found // sum(segments) * self._piece(segments, axes)
+            self._largest[cuts] = found
+        return found
+
+    def average(self, cuts: Cuts) -> float:
+        """The elements of a piece, on average."""
+        found = self._average.get(cuts)
+        if found is None:
+            found = self._average[cuts] = float(self.total) / math.prod(
+                self.sizes[axis] for _, axes in cuts for axis in axes
+            )
+        return found
+
+    def end_to_end(self, step: PatternStep) -> bool:
+        """Whether one even segment is all that the step cuts or gathers, with nothing outside of
+        it.
+        """
+        if step.place is None or step.kind not in (*GATHERS, *SLICES):
+            return False
+        dim, outer, segments = self.places[step.place]
+        (own,) = step.axes
+        axes = next(
+            (
+                axes
+                for index, axes in (*step.before, *step.after)
+                if index == step.place and own in axes
+            ),
+            (),
+        )
+        pieces = cut_sizes(segments, [self.sizes[axis] for axis in axes[: step.count]])
+        exact = segments[0] % math.prod(self.sizes[axis] for axis in axes[: step.count]) == 0
+        if len(segments) > 1 or not exact or pieces[0] % self.sizes[own]:
+            return False
+        outside = math.prod(self.shape[:dim]) * outer
+        for index, cut_by in step.after if step.kind in GATHERS else step.before:
+            other = self.places[index]
+            if index != step.place and (other[0] < dim or (other[0] == dim and other[1] < outer)):
+                if other[0] == dim and self._uneven(other[2], cut_by):
+                    return False  # a size that differs between ranks is not told to be 1
+                outside = outside // sum(other[2]) * self._piece(other[2], cut_by)
+        return bool(outside == 1)
+
+    def _piece(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> int:
+        return sum(cut_sizes(segments, [self.sizes[axis] for axis in axes]))
+
+    def _uneven(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+        num_pieces = math.prod(self.sizes[axis] for axis in axes)
+        return any(segment % num_pieces for segment in segments)
+
+
+class StepPrices:
+    """Elements sent, forward and backward seconds of steps on one tensor."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        dtype: torch.dtype,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        hardware: Hardware,
+        *,
+        differentiable: bool,
+    ) -> None:
+        self.pieces, self.item, self.differentiable = pieces, dtype.itemsize, differentiable
+        self.mesh, self.ranks, self.hardware = mesh, ranks, hardware
+        self._prices: dict[int, tuple[float, float, float]] = {}
+
+    def of(self, step: PatternStep) -> tuple[float, float, float]:
+        """The price of a step; equal steps are one object, as patterns have them."""
+        found = self._prices.get(id(step))
+        if found is None:
+            found = self._prices[id(step)] = self._priced(step)
+        return found
+
+    def _priced(self, step: PatternStep) -> tuple[float, float, float]:
+        pieces = self.pieces
+        before, after = (
+            pieces.largest(step.before) * self.item,
+            pieces.largest(step.after) * self.item,
+        )
+        movement = Movement(
+            step.kind, step.backward, step.axes, before, after, pieces.end_to_end(step)
+        )
+        time = movement_time(
+            movement, self.mesh, self.ranks, self.hardware, differentiable=self.differentiable
+        )
+        whole, part = pieces.average(step.before), pieces.average(step.after)
+        forward, backward = elements_sent(
+            step.kind, step.backward, self.mesh.num_ranks(step.axes), whole, part
+        )
+        return forward + (backward if self.differentiable else 0.0), time.forward_s, time.backward_s
+
+
+def _number(size: object) -> int:
+    assert isinstance(size, int), f"{size} is not known"
+    return size

@@ -1,0 +1,1 @@
+"""Questions about a plan: why it looks as it does, and what would change it."""

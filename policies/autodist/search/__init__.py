@@ -1,0 +1,1 @@
+"""The steps of a search for the best plan."""

@@ -1,0 +1,228 @@
+"""What candidates cost by the program that is really emitted, which are audited, and which are one
+program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages
+from shardwright.compiler.passes.recompute_regions import mark_recompute
+from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates.candidates import renamed
+from shardwright.policies.autodist.candidates.found import Candidate
+from shardwright.policies.autodist.candidates.words import too_large
+from shardwright.policies.autodist.search.bench import AUDIT, Bench
+from shardwright.policies.autodist.stages.split_chain import NoGain
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+MAX_CORRECTIONS = 3
+"""How often the stages of a schedule are cut again because the audit finds more memory used than
+the model of stages.
+"""
+
+LATE_AUDITS = 2
+"""How many audits a search makes in any case that has no plan yet."""
+
+PARTS_NAMED = 4
+"""Of what takes memory, where a plan does not fit."""
+
+CORRECTION, LATE_CORRECTION = 1.05, 2.0
+"""By how much of that the limit is lowered; and where time is over and nothing fits yet."""
+
+
+@dataclass(frozen=True)
+class Auditor:
+    """Audits plans of one graph, for steps of so many microbatches."""
+
+    graph: IRGraph
+    config: ComputeConfig
+    hardware: Hardware
+    num_microbatches: int
+    optimizer: OptimizerMemory = ADAM
+    times: OperatorTimes | None = None
+
+    def __call__(self, plan: Plan) -> PlanCost:
+        """The cost of a plan, from the program that is really emitted."""
+        graph = self.graph
+        if plan.recompute:
+            graph = mark_recompute(
+                graph, plan.recompute, stage_of_ops(graph, plan) if plan.stages else {}
+            )
+        if plan.stages:
+            return audit(
+                lower_stages(graph, plan),
+                self.config,
+                self.hardware,
+                optimizer=self.optimizer,
+                times=self.times,
+            )
+        return audit(
+            lower(graph, plan), self.config, self.hardware,
+            optimizer=self.optimizer, times=self.times, num_microbatches=self.num_microbatches,
+        )  # fmt: skip
+
+
+class Audits:
+    """Audits of the candidates of a search. ``sure``: candidates that were placed to fit, where
+    time is short.
+    """
+
+    def __init__(self, bench: Bench, audited: Callable[[Plan], PlanCost]) -> None:
+        self.bench, self.audited = bench, audited
+        self.found, self.clock, self.space, self.cutter = (
+            bench.found,
+            bench.clock,
+            bench.space,
+            bench.cutter,
+        )
+        self.sure: list[Candidate] = []
+        self._seen: list[Candidate] = []  # what was audited
+        self._needed: dict[str, float] = {}  # the bytes of what does not fit, by title
+
+    def best(self, most: int | None = None, near: float | None = None) -> None:
+        """Lower and audit the most promising candidates; what does not fit is cut again for less
+        memory, or refused. What is the same as another with its axes in another order stays as it
+        is predicted. ``most``, ``near``: in the place of what the space says of them.
+        """
+        near = self.space.near if near is None else near
+        waiting = [(candidate, 0) for candidate in self.found.others]
+        if not self.found.audited and self.sure:
+            waiting.append((self.sure.pop(), 0))
+        wanted = self.space.audits if most is None else most
+        same: list[Candidate] = []
+        audits = 0
+        while waiting and (audits < wanted or not self.found.audited):
+            late = (
+                not self.found.audited and self.clock.spent() > 1.0
+            )  # then what is most likely to fit is the answer
+            waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
+            if waiting[0][0].predicted_s > self.space.worth_s:
+                return
+            if self.found.audited:
+                if waiting[0][0].predicted_s > near * self.bench.best_s():
+                    return
+                if self.clock.spent(self.clock.longest_s(AUDIT)) > 1.0:
+                    return self.bench.end_by_time()
+            elif late and audits >= LATE_AUDITS and self.clock.is_over:
+                return self.bench.end_by_time()
+            candidate, corrections = waiting.pop(0)
+            if any(is_same(candidate, other) for other in self._seen):
+                same.append(candidate)
+                continue
+            self._seen.append(candidate)
+            audits += 1
+            cost = self.audit(candidate)
+            if cost is not None and cost.peak_bytes > self.space.memory_bytes:
+                mended = (
+                    self._mended(candidate, cost.peak_bytes)
+                    if corrections < MAX_CORRECTIONS
+                    else None
+                )
+                if mended is not None:
+                    self.found.refused.pop(candidate.title, None)
+                    waiting.append((mended, corrections + 1))
+            self.found.others = [*same, *(candidate for candidate, _ in waiting)]
+
+    def audit(self, candidate: Candidate) -> PlanCost | None:
+        """The cost of a candidate, which is noted among those that were audited, or refused: of one
+        title what needs least.
+
+        A plan that has no program is refused, too, and has no cost. The search goes on with others.
+        """
+        try:
+            with self.clock.timed(AUDIT):
+                cost = self.audited(candidate.plan)
+        except PlanError as error:
+            self.found.refuse(candidate.title, error)
+            return None
+        if cost.peak_bytes <= self.space.memory_bytes:
+            self.found.refused.pop(candidate.title, None)
+            self.found.audited.append(replace(candidate, cost=cost))
+            self.found.audited.sort(key=lambda candidate: candidate.step_s)
+        else:
+            self._refuse(candidate.title, cost.peak_bytes)
+            self.found.least = min(self.found.least, least_of(cost, candidate.title))
+        return cost
+
+    def _refuse(self, title: str, needed_bytes: float) -> None:
+        """Note that a plan takes too much memory, unless one with its title fits: of a title what
+        takes least, in the place of what was predicted.
+        """
+        if any(fitting.title == title for fitting in self.found.audited):
+            return
+        needed_bytes = self._needed[title] = min(needed_bytes, self._needed.get(title, math.inf))
+        self.found.refused[title] = too_large(needed_bytes, self.space.memory_bytes)
+        self.found.needed_bytes[title] = needed_bytes
+
+    def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
+        """The candidate cut again, for as much less memory as it took too much; None if that leaves
+        nothing else. Where time is over, for less than that, so that it is the last time.
+        """
+        attempt = candidate.attempt
+        if attempt is None:
+            return None
+        over = peak_bytes - self.space.memory_bytes
+        for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
+            found = self.cutter.cut(attempt, candidate.used_bytes - by * over)
+            if isinstance(found, NoGain):
+                self.found.bound(attempt, found.bound_s)
+            elif isinstance(found, Candidate) and found.plan != candidate.plan:
+                return found
+        return None
+
+
+def least_of(cost: PlanCost, title: str) -> tuple[float, str, str]:
+    """What a plan needs, its title, and what it needs most for."""
+    held = max(cost.memory, key=lambda memory: memory.peak_bytes).by_category
+    parts = (
+        f"{name} {amount(held[name], 'B')}"
+        for name in sorted(held, key=lambda name: -held[name])[:PARTS_NAMED]
+    )
+    return cost.peak_bytes, title, ", ".join(parts)
+
+
+def _by_fit(candidate: Candidate) -> tuple[bool, float]:
+    """What is placed to fit first, then what takes least memory."""
+    return candidate.attempt is not None, candidate.used_bytes
+
+
+def is_same(candidate: Candidate, other: Candidate) -> bool:
+    """Whether two candidates are one plan with its axes in another order, on links of the same
+    kinds: what is predicted of them is equal then, too.
+    """
+    alike = math.isclose(candidate.predicted_s, other.predicted_s, rel_tol=1e-9) and math.isclose(
+        candidate.used_bytes, other.used_bytes, rel_tol=1e-9, abs_tol=1.0
+    )
+    return alike and _in_order(candidate.plan) == _in_order(other.plan)
+
+
+def _in_order(plan: Plan) -> Plan:
+    """The plan with axes named after what they split and their sizes, in the order of these names,
+    and no ranks.
+    """
+    names = {axis: f"{axis.rstrip('0123456789')}@{size}" for axis, size in plan.mesh.axes}
+    if len(set(names.values())) == len(names):
+        plan = renamed(plan, names)
+
+    def ordered(mesh: Mesh) -> Mesh:
+        return Mesh(tuple(sorted(mesh.axes)))
+
+    stages = tuple(
+        replace(stage, mesh=ordered(stage.mesh), ranks=tuple(sorted(stage.ranks)))
+        for stage in plan.stages
+    )
+    return replace(plan, mesh=ordered(plan.mesh), stages=stages, notes=())

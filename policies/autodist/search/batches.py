@@ -1,0 +1,190 @@
+"""The batch of a step as microbatches: which dims of the inputs count samples, and into how many
+microbatches of which size a unit's share of the batch may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.check import input_paths, suggestion
+from shardwright.compiler.plan.plan import Batch
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+
+BATCH = "batch"
+"""The name of the dim that counts samples, in the dims of the model and in ``dynamic_dims``."""
+
+SIZES = (1, 2, 4, 8, 16)
+"""The sizes of a microbatch that are tried where none are named, as far as they divide a unit's
+share of the batch.
+"""
+
+HINT = "name them: batch_dims={'input_ids': 0, 'labels': 0}"
+
+
+def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) -> dict[str, int]:
+    """By path of an input, which of its dims counts samples: as ``named``, else as the config
+    declares a dynamic dim of the name ``batch``, else the one kind of dim that the model calls so.
+
+    Raises:
+        ConfigError: inputs or dims that the model lacks; dims that disagree on the number of
+            samples, or cannot be told.
+    """
+    values = input_paths(graph)
+    declared = {
+        path: dim
+        for path, dims in config.dim_symbols().items()
+        for dim, name in dims.items()
+        if name == BATCH
+    }
+    found = (
+        dict(named)
+        or {path: dim for path, dim in declared.items() if path in values}
+        or _by_name(graph, values)
+    )
+    for path, dim in found.items():
+        if path not in values:
+            raise ConfigError(
+                f"batch_dims names {path!r}, which is no input of the model",
+                hint=suggestion(path, values),
+            )
+        if not 0 <= dim < values[path].ndim:
+            raise ConfigError(
+                f"batch_dims says dim {dim} of {path!r}",
+                why=f"it has {values[path].ndim} dims, numbered from 0",
+            )
+    sizes = {path: values[path].shape[dim] for path, dim in found.items()}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            "the inputs disagree on the number of samples",
+            why=", ".join(
+                f"dim {found[path]} of {path!r} has {size}" for path, size in sizes.items()
+            ),
+            hint=HINT,
+        )
+    _check_all(graph, found, values)
+    return found
+
+
+def _check_all(graph: IRGraph, found: Mapping[str, int], values: Mapping[str, IRValue]) -> None:
+    """Refuse to leave out an input that has as many samples by what the model does with it: one of
+    another size would broadcast, if it did not fail.
+    """
+    assert graph.dims is not None
+    of_value = graph.dims.values
+    kinds = {of_value[values[path].name][dim] for path, dim in found.items()} - {()}
+    for path, value in values.items():
+        for dim, indices in enumerate(of_value[value.name]):
+            if indices in kinds and path not in found:
+                raise ConfigError(
+                    f"batch_dims leaves out {path!r}",
+                    why=f"its dim {dim} is the same dim of the model as {_where(found)}",
+                    hint=f"add {path!r}: {dim}",
+                )
+
+
+def _by_name(graph: IRGraph, values: Mapping[str, IRValue]) -> dict[str, int]:
+    assert graph.dims is not None
+    dims = graph.dims
+    kinds = {index for value in values.values() for dim in dims.values[value.name] for index in dim}
+    batch = [index for index in kinds if dims.classes[index].name == BATCH]
+    found = {
+        path: [
+            dim for dim, indices in enumerate(dims.values[value.name]) if indices == tuple(batch)
+        ]
+        for path, value in values.items()
+    }
+    if (
+        len(batch) != 1
+        or any(len(where) > 1 for where in found.values())
+        or not any(found.values())
+    ):
+        raise ConfigError(
+            "it cannot be told which dims of the inputs count samples",
+            why=", ".join(
+                f"{path} is {dims.describe(value.name)}" for path, value in values.items()
+            ),
+            hint=HINT,
+        )
+    return {path: where[0] for path, where in found.items() if where}
+
+
+def num_samples(graph: IRGraph, dims: Mapping[str, int]) -> int:
+    """How many samples the graph was traced for.
+
+    Raises:
+        ConfigError: their number is dynamic.
+    """
+    values = input_paths(graph)
+    size = next(values[path].shape[dim] for path, dim in dims.items())
+    if not isinstance(size, int):
+        raise ConfigError(
+            "global_batch needs a model that was traced for a number of samples",
+            why=f"{', '.join(dims)} have the dynamic size {size} there, and what a microbatch of "
+            "it costs is not known",
+            hint="call it 'batch' in dynamic_dims, or name the dims: batch_dims={'input_ids': 0, "
+            "'labels': 0}",
+        )
+    return size
+
+
+def batches(
+    config: ComputeConfig, global_batch: int, sizes: Sequence[int] | None, dims: Mapping[str, int]
+) -> list[Batch]:
+    """The ways to cut a unit's share of ``global_batch`` samples into microbatches of ``sizes``
+    (``None``: of :data:`SIZES`).
+
+    Raises:
+        ConfigError: samples that cannot be dealt out evenly.
+    """
+    share, rest = divmod(global_batch, config.num_units)
+    if global_batch < 1 or rest:
+        raise ConfigError(
+            f"a batch of {global_batch} samples cannot be dealt to {config.num_units} units",
+            why=f"runtime_ngpus={config.runtime_ngpus}, plan_ngpus={config.plan_ngpus}, and "
+            "units have as many samples each",
+            hint=f"global_batch={max(1, global_batch // config.num_units) * config.num_units}",
+        )
+    wanted = sorted(size for size in SIZES if share % size == 0) if sizes is None else sorted(sizes)
+    unfit = [size for size in wanted if size < 1 or share % size]
+    if unfit or not wanted or len(set(wanted)) < len(wanted):
+        raise ConfigError(
+            f"option 'microbatch' of policy 'autodist' cannot be {list(sizes or ())!r}",
+            why=f"a unit has {share} of the {global_batch} samples of a step, and the option "
+            "lists sizes, each once, into "
+            "which they can be cut",
+            hint="some of "
+            f"{', '.join(str(size) for size in range(1, share + 1) if share % size == 0)}",
+        )
+    return [Batch(size, share // size, dims) for size in wanted]
+
+
+def own_batch(
+    graph: IRGraph,
+    config: ComputeConfig,
+    global_batch: int,
+    sizes: Sequence[int] | None,
+    named: Mapping[str, int],
+) -> Batch:
+    """The microbatches of the size that the graph was traced for.
+
+    Raises:
+        ConfigError: ``sizes`` names another one, the samples cannot be dealt out, or their dims
+            cannot be told.
+    """
+    dims = batch_dims(graph, named, config)
+    own = num_samples(graph, dims)
+    if sizes is not None and tuple(sizes) != (own,):
+        raise ConfigError(
+            f"microbatch={list(sizes)} asks for other sizes than the one the model was traced for",
+            why=f"the dummy arguments have {own} samples, by {_where(dims)}",
+            hint="search with `shardwright plan` or shardwright.search_plan, which trace the "
+            "model for every size",
+        )
+    return batches(config, global_batch, [own], dims)[0]
+
+
+def _where(dims: Mapping[str, int]) -> str:
+    return ", ".join(f"dim {dim} of {path!r}" for path, dim in dims.items())

@@ -1,0 +1,276 @@
+"""What the steps of a search share: what is asked, the time there is, what is found so far; and how
+candidates are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, op_time
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.zero import units_of_storage
+from shardwright.policies.autodist.candidates.candidates import Pace, paces, slower
+from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.found import (
+    Attempt,
+    Candidate,
+    Found,
+    Offer,
+    Whereabouts,
+)
+from shardwright.policies.autodist.candidates.space import NoPlacement, Placed, Placer, Space, Wish
+from shardwright.policies.autodist.candidates.words import too_large
+from shardwright.policies.autodist.cutting.cut_stages import Cutter
+from shardwright.policies.autodist.search.scouting import Scout
+from shardwright.policies.autodist.stages.split_chain import NoFit, NoGain
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+TRYING_SHARE = 0.8
+"""The share of the time limit after which nothing further is tried: the rest is for audits."""
+
+AUDITS_KEPT = 2
+"""For how many audits there must be time behind that share for further things to be tried."""
+
+TRIED = "trying a mesh"
+"""What the clock calls cutting a placement into stages for all schedules."""
+
+AUDIT = "audit"
+"""What the clock calls the lowering and audit of a plan."""
+
+SCOUT = "scouting"
+"""What it calls finding out about what the plans of simple policies take."""
+
+PLACING = 1.5
+"""How many times as long as scouting a placement on a mesh of one axis is expected to take, where
+none was made yet.
+"""
+
+MORE_AXES = 8.0
+"""How many times as long as on a mesh of one axis less a placement is expected to take, where none
+was made yet.
+"""
+
+
+class Bench:
+    """One search's. ``found`` is valid at any time. ``offers``: placements for the first ranks,
+    lowered.
+    """
+
+    def __init__(
+        self,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        hardware: Hardware,
+        space: Space,
+        place: Placer,
+        optimizer: OptimizerMemory,
+        times: OperatorTimes | None,
+        clock: Clock,
+    ) -> None:
+        self.graph, self.config, self.hardware, self.space, self.place = (
+            graph,
+            config,
+            hardware,
+            space,
+            place,
+        )
+        self.optimizer, self.times, self.clock = optimizer, times, clock
+        self.cutter = Cutter(graph, space)
+        self.offers: list[Offer] = []
+        self.found = Found()
+        self._likely_s: dict[Whereabouts, float] = {}
+
+    # --------------------------------------------------------------------------------------------
+    # time, and the best so far
+
+    def end_by_time(self) -> None:
+        """Note that time ended the search, if nothing else did."""
+        if self.found.interrupted is None:
+            self.found.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
+
+    def is_late(self) -> bool:
+        """Whether nothing further is tried; then that is noted."""
+        if (
+            self.found.interrupted is None
+            and self.clock.spent() > TRYING_SHARE
+            and not self.may_try()
+        ):
+            self.end_by_time()
+        return self.found.interrupted is not None
+
+    def may_try(self) -> bool:
+        """Whether the limit leaves time to try another mesh with all schedules, as long as others
+        took, and audit what that gives.
+        """
+        return (
+            self.clock.spent(
+                self.clock.longest_s(TRIED) + AUDITS_KEPT * self.clock.longest_s(AUDIT)
+            )
+            < 1.0
+        )
+
+    def best_s(self) -> float:
+        """Of a step of the best plan so far: audited, or predicted where nothing is."""
+        return min(
+            (c.step_s for c in self.found.audited or self.found.others), default=self.space.worth_s
+        )
+
+    def beaten_s(self) -> float:
+        """Of a step of the best plan that was audited, here or in another search."""
+        return min(self.space.worth_s, self.found.best.step_s if self.found.best else float("inf"))
+
+    def placing_s(self, num_axes: int) -> float:
+        """How long placing the model on a mesh of so many axes may take, by what it took so far."""
+        if num_axes < 1:
+            return PLACING * self.clock.longest_s(SCOUT) / MORE_AXES
+        return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
+
+    def slower(self, num_positions: int) -> float:
+        """By rule of thumb, how much longer a step takes in so many positions, for what they cannot
+        share or wait for.
+        """
+        return (
+            1.0
+            if num_positions == 1
+            else slower(num_positions, self.space.num_microbatches, self._longest_share)
+        )
+
+    @cached_property
+    def _longest_share(self) -> float:
+        """Of the time of all operators, unsplit, what the longest takes."""
+        times = [
+            op_time(op, {}, Mesh(()), self.hardware, self.times).total_s for op in self.graph.ops
+        ]
+        return max(times, default=0.0) / (sum(times) or 1.0)
+
+    @cached_property
+    def _scout(self) -> Scout | None:
+        """Where the simple policies count, and the model has a batch and dims inside for them to
+        split.
+        """
+        try:
+            with self.clock.timed(SCOUT):
+                return Scout(self.graph, self.config) if self.space.simple else None
+        except PlanError:
+            return None
+
+    def likely_s(self, where: Whereabouts) -> float:
+        """About what the best plan of a simple policy takes on a mesh; infinite where it has none,
+        or that is not known.
+        """
+        number, mesh, place = where
+        if self._scout is None:
+            return float("inf")
+        if where not in self._likely_s:
+            self._likely_s[where] = self._scout.step_s(
+                mesh, number, place, self.setting(())
+            ) * self.slower(number)
+        return self._likely_s[where]
+
+    def may_place(self, mesh: Mesh) -> bool:
+        """Whether the limit leaves time for another placement on a mesh and an audit of what it
+        gives, or there is no plan yet, here or in another search; if not, that is noted.
+        """
+        needed_s = self.placing_s(len(mesh.axes)) + self.clock.longest_s(AUDIT)
+        if self.beaten_s() == float("inf") or self.clock.spent(needed_s) <= 1.0:
+            return True
+        self.end_by_time()
+        return False
+
+    # --------------------------------------------------------------------------------------------
+    # candidates
+
+    def may_have(self, num_positions: int) -> bool:
+        """Whether there may be so many pipeline positions."""
+        return num_positions == 1 or (
+            self.config.use_end2end and num_positions <= len(self.graph.ops)
+        )
+
+    def paces(self, num_positions: int) -> Sequence[Pace]:
+        """The schedules of so many positions."""
+        space = self.space
+        found = [Pace("", 1)]
+        if num_positions > 1:
+            found = paces(
+                num_positions,
+                space.num_microbatches,
+                space.schedules,
+                space.chunks,
+                most=len(self.graph.ops),
+            )
+        return [pace for pace in found if space.may_have(num_positions * pace.chunks)]
+
+    def placed(self, wish: Wish, title: str, *, keeps: bool = False) -> Placed | None:
+        """The placement that is wished for; None, and why it cannot be among what is refused.
+        ``keeps``: whether it is of use to the caller also where it is all that an interrupted
+        solver had.
+        """
+        try:
+            with self.clock.timed(_placing(len(wish.mesh.axes))):
+                placed = self._over_units(self.place(wish))
+            if placed.interrupted and not keeps:
+                raise KeyboardInterrupt
+            return placed
+        except PlanError as error:
+            self.found.refuse(title, error)
+            if isinstance(error, NoPlacement):
+                self.found.needed_bytes[title] = error.needed_bytes
+            return None
+
+    def offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
+        """A placement lowered; if it is for the first ranks, to be offered again where stages
+        differ.
+        """
+        for known in self.offers:
+            if known.placed.plan is placed.plan and known.walk.setting.ranks == ranks:
+                return replace(known, placed=placed)
+        offer = Offer(placed, Walk(lower(self.graph, placed.plan), self.setting(ranks)))
+        if ranks == tuple(range(placed.plan.mesh.size)):
+            self.offers.append(offer)
+        return offer
+
+    def setting(self, ranks: tuple[int, ...]) -> Setting:
+        """What a placement on these ranks is timed for."""
+        return Setting(
+            self.hardware,
+            self.config,
+            ranks,
+            self.optimizer,
+            self.times,
+            self.space.num_microbatches,
+        )
+
+    def _over_units(self, placed: Placed) -> Placed:
+        """With parameters stored over the units where the config has ZeRO-3: so the program will
+        be.
+        """
+        return replace(placed, plan=replace(placed.plan, zero=units_of_storage(self.config)))
+
+    def tried(self, attempt: Attempt, memory_bytes: float) -> Candidate | None:
+        """The best stages for a schedule, if any fit."""
+        found = self.cutter.cut(attempt, memory_bytes)
+        if isinstance(found, NoGain):
+            self.found.bound(attempt, found.bound_s)
+            return None
+        if isinstance(found, NoFit):
+            words = too_large(
+                found.needed_bytes, self.space.memory_bytes, verb="is predicted to need"
+            )
+            self.found.refused[attempt.title] = words
+            self.found.needed_bytes[attempt.title] = found.needed_bytes
+            return None
+        self.found.refused.pop(attempt.title, None)
+        return found
+
+
+def _placing(num_axes: int) -> str:
+    """What the clock calls placing the model on a mesh of so many axes."""
+    return f"placing on {num_axes}"

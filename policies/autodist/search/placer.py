@@ -1,0 +1,192 @@
+"""Placements for the wishes of a search, as the options want them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.named import split_dim_names
+from shardwright.compiler.plan.outputs import training_wishes
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates.candidates import named
+from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.degrees import forbidden
+from shardwright.policies.autodist.candidates.space import NoPlacement, Placed, Wish
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.placement.constraints import Constraints
+from shardwright.policies.autodist.placement.formulation import Node, OpNode
+from shardwright.policies.autodist.placement.lean import lean
+from shardwright.policies.autodist.placement.memory_bound import least_step_s
+from shardwright.policies.autodist.placement.place import Placement, place
+from shardwright.policies.autodist.placement.placement_problem import formulate
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
+
+TARGET_GAP, LARGE = 5e-3, 256
+"""How near to its bound the placement on one of many meshes need be, and from how many operators
+on: meshes differ by more, and the time is for all of them. On a mesh that is given, and for smaller
+models, placements are made as good as time allows.
+"""
+
+Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
+"""By mesh and the ranks that it lies on, what does not change between placements."""
+
+SHARE = 0.02
+"""Of the time limit, for a placement that need not be better."""
+
+PLACING_SHARE = 0.8
+"""Of the time limit, after which the memory of placements is no longer measured to correct them."""
+
+
+class Placer:
+    """Places the model, keeping what does not change between the wishes for one mesh."""
+
+    def __init__(
+        self,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        options: AutodistOptions,
+        hardware: Hardware,
+        times: OperatorTimes | None = None,
+        pricings: Pricings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.graph, self.config, self.options, self.hardware, self.times = (
+            graph,
+            config,
+            options,
+            hardware,
+            times,
+        )
+        self._clock = clock or Clock(options.time_limit_s)
+        self._optimizer = options.optimizer_memory
+        self._pricings: Pricings = {} if pricings is None else pricings
+
+    def request(self, wish: Wish) -> PlacementRequest:
+        """What a wish asks of the placement, with what the options fix."""
+        coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
+        limit_s = self.options.time_limit_s * (SHARE if coarse else 1.0)
+        return PlacementRequest(
+            self.graph,
+            wish.mesh,
+            wish.ranks,
+            self.hardware,
+            self.config,
+            memory_limit_bytes=wish.memory_bytes,
+            constraints=constraints_on(wish.mesh, self.graph, self.options),
+            time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
+            target_gap=TARGET_GAP if coarse else 0.0,
+            microbatches=wish.num_microbatches,
+            outputs=training_wishes(self.graph, self.config),
+            recompute=wish.recompute,
+            in_flight=wish.in_flight,
+            times=self.times,
+            deadline=self._clock.latest if wish.hurried else self._clock.moment(PLACING_SHARE),
+            hurried=wish.hurried,
+            optimizer=self._optimizer,
+        )
+
+    def pricing_of(self, request: PlacementRequest) -> Pricing:
+        """What requests for one mesh share."""
+        return self._pricings.setdefault((request.mesh, request.ranks), Pricing(request))
+
+    def __call__(self, wish: Wish) -> Placed:
+        request = self.request(wish)
+        pricing = self.pricing_of(request)
+        found = (
+            place(request, pricing=pricing)
+            if wish.lean is None
+            else lean(request, wish.lean, pricing)
+        )
+        if isinstance(found, Infeasible):
+            raise _no_placement(found, request, pricing, wish.num_positions)
+        plan = (
+            found.plan
+            if self.graph.eval_graph is None
+            else _with_evaluation(found, self.graph.eval_graph)
+        )
+        if self.options.mesh is None:
+            plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
+        return Placed(
+            plan,
+            found.bound_s,
+            found.proof,
+            str(found.space),
+            found.interrupted,
+            found.cost_s,
+            found.longest_s,
+        )
+
+    def least_s(self, wish: Wish) -> float:
+        """Seconds per step that no plan for a wish with memory is below; what may be computed again
+        is as the options say.
+        """
+        request = self.request(wish)
+        return least_step_s(request, self.pricing_of(request), again=self.options.recompute is None)
+
+
+def constraints_on(mesh: Mesh, graph: PlannableGraph, options: AutodistOptions) -> Constraints:
+    """What the options fix on a mesh, degrees included."""
+    return Constraints(
+        options.pin, forbidden(graph, mesh, options.degrees, options.forbid), options.stored
+    )
+
+
+def _no_placement(
+    found: Infeasible, request: PlacementRequest, pricing: Pricing, num_positions: int
+) -> NoPlacement:
+    """Why nothing fits: how much is missing on a device, and what takes most."""
+    if found.row is None or found.least_usage is None or request.memory_limit_bytes is None:
+        return NoPlacement(found.reason, math.inf)
+    formulation = formulate(request, pricing)
+    names = [_name(formulation.nodes[index]) for index in found.nodes[:3]]
+    given_bytes = (
+        request.memory_limit_bytes - formulation.problem.rows[found.row].limit
+    )  # no choice changes them
+    needed_bytes = (given_bytes + found.least_usage) / num_positions
+    limit_bytes = request.memory_limit_bytes / num_positions
+    least, limit = (amount(num_bytes, "B", digits=4) for num_bytes in (needed_bytes, limit_bytes))
+    shared = f" if {num_positions} positions share it evenly" if num_positions > 1 else ""
+    words = f"at least {least}{shared}, and {limit} are allowed; most of it for {', '.join(names)}"
+    return NoPlacement(words, needed_bytes)
+
+
+def _name(node: Node) -> str:
+    """What a node of the problem stands for: a parameter, an operator or a value."""
+    return node.op.name if isinstance(node, OpNode) else node.value.fqn or node.value.name
+
+
+def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
+    """The plan with strategies for the operators that only the evaluation body has, for the tensors
+    as they are stored.
+    """
+    plan, request = best.plan, best.request
+    names = {op.name for op in body.ops}
+    pin = {
+        op: {axis: found.get(axis, "R") for axis in plan.mesh.names}
+        for op, found in plan.strategies.items()
+        if op in names
+    }
+    held = {value.fqn for value in (*body.parameters, *body.buffers)}
+    stored = {fqn: layout for fqn, layout in plan.stored.items() if fqn in held}
+    graph = PlannableGraph.of(body)
+    paths = {path for path, _ in body.output.leaves()}
+    found = place(
+        replace(
+            request,
+            graph=graph,
+            constraints=Constraints(pin, {}, stored),
+            memory_limit_bytes=None,
+            outputs={path: wish for path, wish in request.outputs.items() if path in paths},
+        )
+    )
+    assert not isinstance(found, Infeasible), found.reason
+    return replace(plan, strategies={**found.plan.strategies, **plan.strategies})

@@ -1,0 +1,129 @@
+"""About what the plans of the simple policies take on every mesh, from one program: which of them
+are likely the best.
+
+The model is placed once by their rules, on a mesh of two axes of two: one splits the batch, the
+other the inner dims. What every instruction of the lowered program takes is then asked for the same
+axes at other sizes, once for all that are alike. Where a rule would split other dims at another
+size, as there are fewer heads than ranks, that is wrong: it says in which order to look, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+from shardwright.compiler.cost.local_calls import signature
+from shardwright.compiler.cost.time.after_backward import parameter_s
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.stages import from_nothing
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.outputs import training_wishes
+from shardwright.compiler.plan.program import Compute, Declaration, Instruction
+from shardwright.compiler.plan.zero import units_of_storage
+from shardwright.policies.autodist.candidates.candidates import position_ranks
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.data import batch_classes
+from shardwright.policies.splits import split_dims
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
+
+BATCH, INNER = "batch", "inner"
+"""The axes of the program that is asked."""
+
+
+class Scout:
+    """What is known of one model. Raises :class:`PlanError` if it has no batch, or nothing inside
+    that could be split.
+    """
+
+    def __init__(self, graph: PlannableGraph, config: ComputeConfig) -> None:
+        builder = graph.builder(mesh={BATCH: 2, INNER: 2})
+        split_dims(builder, BATCH, batch_classes(graph))
+        split_dims(builder, INNER, choose_dims(graph, 2))
+        plan = replace(
+            builder.plan("scout"),
+            zero=units_of_storage(config),
+            outputs=training_wishes(graph, config),
+        )
+        self._program = lower(graph, plan)
+        self._instructions: list[tuple[Instruction, int]] = self._alike_instructions()
+        self._parameters: list[tuple[Declaration, int]] = self._alike_parameters()
+
+    def step_s(self, mesh: Mesh, num_positions: int, pp_place: int, setting: Setting) -> float:
+        """About the seconds of a step, of the best way to deal out the axes of a mesh, on so many
+        positions that share all work evenly and never wait; infinite where no simple policy has
+        such a mesh.
+        """
+        ranks = position_ranks(mesh, num_positions, pp_place)[0]
+        return min(
+            (
+                self._step_s(way, num_positions, replace(setting, ranks=ranks))
+                for way in _ways(mesh)
+            ),
+            default=float("inf"),
+        )
+
+    def _step_s(self, mesh: Mesh, num_positions: int, setting: Setting) -> float:
+        walk = Walk(replace(self._program, plan=replace(self._program.plan, mesh=mesh)), setting)
+        work_s = sum(count * _time_of(item, walk) for item, count in self._instructions)
+        once_s = sum(count * _once_s(declaration, walk) for declaration, count in self._parameters)
+        return (setting.num_microbatches * work_s + once_s) / num_positions
+
+    def _alike_instructions(self) -> list[tuple[Instruction, int]]:
+        """One of every kind, and how many there are."""
+        free = from_nothing(self._program.graph)  # every stage makes these for itself
+        found: dict[Hashable, list[Instruction]] = {}
+        for item in self._program.body:
+            if isinstance(item, Compute):
+                if item.original.name not in free:
+                    found.setdefault(
+                        (signature(item.original), tuple(sorted(item.assignment.items()))), []
+                    ).append(item)
+            else:
+                found.setdefault(
+                    (item.step, item.of.dtype, item.of.requires_grad, item.gathers_weight), []
+                ).append(item)
+        return [(alike[0], len(alike)) for alike in found.values()]
+
+    def _alike_parameters(self) -> list[tuple[Declaration, int]]:
+        """The same of parameters that are trained."""
+        found: dict[Hashable, list[Declaration]] = {}
+        for declaration in self._program.declarations:
+            value = declaration.value
+            if value.requires_grad and value.kind is ValueKind.PARAMETER:
+                found.setdefault((value.shape, value.dtype, declaration.layout), []).append(
+                    declaration
+                )
+        return [(alike[0], len(alike)) for alike in found.values()]
+
+
+def _ways(mesh: Mesh) -> Iterator[Mesh]:
+    """The sizes of the two axes, as the simple policies use the axes of a mesh."""
+    sizes = [size for _, size in mesh.axes]
+    if not sizes:
+        pairs = [(1, 1)]
+    elif len(sizes) == 1:
+        pairs = [(sizes[0], 1), (1, sizes[0])]
+    else:
+        pairs = [(sizes[0], sizes[1])] if len(sizes) == 2 else []
+    for batch, inner in pairs:
+        yield Mesh(((BATCH, batch), (INNER, inner)))
+
+
+def _time_of(item: Instruction, walk: Walk) -> float:
+    """Of one instruction, forward and backward; an adapter along axes of one rank is none."""
+    if not isinstance(item, Compute) and walk.storage_mesh.num_ranks(item.step.axes) == 1:
+        return 0.0
+    return walk.time_of(item).total_s
+
+
+def _once_s(declaration: Declaration, walk: Walk) -> float:
+    """Of the reduction and update of a parameter in a step."""
+    setting = walk.setting
+    each_s, once_s = parameter_s(
+        declaration, walk.storage_mesh, setting.config, setting.hardware, setting.optimizer, setting.ranks,
+        setting.num_microbatches,
+    )  # fmt: skip
+    return setting.num_microbatches * each_s + once_s

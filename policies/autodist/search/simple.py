@@ -1,0 +1,440 @@
+"""The plans of the simple policies on the meshes of a search, so that none of them is better than
+its answer.
+
+``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule, and cut stages as a search does. Where
+time ends a search before it has placed the model on a mesh, on small models, or where memory binds,
+one of them may take less than all candidates. So they are audited too, as far as they obey the
+user's constraints and their parts do not already take as long as the best plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import Assignment, Strategy, factor_axes
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.stages import from_nothing
+from shardwright.compiler.passes.unused_outputs import needed
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.named import split_dim_names
+from shardwright.compiler.plan.outputs import training_wishes
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.zero import units_of_storage
+from shardwright.compiler.schedule.live_microbatches import peak_in_flight
+from shardwright.compiler.schedule.published import SCHEDULES, generate
+from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.compiler.schedule.shared_cores import SharedMachines
+from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.policies.autodist.candidates.candidates import (
+    AXIS_NAMES,
+    Pace,
+    named,
+    position_ranks,
+    staged,
+)
+from shardwright.policies.autodist.candidates.space import Space
+from shardwright.policies.autodist.placement.constraints import Constraints, constrained
+from shardwright.policies.autodist.stages.block_costs import operator_times
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.policies.choice import Chooser
+from shardwright.policies.data import batch_classes
+from shardwright.policies.partition import cut as cut_into_stages
+from shardwright.policies.partition import with_regions
+from shardwright.policies.splits import split_dims, split_of
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
+
+SIMPLE_SLACK = 0.95
+"""Plans are audited whose parts take less than the best plan, and no more than the memory, after
+this factor: at a boundary adapters may be saved.
+"""
+
+AXIS = "axis"
+"""What the axis is called along which a rule is asked."""
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A plan, that of the ``whole`` model it was cut from, and what its parts take: ``least_s``
+    leaves out messages between stages, ``least_bytes`` all gradients, unless they are asked for,
+    and what is held for a moment only.
+    """
+
+    plan: Plan
+    whole: Plan
+    pace: Pace
+    least_s: float
+    least_bytes: Callable[..., float] = field(repr=False, compare=False)
+
+    def may_fit(self, memory_bytes: float) -> bool:
+        """Whether so much memory may be enough."""
+        return SIMPLE_SLACK * self.least_bytes() <= memory_bytes
+
+
+def simple_plans(
+    graph: PlannableGraph,
+    mesh: Mesh,
+    paces: Sequence[Pace],
+    num_positions: int,
+    pp_place: int,
+    space: Space,
+    setting: Setting,
+    below_s: float = float("inf"),
+    rules: Rules | None = None,
+) -> Iterator[Simple]:
+    """What the simple policies make of so many positions of one mesh: the last axis splits the
+    inner dims of the model and the one before it the batch, or inner dims too where those are
+    short; of one axis, either. Meshes of more axes are none of theirs. Without what breaks the
+    constraints.
+    ``below_s``: placements that take longer are of no interest. ``rules``: those for the graph,
+    shared by all meshes.
+    """
+    rules = rules or Rules(graph, setting.config)
+    config = setting.config
+    ranks = position_ranks(mesh, num_positions, pp_place)
+    recompute = tuple(space.recompute or ())
+    marked = with_regions(rules.needed, recompute)
+    for way in rules.ways(mesh):
+        if (
+            SIMPLE_SLACK * _even_s(rules.alone_s(mesh, way, setting), num_positions, setting)
+            >= below_s
+        ):
+            continue
+        placement = _placement(graph, way, space.constraints(mesh))
+        if placement is None:
+            continue
+        plan = replace(
+            placement,
+            zero=units_of_storage(config),
+            outputs=training_wishes(graph, config),
+            recompute=recompute,
+        )
+        walk = Walk(lower(marked, plan), setting)
+        times = list(operator_times(walk).values())
+        if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
+            continue
+        for cut in _cuts(marked, walk, paces, num_positions, pp_place, space):
+            if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
+                continue
+            least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
+            if cut.pace.schedule:
+                schedule = generate(
+                    cut.pace.schedule, num_positions, space.num_microbatches, cut.pace.chunks
+                )
+                splits = SCHEDULES[cut.pace.schedule].splits_backward and not walk.regions
+                least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
+                in_flight = list(peak_in_flight(schedule))
+                cut_plan = staged(
+                    plan, cut.starts, num_positions, cut.pace, space.num_microbatches, pp_place
+                )
+            least_s += _once_s(walk, cut.placement, cut.spans)
+            yield Simple(
+                cut_plan,
+                plan,
+                cut.pace,
+                least_s,
+                partial(_least_bytes, walk, in_flight, cut.placement, cut.spans),
+            )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The stages of a schedule: the position that runs each, the first operators of all but the
+    first, and their places.
+    """
+
+    pace: Pace
+    placement: Sequence[int]
+    starts: Sequence[str]
+    spans: Sequence[range]
+
+    def busiest_s(self, seconds: Sequence[float], setting: Setting) -> float:
+        """What all microbatches take on the position that has most to do, where operators take so
+        many ``seconds``: at most as long as the schedule.
+        """
+        positions = dict.fromkeys(self.placement, 0.0)
+        for position, own in zip(self.placement, self.spans, strict=True):
+            positions[position] += sum(seconds[own.start : own.stop])
+        sharing = setting.hardware.device.sharing
+        fastest = 1.0 if sharing is None else sharing.speed(1)  # of a position, while others wait
+        each_s = max(sum(positions.values()) / len(positions), max(positions.values()) / fastest)
+        return setting.num_microbatches * each_s
+
+
+def _cuts(
+    graph: PlannableGraph,
+    walk: Walk,
+    paces: Sequence[Pace],
+    num_positions: int,
+    pp_place: int,
+    space: Space,
+) -> Iterator[_Cut]:
+    """The stages of each schedule, but for those that have more than there are places to cut."""
+    for pace in paces:
+        if not pace.schedule:
+            yield _Cut(pace, [0], [], [range(len(graph.ops))])
+            continue
+        schedule = generate(pace.schedule, num_positions, space.num_microbatches, pace.chunks)
+        with contextlib.suppress(PlanError):
+            starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place)
+            yield _Cut(pace, schedule.placement, starts, _spans(graph, starts))
+
+
+def _even_s(seconds: Sequence[float], num_positions: int, setting: Setting) -> float:
+    """What all microbatches take at least, however operators that take so many ``seconds`` are
+    dealt out over positions.
+    """
+    return setting.num_microbatches * sum(seconds) / num_positions
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to use the axes of a mesh: what they split, by operator, and the plan, whose making
+    takes longer.
+    """
+
+    splits: Mapping[str, Assignment]
+    plan: Callable[[], Plan]
+
+
+class Rules:
+    """What the rules of the simple policies say of one graph, worked out once for all meshes."""
+
+    def __init__(self, graph: PlannableGraph, config: ComputeConfig) -> None:
+        self.graph, self._config = graph, config
+        self._choosers: dict[int, Chooser] = {}
+        self._plans_along: dict[tuple[str, int], Plan] = {}
+        self._splits_along: dict[tuple[frozenset[int], int], dict[str, Strategy]] = {}
+
+    @cached_property
+    def needed(self) -> PlannableGraph:
+        """The graph of what programs compute."""
+        return PlannableGraph.of(needed(self.graph, self._config))
+
+    @cached_property
+    def _counted(self) -> Sequence[IROp | None]:
+        """By place, the operators whose time counts: not those that every stage makes for
+        itself.
+        """
+        free = from_nothing(self.needed)
+        return [None if op.name in free else op for op in self.needed.ops]
+
+    def alone_s(self, mesh: Mesh, way: Way, setting: Setting) -> list[float]:
+        """By place, the seconds of the operators alone: less than with adapters between them. What
+        is not split takes as long with any other strategy.
+        """
+        hardware, times, ranks = setting.hardware, setting.times, setting.ranks
+
+        def total_s(op: IROp) -> float:
+            return op_time(
+                op, way.splits.get(op.name, {}), mesh, hardware, times, ranks=ranks
+            ).total_s
+
+        return [0.0 if op is None else total_s(op) for op in self._counted]
+
+    def ways(self, mesh: Mesh) -> Iterator[Way]:
+        """All there are, of the whole model. A plan raises :class:`PlanError` if an axis cannot
+        split what it is for.
+        """
+        named: dict[int, list[tuple[str, ...]]] = {
+            0: [()],
+            1: [("batch",), ("inner",)],
+            2: [("batch", "inner")],
+        }
+        for rules in named.get(len(mesh.axes), []):
+            with contextlib.suppress(PlanError):  # no batch
+                classes = [
+                    self._classes(rule, size)
+                    for rule, (_, size) in zip(rules, mesh.axes, strict=True)
+                ]
+                yield Way(
+                    self._splits(mesh, classes, one_by_one=True), partial(self.plan, mesh, rules)
+                )
+        if len(mesh.axes) == 2 and (pair := self._pair_classes(mesh)) is not None:
+            yield Way(self._splits(mesh, pair, one_by_one=False), partial(self._pair, mesh, pair))
+
+    def plan(self, mesh: Mesh, way: Sequence[str]) -> Plan:
+        """The whole model, where axes of a mesh split the batch or the inner dims. Raises
+        :class:`PlanError` if one cannot.
+        """
+        builder, notes = self.graph.builder(mesh=dict(mesh.axes)), []
+        for (axis, size), rule in zip(mesh.axes, way, strict=True):
+            along = self._plan_along(rule, size)
+            for op, assignment in along.strategies.items():
+                builder.strategy(op, axis, assignment[AXIS])
+            notes += [replace(note, axis=axis) for note in along.notes]
+        return replace(builder.plan("autodist"), notes=tuple(notes))
+
+    def _pair(self, mesh: Mesh, classes: Sequence[set[int]]) -> Plan:
+        """The same where both axes split inner dims."""
+        builder = self.graph.builder(mesh=dict(mesh.axes))
+        for axis, own in zip(mesh.names, classes, strict=True):
+            split_dims(builder, axis, own)
+        return builder.plan("autodist")
+
+    def _plan_along(self, rule: str, size: int) -> Plan:
+        """On a mesh of one axis."""
+        if (rule, size) not in self._plans_along:
+            builder = self.graph.builder(mesh={AXIS: size})
+            split_dims(builder, AXIS, self._classes(rule, size))
+            self._plans_along[rule, size] = builder.plan("autodist")
+        return self._plans_along[rule, size]
+
+    def _classes(self, rule: str, size: int) -> set[int]:
+        """The dim classes that a rule splits over so many ranks."""
+        return (
+            batch_classes(self.graph)
+            if rule == "batch"
+            else self._chooser(size).choose(size).classes
+        )
+
+    def _pair_classes(self, mesh: Mesh) -> list[set[int]] | None:
+        """The inner dim classes of both axes; ``None`` where no dim is too short for one axis."""
+        chooser, outer = self._chooser(mesh.size), mesh.axes[0][1]
+        return [axis.classes for axis in chooser.pair(outer)] if chooser.is_short() else None
+
+    def _chooser(self, num_ranks: int) -> Chooser:
+        if num_ranks not in self._choosers:
+            self._choosers[num_ranks] = Chooser(self.graph, num_ranks)
+        return self._choosers[num_ranks]
+
+    def _splits(
+        self, mesh: Mesh, classes: Sequence[set[int]], *, one_by_one: bool
+    ) -> dict[str, dict[str, Strategy]]:
+        """What axes split that are given these classes, ``one_by_one`` or each as what the one
+        before it has left.
+        """
+        found: dict[str, dict[str, Strategy]] = {}
+        for (axis, size), own in zip(mesh.axes, classes, strict=True):
+            along = (
+                self._split_along(own, size)
+                if one_by_one or not found
+                else self._split_within(own, size, found, mesh)
+            )
+            for name, strategy in along.items():
+                found.setdefault(name, {})[axis] = strategy
+        return found
+
+    def _split_along(self, classes: set[int], size: int) -> dict[str, Strategy]:
+        key = frozenset(classes), size
+        if key not in self._splits_along:
+            self._splits_along[key] = self._split_within(classes, size, {}, Mesh(()))
+        return self._splits_along[key]
+
+    def _split_within(
+        self, classes: set[int], size: int, before: Mapping[str, Assignment], mesh: Mesh
+    ) -> dict[str, Strategy]:
+        found: dict[str, Strategy] = {}
+        for op in self.needed.ops:
+            axes = factor_axes(before.get(op.name, {}), mesh)
+            cut = {factor: math.prod(map(mesh.axis_size, names)) for factor, names in axes.items()}
+            split = split_of(op, self.graph, classes, size, cut)
+            if split is not None:
+                found[op.name] = split
+        return found
+
+
+def _placement(graph: PlannableGraph, way: Way, constraints: Constraints) -> Plan | None:
+    """The plan of a way, if the axes can split what they are for, and it obeys the constraints:
+    with axes called after what they split, but for those that have a name.
+    """
+    try:
+        plan = way.plan()
+    except PlanError:
+        return None
+    obeying = constrained(plan, graph, constraints)
+    if obeying is None:
+        return None
+    return named(
+        obeying, split_dim_names(graph, obeying), kept=set(plan.mesh.names) - set(AXIS_NAMES)
+    )
+
+
+def _least_s(
+    walk: Walk,
+    seconds: Sequence[float],
+    schedule: Schedule,
+    spans: Sequence[range],
+    ranks: Sequence[tuple[int, ...]],
+    *,
+    splits: bool,
+) -> float:
+    """The schedule with the times of its stages. ``seconds``: of operators, 0 where they do not
+    count. ``ranks``: by position.
+    ``splits``: backwards come in two parts.
+    """
+    times = []
+    for own in spans:
+        forward_s, backward_s = (
+            sum(side[i] for i in own if seconds[i]) for side in (walk.forward_s, walk.backward_s)
+        )
+        parts = (
+            walk.backward_parts(own.start, own.stop) if splits and own.start else (0.0, backward_s)
+        )
+        times.append(StageTimes(forward_s, *parts, backward_s))
+    config, sharing = walk.setting.config, walk.setting.hardware.device.sharing
+    machines = (
+        SharedMachines.of(sharing, ranks, config.plan_ngpus, config.num_units) if sharing else None
+    )
+    return simulate(schedule, times, machines=machines).makespan_s
+
+
+def _spans(graph: IRGraph, starts: Sequence[str]) -> list[range]:
+    """The places of every stage."""
+    place = {op.name: index for index, op in enumerate(graph.ops)}
+    return [
+        range(*pair)
+        for pair in itertools.pairwise([0, *(place[name] for name in starts), len(graph.ops)])
+    ]
+
+
+def _once_s(walk: Walk, placement: Sequence[int], spans: Sequence[range]) -> float:
+    """What comes after the last backward, on the position where it is least; nothing where it may
+    run beside a pass.
+    """
+    config = walk.setting.config
+    settings = ReductionSettings.of(config, config.num_units)
+    if settings.asynchronous or settings.overlaps_parameters:
+        return 0.0
+    once = dict.fromkeys(placement, 0.0)
+    for position, own in zip(placement, spans, strict=True):
+        once[position] += sum(held.once_s for held in walk.parameters if held.places[0] in own)
+    return min(once.values())
+
+
+def _least_bytes(
+    walk: Walk,
+    in_flight: Sequence[int],
+    placement: Sequence[int],
+    spans: Sequence[range],
+    *,
+    gradients: bool = False,
+) -> float:
+    """What the fullest position holds when most is in flight; 0 where something is computed again.
+    ``gradients``: with all of them, which are there unless most is in flight before the first
+    backward only.
+
+    ``in_flight``: by position, counted in stages and microbatches, of which some may be of its
+    smallest stage.
+    """
+    if walk.regions or walk.program.plan.recompute or walk.setting.config.inference_only:
+        return 0.0
+    held = [0.0] * len(in_flight)
+    kept: list[list[float]] = [[] for _ in in_flight]
+    for position, own in zip(placement, spans, strict=True):
+        for each in walk.parameters:
+            if each.places[0] in own:
+                num_bytes = each.held_bytes if each.places[-1] in own else each.shared_bytes
+                held[position] += num_bytes - (0.0 if gradients else each.gradient_bytes)
+        kept[position].append(walk.kept.first(own.start, own.stop))
+    return max(h + count * min(k) for h, count, k in zip(held, in_flight, kept, strict=True))

@@ -1,0 +1,212 @@
+"""Searches side by side: one for every stage of ZeRO, and for every size of a microbatch.
+
+    for every size of a microbatch, of those that make up the batch of a step        (batches.py: a graph for each)
+        for every stage of ZeRO, where the config leaves it to the plan
+            search                                                                   (search.py)
+    the best of all is the answer; the least of their bounds is the bound
+
+Either changes what every operator, sum of gradients and byte costs, so each is a search of its own.
+Their steps do the same work on the same samples, so that their costs compare as they are. They
+share one limit of time, and what is worked out about strategies and conversions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.passes.unused_outputs import needed
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.policies.autodist.candidates.found import INTERRUPT, Candidate, Found
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+
+STAGES = (0, 1, 2, 3)
+"""Of ZeRO."""
+
+WORTH = 1.05
+"""How much longer than the best of the searches before a candidate may be predicted to take, and is
+audited all the same. Predictions of large models are within about 2 % of their audits.
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one of the searches is of. ``zero_stage``, ``batch``: what tells it from the others;
+    ``None`` where nothing does.
+    """
+
+    graph: PlannableGraph
+    config: ComputeConfig
+    zero_stage: int | None = None
+    batch: Batch | None = None
+
+    @property
+    def num_microbatches(self) -> int | None:
+        return None if self.batch is None else self.batch.num_microbatches
+
+    @property
+    def title(self) -> str:
+        """``microbatches of 4, ZeRO-2``."""
+        words = [] if self.batch is None else [f"microbatches of {self.batch.samples}"]
+        words += (
+            []
+            if self.zero_stage is None
+            else [f"ZeRO-{self.zero_stage}" if self.zero_stage else "no ZeRO"]
+        )
+        return ", ".join(words)
+
+    def of(self, candidate: Candidate) -> Candidate:
+        """A candidate as one of this variant."""
+        plan = replace(candidate.plan, zero_stage=self.zero_stage, batch=self.batch)
+        return replace(candidate, title=f"{candidate.title}, {self.title}", plan=plan)
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What is searched, one after the other, and what cannot be: by title, and why."""
+
+    listed: tuple[Variant, ...]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        graphs: Mapping[Batch | None, PlannableGraph],
+        config: ComputeConfig,
+        stages: Sequence[int] | None,
+    ) -> Variants:
+        """What is needed of every graph, with every stage of ZeRO among ``stages`` (``None``: all)
+        where the config leaves it to the plan.
+
+        Raises:
+            ConfigError: stages for a config that names its own, or that are none.
+            PlanError: the config names an output that the model does not return.
+        """
+        listed, refused = [], {}
+        for batch, whole in graphs.items():
+            graph = PlannableGraph.of(needed(whole, config))
+            if not config.leaves_zero_to_plan:
+                _check_no_stages(stages, config)
+                listed.append(Variant(graph, config, batch=batch))
+                continue
+            for stage in _checked_stages(stages):
+                try:
+                    listed.append(Variant(graph, config.with_zero(stage), stage, batch))
+                except ConfigError as error:
+                    refused[Variant(graph, config, stage, batch).title] = error.what
+        return cls(tuple(listed), refused)
+
+    def chosen(self, plan: Plan) -> Variant:
+        """The one that a plan comes from."""
+        return next(
+            v for v in self.listed if (v.zero_stage, v.batch) == (plan.zero_stage, plan.batch)
+        )
+
+    def search(self, one: Callable[[Variant, float, float], Found], time_limit_s: float) -> Found:
+        """What ``one`` finds for all of them, each in its share of the time that is left, where it
+        only audits what is predicted to be about as good as the best so far. One that could not end
+        in time, as the quickest so far took longer, is not begun.
+        """
+        if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
+            return one(self.listed[0], time_limit_s, float("inf"))
+        began, total = time.monotonic(), Found(refused=dict(self.refused), floor_s=math.inf)
+        quickest_s = 0.0
+        for index, variant in enumerate(self.listed):
+            left = time_limit_s - (time.monotonic() - began)
+            if total.interrupted == INTERRUPT:
+                total.refused[variant.title] = "not searched, as the search had ended"
+                continue
+            if left <= quickest_s and total.best is not None:
+                total.refused[variant.title] = (
+                    f"not searched, as no time was left ({max(left, 0.0):.0f} s)"
+                )
+                total.interrupted = _time_over(time_limit_s)
+                continue
+            worth_s = float("inf") if total.best is None else WORTH * total.best.step_s
+            try:
+                found = one(variant, max(left, 0.0) / (len(self.listed) - index), worth_s)
+            except KeyboardInterrupt:
+                if total.best is None:
+                    raise
+                found = Found(interrupted=INTERRUPT)
+            _add(total, found, variant, time_limit_s)
+            quickest_s = min(quickest_s or math.inf, found.seconds)
+        total.seconds = time.monotonic() - began
+        total.searched = _in_words(self.listed)
+        return total
+
+
+def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> None:
+    total.audited = sorted(
+        [*total.audited, *map(variant.of, found.audited)], key=lambda candidate: candidate.step_s
+    )
+    total.others += map(variant.of, found.others)
+    total.refused |= {
+        f"{title}, {variant.title}": reason for title, reason in found.refused.items()
+    }
+    total.needed_bytes |= {
+        f"{title}, {variant.title}": needed for title, needed in found.needed_bytes.items()
+    }
+    total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
+    total.least = min(
+        total.least, (found.least[0], f"{found.least[1]}, {variant.title}", found.least[2])
+    )
+    total.unbounded += [f"{title}, {variant.title}" for title in found.unbounded]
+    total.not_compared += [f"{title}, {variant.title}" for title in found.not_compared]
+    total.is_compared |= found.is_compared
+    total.floor_s = min(total.floor_s, found.floor_s)
+    total.unanswered |= {
+        f"{title}, {variant.title}": bound for title, bound in found.unanswered.items()
+    }
+    if found.interrupted is not None:
+        total.interrupted = (
+            INTERRUPT if found.interrupted == INTERRUPT else _time_over(time_limit_s)
+        )
+
+
+def _time_over(time_limit_s: float) -> str:
+    return f"the time limit of {time_limit_s:.0f} s, in shares"
+
+
+def _check_no_stages(stages: Sequence[int] | None, config: ComputeConfig) -> None:
+    if stages is not None:
+        raise ConfigError(
+            "policy 'autodist' has the option zero, and the config a stage of ZeRO",
+            why=f"zero={list(stages)} are stages to choose from, use_zero={config.use_zero!r} is "
+            "one",
+            hint="use_zero='auto' leaves the stage to the search",
+        )
+
+
+def _checked_stages(stages: Sequence[int] | None) -> Iterable[int]:
+    if stages is None:
+        return STAGES
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown or not stages or len(set(stages)) < len(stages):
+        raise ConfigError(
+            f"option 'zero' of policy 'autodist' cannot be {list(stages)!r}",
+            why="it lists stages of ZeRO, each once, to choose from",
+            hint="some of 0, 1, 2 and 3; without it all are tried",
+        )
+    return sorted(stages)
+
+
+def _in_words(listed: Sequence[Variant]) -> str:
+    """``microbatches of 1, 2 and 4 samples, stages 0 and 1 of ZeRO``."""
+    sizes = [str(v.batch.samples) for v in listed if v.batch is not None]
+    stages = [str(v.zero_stage) for v in listed if v.zero_stage is not None]
+    words = []
+    if sizes:
+        words.append(f"microbatches of {_listed(sizes)} samples")
+    if stages:
+        words.append(f"{'stages' if len(set(stages)) > 1 else 'stage'} {_listed(stages)} of ZeRO")
+    return ", ".join(words)
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = dict.fromkeys(names)
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,395 @@
+"""What the boundary between two pipeline stages takes: messages there and back, and the adapters
+that it adds or saves.
+
+What crosses is sent as lowering does it (:mod:`shardwright.compiler.passes.lower_stages`): whole or
+in slices, never partial; on another mesh it arrives as its first reader needs it. So the stage
+before makes one more copy where it had a summand, and the stage after makes its readers' copies of
+what arrives, instead of those that the program of the whole model makes on its mesh. Both trees of
+adapters are the ones that lowering makes.
+
+A value is priced as if the stage before had made it, also where an earlier one did. Inputs of the
+model, parameters, and values made from nothing are not sent: every stage that reads one has it, and
+makes copies of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.operator_time import OpTime
+from shardwright.compiler.cost.time.pipeline_time import crossing_s
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.passes.copy_trees import routes
+from shardwright.compiler.passes.stages import from_nothing
+from shardwright.compiler.plan.pipeline import Crossing
+from shardwright.compiler.plan.program import Adapt, Compute
+from shardwright.policies.autodist.stages.frontier import Array
+from shardwright.policies.autodist.stages.tiers import lie
+from shardwright.policies.autodist.stages.walk import Walk
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.transfer import Holding
+
+RanksOf = Callable[[int, int], tuple[int, ...]]
+"""From the number of a menu and the first device of a stage to the ranks that the stage lies on."""
+
+
+SIDES = (2,)
+"""The shape of seconds in the forward and in the backward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """``[start, stop]`` for the stage after it: seconds of messages ``there_s`` and ``back_s``;
+    ``[start, stop, side]``, in the forward and in the backward: of adapters ``sent_s`` that the
+    stage before has more, and ``taken_s`` that the stage after has more; or less, where they are
+    below 0.
+    """
+
+    there_s: Array
+    back_s: Array
+    sent_s: Array
+    taken_s: Array
+    total_s: Array
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Some of what a stage reads of a value: ``block``, the last of its blocks that reads it; all
+    readers from number ``first`` before ``last``; the places of the stage's operators up to there,
+    from ``begin`` before ``end``.
+    """
+
+    block: int
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """A value that later blocks read. ``is_sent``: to the stages that read it, which do not have it
+    otherwise. ``places``: of its readers, ascending. ``reaches[start]``: for a stage that begins at
+    that block, by further block that reads it.
+    """
+
+    value: IRValue
+    is_sent: bool
+    places: tuple[int, ...]
+    reaches: dict[int, list[_Reach]]
+
+
+@dataclass(frozen=True)
+class _View:
+    """A flow in one placement: the layout it is ``made`` in, as each reader ``needs`` it, and
+    adapters by place.
+    """
+
+    made: Layout
+    needs: tuple[Layout, ...]
+    adapters: tuple[tuple[int, OpTime], ...]
+
+
+class Messages:
+    """Prices boundaries between blocks that begin at ``starts``, for stages that are placed as
+    ``walks`` say.
+
+    ``only_like_home``: stages may only lie where the tiers of the machine are to them as to the
+    ranks of their walk.
+    """
+
+    def __init__(
+        self,
+        walks: Sequence[Walk],
+        starts: Sequence[int],
+        ranks_of: RanksOf,
+        *,
+        only_like_home: bool = False,
+    ) -> None:
+        self.walks, self.starts, self.ranks_of, self.only_like_home = (
+            walks,
+            starts,
+            ranks_of,
+            only_like_home,
+        )
+        self._flows = _flows(walks[0], starts)
+        self._views = [_views(walk, self._flows) for walk in walks]
+        self._boundaries: dict[tuple[int, int, bytes], Boundary] = {}
+        self._at: dict[tuple[int, int, int], Boundary] = {}
+        self._fits: dict[tuple[int, int], bool] = {}
+        self._adapters: dict[tuple[int, int | None], Array] = {}
+        self._seconds: dict[Hashable, float] = {}
+        self._copies: dict[Hashable, Array] = {}
+
+    def where(self, ranks_of: RanksOf) -> Messages:
+        """The same for stages that lie on other ranks; what does not depend on these is shared."""
+        found = copy.copy(self)
+        found.ranks_of, found._at, found._fits = ranks_of, {}, {}
+        return found
+
+    def message_s(self, before: int, after: int, device: int) -> Array:
+        """All that a boundary adds."""
+        return self.boundary(before, after, device).total_s
+
+    def relief_s(self, menu: int) -> Array:
+        """What the boundaries before and after a stage can save of its adapters."""
+        return self._least_more(menu, lambda seconds: seconds.sum(axis=-1))
+
+    def relief_by_side_s(self, menu: int) -> Array:
+        """The same, ``[start, stop, side]``: in the forward and in the backward, each for
+        itself.
+        """
+        return self._least_more(menu, lambda seconds: seconds)
+
+    def _least_more(self, menu: int, counted: Callable[[Array], Array]) -> Array:
+        taken = [counted(self._taken(before, menu)) for before in range(len(self.walks))]
+        sent = np.minimum(counted(self._sent(menu)), 0.0).min(axis=1)
+        least: Array = (
+            np.minimum(np.minimum.reduce(taken), 0.0) + sent[None]
+        )  # what ends where another begins
+        return least
+
+    def fits(self, menu: int, device: int) -> bool:
+        """Whether the ranks of a stage lie as those that its seconds were taken from."""
+        key = menu, device
+        if key not in self._fits:
+            home, ranks = self.walks[menu].setting, self.ranks_of(menu, device)
+            self._fits[key] = not self.only_like_home or lie(home.hardware, ranks) == lie(
+                home.hardware, home.ranks
+            )
+        return self._fits[key]
+
+    def boundary(self, before: int, after: int, device: int) -> Boundary:
+        """What the boundary before a stage that begins at ``device`` takes."""
+        at = before, after, device
+        if at not in self._at:
+            here, there = (
+                self.ranks_of(before, device - self.walks[before].mesh.size),
+                self.ranks_of(after, device),
+            )
+            lies = (
+                b"" if here == there else lie(self.walks[before].setting.hardware, (*here, *there))
+            )
+            key = before, after, lies
+            if key not in self._boundaries:
+                self._boundaries[key] = self._priced(before, after, here, there)
+            self._at[at] = self._boundaries[key]
+        return self._at[at]
+
+    def _priced(
+        self, before: int, after: int, here: tuple[int, ...], there: tuple[int, ...]
+    ) -> Boundary:
+        way = self._table(functools.partial(self._crossing_s, before, after, here, there, False))
+        back = self._table(functools.partial(self._crossing_s, before, after, here, there, True))
+        sent, taken = self._sent(before), self._taken(before, after)
+        return Boundary(way, back, sent, taken, way + back + (sent + taken).sum(axis=-1))
+
+    def _sent(self, before: int) -> Array:
+        if (before, None) not in self._adapters:
+            self._adapters[before, None] = self._table(
+                functools.partial(self._sent_s, before), SIDES
+            )
+        return self._adapters[before, None]
+
+    def _taken(self, before: int, after: int) -> Array:
+        if (before, after) not in self._adapters:
+            self._adapters[before, after] = self._table(
+                functools.partial(self._taken_s, before, after), SIDES
+            )
+        return self._adapters[before, after]
+
+    def _table(
+        self, seconds: Callable[[int, _Reach], float | Array], shape: tuple[int, ...] = ()
+    ) -> Array:
+        """``[start, stop]`` of the seconds, ``shape`` of them, of every flow that a stage reads so
+        much of, added up.
+        """
+        num_blocks = len(self.starts)
+        table = np.zeros((num_blocks + 1, num_blocks + 1, *shape))
+        for index, flow in enumerate(self._flows):
+            for start, reaches in flow.reaches.items():
+                ends = [reach.block for reach in reaches[1:]] + [num_blocks]
+                for reach, end in zip(reaches, ends, strict=True):
+                    table[start, reach.block + 1 : end + 1] += seconds(index, reach)
+        return table
+
+    def _crossing_s(
+        self,
+        before: int,
+        after: int,
+        here: tuple[int, ...],
+        there: tuple[int, ...],
+        reverse: bool,
+        index: int,
+        reach: _Reach,
+    ) -> float:
+        """Of the message with a value, or with its gradient."""
+        value = self._flows[index].value
+        if (
+            here == there
+            or not self._flows[index].is_sent
+            or (reverse and not value.takes_gradient)
+        ):
+            return 0.0
+        sent, received = (
+            self._sent_as(before, index),
+            self._received_as(before, after, index, reach),
+        )
+        key = before, after, here, there, reverse, value.dtype, sent, received
+        if key not in self._seconds:
+            ends = [
+                Holding(sent, self.walks[before].mesh, here),
+                Holding(received, self.walks[after].mesh, there),
+            ]
+            hardware = self.walks[before].setting.hardware
+            self._seconds[key] = crossing_s(Crossing(value, 0, 1, *ends), hardware, reverse=reverse)
+        return self._seconds[key]
+
+    def _sent_s(self, before: int, index: int, reach: _Reach) -> Array:
+        """The copies that the stage before makes for its own readers and to send it, instead of
+        those in the program.
+        """
+        view, value = self._views[before][index], self._flows[index].value
+        if not self._flows[index].is_sent:
+            return np.zeros(SIDES)
+        own = view.needs[: reach.first]
+        copies = self._tree_s(before, value, view.made, (*own, self._sent_as(before, index)))
+        return copies - _sides(time for place, time in view.adapters if place < reach.begin)
+
+    def _taken_s(self, before: int, after: int, index: int, reach: _Reach) -> Array:
+        """The copies that readers make of what arrives, instead of those in the whole model's
+        program.
+        """
+        view, value = self._views[after][index], self._flows[index].value
+        received = self._received_as(before, after, index, reach)
+        copies = self._tree_s(after, value, received, view.needs[reach.first : reach.last])
+        return copies - _sides(
+            time for place, time in view.adapters if reach.begin <= place < reach.end
+        )
+
+    def _sent_as(self, before: int, index: int) -> Layout:
+        return replace(self._views[before][index].made, partial=(), grad_partial=())
+
+    def _received_as(self, before: int, after: int, index: int, reach: _Reach) -> Layout:
+        if not self._flows[index].is_sent:
+            return self._views[after][index].made
+        if self.walks[before].mesh == self.walks[after].mesh:
+            return self._sent_as(before, index)
+        return replace(self._views[after][index].needs[reach.first], partial=(), grad_partial=())
+
+    def _tree_s(
+        self, menu: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]
+    ) -> Array:
+        """Of all copies of a value, there and back."""
+        key = menu, value.dtype, value.requires_grad, value.takes_gradient, source, targets
+        if key not in self._copies:
+            walk = self.walks[menu]
+            mesh, ranks, hardware = walk.storage_mesh, walk.storage_ranks, walk.setting.hardware
+            found = routes(
+                source,
+                targets,
+                mesh,
+                differentiable=value.requires_grad,
+                takes_gradient=value.takes_gradient,
+            ).values()
+            times = [
+                step_time(
+                    step, value.dtype, mesh, ranks, hardware, differentiable=value.takes_gradient
+                )
+                for route in found
+                for step in route.steps
+            ]
+            self._copies[key] = _sides(times)
+        return self._copies[key]
+
+
+def _sides(times: Iterable[OpTime]) -> Array:
+    """Seconds in the forward and in the backward, added up."""
+    listed = [(time.forward_s, time.backward_s) for time in times]
+    return np.array(listed).sum(axis=0) if listed else np.zeros(SIDES)
+
+
+def _flows(walk: Walk, starts: Sequence[int]) -> list[_Flow]:
+    """The values that are made in one block and read in a later one; and those that all stages have
+    and several blocks read.
+    """
+    graph = walk.program.graph
+    free = from_nothing(graph)
+    sent = {
+        v.name: (place, v)
+        for place, op in enumerate(graph.ops)
+        if op.name not in free
+        for v in op.results
+    }
+    gathered = {
+        item.of.name for item in walk.program.adapters() if item.gathers_weight
+    }  # by every module for itself
+    made = {
+        v.name: (0, v)
+        for v in (*graph.inputs, *graph.parameters, *graph.buffers)
+        if v.name not in gathered
+    }
+    made |= {v.name: (0, v) for op in graph.ops if op.name in free for v in op.results}
+    made |= sent
+    readers: dict[str, list[int]] = {}
+    for place, op in enumerate(graph.ops):
+        for value in op.operands:
+            if value.name in made and op.name not in free:
+                readers.setdefault(value.name, []).append(place)
+    flows = []
+    for name, places in readers.items():
+        home, value = made[name]
+        blocks = [bisect.bisect_right(starts, place) - 1 for place in places]
+        if name not in sent and blocks[0] == blocks[-1]:
+            continue  # its copies are as in the program of the whole model
+        first = bisect.bisect_right(starts, home)  # the first block after the one that makes it
+        reaches = {
+            start: _reaches(start, blocks, starts, len(graph.ops))
+            for start in range(first, blocks[-1] + 1)
+        }
+        if reaches:
+            flows.append(_Flow(value, name in sent, tuple(places), reaches))
+    return flows
+
+
+def _reaches(
+    start: int, blocks: Sequence[int], starts: Sequence[int], num_places: int
+) -> list[_Reach]:
+    first = bisect.bisect_left(blocks, start)
+    ends = [*starts[1:], num_places]
+    return [
+        _Reach(block, first, bisect.bisect_right(blocks, block), starts[start], ends[block])
+        for block in dict.fromkeys(blocks[first:])
+    ]
+
+
+def _views(walk: Walk, flows: Sequence[_Flow]) -> list[_View]:
+    """The flows as one placement has them."""
+    computed = {item.original.name: item for _, item in walk.by_place if isinstance(item, Compute)}
+    adapters: dict[str, list[tuple[int, OpTime]]] = {}
+    for (place, item), time in zip(walk.by_place, walk.times, strict=True):
+        if isinstance(item, Adapt):
+            adapters.setdefault(item.of.name, []).append((place, time))
+    found = []
+    for flow in flows:
+        needs = []
+        for place in dict.fromkeys(flow.places):
+            op = walk.program.graph.ops[place]
+            assert op.rule is not None
+            wanted = layouts(op.rule, computed[op.name].assignment, walk.mesh)[0]
+            needs += [
+                layout
+                for value, layout in zip(op.operands, wanted, strict=True)
+                if value.name == flow.value.name
+            ]
+        made = walk.layouts[flow.value.name]
+        found.append(_View(made, tuple(needs), tuple(adapters.get(flow.value.name, ()))))
+    return found

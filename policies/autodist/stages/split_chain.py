@@ -1,0 +1,455 @@
+"""Cut a chain of blocks into pipeline stages, each on its own devices in a placement of its own:
+exact under the model of one-forward-one-backward.
+
+Variables: the cuts, the placement of every stage (a :class:`~menu.Menu`, which says how many
+devices it takes), and what of its blocks is computed again in the backward.
+
+Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage
+``k`` (forward, backward, what is computed again, and the message from the stage before, which
+depends on both placements and on where the stages lie) and ``u_k`` comes once per step (reduction
+of gradients, optimizer). For equal stages this is the time of 1F1B, GPipe and their like; for
+others the schedule is simulated later.
+
+Constraints: the devices add up; each stage fits the memory of a device, with as many microbatches
+in flight as its place in the schedule asks for.
+
+Method: for a limit on the second term, the least first term is a shortest path over (block, devices
+used, placement of the last stage), stage by stage, solved as min-plus products
+(:meth:`_Paths.least_sum`). Lowering the limit below each solution's own maximum enumerates the
+Pareto points of the two terms, until no later one can be better: so the best sum is found exactly.
+What a stage computes again is a knapsack, solved by Pareto frontiers (``frontier.py``). The bound
+drops messages and takes what no such schedule can avoid (:meth:`_Paths.bound`): stage ``k`` works
+``m w_k``, with what it must compute again to fit, after the first microbatch has come through the
+stages before it and before its gradient has gone back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from shardwright.policies.autodist.stages.frontier import Array
+from shardwright.policies.autodist.stages.menu import Menu, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks ``start`` up to ``stop`` on ``num_devices`` as menu number ``menu`` places them;
+    ``recomputed``: blocks computed again, with the number of the way.
+    """
+
+    start: int
+    stop: int
+    num_devices: int
+    menu: int = 0
+    recomputed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """The best stages under the model. No split into as many stages of these menus takes less than
+    ``bound_s``, on any schedule with as many microbatches in flight. ``used_bytes``: of the stage
+    that takes most.
+    """
+
+    stages: tuple[Stage, ...]
+    cost_s: float
+    bound_s: float
+    used_bytes: float
+
+
+@dataclass(frozen=True)
+class NoFit:
+    """No split fits: the best one still needs ``needed_bytes`` on its fullest device (infinite: the
+    devices do not add up).
+    """
+
+    needed_bytes: float
+
+
+@dataclass(frozen=True)
+class NoGain:
+    """No split that fits takes less under the model than was asked for; none at all takes less than
+    ``bound_s``.
+    """
+
+    bound_s: float
+
+
+InFlight = Callable[[int], float]
+"""From a stage's place, counted from the end (the last is 1), to the microbatches that it holds at
+once, on average where several stages share a position.
+"""
+
+
+class Between(Protocol):
+    """What depends on two neighbouring stages and where they lie. Menus are named by number,
+    devices counted from the first.
+    """
+
+    def message_s(self, before: int, after: int, device: int) -> Array:
+        """``[start, stop]``: seconds per microbatch that the boundary before a stage of menu
+        ``after``, which begins at ``device``, adds to it, there and back. Where two are equal they
+        should be one array.
+        """
+        ...
+
+    def relief_s(self, menu: int) -> Array:
+        """``[start, stop]``, at most 0: what the boundaries around a stage can save of its work."""
+        ...
+
+    def fits(self, menu: int, device: int) -> bool:
+        """Whether what a menu says of seconds holds for a stage that begins at ``device``."""
+        ...
+
+
+def one_forward_one_backward(num_microbatches: int) -> InFlight:
+    """A stage of 1F1B holds one microbatch for itself and one for every stage after it."""
+    return lambda place: min(place, num_microbatches)
+
+
+def split_stages(
+    menus: Sequence[Menu],
+    num_devices: int,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    memory_bytes: float = float("inf"),
+    in_flight: InFlight | None = None,
+    splits_backward: bool = False,
+    between: Between | None = None,
+    below_s: float = float("inf"),
+    limit_bytes: float | None = None,
+    alone: Sequence[int] | None = None,
+) -> Split | NoFit | NoGain:
+    """The best split into exactly ``num_stages``.
+
+    ``menus``: the placements that stages may have, all with the same blocks. ``splits_backward``:
+    the schedule puts off gradients of weights, so that the bound may count on forwards only before
+    and after a stage's own work. ``between``: messages and where stages may lie; without it
+    messages take no time. ``below_s``: what takes longer is of no interest.
+    ``limit_bytes``: what a stage may take at all, where that is more than ``memory_bytes``; the
+    bound is of all such splits.
+    ``alone``: by stage the microbatches that it holds at once in any case, whatever shares its
+    position, for the bound too.
+    """
+    tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
+    paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, between)
+    if below_s < float("inf") and not paths.can_keep(below_s):
+        return NoGain(below_s)
+    holds = in_flight or one_forward_one_backward(num_microbatches)
+    counts = [holds(place) for place in range(num_stages, 0, -1)]
+    surely, most_bytes = (
+        counts if alone is None else alone,
+        memory_bytes if limit_bytes is None else limit_bytes,
+    )
+    by_count = {
+        count: [table.priced(count, memory_bytes) for table in tables]
+        for count in dict.fromkeys(counts)
+    }
+    found = paths.best([by_count[count] for count in counts], below_s)
+    if found is None:
+        if below_s == float("inf"):
+            return NoFit(paths.least_memory(counts))
+        return NoGain(paths.bound(below_s, surely, most_bytes))
+    cost, path = found
+    stages, used = [], 0.0
+    for count, (start, stop, index) in zip(counts, path, strict=True):
+        table = tables[index]
+        recomputed = table.recomputed(start, stop, count, memory_bytes)
+        stages.append(Stage(start, stop, menus[index].num_devices, index, recomputed))
+        used = max(used, table.used_bytes(start, stop, recomputed, count))
+    bound = paths.bound(float(cost), surely, most_bytes)
+    return Split(tuple(stages), float(cost), min(float(cost), bound), used)
+
+
+def may_take_less(
+    menus: Sequence[Menu],
+    num_devices: int,
+    num_stages: int,
+    num_microbatches: int,
+    below_s: float,
+    *,
+    splits_backward: bool,
+) -> bool:
+    """Whether a split could take less, as far as the bound tells, memory and messages aside."""
+    tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
+    return _Paths(menus, tables, num_devices, num_stages, num_microbatches, None).can_keep(below_s)
+
+
+Priced = Sequence[tuple[Array, Array]]
+"""By menu, what :meth:`Tables.priced` says."""
+
+Path = list[tuple[int, int, int]]
+"""``(start, stop, menu)`` from the first stage to the last."""
+
+
+OwnAndFill = tuple[list[Array], list[Array]]
+"""By menu, what counts of a stage itself and of a stage before it."""
+
+
+def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+    return [first + second for first, second in zip(a, b, strict=True)]
+
+
+class _Paths:
+    """The splits as paths over blocks and devices, which are dealt out in lots of as many as all
+    menus have in common.
+    """
+
+    def __init__(
+        self,
+        menus: Sequence[Menu],
+        tables: Sequence[Tables],
+        num_devices: int,
+        num_stages: int,
+        num_microbatches: int,
+        between: Between | None,
+    ) -> None:
+        self.unit = math.gcd(*(menu.num_devices for menu in menus), num_devices)
+        self.sizes = [menu.num_devices // self.unit for menu in menus]
+        self.tables, self.num_lots, self.num_stages = tables, num_devices // self.unit, num_stages
+        self.num_microbatches, self.between = num_microbatches, between
+        self.num_blocks = len(tables[0].blocks) if tables else 0
+
+    def best(self, priced: Sequence[Priced], below_s: float) -> tuple[float, Path] | None:
+        """The least cost below ``below_s``, and its path; ``priced``: by stage."""
+        best, limit = None, below_s
+        least = below_s
+        while True:
+            found = self.least_sum(priced, limit)
+            if found is None:
+                return best
+            total, peak, path = found
+            if total + peak < least:
+                least = total + peak
+                best = (least, path)
+            # the sum only grows as the limit falls, and one stage has at least an equal share of it
+            if total * (1 + (self.num_microbatches - 1) / self.num_stages) >= least:
+                return best
+            limit = np.nextafter(peak, -np.inf)
+
+    def least_sum(self, priced: Sequence[Priced], limit: float) -> tuple[float, float, Path] | None:
+        """The least sum of stage times with no stage's counted seconds above ``limit``: ``(sum,
+        largest counted, path)``.
+        """
+        if not self.num_blocks:
+            return None
+        # per menu of the last stage, or -1 before the first one: [block, lots used] -> seconds so
+        # far
+        before = {-1: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)}
+        before[-1][0, 0] = 0.0
+        steps: list[dict[int, Array]] = []
+        for listed in priced:
+            allowed: dict[tuple[int, int], Array] = {}
+            step = {
+                index: np.full((self.num_blocks + 1, self.num_lots + 1, 2), -1)
+                for index in range(len(self.sizes))
+            }
+            after = {
+                index: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf) for index in step
+            }
+            for index, used in self._places(before):
+                for message, sums, origins in self._arrivals(before, index, used):
+                    key = (index, id(message))
+                    if key not in allowed:
+                        allowed[key] = self._allowed(listed[index], message, limit)
+                    times = sums[:, None] + allowed[key]
+                    starts = times.argmin(axis=0)
+                    values = times[starts, np.arange(len(starts))]
+                    column, chosen = (
+                        after[index][:, used + self.sizes[index]],
+                        step[index][:, used + self.sizes[index]],
+                    )
+                    better = values < column
+                    column[better] = values[better]
+                    chosen[better, 0], chosen[better, 1] = starts[better], origins[starts[better]]
+            before = after
+            steps.append(step)
+        return self._read(before, steps, priced)
+
+    def _read(
+        self, last: dict[int, Array], steps: list[dict[int, Array]], priced: Sequence[Priced]
+    ) -> tuple[float, float, Path] | None:
+        """The path that the tables of the steps describe."""
+        index = min(last, key=lambda menu: float(last[menu][self.num_blocks, self.num_lots]))
+        total = float(last[index][self.num_blocks, self.num_lots])
+        if not np.isfinite(total):
+            return None
+        path: Path = []
+        largest, stop, used = 0.0, self.num_blocks, self.num_lots
+        for step, listed in zip(reversed(steps), reversed(priced), strict=True):
+            start, origin = (int(item) for item in step[index][stop, used])
+            used -= self.sizes[index]
+            path.append((start, stop, index))
+            largest = max(
+                largest,
+                float(
+                    self._counted(listed[index], self._message(origin, index, used))[start, stop]
+                ),
+            )
+            stop, index = start, origin
+        return total, largest, path[::-1]
+
+    def _places(self, before: dict[int, Array]) -> list[tuple[int, int]]:
+        """``(menu, lots used)`` of the stages that may come next."""
+        reached = [
+            used
+            for used in range(self.num_lots)
+            if any(np.isfinite(table[:, used]).any() for table in before.values())
+        ]
+        return [
+            (index, used)
+            for index, size in enumerate(self.sizes)
+            for used in reached
+            if used + size <= self.num_lots and self._fits(index, used)
+        ]
+
+    def _arrivals(
+        self, before: dict[int, Array], index: int, used: int
+    ) -> list[tuple[Array | None, Array, Array]]:
+        """By distinct message before a stage: per block the least seconds so far, and the menu of
+        the stage before.
+        """
+        groups: dict[int, tuple[Array | None, list[int]]] = {}
+        for origin, table in before.items():
+            if np.isfinite(table[:, used]).any():
+                message = self._message(origin, index, used)
+                groups.setdefault(id(message), (message, []))[1].append(origin)
+        found = []
+        for message, origins in groups.values():
+            columns = np.stack([before[origin][:, used] for origin in origins])
+            least = columns.argmin(axis=0)
+            found.append(
+                (message, columns[least, np.arange(columns.shape[1])], np.array(origins)[least])
+            )
+        return found
+
+    def _message(self, origin: int, index: int, used: int) -> Array | None:
+        if origin < 0 or self.between is None:
+            return None
+        return self.between.message_s(origin, index, used * self.unit)
+
+    def _fits(self, index: int, used: int) -> bool:
+        return self.between is None or self.between.fits(index, used * self.unit)
+
+    def _allowed(self, priced: tuple[Array, Array], message: Array | None, limit: float) -> Array:
+        time: Array = priced[0] if message is None else priced[0] + message
+        allowed: Array = np.where(self._counted(priced, message) <= limit, time, np.inf)
+        return allowed
+
+    def _counted(self, priced: tuple[Array, Array], message: Array | None) -> Array:
+        if message is None or self.num_microbatches == 1:
+            return priced[1]
+        counted: Array = priced[1] + (self.num_microbatches - 1) * message
+        return counted
+
+    # -------------------------------------------------------------------------------------------------------
+    # bounds
+
+    def bound(self, upper: float, counts: Sequence[float], memory_bytes: float) -> float:
+        """What no split can avoid, messages aside: the larger of the least ``max_k m w_k + u_k``,
+        and the least ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go
+        back through the stages before it), with what a stage has to compute again so that it fits,
+        ``counts[k]`` microbatches at once. Found by bisection below ``upper``, where one of them
+        ends if they are larger.
+        """
+        tables = self._with_again(counts, memory_bytes)
+        low, high = 0.0, upper
+        if not self._keep(tables, high):
+            return upper
+        while high - low > 1e-7 * high:
+            middle = (low + high) / 2
+            if self._keep(tables, middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def can_keep(self, limit: float) -> bool:
+        """Whether neither bound is above ``limit``, memory aside."""
+        return self._keep([[kind] * self.num_stages for kind in self._bound_tables], limit)
+
+    @functools.cached_property
+    def _bound_tables(self) -> list[OwnAndFill]:
+        """For each of the two bounds, what counts of a stage itself and of those before another,
+        memory aside.
+        """
+        alone, work, fill = [], [], []
+        for index, table in enumerate(self.tables):
+            less = (
+                np.zeros_like(table.work_s)
+                if self.between is None
+                else self.between.relief_s(index)
+            )
+            work.append(self.num_microbatches * np.maximum(table.work_s + less, 0.0))
+            alone.append(work[-1] + table.once_s)
+            fill.append(np.maximum(table.fill_s + less, 0.0))
+        nothing = [np.where(np.isfinite(own), 0.0, np.inf) for own in alone]
+        return [(alone, nothing), (work, fill)]
+
+    def _with_again(self, counts: Sequence[float], memory_bytes: float) -> list[list[OwnAndFill]]:
+        """The same by stage, with what has to be computed again."""
+        (alone, nothing), (work, fill) = self._bound_tables
+        by_count: dict[float, tuple[OwnAndFill, OwnAndFill]] = {}
+        for count in dict.fromkeys(counts):
+            again = [table.again_s(count, memory_bytes, least=True) for table in self.tables]
+            longer = [self.num_microbatches * seconds for seconds in again]
+            before = [
+                own
+                + np.where(np.isfinite(seconds), 0.0 if table.fills_forward else seconds, np.inf)
+                for own, seconds, table in zip(fill, again, self.tables, strict=True)
+            ]
+            by_count[count] = (_added(alone, longer), nothing), (_added(work, longer), before)
+        return [[by_count[count][kind] for count in counts] for kind in range(2)]
+
+    def _keep(self, tables: Sequence[Sequence[OwnAndFill]], limit: float) -> bool:
+        """Whether no bound is above ``limit``; ``tables``: by bound and stage."""
+        return all(self._keeps(stages, limit) for stages in tables)
+
+    def _keeps(self, stages: Sequence[OwnAndFill], limit: float) -> bool:
+        """Whether a split exists with ``sum_{j<k} fill_j + own_k`` at most ``limit`` for all
+        stages: the least sum of the stages before decides whether the next one keeps within it.
+        """
+        before = np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)
+        before[0, 0] = 0.0
+        for own, fill in stages:
+            following = np.full_like(before, np.inf)
+            for index, used in self._places({-1: before}):
+                start, stop = before[:, used], used + self.sizes[index]
+                sums = np.where(
+                    start[:, None] + own[index] <= limit, start[:, None] + fill[index], np.inf
+                )
+                np.minimum(following[:, stop], sums.min(axis=0), out=following[:, stop])
+            before = following
+        return bool(np.isfinite(before[self.num_blocks, self.num_lots]))
+
+    def least_memory(self, counts: Sequence[float]) -> float:
+        """The least over all splits of what the fullest device needs. ``counts``: microbatches in
+        flight by stage.
+        """
+        tables = {count: [table.least_bytes(count) for table in self.tables] for count in counts}
+        every = np.unique(
+            np.concatenate([table.ravel() for listed in tables.values() for table in listed])
+        )
+        sizes = every[np.isfinite(every)].tolist()
+        nothing = np.zeros((self.num_blocks + 1, self.num_blocks + 1))
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            fitting = {
+                count: [
+                    (np.where(table <= sizes[middle], 0.0, np.inf), nothing) for table in listed
+                ]
+                for count, listed in tables.items()
+            }
+            if self.least_sum([fitting[count] for count in counts], np.inf) is not None:
+                high = middle
+            else:
+                low = middle + 1
+        return sizes[low] if low < len(sizes) else float("inf")

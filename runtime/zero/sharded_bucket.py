@@ -1,0 +1,230 @@
+"""Buckets whose sums go to the ranks that update the parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.bucket import (
+    Bucket,
+    GradientSum,
+    Named,
+    dense,
+    hold_gradients_in,
+    set_reduced,
+)
+from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.ranks.failures import concerning
+from shardwright.runtime.zero.arena import Arena
+from shardwright.runtime.zero.copy_groups import ZeroGroup
+from shardwright.runtime.zero.settings import ReductionSettings
+from shardwright.runtime.zero.shards import ParameterShard
+
+
+class ShardedBucket(Bucket):
+    """A bucket of which each rank of ``group.inside`` updates a slice: rank ``i`` the one of
+    ``slice_sizes[i]``.
+
+    ``shards``: what this rank updates of each member. Their gradients are pieces of its slice, of
+    the sum over ``group.everyone``. The sum is made in one of two ways:
+
+    - *reduced*: all ranks get all of it, as views in the parameters' ``grad`` too;
+    - *scattered* (``settings.scatters``): each rank gets its slice only, summed inside the group
+      first and then across the groups. A parameter's ``grad`` is ``None`` from then on; with stage
+      2 the buffer is freed with it. Then several backward passes may each be reduced
+      (:meth:`end_round`): what they bring is added up in the slice.
+
+    With ``settings.contiguous_gradients`` gradients are views of the buffer as they arrive, in the
+    dtype in which they are reduced. Otherwise they stay tensors of their own in the dtype of the
+    parameter, and the buffer exists while they are reduced only.
+
+    ``parameter_buffer``: what the parameters are views of, if they are. ``arena``: where the buffer
+    of the gradients lies, if it shares memory with those of other buckets.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[GradientSum],
+        group: ZeroGroup,
+        slice_sizes: Sequence[int],
+        shards: Sequence[ParameterShard],
+        settings: ReductionSettings,
+        parameter_buffer: Tensor | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        super().__init__(members)
+        self.dtype = settings.gradient_dtype(self.dtype)
+        self._is_contiguous = settings.contiguous_gradients
+        if self._is_contiguous:
+            for member in members:
+                hold_gradients_in(member.parameter, self.dtype)
+        self.group = group
+        self.parameter_buffer = parameter_buffer
+        self.slice_sizes = list(slice_sizes)
+        self.length = sum(slice_sizes)
+        self._arena = arena
+        self._place = 0 if arena is None else arena.reserve(self.length + len(members))
+        self.shards = shards
+        self._scatters = settings.scatters
+        self._frees = settings.frees_gradients
+        bounds = [0, *itertools.accumulate(slice_sizes)]
+        self.low, self.high = bounds[group.inside.index : group.inside.index + 2]
+        starts = itertools.accumulate(self.sizes, initial=0)
+        self.offsets = [
+            start + shard.start - self.low for start, shard in zip(starts, shards, strict=False)
+        ]
+        self._mine: Tensor | None = (
+            None  # this rank's slice of the sum, over all backward passes that have been reduced
+        )
+        self._used: set[int] = set()  # members that some rank used
+        self._is_published = False  # the shards have their gradients
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def holders(self) -> list[Named]:
+        """See :attr:`Bucket.holders`. Where a shard's gradient is a view of a parameter's, that one
+        is it.
+        """
+        if self._scatters:
+            return [(shard.name, shard.tensor) for shard in self.shards]
+        copies = [
+            shard
+            for shard in self.shards
+            if shard.tensor.grad_dtype != self.dtype or not self._is_contiguous
+        ]
+        return [*super().holders, *((shard.name, shard.tensor) for shard in copies)]
+
+    @property
+    def counted(self) -> list[Named]:
+        return [(shard.name, shard.tensor) for shard in self.shards if shard.is_counted]
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """See :attr:`Bucket.leaves_gradients`."""
+        return not self._scatters
+
+    def _new_buffer(self, length: int, device: torch.device) -> Tensor:
+        return (
+            super()._new_buffer(length, device)
+            if self._arena is None
+            else self._arena.take(self._place, length, device)
+        )
+
+    def take(self, index: int) -> None:
+        """See :meth:`Bucket.take`."""
+        if self._is_contiguous:
+            self._pack(index)
+
+    def _pack(self, index: int) -> None:
+        if self._is_contiguous:
+            super()._pack(index)
+        else:
+            gradient = self.members[index].parameter.grad
+            assert gradient is not None
+            self._allocated()
+            self._views[index].copy_(dense(gradient))
+
+    def _launch(self, buffer: Tensor) -> list[Work]:
+        if not self._scatters:
+            return super()._launch(buffer)
+        work = self.group.inside.reduce_scatter_async_(buffer[: self.length], self.slice_sizes)
+        return [work, self.communicator.all_reduce_async(buffer[self.length :])]
+
+    def end_round(self) -> None:
+        """Wait for the sums under way; from then on the parameters have no gradients, and memory is
+        this rank's slice.
+        """
+        if not self._works or not self._scatters:
+            return
+        self.wait()
+        self._note_used()
+        arriving = self._allocated()[self.low : self.high]
+        for member in self.members:
+            member.parameter.grad = None
+        if self._frees or not self._is_contiguous:
+            self._buffer, self._views = None, []
+            arriving = arriving.clone() if self._mine is None else arriving
+        self._mine = arriving if self._mine is None else self._mine.add_(arriving)
+
+    def finish(self, divisor: int, after: Callable[[Tensor], None]) -> None:
+        """Wait for the sum, divide it, and give each shard its gradient."""
+        if self._scatters:
+            self.end_round()
+            assert self._mine is not None
+            mine = gradients = self._mine
+            with concerning(self._subject):
+                self.group.across.all_reduce_(mine, phase="gradients")
+            gradients = mine[: max(0, sum(self.sizes) - self.low)]
+        else:
+            self.wait()
+            self._used = set()  # where module.zero_grad() has cleared, that of the last time
+            self._note_used()
+            gradients = self.gradients
+            mine = self._allocated()[self.low : self.high]
+        if divisor > 1:
+            gradients.div_(divisor)
+        after(gradients)
+        self._publish(mine if self._scatters or self._is_contiguous else mine.clone())
+
+    def clear(self, set_to_none: bool) -> None:
+        """Forget the gradients of parameters and shards. Without ``set_to_none`` those that had one
+        keep one of zeros.
+        """
+        used = {
+            index for index, member in enumerate(self.members) if member.parameter.grad is not None
+        } | self._used
+        self._mine = None
+        self._used, self._is_published = set(), False
+        for shard in self.shards:
+            shard.tensor.grad = None
+        for index, member in enumerate(self.members):
+            member.parameter.grad = None
+            if index in used and not set_to_none:
+                if self._is_contiguous:
+                    self._allocated()
+                    view = self._views[index].zero_()
+                    set_reduced(view, False)
+                    member.parameter.grad = view
+                else:
+                    member.parameter.grad = torch.zeros_like(member.parameter)
+
+    def has_reduced(self, index: int) -> bool:
+        return self._is_published if self._scatters else super().has_reduced(index)
+
+    def is_used(self, index: int) -> bool:
+        """Whether some rank used a member, once its gradient has been reduced."""
+        return index in self._used
+
+    def _note_used(self) -> None:
+        self._used |= set(range(len(self.members))) - set(self._unused) | set(
+            self._used_elsewhere()
+        )
+
+    def _publish(self, mine: Tensor) -> None:
+        """Hand out the gradients. ``mine``: this rank's slice of their sum."""
+        if not self._scatters:
+            for index in self._used:
+                parameter, view = self.members[index].parameter, self._views[index]
+                parameter.grad = (
+                    view if self._is_contiguous else view.to(parameter.dtype, copy=True)
+                )
+                set_reduced(parameter.grad, True)
+            if not self._is_contiguous:
+                self._buffer, self._views = None, []
+        if self.shards:
+            mine = mine.to(self.shards[0].tensor.grad_dtype)
+        for index, (shard, offset) in enumerate(zip(self.shards, self.offsets, strict=True)):
+            used = index in self._used and shard.num_elements > 0
+            gradient = (
+                mine[offset : offset + shard.num_elements].view(shard.tensor.shape)
+                if used
+                else None
+            )
+            shard.tensor.grad = gradient
+        self._is_published = True

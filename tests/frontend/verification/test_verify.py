@@ -1,0 +1,89 @@
+"""What ``verify`` reports, and what it leaves behind."""
+
+import gc
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.frontend.verification import verify as verification
+from shardwright.frontend.verification.verify import verify
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(torch.relu(self.up(x)))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
+        ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 2, "use_end2end": True}),
+        ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}),
+        (
+            "pp",
+            {
+                "plan_ngpus": 2,
+                "runtime_ngpus": 2,
+                "use_end2end": True,
+                "pas_config": {"num_microbatches": 2},
+            },
+        ),
+    ],
+)
+def test_nothing_stays_alive(policy: str, fields: dict[str, Any]) -> None:
+    def objects_left() -> int:
+        assert verify(Small(), {"x": torch.ones(4, 8)}, policy, fields).ok
+        gc.collect()
+        return len(gc.get_objects())
+
+    modules = set(sys.modules)
+    counts = [objects_left() for _ in range(6)]
+    assert counts[-1] - counts[2] <= 12, counts  # caches of a first call are filled by then
+    left = [name for name in set(sys.modules) - modules if name.startswith("shardwright_generated")]
+    assert len(left) <= 6, left  # those of the last one go when the next module is loaded
+
+
+class WithSpare(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Identity()
+        self.spare, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+
+def test_gradients_that_one_side_only_has_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = verification.train_plan
+
+    def wrong(*args: Any) -> Any:
+        ours = train(*args)
+        gradients = {"up.bias": None, "spare": torch.full((3,), 0.5), "other": torch.zeros(3)}
+        return replace(ours, gradients={**ours.gradients, **gradients})
+
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2}
+    torch.manual_seed(0)
+    right = verify(WithSpare(), {"x": torch.ones(4, 8)}, "tp", config)
+    assert right.ok and not right.lone and "one side" not in str(right)
+    monkeypatch.setattr(verification, "train_plan", wrong)
+    report = verify(WithSpare(), {"x": torch.ones(4, 8)}, "tp", config)
+    assert not report.ok and not any(
+        d.excess > 1 for found in report.deviations.values() for d in found
+    )
+    lines = str(report).splitlines()
+    assert "gradients      3 tensors" in lines[3] and lines[3].endswith("equal")
+    assert lines[4] == "3 more are there on one side only"
+    assert lines[5:7] == [
+        "  spare: one device has no gradient, the plan has one of up to 5.00e-01",
+        (
+            "  other: one device has no gradient, the plan has one of zeros, which weight decay "
+            "and momentum see"
+        ),
+    ]
+    assert lines[7].startswith("  up.bias: the plan has no gradient, one device has one of up to ")

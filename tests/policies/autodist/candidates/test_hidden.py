@@ -1,0 +1,143 @@
+"""Bounds where sums of gradients run beside the backward, and gatherings beside the next forward:
+no audit is below them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import planning
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.hidden import left_in_bound
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import certificate, search
+from shardwright.runtime.config import ComputeConfig
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64, bias=False)
+        self.down = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@functools.cache
+def stack() -> PlannableGraph:
+    return planning.graph_of(Stack(), {"x": torch.randn(8, 4, 16)})
+
+
+def searched(
+    num_ranks: int, bytes_per_s: float, fields: dict[str, Any], **options: Any
+) -> tuple[Found, str]:
+    """Only the batch may be split, so that every gradient is summed over ``dp``."""
+    assert stack().dims is not None
+    forbid = {dim.name: ("dp",) for dim in stack().dims.classes if dim.name != "batch"}
+    chosen = AutodistOptions(mesh={"dp": 2}, forbid=forbid, time_limit_s=1e3, **options)
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss", **fields
+    )  # fmt: skip
+    machine = planning.slow_machine(num_ranks, bytes_per_s=bytes_per_s)
+    found = search(stack(), config, chosen, machine)
+    assert found.best is not None
+    return found, str(certificate(found, found.best, machine))
+
+
+def reducer(*, beside: bool) -> dict[str, Any]:
+    return {"use_async_reducer": beside, "reducer_bucket_cap_mb": 0.005}
+
+
+def optimizer(*, beside: bool, **fields: Any) -> dict[str, Any]:
+    """Parameters are gathered during the next forward."""
+    return {
+        "distributed_optimizer": {
+            "overlap_param_sync": beside,
+            "overlap_grad_sync": False,
+            "bucket_cap_mb": 0.005,
+        },
+        **fields,
+    }
+
+
+def both(*, beside: bool) -> dict[str, Any]:
+    """Of ZeRO-2, where every backward is reduced."""
+    table = {"overlap_param_sync": beside, "overlap_grad_sync": beside, "bucket_cap_mb": 0.005}
+    return {"distributed_optimizer": table, "use_zero": 2}
+
+
+Overlap = Callable[..., dict[str, Any]]
+
+HIDDEN = "what passes may hide of sums and gatherings beside them is taken off"
+
+
+@pytest.mark.parametrize("overlap", [reducer, optimizer, both])
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e4, 1e5])
+def test_one_position_hides_no_more_than_its_passes(overlap: Overlap, bytes_per_s: float) -> None:
+    beside, proof = searched(2, bytes_per_s, overlap(beside=True))
+    after, exact = searched(2, bytes_per_s, overlap(beside=False))
+    assert beside.best is not None and after.best is not None
+    assert beside.bound_s <= beside.best.step_s < after.bound_s == pytest.approx(after.best.step_s)
+    assert HIDDEN in proof and HIDDEN not in exact
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("overlap", [reducer, optimizer])
+def test_a_pipeline_hides_sums_only_where_positions_have_several_stages(
+    overlap: Overlap, chunks: int
+) -> None:
+    schedule = "1f1b" if chunks == 1 else "1f1b_interleaved"
+    options: dict[str, Any] = {
+        "num_microbatches": 8,
+        "num_stages": 2,
+        "schedule": schedule,
+        "chunks": chunks,
+    }
+    beside, proof = searched(4, 2e2, overlap(beside=True), **options)
+    after, exact = searched(4, 2e2, overlap(beside=False), **options)
+    assert beside.best is not None and after.best is not None and HIDDEN not in exact
+    assert beside.best.bound_s <= beside.best.step_s
+    if chunks == 1 and overlap is reducer:
+        assert (
+            beside.best.step_s == after.best.step_s
+            and beside.bound_s == after.bound_s
+            and HIDDEN not in proof
+        )
+    elif chunks == 1:
+        assert beside.best.step_s <= after.best.step_s and HIDDEN in proof
+    else:
+        assert beside.best.step_s < after.best.step_s and HIDDEN in proof
+
+
+def test_the_share_that_is_left() -> None:
+    def config(fields: dict[str, Any]) -> ComputeConfig:
+        return ComputeConfig(plan_ngpus=4, runtime_ngpus=4, **fields)
+
+    for overlap in (reducer, optimizer):
+        beside, after = (config(overlap(beside=found)) for found in (True, False))
+        assert [left_in_bound(beside, 1, 1, count) for count in (1, 3)] == [0.5, 0.75]
+        assert [left_in_bound(beside, 2, chunks, 8) for chunks in (1, 2)] == [
+            1.0 if overlap is reducer else 0.5,
+            0.5,
+        ]
+        assert left_in_bound(after, 1, 1, 1) == left_in_bound(after, 2, 4, 1) == 1.0
+    assert left_in_bound(config(both(beside=True)), 1, 1, 8) == 0.5

@@ -1,0 +1,116 @@
+"""Begins of stages moved by what a schedule takes: never worse, within the memory, within the
+trials allowed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from shardwright.compiler.schedule.published import generate
+from shardwright.policies.autodist.cutting.moving import MAX_ACTIONS, REACH, moved
+from shardwright.policies.autodist.stages.frontier import Again
+from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
+from shardwright.policies.autodist.stages.shared_positions import Positions
+from shardwright.policies.autodist.stages.split_chain import Split, Stage
+
+
+def tables_of(num_blocks: int, seed: int) -> Tables:
+    draw = random.Random(seed)
+    blocks = [
+        Block(
+            draw.random(),
+            2 * draw.random(),
+            0.0,
+            1.0,
+            draw.choice((1.0, 2.0)),
+            (Again(draw.random(), 0.5),),
+        )
+        for _ in range(num_blocks)
+    ]
+    return Tables(Menu(1, blocks), 4, False)
+
+
+def positions_of(tables: Tables, number: int, memory: float = float("inf")) -> Positions:
+    return Positions([tables], generate("1f1b", number, 4), memory)
+
+
+def split_of(begins: tuple[int, ...], num_blocks: int) -> Split:
+    edges = (0, *begins, num_blocks)
+    return Split(
+        tuple(Stage(start, stop, 1) for start, stop in itertools.pairwise(edges)), 0.0, 0.5, 0.0
+    )
+
+
+def begins_of(split: Split) -> tuple[int, ...]:
+    return tuple(stage.start for stage in split.stages[1:])
+
+
+def test_begins_move_to_where_the_schedule_is_shortest() -> None:
+    wanted = (2, 9)
+
+    def step_s(split: Split) -> float:
+        return 1.0 + sum(
+            abs(begin - goal) for begin, goal in zip(begins_of(split), wanted, strict=True)
+        )
+
+    found = moved(split_of((6, 7), 12), positions_of(tables_of(12, 0), 3), 4, step_s)
+    assert begins_of(found) == wanted and found.bound_s == 0.5
+    assert [stage.stop for stage in found.stages] == [2, 9, 12]
+
+
+def test_a_place_that_is_worse_is_stepped_over() -> None:
+    seconds = {4: 2.0, 5: 3.0, 6: 1.0}
+    found = moved(
+        split_of((4,), 8),
+        positions_of(tables_of(8, 1), 2),
+        4,
+        lambda s: seconds.get(begins_of(s)[0], 9.0),
+    )
+    assert begins_of(found) == (6,) and REACH == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moved_stages_fit_and_are_never_worse(seed: int) -> None:
+    tables, counts = tables_of(10, seed), (3, 2, 1)
+
+    def step_s(split: Split) -> float:
+        again = sum(
+            tables.blocks[block].again[way].time_s
+            for s in split.stages
+            for block, way in s.recomputed
+        )
+        return float(max(tables.work_s[s.start, s.stop] for s in split.stages)) + again
+
+    start = split_of((3, 6), 10)
+    stages = list(zip(start.stages, counts, strict=True))
+    memory = 1.05 * max(float(tables.least_bytes(count)[s.start, s.stop]) for s, count in stages)
+    again = [tables.recomputed(s.start, s.stop, count, memory) for s, count in stages]
+    own = [Stage(s.start, s.stop, 1, 0, ways) for (s, _), ways in zip(stages, again, strict=True)]
+    start = Split(tuple(own), 0.0, 0.0, 0.0)
+    found = moved(start, positions_of(tables, 3, memory), 4, step_s)
+    assert step_s(found) <= step_s(start)
+    used = [
+        tables.used_bytes(s.start, s.stop, s.recomputed, count)
+        for s, count in zip(found.stages, counts, strict=True)
+    ]
+    if begins_of(found) != begins_of(start):
+        assert found.used_bytes == max(used) <= memory
+
+
+def test_large_schedules_are_left_as_they_are() -> None:
+    trials: list[Split] = []
+
+    def step_s(split: Split) -> float:
+        trials.append(split)
+        return -float(len(trials))
+
+    positions = positions_of(tables_of(12, 0), 2)
+    assert (
+        moved(split_of((6,), 12), positions, MAX_ACTIONS, step_s) == split_of((6,), 12)
+        and not trials
+    )
+    moved(split_of((6,), 12), positions, MAX_ACTIONS // 6, step_s)
+    assert len(trials) == 1 + 3, "the split itself, and three trials of two stages each"

@@ -1,0 +1,134 @@
+"""What a pipeline is predicted to take is what the audit of its lowered program says."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+from planning import mesh_of, slow_machine
+from plans import zoo_graph
+
+from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
+from shardwright.compiler.cost.time.exchange_time import WHOLES
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks
+from shardwright.policies.autodist.candidates.found import Attempt, Candidate, Offer
+from shardwright.policies.autodist.candidates.space import Placed, Space
+from shardwright.policies.autodist.cutting.cut_stages import Cutter
+from shardwright.policies.autodist.placement.place import place
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.search.auditing import Auditor
+from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.runtime.config import ComputeConfig
+
+COUNT = 4
+"""Microbatches."""
+
+
+@functools.cache
+def attempted(
+    name: str, mesh: str, rate: float, num_positions: int, optimizer: OptimizerMemory = ADAM
+) -> tuple[Attempt, Auditor]:
+    graph, inner = zoo_graph(name), mesh_of(mesh)
+    size = inner.size * num_positions
+    config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size, use_end2end=True, outputs="loss")
+    hardware, ranks = (
+        slow_machine(size, bytes_per_s=rate),
+        position_ranks(inner, num_positions, 0)[0],
+    )
+    wishes = output_wishes(graph, config)
+    found = place(
+        PlacementRequest(
+            graph,
+            inner,
+            ranks,
+            hardware,
+            config,
+            microbatches=COUNT,
+            outputs=wishes,
+            optimizer=optimizer,
+        )
+    )
+    assert not isinstance(found, Infeasible)
+    walk = Walk(
+        lower(graph, found.plan),
+        Setting(hardware, config, ranks, optimizer, num_microbatches=COUNT),
+    )
+    offer = Offer(Placed(found.plan, found.bound_s, "test", "test"), walk)
+    return Attempt("test", (offer,), num_positions, Pace("1f1b", 1)), Auditor(
+        graph, config, hardware, COUNT, optimizer
+    )
+
+
+ONE_F_ONE_B, GPIPE, ZERO_BUBBLE, INTERLEAVED = (
+    Pace("1f1b", 1),
+    Pace("gpipe", 1),
+    Pace("zb_h1", 1),
+    Pace("1f1b_interleaved", 2),
+)
+CASES = [
+    (name, mesh, rate, number, pace)
+    for name in ("gpt2", "llama", "t5")
+    for mesh, number in (("2", 2), ("2x2", 2), ("2", 3))
+    for rate in (1e6, 1e8)
+    for pace in (ONE_F_ONE_B, GPIPE, ZERO_BUBBLE, *([INTERLEAVED] if number == 2 else []))
+]
+FAST = [("gpt2", "2", 1e6, 2, ONE_F_ONE_B), ("gpt2", "2", 1e6, 2, ZERO_BUBBLE)]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rate", "num_positions", "pace"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_a_pipeline_takes_what_was_predicted(
+    name: str, mesh: str, rate: float, num_positions: int, pace: Pace
+) -> None:
+    """With nothing computed again, with some of it, and with all that can be."""
+    attempt, auditor = attempted(name, mesh, rate, num_positions)
+    attempt = replace(attempt, pace=pace)
+    cutter = Cutter(zoo_graph(name), Space(meshes={}, num_microbatches=COUNT))
+    free, least = cutter.cut(attempt, float("inf")), cutter.leanest(attempt)
+    assert isinstance(free, Candidate) and least is not None
+    between = cutter.cut(attempt, (free.used_bytes + least.used_bytes) / 2)
+    assert isinstance(between, Candidate) and between.plan.recompute
+    within = (
+        2e-5 if name == "t5" else 1e-12
+    )  # its decoder reads, in every stage, what the encoder made
+    for found in (free, between, least):
+        assert found.predicted_s == pytest.approx(auditor(found.plan).step_s, rel=within)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e8])
+def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None:
+    """Each stage brings its own together."""
+    attempt, auditor = attempted(
+        "gpt2", "2", rate, 2, OptimizerMemory(named=NamedOptimizer("Adafactor"))
+    )
+    found = Cutter(zoo_graph("gpt2"), Space(meshes={}, num_microbatches=COUNT)).cut(
+        attempt, float("inf")
+    )
+    assert isinstance(found, Candidate)
+    cost = auditor(found.plan)
+    assert found.predicted_s == pytest.approx(cost.step_s, rel=1e-12)
+    assert all(rank.comm_bytes[WHOLES] > 0 for rank in cost.ranks)
+
+
+@pytest.mark.parametrize("pace", [ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED, Pace("zb_v", 2)], ids=str)
+def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(pace: Pace) -> None:
+    """From nothing computed again to all that can be, in as much memory as the audit says."""
+    attempt, auditor = attempted("gpt2", "2", 1e6, 2)
+    attempt, graph = replace(attempt, pace=pace), zoo_graph("gpt2")
+    cutter = Cutter(graph, Space(meshes={}, num_microbatches=COUNT))
+    bounds = []
+    for candidate in cutter.saving(attempt):
+        cost = auditor(candidate.plan)
+        limited = Cutter(
+            graph, Space(meshes={}, num_microbatches=COUNT, memory_bytes=cost.peak_bytes)
+        )
+        bounds.append(limited.scheduled_bound_s(attempt, float("inf"), lambda: False))
+        assert 0.0 < bounds[-1] <= cost.step_s * (1 + 1e-9)
+    assert len(bounds) > 1

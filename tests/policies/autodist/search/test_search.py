@@ -1,0 +1,627 @@
+"""The outer search on small models, with placements by rule of thumb: what it tries, chooses,
+refuses and says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import plans
+import pytest
+import zoo
+
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.candidates.candidates import (
+    divisors,
+    meshes,
+    named,
+    paces,
+    renamed,
+)
+from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.found import Candidate, Found
+from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
+from shardwright.policies.autodist.cutting.cut_stages import cut_stages as cutting
+from shardwright.policies.autodist.policy import certificate, settled
+from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
+from shardwright.policies.autodist.search.search import Search
+from shardwright.policies.autodist.search.search import search as outer_search
+from shardwright.policies.autodist.stages.split_chain import Split, split_stages
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.data import batch_classes
+from shardwright.policies.splits import split_dims
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Layout, Mesh
+
+
+def graph() -> PlannableGraph:
+    return plans.zoo_graph("gpt2")
+
+
+def by_thumb(wish: Wish) -> Placed:
+    """The last axis splits the layers, those before it the batch."""
+    builder = graph().builder(mesh=dict(wish.mesh.axes))
+    for axis, size in wish.mesh.axes:
+        inner = axis == wish.mesh.names[-1]
+        split_dims(builder, axis, choose_dims(graph(), size) if inner else batch_classes(graph()))
+    return Placed(builder.plan("by thumb"), 0.0, "none", "by thumb")
+
+
+def whole_weights(wish: Wish) -> Placed:
+    """The only axis splits the batch; every rank has all weights."""
+    builder = graph().builder(mesh=dict(wish.mesh.axes))
+    split_dims(builder, "x", batch_classes(graph()))
+    return Placed(builder.plan("by thumb"), 1e-6, "none", "for speed")
+
+
+def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
+    every = {n: meshes(n) for n in divisors(num_ranks)}
+    fields = {
+        "meshes": every,
+        "num_microbatches": 4,
+        "schedules": ("1f1b", "zb_h1"),
+        "audits": 3,
+        "near": math.inf,
+    }
+    fields["mixed"] = False
+    clock, least = (
+        space.pop("clock", None) or Clock(space.pop("time_limit_s", math.inf)),
+        space.pop("least", None),
+    )
+    return Search(
+        graph(),
+        config,
+        load_hardware("a100-80gb", num_ranks),
+        Space(**fields | space),
+        place,
+        clock=clock,
+        least=least,
+    ).run()
+
+
+def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
+    found = search()
+    titles = {candidate.title for candidate in found.tried}
+    tried = {title.split(",")[0] for title in titles}
+    assert tried == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
+    assert {title.split(", ")[1] for title in titles if ", " in title} == {"1f1b", "zb_h1"}
+    assert len(found.audited) == 3 and found.best is found.audited[0] and not found.refused
+    steps = [candidate.step_s for candidate in found.audited]
+    assert steps == sorted(steps)
+
+
+def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
+    full = search(audits=100)
+    times = sorted(candidate.predicted_s for candidate in full.audited)
+    some = search(audits=100, worth_s=times[2])
+    assert sorted(candidate.predicted_s for candidate in some.audited) == times[:3]
+    assert sorted(candidate.predicted_s for candidate in some.others) == times[3:]
+    assert search(worth_s=0.0).best is None
+
+
+def test_the_prediction_is_near_the_audit() -> None:
+    found = search(audits=100)
+    assert len(found.audited) == 6
+    for candidate in found.audited:
+        assert candidate.predicted_s == pytest.approx(candidate.step_s, rel=1e-9), candidate.title
+
+
+def test_tight_memory_has_layers_computed_again_or_is_refused() -> None:
+    free = search(num_positions=2, schedules=("1f1b",))
+    assert free.best is not None and free.best.cost is not None
+    peak = free.best.cost.peak_bytes
+    refused = search(num_positions=2, schedules=("1f1b",), memory_bytes=peak / 20)
+    assert refused.best is None
+    assert all("B on a device, and" in why for why in refused.refused.values())
+
+
+def test_parts_of_layers_are_computed_again_until_the_audit_fits() -> None:
+    free = search(num_positions=2, schedules=("1f1b",))
+    assert free.best is not None and free.best.cost is not None
+    limit = 0.93 * free.best.cost.peak_bytes
+    tight = search(num_positions=2, schedules=("1f1b",), memory_bytes=limit)
+    assert tight.best is not None and tight.best.cost is not None
+    assert tight.best.cost.peak_bytes <= limit and tight.best.plan.recompute
+    assert tight.best.title.endswith("layers computed again")
+
+
+def test_what_the_user_fixed_is_kept() -> None:
+    start = next(op.name for op in graph().ops if op.module_path.startswith("transformer.h.1"))
+    found = search(
+        num_positions=2, schedules=("1f1b",), stage_starts=(start,), recompute=("transformer.h.*",)
+    )
+    assert found.best is not None
+    assert [stage.first_op for stage in found.best.plan.stages] == ["", start]
+    assert found.best.plan.recompute == ("transformer.h.*",)
+
+
+def test_begins_of_stages_leave_only_pipelines_that_have_them() -> None:
+    """No plan without a pipeline, no schedule with more stages; the floor of simple policies cuts
+    there, too.
+    """
+    start = next(op.name for op in graph().ops if op.module_path.startswith("transformer.h.1"))
+    found = search(
+        stage_starts=(start,), schedules=("1f1b", "1f1b_interleaved", "zb_h1"), simple=True
+    )
+    assert {c.title.split(",")[0] for c in found.tried} == {
+        "pp=2 x x=2",
+        "pp=2 x dp=2",
+    } and not found.refused
+    assert any(candidate.is_simple for candidate in found.tried)
+    assert all(
+        [stage.first_op for stage in candidate.plan.stages] == ["", start]
+        for candidate in found.tried
+    )
+
+
+def test_a_placement_that_fails_is_a_reason_not_an_end() -> None:
+    def refuses(wish: Wish) -> Placed:
+        if len(wish.mesh.axes) == 2:
+            raise PlanError("no placement", why="two axes")
+        return by_thumb(wish)
+
+    found = search(refuses)
+    assert found.refused["x=2 x y=2"] == "no placement: two axes" and found.best is not None
+
+
+def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> None:
+    def bounded(wish: Wish) -> Placed:
+        return replace(by_thumb(wish), bound_s=10.0 if len(wish.mesh.axes) == 2 else 0.0)
+
+    found = search(bounded)
+    assert found.refused["x=2 x y=2"] == "every plan on it takes at least 10 s"
+    assert not any("y=2" in candidate.title for candidate in found.tried)
+
+
+def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
+    def bounded(wish: Wish) -> Placed:
+        if wish.memory_bytes is not None:
+            return replace(by_thumb(wish), bound_s=10.0)
+        return whole_weights(wish)
+
+    space = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    small = search(**space)
+    assert small.best is not None and small.best.cost is not None
+    tight = search(bounded, **space, memory_bytes=1.05 * small.best.cost.peak_bytes)
+    tried = [placed for candidate in (*tight.audited, *tight.others) for placed in candidate.placed]
+    assert any(placed.space == "by thumb" for placed in tried)
+    assert all(placed.bound_s == 1e-6 for placed in tried)
+
+
+def test_what_is_predicted_to_take_much_longer_is_not_audited() -> None:
+    found = search(audits=100, near=1.0)
+    assert found.audited and found.others and found.best is not None
+    shuffled = replace(found, others=sorted(found.others, key=lambda candidate: candidate.title))
+    assert [c.step_s for c in shuffled.tried[len(found.audited) :]] == sorted(
+        c.step_s for c in found.others
+    )
+    assert all(candidate.predicted_s > found.best.step_s for candidate in found.others)
+
+
+def test_the_time_limit_ends_openings_trials_and_audits() -> None:
+    found = search(time_limit_s=0.0)
+    assert found.interrupted == "the time limit of 0 s" and len(found.audited) == 1
+    assert found.refused == {
+        "x=4": "there was no time to try it further; every plan on it takes at least 0 s"
+    }
+
+
+def test_what_is_likely_to_fit_is_tried_where_time_is_short_and_speed_does_not_fit() -> None:
+    """One plan, placed for the memory with all layers computed again, and audited as it is."""
+    asked: list[Wish] = []
+
+    def noted(wish: Wish) -> Placed:
+        asked.append(wish)
+        placed = by_thumb(wish) if wish.memory_bytes else whole_weights(wish)
+        return replace(placed, plan=replace(placed.plan, recompute=wish.recompute))
+
+    flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    free, least = search(**flat).best, search(**flat, recompute=("transformer.h.*",)).best
+    assert free is not None and least is not None and least.cost is not None
+    limit = 1.01 * least.cost.peak_bytes
+    found = search(noted, time_limit_s=0.0, memory_bytes=limit, **flat)
+    assert (
+        [wish.hurried for wish in asked] == [False, True]
+        and asked[-1].recompute
+        and asked[-1].memory_bytes == limit
+    )
+    assert found.best is not None and found.best.title == "x=4, all layers computed again"
+    assert (
+        found.best.plan.recompute == asked[-1].recompute
+        and not found.others
+        and not found.best.is_simple
+    )
+
+
+class Placings(Clock):
+    """Placing the model on a mesh takes a second, and nothing else takes any time."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.num_placed = 0
+        super().__init__(limit_s)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.num_placed)
+
+
+@pytest.mark.parametrize(("limit_s", "begun"), [(12.0, 2), (4.0, 1), (100.0, 4)])
+def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun: int) -> None:
+    """As soon as a fifth of it has gone into meshes; with more time all are placed before one is
+    tried.
+    """
+    clock, asked = Placings(limit_s), []
+
+    def noted(wish: Wish) -> Placed:
+        clock.num_placed += 1
+        asked.append((str(wish.mesh), bool(search.found.audited)))
+        return by_thumb(wish)
+
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    space = Space(meshes={n: meshes(n) for n in divisors(4)}, num_microbatches=8, mixed=False)
+    search = Search(graph(), config, load_hardware("a100-80gb", 4), space, noted, clock=clock)
+    found = search.run()
+    assert [mesh for mesh, _ in asked][:begun] == ["x=4", "x=2", "x=2 x y=2", "one rank"][:begun]
+    assert [audited for _, audited in asked] == [False] * begun + [True] * (len(asked) - begun)
+    assert found.best is not None and found.seconds <= limit_s
+
+
+def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
+    clock = Clock(60.0)
+
+    def last(wish: Wish) -> Placed:
+        if len(wish.mesh.axes) == 2:
+            clock.end()
+        return replace(by_thumb(wish), bound_s=len(wish.mesh.axes) * 1e-7)
+
+    found = search(last, clock=clock, num_positions=1)
+    assert found.best is not None and found.interrupted == "the time limit of 60 s"
+    assert found.unanswered == {"x=4": 1e-7, "x=2 x y=2": 2e-7} and found.bound_s == 1e-7
+    assert (
+        found.refused["x=2 x y=2"]
+        == "there was no time to try it further; every plan on it takes at least 0.2 µs"
+    )
+
+
+def test_some_position_of_a_pipeline_has_the_longest_operator() -> None:
+    """However small the share of each position is, and however its stages are cut."""
+
+    def placed(wish: Wish) -> Placed:
+        return replace(
+            by_thumb(wish), bound_s=1e-7, longest_s=(5.0 if wish.num_positions == 2 else 10.0)
+        )
+
+    found = search(placed, mixed=False)
+    assert found.refused["pp=4"] == "every plan on it takes at least 10 s"
+    assert found.tried and {candidate.bound_s for candidate in found.tried} == {5.0}
+
+
+def test_a_mesh_on_which_nothing_was_found_that_fits_bounds_the_plan_unless_nothing_can() -> None:
+    """Splitting the batch alone needs too much memory; another placement on that mesh might not."""
+
+    def poor(wish: Wish) -> Placed:
+        placed = by_thumb(wish)
+        if len(wish.mesh.axes) == 1:
+            placed = replace(
+                placed, plan=graph().builder(mesh=dict(wish.mesh.axes)).plan("all on every rank")
+            )
+        return replace(placed, bound_s=len(wish.mesh.axes) * 1e-7)
+
+    every = search(num_positions=1)
+    fits = {
+        candidate.title: candidate.cost.peak_bytes
+        for candidate in every.audited
+        if candidate.cost is not None
+    }
+    limit = 1.01 * fits["x=2 x y=2"]
+    found = search(poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda wish: 0.0)
+    assert [candidate.title for candidate in found.tried] == [
+        "x=2 x y=2"
+    ] and "x=4" in found.refused
+    assert found.unanswered == {"x=4": 1e-7} and found.bound_s == 1e-7
+    proved = search(
+        poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda wish: math.inf
+    )
+    assert not proved.unanswered and proved.bound_s == 2e-7
+
+
+def test_a_pipeline_that_cannot_be_split_to_fit_is_said_to_be_in_no_bound() -> None:
+    machine, every = (
+        load_hardware("a100-80gb", 4),
+        search(recompute=(), schedules=("1f1b",), audits=100),
+    )
+    fits = {
+        candidate.title: candidate.cost.peak_bytes
+        for candidate in every.audited
+        if candidate.cost is not None
+    }
+    limit = 1.01 * min(fits["x=4"], fits["x=2 x y=2"])
+    found = replace(
+        search(recompute=(), schedules=("1f1b",), memory_bytes=limit), floor_s=0.0
+    )  # placements here have no bounds
+    assert (
+        found.best is not None
+        and not found.best.plan.stages
+        and found.unbounded == ["pp=2 x x=2", "pp=4"]
+    )
+    proof = certificate(found, found.best, machine).proof
+    assert (
+        proof[-1]
+        == "not in the bound: pp=2 x x=2, pp=4, as no split of the placements chosen there fits"
+    )
+    more = certificate(replace(found, unbounded=["a", "b", "c"]), found.best, machine).proof
+    assert more[-1].startswith("not in the bound: a, b and 1 more, as no split")
+
+
+def test_a_search_without_an_answer_says_that_time_was_over() -> None:
+    found = search(time_limit_s=0.0, num_positions=1, memory_bytes=1.0)
+    assert found.best is None and found.interrupted == "the time limit of 0 s"
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
+    with pytest.raises(PlanError) as caught:
+        settled(replace(found, seconds=3.0), config, load_hardware("a100-80gb", 4))
+    what, *why, hint = str(caught.value).splitlines()
+    assert (
+        what
+        == "no plan for 4 ranks was found before the time limit of 0 s ended the search, after 3 s"
+    )
+    assert (
+        "of what was audited is" in why[0]
+        and "         x=4: it needs 228.3 kB on a device, and 1 B are allowed" in why
+    )
+    assert (
+        hint
+        == "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
+    )
+
+
+def test_a_candidate_without_a_program_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes on with the others, and says why."""
+    audited = Auditor.__call__
+
+    def no_pipelines(auditor: Auditor, plan: Plan) -> PlanCost:
+        if plan.stages:
+            raise PlanError(
+                "buffer mean is updated in stage 0 and used in stages 0, 1", why="microbatches"
+            )
+        return audited(auditor, plan)
+
+    monkeypatch.setattr(Auditor, "__call__", no_pipelines)
+    found = search(simple=True)
+    assert found.best is not None and not found.best.plan.stages
+    words = "buffer mean is updated in stage 0 and used in stages 0, 1: microbatches"
+    titles = [title for title, why in found.refused.items() if why == words]
+    assert any(title.endswith("as a simple policy has it") for title in titles) and len(titles) > 1
+
+
+def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
+    """What is computed again, and how the model is placed, is not all in a title: two plans may
+    share one.
+    """
+    cost = search(num_positions=1).audited[0].cost
+    assert cost is not None
+    found = Found()
+    bench: Any = SimpleNamespace(
+        found=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None
+    )
+    found.refused["tp=4"], found.needed_bytes["tp=4"] = "it is predicted to need 2 MB", 2e6
+    auditor = MagicMock()
+    audits = Audits(bench, auditor)
+
+    def audit(title: str, peak_bytes: float) -> None:
+        memory = tuple(
+            replace(memory, by_category={"activation": peak_bytes}) for memory in cost.memory
+        )
+        auditor.return_value = replace(cost, memory=memory)
+        audits.audit(Candidate(title, Plan(Mesh((("tp", 4),))), 1.0, ()))
+
+    for peak_bytes in (5e6, 3e6, 4e6):
+        audit("tp=4", peak_bytes)
+    assert found.refused == {"tp=4": "it needs 3 MB on a device, and 1 MB are allowed"}
+    assert found.needed_bytes == {"tp=4": 3e6} and found.least[:2] == (3e6, "tp=4")
+    for peak_bytes in (1.5e6, 0.5e6, 2e6):
+        audit("dp=4", peak_bytes)
+    assert list(found.refused) == ["tp=4"], "one of the other title fits"
+
+
+def test_one_plan_with_its_axes_in_another_order_is_audited_once() -> None:
+    def alike(wish: Wish) -> Placed:
+        placed = by_thumb(wish)
+        roles = {axis: "tp" if axis == wish.mesh.names[-1] else "dp" for axis in wish.mesh.names}
+        return replace(placed, plan=renamed(placed.plan, roles))
+
+    orders = [Mesh((("x", 2), ("y", 2))), Mesh((("y", 2), ("x", 2)))]
+    found = search(alike, meshes={4: orders}, num_positions=1, audits=100)
+    assert len(found.audited) == 1 and len(found.others) == 1
+    assert is_same(found.audited[0], found.others[0]) and found.audited[0].plan.mesh.names == (
+        "dp",
+        "tp",
+    )
+
+
+def test_an_interrupt_keeps_the_best_so_far() -> None:
+    calls: list[Wish] = []
+
+    def interrupted(wish: Wish) -> Placed:
+        calls.append(wish)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return by_thumb(wish)
+
+    found = search(interrupted)
+    assert found.interrupted == "Ctrl-C" and len(found.audited) == 1
+
+
+def test_an_interrupt_that_the_solver_took_ends_the_search() -> None:
+    calls: list[Wish] = []
+
+    def interrupted(wish: Wish) -> Placed:
+        calls.append(wish)
+        return replace(by_thumb(wish), interrupted=len(calls) == 2)
+
+    found = search(interrupted)
+    assert found.interrupted == "Ctrl-C" and len(calls) == 2 and len(found.audited) == 1
+
+
+def test_a_second_interrupt_ends_what_follows_the_first() -> None:
+    def interrupted(wish: Wish) -> Placed:
+        if wish.memory_bytes is not None or len(wish.mesh.axes) == 2:
+            raise KeyboardInterrupt
+        return by_thumb(wish)
+
+    found = search(interrupted)
+    assert found.best is not None and found.interrupted == "Ctrl-C"
+    nothing = search(interrupted, memory_bytes=1.0, num_positions=1)
+    assert (
+        nothing.best is None
+        and nothing.interrupted == "Ctrl-C"
+        and "1 B are allowed" in nothing.refused["x=4"]
+    )
+
+
+def test_an_interrupt_before_anything_is_placed_goes_on() -> None:
+    def interrupted(wish: Wish) -> Placed:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(interrupted)
+
+
+def test_what_is_found_trains_like_one_device(tmp_path: Path) -> None:
+    found = search(num_positions=2, schedules=("zb_h1",))
+    assert found.best is not None
+    (tmp_path / "plan.json").write_text(found.best.plan.dumps())
+    entry = zoo.get("gpt2")
+    config = {"plan_ngpus": 4, "runtime_ngpus": 4, "use_end2end": True}
+    config["pas_config"] = {"load_plan": str(tmp_path / "plan.json")}
+    report = verify(entry.build(), entry.inputs(), "saved", config, steps=2)
+    assert report.ok, str(report)
+
+
+def test_axes_are_named_after_what_they_split() -> None:
+    plan = by_thumb(Wish(Mesh((("x", 2), ("y", 2))), (0, 1, 2, 3), 1)).plan
+    dims = {"a": {"x": "batch", "y": "heads"}, "b": {"x": "batch", "y": "ffn"}}
+    found = named(
+        replace(plan, stored={"w": Layout.parse("[8/y, 4] G(x)")} | dict(plan.stored)), dims
+    )
+    assert found.mesh == Mesh((("dp", 2), ("tp", 2)))
+    assert str(found.stored["w"]) == "[8/tp, 4] G(dp)"
+    assert {axis for assignment in found.strategies.values() for axis in assignment} <= {"dp", "tp"}
+    assert renamed(found, {"dp": "x", "tp": "y"}).strategies == plan.strategies
+    assert Plan.from_json(json.loads(found.dumps())) == found
+
+
+def test_two_axes_that_split_alike_have_two_names() -> None:
+    plan = Plan(Mesh((("x", 2), ("y", 2), ("z", 2))))
+    assert named(plan, {"a": {"x": "ffn", "y": "heads", "z": "vocab"}}).mesh.names == (
+        "tp",
+        "tp2",
+        "tp3",
+    )
+
+
+def test_an_axis_that_splits_nothing_is_not_said_to() -> None:
+    """Nor one that cuts only what is stored to be copies."""
+    plan = Plan(Mesh((("x", 6), ("y", 2))), stored={"w": Layout.parse("[8/y, 4]")})
+    assert str(named(plan, {}).mesh) == "copies=6 x tp=2"
+
+
+def test_meshes_and_paces() -> None:
+    assert [mesh.axes for mesh in meshes(8)] == [
+        (("x", 8),),
+        (("x", 2), ("y", 4)),
+        (("x", 4), ("y", 2)),
+    ]
+    assert [mesh.size for mesh in meshes(8, 3)] == [8] * 4 and meshes(1) == [Mesh(())]
+    found = paces(4, 6, ("1f1b", "1f1b_interleaved", "zb_v"), None, most=100)
+    assert [(pace.schedule, pace.chunks) for pace in found] == [("1f1b", 1), ("zb_v", 2)], (
+        "6 is no multiple of 4"
+    )
+    assert paces(4, 8, ("1f1b_interleaved",), None, most=9) == paces(
+        4, 8, ("1f1b_interleaved",), 2, most=100
+    )
+
+
+def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the least of the others, or the best plan, asks for; with nothing else changed."""
+    schedules = ("1f1b", "zb_v")
+    raised = search(schedules=schedules, num_positions=2, mixed=False)
+    monkeypatch.setattr(outer_search, "tighten", lambda bench: None)
+    first = search(schedules=schedules, num_positions=2, mixed=False)
+    assert (
+        raised.best is not None and first.best is not None and raised.best.plan == first.best.plan
+    )
+    assert first.bound_s < raised.bound_s <= raised.best.step_s
+    for candidate in raised.tried:
+        assert candidate.bound_s <= candidate.step_s * (1 + 1e-9)
+    assert [c.plan for c in raised.tried] == [c.plan for c in first.tried]
+
+
+def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the best plan's own, which is looked at first, and of the least bound; in a tenth of the
+    limit.
+    """
+    asked: list[tuple[str, bool, bool]] = []
+
+    class Passing(Clock):
+        passed_s = 0.0
+
+        @property
+        def seconds(self) -> float:
+            return self.passed_s
+
+    clock = Passing(10.0)
+
+    def no_better(self: object, attempt: Any, enough_s: float, is_over: Any) -> float:
+        begins = is_over()
+        clock.passed_s += 1.0
+        asked.append((attempt.title, begins, is_over()))
+        return 0.0
+
+    monkeypatch.setattr(cutting.Cutter, "scheduled_bound_s", no_better)
+    found = search(schedules=("1f1b", "zb_h1", "zb_v"), num_positions=2, mixed=False, clock=clock)
+    staged = [candidate for candidate in found.tried if candidate.plan.stages]
+    assert len({candidate.bound_s for candidate in staged}) > 1
+    assert found.best is not None and asked == [(found.best.title, False, True)]
+
+
+def test_an_interrupt_while_bounds_are_raised_leaves_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(bench: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outer_search, "tighten", interrupted)
+    found = search(num_positions=2, schedules=("1f1b",), mixed=False)
+    assert found.best is not None and found.interrupted == "Ctrl-C"
+
+
+def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here that by layers, which takes longer, is said to have the lower one."""
+    known: list[Split] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        split = split_stages(*args, **options)
+        assert isinstance(split, Split)
+        known.append(split if known else replace(split, bound_s=1e-6))
+        return known[-1]
+
+    monkeypatch.setattr(cutting, "split_stages", noted)
+    monkeypatch.setattr(outer_search, "tighten", lambda bench: None)  # it would raise what is said
+    found = search(num_positions=4, schedules=("1f1b",))
+    by_layer, fine = known
+    assert found.best is not None and found.best.modelled_s == fine.cost_s < by_layer.cost_s
+    assert found.best.split_bound_s == 1e-6 < fine.bound_s

@@ -1,0 +1,417 @@
+"""Plans of the simple policies as the floor of a search: where its own placements are poor, it
+answers with one of those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import plans
+import pytest
+from planning import slow_machine
+
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.cost.time.operator_time import op_time
+from shardwright.compiler.passes.stages import from_nothing
+from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.autodist.candidates.candidates import (
+    Pace,
+    divisors,
+    meshes,
+    position_ranks,
+)
+from shardwright.policies.autodist.candidates.clock import Clock
+from shardwright.policies.autodist.candidates.found import Found, Whereabouts
+from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.placement.constraints import Constraints
+from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.search.auditing import Auditor
+from shardwright.policies.autodist.search.rivals import Rivals
+from shardwright.policies.autodist.search.search import Search
+from shardwright.policies.autodist.search.search import search as outer_search
+from shardwright.policies.autodist.search.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
+from shardwright.policies.autodist.stages.walk import Setting
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+NUM_MICROBATCHES = 4
+SIMPLE: list[tuple[str, dict[str, Any]]] = [
+    ("tp", {}),
+    ("data", {}),
+    ("pp", {}),
+    ("hybrid", {"num_stages": 2, "tp": 2}),
+    ("hybrid", {"num_stages": 2, "tp": 1, "dp": 2, "schedule": "zb_h1"}),
+    ("hybrid", {"num_stages": 1, "tp": 2, "dp": 2}),
+]
+"""Policies and their options, on four ranks."""
+
+
+def poor(wish: Wish) -> Placed:
+    """Every rank computes everything; nothing takes less than nothing."""
+    return Placed(
+        plans.zoo_graph("mlp").builder(mesh=dict(wish.mesh.axes)).plan("poor"), 0.0, "none", "poor"
+    )
+
+
+def searched(simple: bool, **fields: Any) -> tuple[Search, Found]:
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
+    every = {n: meshes(n) for n in divisors(4)}
+    given = {
+        "meshes": every,
+        "num_microbatches": NUM_MICROBATCHES,
+        "schedules": ("1f1b", "zb_h1"),
+        "mixed": False,
+    }
+    space = Space(**given | fields, simple=simple)
+    search = Search(plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, poor)
+    return search, search.run()
+
+
+class Placings(Clock):
+    """Placing the model on a mesh takes a second, and nothing else takes any time."""
+
+    num_placed = 0
+
+    @property
+    def seconds(self) -> float:
+        return float(self.num_placed)
+
+
+def in_time(limit_s: float, memory_bytes: float = math.inf) -> tuple[Search, Found]:
+    """A search that time ends."""
+    clock = Placings(limit_s)
+
+    def slowly(wish: Wish) -> Placed:
+        clock.num_placed += 1
+        return poor(wish)
+
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
+    every = {n: meshes(n) for n in divisors(4)}
+    space = Space(
+        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False, simple=True, audits=1,
+        memory_bytes=memory_bytes,
+    )  # fmt: skip
+    search = Search(
+        plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, slowly, clock=clock
+    )
+    return search, search.run()
+
+
+def costs(search: Search) -> list[PlanCost]:
+    found = []
+    for policy, options in SIMPLE:
+        given = options | ({"num_microbatches": NUM_MICROBATCHES} if options else {})
+        config = replace(search.config, pas_config=given)
+        made = find_policy(policy).apply(search.graph, config)
+        plan = made if isinstance(made, Plan) else made.plan
+        found.append(search.audited(replace(plan, outputs=output_wishes(search.graph, config))))
+    return found
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> None:
+    known = costs(searched(simple=False)[0])
+    memory = sorted(cost.peak_bytes for cost in known)[1] if tight else float("inf")
+    fitting = [cost.step_s for cost in known if cost.peak_bytes <= memory]
+    without = searched(simple=False, memory_bytes=memory)[1].best
+    made, all_found = searched(simple=True, memory_bytes=memory)
+    found = all_found.best
+    assert found is not None and found.step_s <= min(fitting)
+    # A pipeline of single ranks is the same in any placement, and the search cuts it as well as
+    # they do
+    if not tight:
+        assert without is not None and found.step_s <= without.step_s
+        return
+    assert found.title.endswith(", as a simple policy has it")
+    assert without is None or without.step_s > found.step_s
+    assert found.cost is not None and found.cost.peak_bytes <= memory
+    told = certificate(
+        replace(all_found, floor_s=0.0), found, made.bench.hardware
+    )  # placements here have no bounds
+    assert told.cost_s == found.step_s >= told.bound_s
+    assert (
+        "the bound is of other placements: the plan is a simple policy's, which the search "
+        "has not bettered" in told.proof
+    )
+
+
+def test_tp_on_two_axes_is_among_them() -> None:
+    """Of a model with fewer groups of heads than ranks."""
+    graph = plans.zoo_graph("llama")
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
+    whole_batch = Constraints(forbid={"batch": ("x", "y")})
+    space = Space(
+        meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False, simple=True,
+        constraints=lambda mesh: whole_batch,
+    )  # fmt: skip
+
+    def whole(wish: Wish) -> Placed:
+        return Placed(graph.builder(mesh=dict(wish.mesh.axes)).plan("poor"), 0.0, "none", "poor")
+
+    search = Search(graph, config, slow_machine(4, bytes_per_s=1e9), space, whole)
+    made = find_policy("tp").apply(graph, config)
+    assert (
+        not isinstance(made, Plan)
+        and made.plan is not None
+        and str(made.plan.mesh) == "tp=2 x tp2=2"
+    )
+    cost = search.audited(replace(made.plan, outputs=output_wishes(graph, config)))
+    best = search.run().best
+    assert (
+        best is not None and best.is_simple and best.step_s == pytest.approx(cost.step_s, rel=1e-12)
+    )
+
+
+@pytest.mark.parametrize("limit_s", [2.5, 3.5])
+def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: float) -> None:
+    """Also on meshes that it has not come to."""
+    search, found = in_time(limit_s)
+    assert found.interrupted == f"the time limit of {limit_s:.0f} s" and found.best is not None
+    assert found.best.step_s <= min(cost.step_s for cost in costs(search))
+    assert found.is_compared and not found.not_compared
+    assert "the simple policies may" not in str(
+        certificate(found, found.best, search.bench.hardware)
+    )
+
+
+def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
+    search, found = in_time(0.5)
+    assert found.best is not None and not found.is_compared
+    assert set(found.not_compared) == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
+    told = certificate(found, found.best, search.bench.hardware).proof
+    assert (
+        "the simple policies may have a better plan: there was no time to compare it with "
+        "any of them" in told
+    )
+    few = str(certificate(replace(found, is_compared=True), found.best, search.bench.hardware))
+    assert "there was no time to compare it with those on pp=2 x x=2, " in few
+
+
+def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As long as there is any time, however little is dealt out at once."""
+    search, found = searched(simple=True)
+    assert found.best is not None
+    rivals = Rivals(search.bench, search.audited)
+    found.audited.clear()
+    monkeypatch.setattr(Clock, "spent", lambda clock, more_s=0.0: 2.0)
+    monkeypatch.setattr(Rivals, "_has_time", lambda rivals, *kinds: True)
+    left = [(number, mesh, 0) for number in divisors(4) for mesh in meshes(4 // number)]
+    rivals.run([], left)
+    assert rivals._compared == set(left) and search.found.best is not None
+    assert search.found.best.step_s <= min(cost.step_s for cost in costs(search))
+
+
+def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as its limit is short for what it takes to find out which is likely the best: then
+    before all placements.
+    """
+    monkeypatch.setattr(outer_search, "SHORT", math.inf)
+    monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
+    monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
+    search, found = in_time(1e9)
+    first = [candidate for candidate in search.found.audited if candidate.is_simple][-1]
+    assert found.best is not None and first.step_s >= found.best.step_s
+    assert first.placed[0].space == "poor"  # its mesh was placed since, and bounds it
+
+
+def test_the_stages_of_a_simple_plan_are_tried_with_the_fastest_placement() -> None:
+    """What is computed again is cut out of the chain of blocks, so the search itself has no such
+    stages.
+    """
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    pipeline = {
+        "mesh": {"dp": 2},
+        "num_stages": 2,
+        "num_microbatches": 2,
+        "schedule": "1f1b",
+        "recompute": ["middle"],
+    }
+    found = search(plans.zoo_graph("mlp"), config, AutodistOptions(**pipeline), slow_machine(4))
+    best, simple = found.audited[0], next(each for each in found.audited if each.is_simple)
+    assert (
+        best is found.best
+        and best.title.endswith(", in the stages of a simple policy")
+        and not best.is_simple
+    )
+    assert best.step_s < 0.9 * simple.step_s and [s.first_op for s in best.plan.stages] == [
+        s.first_op for s in simple.plan.stages
+    ]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "splits"),
+    [
+        (Constraints(), {"dp", "tp"}),
+        (Constraints(forbid={"batch": ("x",)}), {"tp"}),
+        (Constraints(pin={"up": {"x": "batch"}}), {"dp"}),
+        (Constraints(pin={"up": {"x": "R"}}), set()),
+    ],
+)
+def test_plans_that_break_the_constraints_are_no_floor(
+    constraints: Constraints, splits: set[str]
+) -> None:
+    """By what their axis splits, of one axis."""
+    flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    found = searched(simple=True, **flat, constraints=lambda mesh: constraints)[1]
+    assert {c.plan.mesh.names[0] for c in found.audited if c.is_simple} <= splits
+    assert (found.best is not None and found.best.is_simple) == bool(splits)
+
+
+def test_plans_hold_what_is_stored_as_the_constraints_say() -> None:
+    constraints = Constraints(stored={"up.weight": "[16, 12/x]"})
+    flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    found = searched(simple=True, **flat, constraints=lambda mesh: constraints)[1]
+    held = [c.plan.stored["up.weight"] for c in found.audited if c.is_simple]
+    assert held and all(str(layout) in ("[16, 12/dp]", "[16, 12/tp]") for layout in held)
+
+
+def test_what_the_options_leave_out_is_no_floor() -> None:
+    one = searched(simple=True, meshes={1: meshes(1)}, schedules=("1f1b",), num_positions=4)[1].best
+    assert one is not None and len(one.plan.stages) == 4 and one.plan.schedule == "1f1b"
+    flat = searched(simple=True, num_positions=1)[1].best
+    assert flat is not None and not flat.plan.stages
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
+    graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
+    config = ComputeConfig(
+        plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss", use_zero=stage
+    )
+    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    audited = Auditor(graph, config, hardware, NUM_MICROBATCHES)
+    pipelines = [
+        Pace(name, SCHEDULES[name].min_chunks) for name in ("1f1b", "gpipe", "zb_h1", "zb_v")
+    ]
+    num_plans = 0
+    for number in divisors(4):
+        for mesh in meshes(4 // number):
+            setting = Setting(
+                hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES
+            )
+            paces = pipelines if number > 1 else [Pace("", 1)]
+            for simple in simple_plans(graph, mesh, paces, number, 0, space, setting):
+                cost, num_plans = audited(simple.plan), num_plans + 1
+                assert 0 < simple.least_s <= cost.step_s * (1 + 1e-9), simple
+                assert 0 < simple.least_bytes() <= cost.peak_bytes, simple
+                assert simple.may_fit(cost.peak_bytes) and not simple.may_fit(
+                    simple.least_bytes() / 2
+                )
+            below = list(simple_plans(graph, mesh, paces, number, 0, space, setting, below_s=1e-9))
+            assert not below  # nothing is that fast, so nothing is cut
+    assert num_plans > 12
+
+
+def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With room for all that a plan holds but its gradients, it is not audited to begin with."""
+    monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
+    monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
+    audits: list[int] = []
+    listed: list[Simple] = []
+    begin = Rivals.begin
+
+    def begun(rivals: Rivals, left: Sequence[Whereabouts]) -> None:
+        begin(rivals, left)
+        audits.append(len(rivals._tried))
+        listed.extend(simple for listing in rivals._listings.values() for simple in listing.found)
+
+    monkeypatch.setattr(Rivals, "begin", begun)
+    in_time(1e9)
+    least = min(listed, key=lambda simple: simple.least_bytes(gradients=True))
+    between = (least.least_bytes() + least.least_bytes(gradients=True)) / 2
+    in_time(1e9, memory_bytes=between)
+    assert audits == [1, 0]
+
+
+def test_the_rules_give_on_two_axes_what_policies_give() -> None:
+    graph = plans.zoo_graph("mlp")
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    rules = Rules(graph, config)
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    options = {"num_stages": 1, "tp": 2, "dp": 2, "num_microbatches": NUM_MICROBATCHES}
+    made = find_policy("hybrid").apply(graph, replace(config, pas_config=options))
+    plan = made if isinstance(made, Plan) else made.plan
+    for _ in range(2):  # what was worked out along one axis is used again
+        found = rules.plan(mesh, ("batch", "inner"))
+        assert (
+            found.strategies
+            and found.strategies == plan.strategies
+            and found.mesh.axes == plan.mesh.axes[-2:]
+        )
+    wider = rules.plan(Mesh((("dp", 2), ("tp", 4))), ("batch", "inner"))
+    assert wider.strategies.keys() == found.strategies.keys()
+    rules = Rules(plans.zoo_graph("gpt2"), config)
+    notes = rules.plan(
+        Mesh((("tp", 64),)), ("inner",)
+    ).notes  # why something is not split among so many
+    assert notes and {note.axis for note in notes} == {"tp"}
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven", "t5-uneven"])
+def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
+    """Before a plan is made, it is known what its operators take."""
+    graph = plans.zoo_graph(name)
+    config, hardware = ComputeConfig(plan_ngpus=8, runtime_ngpus=8), slow_machine(8)
+    rules = Rules(graph, config)
+    num_ways = 0
+    for mesh in (*meshes(4), *meshes(8)):
+        setting = Setting(hardware, config, tuple(range(mesh.size)))
+        for way in rules.ways(mesh):
+            with contextlib.suppress(PlanError):
+                plan, num_ways = way.plan(), num_ways + 1
+                known = dict(
+                    zip(
+                        (op.name for op in rules.needed.ops),
+                        rules.alone_s(mesh, way, setting),
+                        strict=True,
+                    )
+                )
+                free = from_nothing(rules.needed)
+                for op in rules.needed.ops:
+                    seconds = op_time(op, plan.assignment(op.name), mesh, hardware).total_s
+                    assert known[op.name] == (0.0 if op.name in free else seconds), (mesh, op)
+    assert num_ways > 2
+
+
+@pytest.mark.parametrize("below", [0.5, 0.9, 1.0])
+def test_only_plans_that_cannot_be_better_are_not_made(below: float) -> None:
+    """Neither of a placement whose stages take too long, nor in a schedule whose stages do."""
+    graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
+    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    paces = [Pace(name, SCHEDULES[name].min_chunks) for name in ("1f1b", "gpipe", "zb_h1", "zb_v")]
+    num_left_out = 0
+    for number in divisors(4):
+        for mesh in meshes(4 // number):
+            setting = Setting(
+                hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES
+            )
+            own = paces if number > 1 else [Pace("", 1)]
+            every = {
+                str(s.plan): s.least_s
+                for s in simple_plans(graph, mesh, own, number, 0, space, setting)
+            }
+            limit_s = below * statistics.median(every.values())
+            some = {
+                str(s.plan)
+                for s in simple_plans(graph, mesh, own, number, 0, space, setting, below_s=limit_s)
+            }
+            assert some >= {
+                plan for plan, least_s in every.items() if SIMPLE_SLACK * least_s < limit_s
+            }
+            num_left_out += len(every) - len(some)
+    assert num_left_out > 0

@@ -1,0 +1,444 @@
+"""Searches over stages of ZeRO and sizes of a microbatch: against searches of one each, audited,
+trained, refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import planning
+import plans
+import pytest
+import torch
+import zoo
+from traces import shared_trace, shared_traces
+
+from shardwright import parallelize
+from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.compiler.trace import trace
+from shardwright.frontend.files.cache import read_plan
+from shardwright.frontend.search_plan import PlanSearch, SearchedPlan, resized, search_plan
+from shardwright.frontend.verification.sample_inputs import in_float64
+from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.candidates.found import INTERRUPT, Candidate, Found
+from shardwright.policies.autodist.candidates.space import Placed
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search
+from shardwright.policies.autodist.search.variants import WORTH, Variant, Variants
+from shardwright.policies.registry import find_policy
+from shardwright.policies.saved_plan import SavedOptions, load_plan
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.manifest import Manifest
+
+MLP_DIMS = {"x": 0, "target": 0}
+
+
+def config_of(plan_ngpus: int, units: int, use_zero: Any = "auto", **options: Any) -> ComputeConfig:
+    end2end = options.pop("use_end2end", False)
+    ranks = plan_ngpus * units
+    return ComputeConfig(
+        plan_ngpus=plan_ngpus,
+        runtime_ngpus=ranks,
+        use_zero=use_zero,
+        use_end2end=end2end,
+        pas_config=options,
+    )
+
+
+def searched(name: str, config: ComputeConfig) -> SearchedPlan:
+    entry = zoo.get(name)
+    with shared_traces(name):
+        return search_plan(entry.build(), entry.inputs(), config)
+
+
+def compiled(name: str, found: SearchedPlan, config: ComputeConfig) -> Compiled:
+    graph = shared_trace(name, zoo.get(name).build(), found.dummy_args)
+    return compile_graph(graph, lambda g, c: found.plan, config, policy_name="autodist")
+
+
+@functools.cache
+def alone(size: int, num_microbatches: int, stage: int, limit_bytes: float) -> float:
+    """Seconds per step of the best plan of a search with the stage and the size given, infinite if
+    nothing fits.
+    """
+    entry = zoo.get("mlp")
+    graph = plans.annotated(
+        shared_trace("mlp", entry.build(), resized(entry.inputs(), MLP_DIMS, size))
+    )
+    options = AutodistOptions(update_freq=num_microbatches, memory_limit_gb=limit_bytes * 1e-9)
+    found = search(graph, config_of(1, 4, stage), options, load_hardware("a100-80gb", 4))
+    return found.best.step_s if found.best else float("inf")
+
+
+@pytest.mark.parametrize(
+    "limit_bytes", [16000, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e9, 18000, 13800))]
+)
+def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
+    """The best of all, with memory to spare, and where it takes smaller microbatches, or pieces of
+    parameters.
+    """
+    options = {"global_batch": 32, "memory_limit_gb": limit_bytes * 1e-9}
+    found = searched("mlp", config_of(1, 4, **options))
+    every = {
+        (size, stage): alone(size, 8 // size, stage, limit_bytes)
+        for size, stage in itertools.product((1, 2, 4, 8), range(4))
+    }
+    plan = found.plan
+    assert plan.batch is not None and plan.zero_stage is not None and plan.certificate is not None
+    chosen = (plan.batch.samples, plan.zero_stage)
+    assert plan.batch == Batch(chosen[0], 8 // chosen[0], MLP_DIMS)
+    assert every[chosen] == plan.certificate.cost_s == min(every.values())
+    expected = {1e9: (8, 2), 18000: (8, 3), 16000: (4, 3), 13800: (1, 3)}
+    assert chosen == expected[limit_bytes]
+    assert (
+        "searched one by one: microbatches of 1, 2, 4 and 8 samples, stages 0, 1, 2 and 3 of ZeRO"
+        in plan.certificate.proof
+    )
+
+
+def test_a_limit_of_no_time_at_all_is_one() -> None:
+    """What the first of several searches leave of a limit may be nothing."""
+    found = searched("mlp", config_of(1, 4, time_limit_s=0.0))
+    assert found.plan.certificate is not None and found.plan.zero_stage is not None
+    with pytest.raises(PlanError, match="no plan for 1 ranks"):
+        searched("mlp", config_of(1, 4, time_limit_s=0.0, memory_limit_gb=1e-9))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_certificate_states_the_audited_cost_of_every_stage(stage: int) -> None:
+    config = config_of(2, 2, zero=[stage], global_batch=12, microbatch=[2])
+    found = searched("mlp", config)
+    made = compiled("mlp", found, config)
+    assert made.config == found.variant.config and made.config.zero_stage == stage
+    cost = audit(made.program, made.config, load_hardware("a100-80gb", 4))
+    assert found.plan.certificate is not None
+    assert found.plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
+    assert made.plan.zero == (2 if stage == 3 else 0)
+    assert Plan.from_json(json.loads(found.plan.dumps())) == found.plan
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_stage_chosen_trains_like_one_device(stage: int, tmp_path: Path) -> None:
+    entry, config = zoo.get("mlp"), config_of(2, 2, zero=[stage])
+    report = verify(entry.build(), entry.inputs(), "autodist", config, steps=2, directory=tmp_path)
+    assert report.ok, str(report)
+    (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    manifest = Manifest.read(directory)
+    assert manifest.config is not None and manifest.config.zero_stage == stage
+    assert manifest.request["config"]["use_zero"] == "auto"
+
+
+@pytest.mark.slow
+def test_microbatches_chosen_train_like_one_device(tmp_path: Path) -> None:
+    """A pipeline with the stage and the size that the search has chosen."""
+    entry = zoo.get("gpt2")
+    config = config_of(
+        2, 2, use_end2end=True, zero=[1], global_batch=8, microbatch=[2], num_stages=2
+    )
+    found = searched("gpt2", config)
+    assert found.plan.stages and found.plan.batch is not None and found.plan.num_microbatches == 2
+    report = verify(
+        entry.build(), found.dummy_args, lambda graph, config: found.plan, config, steps=2
+    )
+    assert report.ok, str(report)
+    (tmp_path / "plan.json").write_text(found.plan.dumps())
+    graph = planning.graph_of(entry.build(), dict(found.dummy_args))
+    plan = load_plan(
+        SavedOptions(load_plan=str(tmp_path / "plan.json"), num_microbatches=6), graph, config
+    )
+    assert plan.num_microbatches == 6 and plan.batch == Batch(2, 6, found.plan.batch.dims)
+
+
+def test_a_plan_in_a_file_keeps_its_stage_and_its_microbatches(tmp_path: Path) -> None:
+    entry, path = zoo.get("mlp"), tmp_path / "plan.json"
+    found = searched("mlp", config_of(1, 2, zero=[2], global_batch=8, microbatch=[2]))
+    path.write_text(found.plan.dumps())
+
+    def compile_saved(use_zero: Any, inputs: Mapping[str, Any]) -> Manifest:
+        config = config_of(1, 2, use_zero, load_plan=str(path))
+        parallelize(
+            entry.build(),
+            inputs,
+            "saved",
+            config,
+            gen_savedir=tmp_path,
+            load_module=False,
+            reuse="override",
+        )
+        (directory,) = {file.parent for file in tmp_path.rglob("manifest.json")}
+        return Manifest.read(directory)
+
+    assert compile_saved("auto", found.dummy_args).zero_stage == 2
+    made = compile_saved(2, found.dummy_args)
+    assert made.zero_stage is None and made.config is not None and made.config.zero_stage == 2
+    with pytest.raises(PlanError) as caught:
+        compile_saved(0, found.dummy_args)
+    assert str(caught.value) == (
+        "the plan was chosen for stage 2 of ZeRO\n"
+        "  why:   use_zero is 0, and time and memory of the plan are those of stage 2\n"
+        "  try:   use_zero=2, or use_zero='auto' for what the plan says"
+    )
+    with pytest.raises(PlanError) as caught:
+        compile_saved(2, entry.inputs())
+    assert str(caught.value) == (
+        "the plan is for microbatches of 2 samples, and the model was traced for others\n"
+        "  why:   input 'x' has shape [4, 12], and its dim 0 counts samples\n"
+        "  try:   compile with dummy arguments of that size (shardwright.search_plan returns "
+        "them), or search again"
+    )
+
+
+def test_a_model_traced_for_one_size_is_planned_for_that() -> None:
+    entry, config = zoo.get("mlp"), config_of(1, 2, 0, global_batch=72)
+    graph = plans.traced(entry.build(), entry.inputs())
+    plan = compile_graph(graph, find_policy("autodist").apply, config, policy_name="autodist").plan
+    assert (
+        plan.batch == Batch(4, 9, MLP_DIMS)
+        and plan.zero_stage is None
+        and plan.certificate is not None
+    )
+    assert "searched one by one: microbatches of 4 samples" in str(plan.certificate)
+    with pytest.raises(ConfigError) as caught:
+        compile_graph(
+            graph,
+            find_policy("autodist").apply,
+            config_of(1, 2, 0, global_batch=72, microbatch=[4, 6]),
+        )
+    assert str(caught.value) == (
+        "microbatch=[4, 6] asks for other sizes than the one the model was traced for\n"
+        "  why:   the dummy arguments have 4 samples, by dim 0 of 'x', dim 0 of 'target'\n"
+        "  try:   search with `shardwright plan` or shardwright.search_plan, which trace the "
+        "model for every size"
+    )
+
+
+def test_a_compile_for_any_number_of_samples_searches_their_number(tmp_path: Path) -> None:
+    """The program takes any number, the plan says which is best."""
+    entry = zoo.get("mlp")
+    dynamic = {path: {0: "batch"} for path in MLP_DIMS}
+    options = {"global_batch": 16, "save_plan": str(tmp_path / "plan.json")}
+    config = replace(config_of(2, 1, **options), dynamic_dims=dynamic)
+    report = verify(entry.build(), entry.inputs(), "autodist", config, steps=2, directory=tmp_path)
+    assert report.ok, str(report)
+    (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    plan = read_plan(directory)
+    alone = search_plan(
+        entry.build().double(), in_float64(entry.inputs()), config_of(2, 1, global_batch=16)
+    ).plan
+    assert (
+        plan.batch == alone.batch == Batch(16, 1, MLP_DIMS) and plan.zero_stage == alone.zero_stage
+    )
+    assert plan.certificate == alone.certificate
+    assert Plan.from_json(json.loads((tmp_path / "plan.json").read_text())).batch == plan.batch
+    graph = trace(entry.build(), entry.inputs(), dynamic_dims={path: {0: "n"} for path in MLP_DIMS})
+    with pytest.raises(ConfigError) as caught:
+        compile_graph(
+            graph,
+            find_policy("autodist").apply,
+            config_of(2, 1, global_batch=16, batch_dims=MLP_DIMS),
+        )
+    assert str(caught.value) == (
+        "global_batch needs a model that was traced for a number of samples\n"
+        "  why:   x, target have the dynamic size n there, and what a microbatch of it costs "
+        "is not known\n"
+        "  try:   call it 'batch' in dynamic_dims, or name the dims: "
+        "batch_dims={'input_ids': 0, 'labels': 0}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# the search of searches
+
+
+def variants_of(config: ComputeConfig, stages: Any = None) -> Variants:
+    return Variants.of({None: plans.zoo_graph("mlp")}, config, stages)
+
+
+def found_by(seconds: Mapping[int, float]) -> Any:
+    """A search that takes no time."""
+
+    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
+        assert variant.zero_stage is not None
+        if seconds[variant.zero_stage] < 0:
+            raise KeyboardInterrupt
+        step_s = seconds[variant.zero_stage]
+        placed = Placed(Plan(planning.mesh_of("1")), 0.9 * step_s, "none", "none")
+        return Found(
+            bounds={"2 stages": 0.8 * step_s},
+            audited=[Candidate("one rank", placed.plan, step_s, (placed,))],
+        )
+
+    return one
+
+
+def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
+    found = variants_of(config_of(1, 2)).search(found_by({0: 2.0, 1: 1.0, 2: -1.0, 3: 0.5}), 60.0)
+    assert (
+        found.best is not None
+        and found.best.plan.zero_stage == 1
+        and found.interrupted == INTERRUPT
+    )
+    assert found.refused == {"ZeRO-3": "not searched, as the search had ended"}
+    with pytest.raises(KeyboardInterrupt):
+        variants_of(config_of(1, 2)).search(found_by({0: -1.0}), 60.0)
+
+
+def test_the_time_is_shared() -> None:
+    given: list[tuple[float, float]] = []
+
+    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
+        given.append((time_limit_s, worth_s))
+        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(variant, time_limit_s, worth_s)  # type: ignore[no-any-return]
+
+    found = variants_of(config_of(1, 2)).search(one, 80.0)
+    assert [limit for limit, _ in given] == pytest.approx([20.0, 80 / 3, 40.0, 80.0], rel=0.05)
+    assert [worth for _, worth in given] == [float("inf"), 2 * WORTH, WORTH, WORTH]
+    assert [candidate.plan.zero_stage for candidate in found.audited] == [3, 1, 0, 2]
+    assert found.bounds["2 stages, ZeRO-1"] == 0.8 and found.bound_s == 0.4 and found.tried_mixed
+    late = variants_of(config_of(1, 2)).search(one, 0.0)
+    assert (
+        late.best is not None
+        and late.best.plan.zero_stage == 0
+        and late.interrupted == "the time limit of 0 s, in shares"
+    )
+    assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
+
+
+def test_a_stage_that_other_settings_rule_out_is_refused_in_words() -> None:
+    table = {"overlap_param_sync": True}
+    config = ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=2, use_zero="auto", distributed_optimizer=table
+    )
+    found = variants_of(config)
+    assert [variant.zero_stage for variant in found.listed] == [1, 2]
+    assert found.refused == {
+        "no ZeRO": "overlap_param_sync has no meaning with use_zero=0",
+        "ZeRO-3": "overlap_param_sync has no meaning with use_zero=3",
+    }
+
+
+def test_groups_and_scattering_hold_where_there_is_a_stage() -> None:
+    config = ComputeConfig(
+        plan_ngpus=1, runtime_ngpus=4, use_zero="auto", zero_ngroups=2, zero_use_reduce_scatter=True
+    )
+    listed = variants_of(config).listed
+    assert [(v.config.zero_ngroups, v.config.zero_use_reduce_scatter) for v in listed] == [
+        (1, False),
+        *[(2, True)] * 3,
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------
+# refusals
+
+
+def refusal(
+    config: ComputeConfig, inputs: Mapping[str, Any] | None = None, name: str = "mlp"
+) -> str:
+    entry = zoo.get(name)
+    with pytest.raises(ConfigError) as caught, shared_traces(name):
+        PlanSearch.of(entry.build(), inputs or entry.inputs(), config)
+    return str(caught.value)
+
+
+def test_refusals_of_stages() -> None:
+    assert refusal(config_of(1, 2, 1, zero=[0, 1])) == (
+        "policy 'autodist' has the option zero, and the config a stage of ZeRO\n"
+        "  why:   zero=[0, 1] are stages to choose from, use_zero=1 is one\n"
+        "  try:   use_zero='auto' leaves the stage to the search"
+    )
+    for stages in ([], [4], [1, 1]):
+        assert refusal(config_of(1, 2, zero=stages)) == (
+            f"option 'zero' of policy 'autodist' cannot be {stages}\n"
+            "  why:   it lists stages of ZeRO, each once, to choose from\n"
+            "  try:   some of 0, 1, 2 and 3; without it all are tried"
+        )
+    entry = zoo.get("mlp")
+    graph = plans.traced(entry.build(), entry.inputs())
+    with pytest.raises(PlanError) as caught:
+        compile_graph(graph, find_policy("data").apply, config_of(2, 2), policy_name="data")
+    assert str(caught.value) == (
+        "the plan says no stage of ZeRO\n"
+        "  why:   use_zero='auto' leaves it to the plan, and policy 'data' chose none\n"
+        "  try:   policy 'autodist' searches it; else name a stage, use_zero=0 to 3"
+    )
+
+
+def test_refusals_of_batches() -> None:
+    assert refusal(config_of(1, 2, 0, microbatch=[2])) == (
+        "policy 'autodist' has microbatch but no global_batch\n"
+        "  why:   the samples of a step are cut into microbatches, and their number is not known\n"
+        "  try:   give global_batch, the samples of a step over all units"
+    )
+    assert refusal(config_of(1, 2, 0, global_batch=8, update_freq=2)) == (
+        "policy 'autodist' has global_batch and update_freq\n"
+        "  why:   global_batch=8 and the size of a microbatch say how many there are\n"
+        "  try:   leave out update_freq, or global_batch"
+    )
+    assert refusal(config_of(1, 2, 0, global_batch=9)) == (
+        "a batch of 9 samples cannot be dealt to 2 units\n"
+        "  why:   runtime_ngpus=2, plan_ngpus=1, and units have as many samples each\n"
+        "  try:   global_batch=8"
+    )
+    for sizes in ([3], [2, 2], [0]):
+        assert refusal(config_of(1, 2, 0, global_batch=8, microbatch=sizes)) == (
+            f"option 'microbatch' of policy 'autodist' cannot be {sizes}\n"
+            "  why:   a unit has 4 of the 8 samples of a step, and the option lists sizes, "
+            "each once, into which they can be "
+            "cut\n"
+            "  try:   some of 1, 2, 4"
+        )
+
+
+def test_refusals_of_dims_that_count_samples() -> None:
+    one = {"x": torch.zeros(1, 12), "target": torch.zeros(1, 8)}
+    assert refusal(config_of(1, 2, 0, global_batch=8), one) == (
+        "it cannot be told which dims of the inputs count samples\n"
+        "  why:   x is [1, up_dim], target is [1, down_dim]\n"
+        "  try:   name them: batch_dims={'input_ids': 0, 'labels': 0}"
+    )
+    named = config_of(1, 2, 0, global_batch=8, batch_dims=MLP_DIMS)
+    entry = zoo.get("mlp")
+    found = PlanSearch.of(entry.build(), one, named)
+    assert [v.batch and v.batch.samples for v in found.variants.listed] == [1, 2, 4]
+    assert [v.graph.inputs[0].shape[0] for v in found.variants.listed] == [1, 2, 4]
+    assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"y": 0})) == (
+        "batch_dims names 'y', which is no input of the model\n  try:   one of 'target', 'x'"
+    )
+    assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"x": 2})) == (
+        "batch_dims says dim 2 of 'x'\n  why:   it has 2 dims, numbered from 0"
+    )
+    assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"x": 0})) == (
+        "batch_dims leaves out 'target'\n"
+        "  why:   its dim 0 is the same dim of the model as dim 0 of 'x'\n"
+        "  try:   add 'target': 0"
+    )
+    assert refusal(
+        config_of(1, 2, 0, global_batch=8, batch_dims={"input_ids": 0, "labels": 1}), name="gpt2"
+    ) == (
+        "the inputs disagree on the number of samples\n"
+        "  why:   dim 0 of 'input_ids' has 4, dim 1 of 'labels' has 8\n"
+        "  try:   name them: batch_dims={'input_ids': 0, 'labels': 0}"
+    )
+
+
+def test_arguments_get_the_samples_wanted() -> None:
+    x, other = torch.arange(6.0).view(2, 3), torch.zeros(3)
+    made = resized(
+        {"x": x, "same": x, "nested": {"y": x}, "other": other, "flag": True},
+        {"x": 1, "same": 1, "nested.y": 0},
+        4,
+    )
+    assert made["x"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 3]]
+    assert made["same"] is made["x"] and made["other"] is other and made["flag"] is True
+    assert made["nested"]["y"].tolist() == [[0, 1, 2], [3, 4, 5]] * 2

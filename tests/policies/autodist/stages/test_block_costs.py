@@ -1,0 +1,107 @@
+"""What blocks cost, with some of them computed again, is what the program does that is lowered for
+them.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planning import mesh_of, slow_machine
+from plans import random_plan, zoo_graph
+
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.local_calls import local_bytes
+from shardwright.compiler.cost.time.body_time import body_time
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages
+from shardwright.compiler.passes.recompute_regions import mark_recompute
+from shardwright.policies.autodist.candidates.candidates import Pace, staged
+from shardwright.policies.autodist.stages.block_costs import block_costs
+from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
+from shardwright.policies.autodist.stages.menu import Tables
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.runtime.config import ComputeConfig
+
+CHOICES = ("none", "all", "some", "parts")
+CASES = [
+    (name, mesh, choice)
+    for name in ("gpt2", "llama", "t5")
+    for mesh in ("2", "2x2")
+    for choice in CHOICES
+]
+FAST = [("gpt2", "2", "parts"), ("gpt2", "2x2", "all")]
+
+
+def drawn(parts: dict[int, tuple[Part, ...]], choice: str, rng: random.Random) -> set[str]:
+    """Module paths: of layers, or of parts of layers."""
+    if choice == "none":
+        return set()
+    if choice == "parts":
+        return {rng.choice(own).path for own in parts.values()}
+    return {own[0].path for own in parts.values() if choice == "all" or rng.random() < 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "choice"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) -> None:
+    """With a random strategy for every operator, so that there are adapters in front of regions,
+    and inside.
+    """
+    graph, rng = zoo_graph(name), random.Random(f"{name} {mesh} {choice}")
+    starts, layers = layer_blocks(graph)
+    parts = layer_parts(graph, starts, layers)
+    paths = drawn(parts, choice, rng)
+    plan = random_plan(graph, mesh_of(mesh), rng)
+    size = plan.mesh.size
+    config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size)
+    setting = Setting(slow_machine(size), config, tuple(range(size)))
+    marked = mark_recompute(graph, tuple(paths))
+    body = body_time(lower(marked, plan), setting.hardware, setting.ranks)
+    blocks = block_costs(
+        Walk(lower(graph, plan), setting), starts, parts, lambda part: part.path in paths
+    ).blocks
+    assert sum(block.forward_s for block in blocks) == pytest.approx(body.forward_s, rel=1e-12)
+    assert sum(block.backward_s for block in blocks) == pytest.approx(body.backward_s, rel=1e-12)
+    own = block_costs(
+        Walk(lower(marked, plan), setting), starts, {}
+    ).blocks  # regions that the model has already
+    assert sum(block.backward_s for block in own) == pytest.approx(body.backward_s, rel=1e-12)
+    assert [block.activation_bytes for block in own] == [block.activation_bytes for block in blocks]
+
+
+@pytest.mark.parametrize("use_zero", [0, 1])
+def test_optimizer_state_that_stages_share_is_that_of_the_audit(use_zero: int) -> None:
+    """The embedding of a tied head is held by the first stage and the last, each with a part of its
+    state under ZeRO.
+    """
+    graph, mesh, hardware = zoo_graph("gpt2"), mesh_of("2"), slow_machine(8)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=8, use_zero=use_zero)
+    plan = graph.builder(mesh=mesh).split("batch", "x").plan()
+    walk = Walk(lower(graph, plan), Setting(hardware, config, (0, 1), num_microbatches=4))
+    starts = layer_blocks(graph)[0]
+    cut = len(starts) // 2
+    program = lower_stages(
+        graph, staged(plan, [graph.ops[starts[cut]].name], 2, Pace("1f1b", 1), 4, 0)
+    )
+    assert set(program.shared) == {"transformer.wte.weight"}
+    costs = audit(program, config, hardware)
+    tables = Tables(block_costs(walk, starts, {}).menu(2), 4, splits_backward=False)
+    for index, (start, stop) in enumerate([(0, cut), (cut, len(starts))]):
+        declared = [d for d in program.programs[index].declarations if d.value.requires_grad]
+        beside = sum(2 * local_bytes(d.layout, d.value.dtype, mesh) for d in declared)
+        beside += sum(
+            local_bytes(d.layout, d.value.dtype, mesh)
+            for d in program.programs[index].declarations
+            if d not in declared
+        )
+        state = tables.held_bytes[start, stop] - beside
+        assert state == pytest.approx(costs.memory[2 * index].optimizer_bytes, rel=1e-3)
+    alone = Tables(block_costs(walk, starts, {}).menu(2, shares=False), 4, splits_backward=False)
+    assert (alone.held_bytes[:cut, cut:] == tables.held_bytes[:cut, cut:]).all() == (not use_zero)
+    assert alone.held_bytes[0, len(starts)] == tables.held_bytes[0, len(starts)]
+    assert tables.held_bytes[0, len(starts)] == pytest.approx(
+        sum(held.held_bytes for held in walk.parameters), rel=1e-12
+    )

@@ -6,10 +6,10 @@ own parts.
 The model, the batch and the rules are those of step_time.py: 2 ranks, policy dp, AdamW, float32,
 gloo, one thread per rank.
 
-    zero1-ddp        ZeRO-1, scattered and overlapped   against DistributedDataParallel, which splits nothing
-    zero1-zero       the same                           against DistributedDataParallel with ZeroRedundancyOptimizer
-    zero2-fsdp       ZeRO-2, overlapped                 against FSDP2 without resharding after forward
-    overlap-zero     ZeRO-1, parameters gathered until their first use    against ZeroRedundancyOptimizer
+    zero1-ddp        ZeRO-1, scattered and overlapped   against DDP, which splits nothing
+    zero1-zero       the same                           against DDP with ZeroRedundancyOptimizer
+    zero2-fsdp       ZeRO-2, overlapped                 against FSDP2 resharding after backward
+    overlap-zero     ZeRO-1, gathered by their first use against ZeroRedundancyOptimizer
 
 For each side also what a rank holds between steps (parameters, gradients, optimizer state, buffers
 that stay), and the peak of live tensor bytes during a step, counted at every operator for both

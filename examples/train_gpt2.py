@@ -1,8 +1,10 @@
 """Train an unmodified Hugging Face model on several ranks, and compare with one device if asked to.
 
     torchrun --nproc-per-node 2 examples/train_gpt2.py --policy tp
-    torchrun --nproc-per-node 4 examples/train_gpt2.py --policy tp --plan-ngpus 2     two copies of two ranks each
-    torchrun --nproc-per-node 2 examples/train_gpt2.py --policy dp                    two copies of one rank each
+    # two copies of two ranks each
+    torchrun --nproc-per-node 4 examples/train_gpt2.py --policy tp --plan-ngpus 2
+    # two copies of one rank each
+    torchrun --nproc-per-node 2 examples/train_gpt2.py --policy dp
     torchrun --nproc-per-node 2 examples/train_gpt2.py --policy data --model llama --check --float64
 
 The ranks use their GPUs if each has one, else the CPU. Copies of the model (units) see different

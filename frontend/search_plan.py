@@ -126,7 +126,8 @@ def search_plan(
 
         found = search_plan(model, dummy_args, config)
         Path("plan.json").write_text(found.plan.dumps())
-        parallelize(model, found.dummy_args, "saved", replace(config, pas_config={"load_plan": "plan.json"}))
+        saved = replace(config, pas_config={"load_plan": "plan.json"})
+        parallelize(model, found.dummy_args, "saved", saved)
 
     and a step has ``found.plan.batch.num_microbatches`` microbatches of
     ``found.plan.batch.samples`` samples on every unit.

@@ -200,7 +200,9 @@ class _Labelling:
             made is None
         ):  # in pieces: gathered, and for G the gradient is reduced as it is scattered
             made, cut_out, all_reduce = _LABELS["P"], 0.0, moved
-        else:  # a piece is scattered as it is reduced, and its gradient gathered; what is all-reduced anyway is cut for nothing
+        else:
+            # A piece is scattered as it is reduced, and its gradient gathered; what is all-reduced
+            # anyway is cut for nothing.
             cut_out = min(len(pieces), 2) * moved
             all_reduce = 2 * moved - cut_out
         for below, above in list(zip(made, wanted, strict=True))[

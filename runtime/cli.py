@@ -98,8 +98,9 @@ COMMANDS: Mapping[str, Command] = {
     shardwright merge checkpoints/ merged/
     shardwright merge checkpoints/000007-step-3500 merged/ --max-file-size 5GB
 
-Runs on any machine that has the folder: no GPU, no model code, memory for one tensor. OUT/model.safetensors loads into the
-original module, and OUT is a checkpoint again, which load_checkpoint loads under any plan.""",
+Runs on any machine that has the folder: no GPU, no model code, memory for one tensor.
+OUT/model.safetensors loads into the original module, and OUT is a checkpoint again, which
+load_checkpoint loads under any plan.""",
     ),
 }
 """The commands by name."""

@@ -202,8 +202,10 @@ class WeightGathering:
         cut: Cut | None = None,
         backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
     ) -> Tensor:
-        """S(dim) -> G, or with ``backward="slice"`` S(dim) -> R. ``x`` is a parameter, or gathered along another axis, or what
-        another adapter made of a parameter; gradients pass that one in the dtype of ``x``.
+        """S(dim) -> G, or with ``backward="slice"`` S(dim) -> R.
+
+        ``x`` is a parameter, or gathered along another axis, or what another adapter made of a
+        parameter; gradients pass that one in the dtype of ``x``.
 
         Without ``cut`` the pieces must be equally long.
         """

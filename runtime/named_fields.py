@@ -28,10 +28,11 @@ def named_fields(cls: type[T]) -> type[T]:
     @functools.wraps(construct)
     def checked(self: T, *args: Any, **given: Any) -> None:
         if args:
+            example = ", ".join(f"{name}=..." for name in (needed or known)[:2])
             raise ConfigError(
                 f"the fields of {cls.__name__} are given by name",
                 why=f"{len(args)} are given without one",
-                hint=f"{cls.__name__}({', '.join(f'{name}=...' for name in (needed or known)[:2])})",
+                hint=f"{cls.__name__}({example})",
             )
         for name in given:
             if name not in known:

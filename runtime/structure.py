@@ -4,16 +4,16 @@ The tracer takes structures apart with :func:`children`, generated code puts res
 :func:`rebuild` and takes arguments apart with :func:`flatten`; all three share one notion of what a
 container is:
 
-==================================  =====================================  ==========================================
-container                           children                               rebuilt by
-==================================  =====================================  ==========================================
-``tuple``, ``list``, ``dict``       items                                  the literal
-named tuple                         fields                                 ``cls(**fields)``
-``torch.return_types``              items                                  ``cls(items)``
-dataclass (also ``ModelOutput``)    fields other than ``None``             ``cls(**fields)``, then fields without init
-other subclasses of ``dict``        items                                  ``cls(items)``
-any other object                    attributes (``__dict__``, ``__slots__``)  ``cls.__new__``, then its attributes
-==================================  =====================================  ==========================================
+================================  ==========================  ====================================
+container                         children                    rebuilt by
+================================  ==========================  ====================================
+``tuple``, ``list``, ``dict``     items                       the literal
+named tuple                       fields                      ``cls(**fields)``
+``torch.return_types``            items                       ``cls(items)``
+dataclass (also ``ModelOutput``)  fields other than ``None``  ``cls(**fields)``, then other fields
+other subclasses of ``dict``      items                       ``cls(items)``
+any other object                  attributes, also slots      ``cls.__new__``, then its attributes
+================================  ==========================  ====================================
 
 Everything in :data:`LEAF_TYPES` is a leaf.
 """

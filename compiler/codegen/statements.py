@@ -185,7 +185,7 @@ class BodyWriter:
             lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
         return lines
 
-    # --------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # statements
 
     def _statements(self, program: Program, scope: Scope) -> list[Line]:
@@ -328,7 +328,7 @@ class BodyWriter:
             words.append(sizes(cut.inner))
         return f"Cut({', '.join(words)})"
 
-    # -------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # blocks
 
     def _call_block(
@@ -396,7 +396,8 @@ class BodyWriter:
         """The method for runs that are alike, written from the first of them."""
         run = instances[0]
         container = container_path(run.container)
-        base = f"{identifier(run.container[0]) if run.container and run.container[0] else 'inner'}_block"
+        outer = identifier(run.container[0]) if run.container and run.container[0] else "inner"
+        base = f"{outer}_block"
         taken = {method.name for method in self.methods.values()} | MODULE_ATTRIBUTES
         taken |= {
             (d.value.fqn or d.value.name).partition(".")[0]
@@ -449,7 +450,7 @@ class BodyWriter:
         self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 
-    # -------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # output
 
     def _output(self, tree: Tree, scope: Scope) -> str:

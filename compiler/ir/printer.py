@@ -82,9 +82,8 @@ def print_op(op: IROp, dims: ModelDims | None = None) -> str:
     notes += [] if op.grad_enabled else ["no_grad"]
     notes += [f"only in {op.only_in}"] if op.only_in else []
     notes += [f"{{{op.rule.annotation}}}"] if op.rule else []
-    return f"{results} = {op.target}({args})  # {comment('  '.join(note for note in notes if note))}".rstrip(
-        " #"
-    )
+    told = comment("  ".join(note for note in notes if note))
+    return f"{results} = {op.target}({args})  # {told}".rstrip(" #")
 
 
 def print_value(value: IRValue) -> str:
@@ -140,7 +139,8 @@ def print_tree(tree: Tree) -> str:
             "{" + ", ".join(f"{key!r}: {print_tree(child)}" for key, child in tree.children) + "}"
         )
     name = comment((tree.type_path or "").partition(":")[2])
-    return f"{name}({', '.join(f'{comment(str(key))}={print_tree(child)}' for key, child in tree.children)})"
+    children = (f"{comment(str(key))}={print_tree(child)}" for key, child in tree.children)
+    return f"{name}({', '.join(children)})"
 
 
 def print_location(op: IROp) -> str:

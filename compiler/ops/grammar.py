@@ -8,11 +8,12 @@ for the results. (More terms than tensors: they stand for the parameters, and th
 that hold no tensor are passed over.) A term is a list of dims:
 
     ``b``            a factor: the same name is the same size wherever it stands
-    ``k+``  ``k^``   marked once anywhere: *summed* (results that lack it are the sum over its pieces), *frozen* (never split)
+    ``k+``  ``k^``   marked once anywhere: *summed* (results that lack it are the sum over its
+                     pieces), *frozen* (never split)
     ``1`` ``()``     a dim of size 1
-    ``(h d)``        a product, outermost first; ``(h=12 d)`` where the sizes do not follow from other dims
+    ``(h d)``        a product, outermost first; ``(h=12 d)`` where sizes do not follow from others
     ``c[3|5]``       a concatenation of segments, each cut by itself; ``c#1`` is its segment 1 alone
-    ``*``            any number of dims, the same ones wherever it stands; ``*+`` and ``*^`` mark them all
+    ``*``            any number of dims, the same wherever it stands; ``*+`` and ``*^`` mark all
     ``?``            a whole term: any tensor, never split, or no tensor at all
 
 Factors of size 1 are dropped: there is nothing to split. Sizes broadcast only where a ``1`` is

@@ -5,7 +5,7 @@ A strategy is a short string, as it stands in a plan:
 
     ``R``  ``G``            everything replicated; everything gradient-partial
     ``split:<factor>``      one factor is cut
-    ``linear:<i>``          the operands of linear set ``i`` and the results are partial, the other operands ``G``
+    ``linear:<i>``          operands of linear set ``i``, results: partial; other operands: ``G``
 
 An operator has one strategy per mesh axis. Several axes may cut one factor, major to minor in mesh
 order.

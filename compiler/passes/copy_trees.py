@@ -1,10 +1,11 @@
 """How one value reaches all the layouts that its readers ask for: a tree of conversions, the
 cheapest there is.
 
-Readers that ask for the same layout share one copy. A copy may be made from the value as produced or from another copy, so
-that a sliced value wanted as R and as G is gathered once, S -> G -> R, and both gradients go home in one collective. The tree
-depends on the set of layouts alone, not on the order of the readers: planners price a value by the same function that lowering
-makes its adapters with.
+Readers that ask for the same layout share one copy. A copy may be made from the value as produced
+or from another copy, so that a sliced value wanted as R and as G is gathered once, S -> G -> R, and
+both gradients go home in one collective. The tree depends on the set of layouts alone, not on the
+order of the readers: planners price a value by the same function that lowering makes its adapters
+with.
 """
 
 from __future__ import annotations

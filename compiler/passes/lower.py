@@ -1,10 +1,11 @@
 """Lower a planned graph to the program of its ranks: local calls, and the adapters between them.
 
-Every value has the layout its producer gives it. Each use asks for the layout its operator's strategy needs. Uses that ask
-for the same layout share one adapter, so that their gradients are summed before the one backward collective; a layout that
-is cheaper to reach from another copy (S -> G -> R) is reached from there (:mod:`shardwright.compiler.passes.copy_trees`). A
-weight that is stored in pieces is the exception: each module that uses it gathers it for itself, as nothing holds it whole in
-between.
+Every value has the layout its producer gives it. Each use asks for the layout its operator's
+strategy needs. Uses that ask for the same layout share one adapter, so that their gradients are
+summed before the one backward collective; a layout that is cheaper to reach from another copy (S ->
+G -> R) is reached from there (:mod:`shardwright.compiler.passes.copy_trees`). A weight that is
+stored in pieces is the exception: each module that uses it gathers it for itself, as nothing holds
+it whole in between.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class _Lowering:
             results = tuple(self.produced[value.name] for value in op.results)
             self.body.append(Compute(local, op, assignment, results))
 
-    # -------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # sources
 
     def _place_sources(self, wanted: Mapping[str, list[Layout]]) -> tuple[Declaration, ...]:
@@ -221,7 +222,7 @@ class _Lowering:
             whole, tuple(uses), self.mesh, value.requires_grad, value.takes_gradient
         )
 
-    # ------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # adapters
 
     def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
@@ -285,7 +286,8 @@ class _Lowering:
 
     def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
         words = {
-            "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard", "all_reduce": "sum", "grad_all_reduce": "in",
+            "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard",
+            "all_reduce": "sum", "grad_all_reduce": "in",
             "keep_one": "once", "grad_keep_one": "out", "pad": "padded", "all_to_all": "swapped",
         }  # fmt: skip
         base = f"{value.name}_{'_'.join(step.axes)}_{words[step.kind]}"
@@ -296,7 +298,7 @@ class _Lowering:
         self.names.add(name)
         return name
 
-    # -------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # outputs
 
     def _output_layout(self, path: str, value: IRValue) -> Layout:

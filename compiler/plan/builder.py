@@ -122,12 +122,12 @@ class PlanBuilder:
         if factor not in dims:
             named = [name for name, dim in dims.items() if dim == factor]
             if not named:
+                known = (f"{name!r} ({dim})" if dim else repr(name) for name, dim in dims.items())
                 raise PlanError(
                     f"operator {found.name} ({found.target}) has no dim {factor!r}",
                     where=f"{found.source} ({found.module_path or 'top-level forward'})",
                     why=f"its rule is {found.rule.annotation!r}",
-                    hint="one of "
-                    f"{', '.join(f'{name!r} ({dim})' if dim else repr(name) for name, dim in dims.items())}",
+                    hint=f"one of {', '.join(known)}",
                 )
             factor = named[0]
         return self.strategy(found, axis, f"split:{factor}")

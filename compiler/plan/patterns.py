@@ -165,10 +165,8 @@ def _cuts(state: State, places: Places) -> Cuts:
 
 def _step(move: Move, before: Cuts, after: Cuts) -> PatternStep:
     place, count = None, 0
-    for cuts in (
-        before,
-        after,
-    ):  # the side on which the axis cuts something; both sides of an all-to-all: its dim is not asked
+    # The side on which the axis cuts something; both sides of an all-to-all: its dim is not asked.
+    for cuts in (before, after):
         for index, axes in cuts:
             if move.axes[0] in axes:
                 place, count = index, axes.index(move.axes[0])

@@ -23,8 +23,9 @@ HELP = """Measure this machine and write it as a hardware file.
     shardwright calibrate --device cpu --ranks 4 --quick
     torchrun --nnodes 2 --nproc-per-node 8 -m shardwright calibrate --out cluster.json
 
-Matrix products over a grid of sizes, memory bandwidth, the least time of an operator, and every collective by size, in about a
-minute. Under torchrun the ranks of the job measure, nodes and the network between them apart. Ctrl-C leaves FILE as it was."""
+Matrix products over a grid of sizes, memory bandwidth, the least time of an operator, and every
+collective by size, in about a minute. Under torchrun the ranks of the job measure, nodes and the
+network between them apart. Ctrl-C leaves FILE as it was."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""

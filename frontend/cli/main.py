@@ -244,8 +244,10 @@ _COMMANDS: Mapping[
         """Compile a module offline: no GPU, no torchrun, no process group.
 
     shardwright compile my_models:make_gpt --policy tp --plan-ngpus 4
-    shardwright compile my_models:Gpt --args my_models:EXAMPLE --policy data --plan-ngpus 2 --runtime-ngpus 4
-    shardwright compile my_models:make_gpt --policy tp --plan-ngpus 4 --set outputs=loss --set seed=3 --dump passes/
+    shardwright compile my_models:Gpt --args my_models:EXAMPLE --policy data --plan-ngpus 2 \\
+        --runtime-ngpus 4
+    shardwright compile my_models:make_gpt --policy tp --plan-ngpus 4 --set outputs=loss \\
+        --set seed=3 --dump passes/
 
 The same parallelize(...) call under torchrun then finds the files and loads them.""",
     ),
@@ -256,8 +258,9 @@ The same parallelize(...) call under torchrun then finds the files and loads the
 
     shardwright verify my_models:make_gpt --policy tp --plan-ngpus 4
 
-Runs every rank as a thread, trains a few steps in float64, and compares losses, gradients, parameters and buffers with the
-model itself. The exit code is 1 if any of them differs by more than rounding.""",
+Runs every rank as a thread, trains a few steps in float64, and compares losses, gradients,
+parameters and buffers with the model itself. The exit code is 1 if any of them differs by more than
+rounding.""",
     ),
     "inspect": (
         _add_inspect,
@@ -266,7 +269,8 @@ model itself. The exit code is 1 if any of them differs by more than rounding.""
 
     shardwright inspect .shardwright/_parallel_modules/my_models/Gpt/_
 
-How every tensor lies, what every operator does, where the split fell back to replication and why.""",
+How every tensor lies, what every operator does, where the split fell back to replication and
+why.""",
     ),
     "accept": (
         _add_directory,
@@ -275,7 +279,8 @@ How every tensor lies, what every operator does, where the split fell back to re
 
     shardwright accept .shardwright/_parallel_modules/my_models/Gpt/_
 
-A file that was edited is not loaded, as nobody may have meant it. This makes the files as they are now the ones to load.""",
+A file that was edited is not loaded, as nobody may have meant it. This makes the files as they are
+now the ones to load.""",
     ),
 }
 """Name to what adds its arguments, what runs it, and its help."""

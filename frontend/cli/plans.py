@@ -91,7 +91,8 @@ def _simulate(options: argparse.Namespace) -> int:
             found.value.fqn or found.value.name: found.layout for found in compiled.declarations
         }
         text = page(
-            graph.name, compiled.plan, cost, hardware, num_units=config.num_units, memory_bytes=limit, stored=stored
+            graph.name, compiled.plan, cost, hardware, num_units=config.num_units,
+            memory_bytes=limit, stored=stored
         )  # fmt: skip
         write_file(options.html, text.encode())
         print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)
@@ -183,29 +184,32 @@ COMMANDS: Mapping[
         """Predict the time and the memory of a plan.
 
     shardwright simulate my_models:make_gpt --policy tp --plan-ngpus 8 --hardware h100
-    shardwright simulate my_models:make_gpt --policy hybrid --plan-ngpus 8 --set use_end2end=true --html plan.html
-    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json --plan-ngpus 8
+    shardwright simulate my_models:make_gpt --policy hybrid --plan-ngpus 8 --set use_end2end=true \\
+        --html plan.html
+    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json \\
+        --plan-ngpus 8
 
-Nothing is written or run: the program that a compile would emit is priced on the machine described. Memory is that of training
-with Adam, or with --optimizer.""",
+Nothing is written or run: the program that a compile would emit is priced on the machine described.
+Memory is that of training with Adam, or with --optimizer.""",
     ),
     "profile": (
         _add_profile,
         _profile,
-        """Measure the operators of a plan on this machine, one rank's calls, each different one once.
+        """Measure the operators of a plan on this machine: a rank's calls, each different one once.
 
     shardwright profile my_models:make_llama --policy tp --plan-ngpus 8 --hardware laptop.json
 
-Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate, plan, explain and policy
-'autodist' use them in the place of estimates where the hardware is laptop.json.
-Calls measured before are kept; --again measures them anew.""",
+Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate,
+plan, explain and policy 'autodist' use them in the place of estimates where the hardware is
+laptop.json. Calls measured before are kept; --again measures them anew.""",
     ),
     "diff": (
         _add_diff,
         _diff,
         """Show what differs between two plans.
 
-    shardwright diff .shardwright/_parallel_modules/my_models/Gpt/a .shardwright/_parallel_modules/my_models/Gpt/b
+    shardwright diff .shardwright/_parallel_modules/my_models/Gpt/a \\
+        .shardwright/_parallel_modules/my_models/Gpt/b
     shardwright diff plan.json edited.json --json
 
 The exit code is 1 if anything does.""",

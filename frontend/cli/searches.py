@@ -390,13 +390,16 @@ COMMANDS: Mapping[
         _plan,
         """Search for the best plan for a machine.
 
-    shardwright plan my_models:make_gpt --plan-ngpus 8 --hardware h100 --out plan.json --html plan.html
-    shardwright plan my_models:make_gpt --plan-ngpus 64 --set use_end2end=true --set pas_config.num_microbatches=32
-    shardwright compile my_models:make_gpt --policy saved --plan-ngpus 8 --set pas_config.load_plan=plan.json
+    shardwright plan my_models:make_gpt --plan-ngpus 8 --hardware h100 --out plan.json \\
+        --html plan.html
+    shardwright plan my_models:make_gpt --plan-ngpus 64 --set use_end2end=true \\
+        --set pas_config.num_microbatches=32
+    shardwright compile my_models:make_gpt --policy saved --plan-ngpus 8 \\
+        --set pas_config.load_plan=plan.json
 
-Needs no device. Prints what was tried with its time, the least time it could have, and its memory, and why the rest was
-refused.
-Options of the search are those of policy 'autodist': --set pas_config.KEY=VALUE.""",
+Needs no device. Prints what was tried with its time, the least time it could have, and its memory,
+and why the rest was refused. Options of the search are those of policy 'autodist': --set
+pas_config.KEY=VALUE.""",
     ),
     "explain": (
         _add_explain,
@@ -407,8 +410,9 @@ Options of the search are those of policy 'autodist': --set pas_config.KEY=VALUE
     shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
     shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
 
-Searches as 'plan' does, then looks for plans with one thing changed: more memory, faster links, another mesh; or, with the same
-stages and schedule, an operator or a module split in another way. Every figure is that of a plan that was audited.""",
+Searches as 'plan' does, then looks for plans with one thing changed: more memory, faster links,
+another mesh; or, with the same stages and schedule, an operator or a module split in another way.
+Every figure is that of a plan that was audited.""",
     ),
 }
 """Name to what adds its arguments, what runs it, and its help."""

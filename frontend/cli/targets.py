@@ -118,6 +118,7 @@ def _value(path: str, text: str) -> Any:
             raise ConfigError(
                 f"the value of {path} is not JSON",
                 why=f"{error} of {text}",
-                hint="""names in double quotes, those of dims too: --set 'dynamic_dims={"x": {"0": "batch"}}'""",
+                hint="names in double quotes, those of dims too: "
+                """--set 'dynamic_dims={"x": {"0": "batch"}}'""",
             ) from error
         return {"True": True, "False": False, "None": None}.get(text, text)

@@ -83,8 +83,8 @@ def page(
     ]
     return environment.from_string(text).render(
         title=f"{model}: {plan.policy} on {mesh_in_words(plan)}",
-        subtitle=f"{hardware.name}{units}. Times and bytes are predicted; docs/cost-model.md says how "
-        "well.",
+        subtitle=f"{hardware.name}{units}. Times and bytes are predicted; "
+        "docs/cost-model.md says how well.",
         facts=known,
         sections=[
             *sections,

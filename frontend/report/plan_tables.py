@@ -78,12 +78,10 @@ def work_reasons(data: Mapping[str, Any]) -> Text:
 
 
 def stages_in_words(plan: Plan) -> str:
-    """``8 stages in 4 positions``; ``one stage``."""
+    """``8 stages in 4 positions``; ``1 stage``."""
     positions, number = len({stage.ranks for stage in plan.stages}), len(plan.stages)
-    return (
-        f"{number} "
-        f"stage{'s' if number > 1 else ''}{f' in {positions} positions' if positions < number else ''}"
-    )
+    words = f"{number} stages" if number > 1 else "1 stage"
+    return f"{words} in {positions} positions" if positions < number else words
 
 
 def tensor_table(manifest: Manifest, *, every_layer: bool) -> Table:

@@ -168,11 +168,16 @@ def _check_size(graph: PlannableGraph, options: AutodistOptions) -> None:
     """Refuse a model that has less to do than there are stages, or nothing at all."""
     number, stages = len(graph.ops), options.num_stages or 1
     if number < stages:
+        if not number:
+            raise PlanError(
+                "the model has no operators",
+                why="what goes in comes out as it is, so that there is nothing to plan",
+            )
+        has = "1 operator" if number == 1 else f"{number} operators"
         raise PlanError(
-            f"the model cannot be cut into {stages} stages" if number else "the model has no operators",
-            why=f"it has {number} operator{'' if number == 1 else 's'}, and a stage at least one" if number else
-            "what goes in comes out as it is, so that there is nothing to plan",
-        )  # fmt: skip
+            f"the model cannot be cut into {stages} stages",
+            why=f"it has {has}, and a stage at least one",
+        )
 
 
 def _check_names(graph: PlannableGraph, options: AutodistOptions) -> None:

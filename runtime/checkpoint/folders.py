@@ -2,7 +2,7 @@
 
     checkpoints/
         LATEST                          the name of the current folder, replaced atomically
-        OWNER                           the job that saves here, see :mod:`~shardwright.runtime.checkpoint.owner`
+        OWNER                           the job that saves here (``owner.py``)
         000007-step-3500/
             index.json                  written when everything else is there and flushed
             rank-00000.safetensors

@@ -1,7 +1,7 @@
 """Who saves into a directory of checkpoints: one job, which deletes what it does not keep.
 
     checkpoints/
-        OWNER           {"host": "node3", "pid": 812, "user": "ada", "since": "2026-11-23T08:00:00+00:00"}
+        OWNER    {"host": "node3", "pid": 812, "user": "ada", "since": "2026-11-23T08:00:00+00:00"}
 
 The first rank of a job locks the file at its first save and holds the lock until its process ends.
 The operating system frees the locks of a process that dies, so a crashed job locks nobody out, and

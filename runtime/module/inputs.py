@@ -4,9 +4,9 @@ A generated class lists the leaves of its arguments by path, as
 :func:`~shardwright.runtime.structure.flatten` names them:
 
     inputs = {
-        "input_ids": ("[batch, 128]", torch.int64),      # a tensor; a name is a size that may vary between calls
-        "grids": ("[1, 3]", torch.int64, [[1, 4, 4]]),   # a tensor of constant values, or with the digest of them
-        "use_cache": True,                               # a literal: the trace took its value for granted
+        "input_ids": ("[batch, 128]", torch.int64),     # a name: this size may vary between calls
+        "grids": ("[1, 3]", torch.int64, [[1, 4, 4]]),  # constant values, or the digest of them
+        "use_cache": True,                              # the trace took this value for granted
     }
 
 Equal names mean equal sizes, in all arguments of one call.

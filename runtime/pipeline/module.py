@@ -17,12 +17,13 @@ A generated class looks like this (rank 2 of 4, two stages of tp=2):
             "train": "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
             "infer": "1F0 1F1 1F2 1F3",
         }
-        segments = {1: Segment(...)}                         # see shardwright.runtime.pipeline.segment
+        segments = {1: Segment(...)}              # see shardwright.runtime.pipeline.segment
         output_stages = {"loss": (1, (), torch.float32), "logits": (1, (4, 8, 32), torch.float32)}
         shared = {"transformer.wte.weight": (0, 1)}
 
         def declare(self):
-            self.parameter("transformer.wte.weight", "[32/tp, 16]", torch.float32, aliases=("lm_head.weight",), stage=1)
+            self.parameter("transformer.wte.weight", "[32/tp, 16]", torch.float32,
+                           aliases=("lm_head.weight",), stage=1)
             ...
 
         def stage1(self, labels, hidden):                    # reads, then receives

@@ -8,8 +8,8 @@
         1: Segment(
             reads=("labels",),
             receives=(
-                Transfer("hidden", stage=0, shape=(4, 8, 16), dtype=torch.float32, differentiable=True,
-                         pieces=((0, ((0, 4), (0, 8), (0, 16))),),
+                Transfer("hidden", stage=0, shape=(4, 8, 16), dtype=torch.float32,
+                         differentiable=True, pieces=((0, ((0, 4), (0, 8), (0, 16))),),
                          grad_pieces=((0, ((0, 4), (0, 8), (0, 16))),)),
             ),
             sends=(),

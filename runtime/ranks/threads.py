@@ -324,9 +324,9 @@ def run_ranks(
         hub.abort(None, error)
     if hub.failure is not None:
         for thread in threads:
-            thread.join(
-                5.0
-            )  # a rank that never reaches a collective is left behind: daemon threads do not keep a process up
+            # A rank that never reaches a collective is left behind: daemon threads do not keep a
+            # process up.
+            thread.join(5.0)
         failed_rank, failure = hub.failure
         if failed_rank is not None:
             failure.add_note(f"raised on rank {failed_rank} of {num_ranks}")

@@ -350,8 +350,8 @@ def count_communication() -> Iterator[CommunicationCounters]:
 
         with shardwright.count_communication() as volume:
             model(x).backward()
-        print(volume)                                  # calls, elements and bytes by phase, collective and mesh axis
-        volume.elements("all_reduce", axis="tp")       # of some of them; also calls(), total(), items()
+        print(volume)                             # by phase, collective and mesh axis
+        volume.elements("all_reduce", axis="tp")  # also calls(), total(), items()
     """
     with counters().listen() as volume:
         yield volume

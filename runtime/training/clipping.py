@@ -1,6 +1,6 @@
 """The functions of torch that clip gradients, right for gradients that lie on many ranks.
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      # the norm of one device, the same on all ranks
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # that of one device
 
 [Note: Why functions of torch are changed] On one rank ``p.grad`` is a piece of a gradient, or all
 of it where other ranks have the same, and before the step it is a summand that nobody has summed.

@@ -28,8 +28,8 @@ class LossScaler:
     and state dict.
 
         scaler = LossScaler()
-        model.train_step(samples, scale_fn=scaler.scale)      # or: scaler.scale(model(x)).backward()
-        scaler.unscale_(optimizer)                            # needed before gradients are looked at
+        model.train_step(samples, scale_fn=scaler.scale)  # or: scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                        # before gradients are looked at
         optimizer.clip_gnorm(1.0)
         scaler.step(optimizer)
         scaler.update()

@@ -379,7 +379,8 @@ def hardware_targets(folder: Path) -> list[Target]:
     link = {"latency_s": 1e-6, "bytes_per_s": 1e9}
     (folder / "hardware.json").write_text(hardware.dumps())
     device = {
-        "name": "d", "memory_bytes": 10**9, "flops_per_s": {"float32": 1e9}, "bytes_per_s": 1e9, "launch_s": 1e-6,
+        "name": "d", "memory_bytes": 10**9, "flops_per_s": {"float32": 1e9}, "bytes_per_s": 1e9,
+        "launch_s": 1e-6,
     }  # fmt: skip
     return [
         Target(
@@ -423,7 +424,8 @@ def _hardware_of(data: Mapping[str, Any], key: str) -> Callable[..., Any]:
 def schedule_targets(folder: Path) -> list[Target]:
     schedule = generate("1f1b", 2, 4)
     data = {
-        "format": 1, "name": "x", "num_microbatches": 1, "placement": [0, 1], "actions": [["0F0", "0B0"], ["1F0", "1B0"]]
+        "format": 1, "name": "x", "num_microbatches": 1, "placement": [0, 1],
+        "actions": [["0F0", "0B0"], ["1F0", "1B0"]]
     }  # fmt: skip
     csv, file = folder / "schedule.csv", folder / "schedule.json"
     schedule_files.save_schedule(schedule, csv)
@@ -668,7 +670,8 @@ def _registered_policy(
 
 
 REGISTER_OPTIONS = (
-    "code_impl_pattern", "linear", "additive", "grad_linear", "localise", "parallel", "nonempty", "emit", "imports",
+    "code_impl_pattern", "linear", "additive", "grad_linear", "localise", "parallel", "nonempty",
+    "emit", "imports",
     "input_gen", "fake",
 )  # fmt: skip
 
@@ -677,7 +680,8 @@ def compile_targets(folder: Path) -> list[Target]:
     """What compiles, which takes longer than the others."""
     config, model = ComputeConfig(**CONFIG), Net()
     compile_good = {
-        "module_or_module_class": model, "dummy_forward_args": ARGS, "pas_policy": "dp", "compute_config": config,
+        "module_or_module_class": model, "dummy_forward_args": ARGS, "pas_policy": "dp",
+        "compute_config": config,
         "gen_savedir": folder / "compiled", "reuse": "moo", "load_module": False,
     }  # fmt: skip
     search = {
@@ -784,28 +788,39 @@ def training_targets(folder: Path) -> list[Target]:
         Target("modules", "forward", called, lambda: dict(ARGS), also=("x", "scale")),
         Target("modules", "train_step", module.train_step, lambda: {"samples": [ARGS]}),
         Target("modules", "infer_step", module.infer_step, lambda: {"samples": [ARGS]}),
-        Target("modules", "zero_grad", lambda set_to_none=True: module.zero_grad(set_to_none), dict),
+        Target("modules", "zero_grad", lambda set_to_none=True: module.zero_grad(set_to_none),
+            dict),
         Target("modules", "load_class", shardwright.load_class, lambda: {"directory": files}),
         Target("modules", "accept", accept, lambda: {"directory": files}),
-        Target("modules", "broadcast_weights", shardwright.broadcast_weights, lambda: {"module": module, "stride_size": 1}),
+        Target("modules", "broadcast_weights", shardwright.broadcast_weights,
+            lambda: {"module": module, "stride_size": 1}),
         Target(
-            "optimizers", "build_optimizer", build, lambda: {"module": called, "optimizer_fn": torch.optim.SGD}, also=("lr",)
+            "optimizers", "build_optimizer", build,
+            lambda: {"module": called, "optimizer_fn": torch.optim.SGD}, also=("lr",)
         ),
         Target("optimizers", "step", lambda closure=None: optimizer.step(closure), dict),
         Target("optimizers", "zero_grad", optimizer.zero_grad, dict),
-        Target("optimizers", "scale_grads", synced("scale_grads"), lambda: {"factor": 1.0}, also=("factor",)),
-        Target("optimizers", "unscale_grads", synced("unscale_grads"), lambda: {"factor": 1.0}, also=("factor",)),
+        Target("optimizers", "scale_grads", synced("scale_grads"), lambda: {"factor": 1.0},
+            also=("factor",)),
+        Target("optimizers", "unscale_grads", synced("unscale_grads"), lambda: {"factor": 1.0},
+            also=("factor",)),
         Target("optimizers", "clip_gnorm", synced("clip_gnorm"), dict, also=("max_norm",)),
-        Target("optimizers", "pre_hook", optimizer.register_reducer_pre_hook, lambda: {"hook": lambda *a: None}),
-        Target("optimizers", "post_hook", optimizer.register_reducer_post_hook, lambda: {"hook": lambda *a: None}),
+        Target("optimizers", "pre_hook", optimizer.register_reducer_pre_hook,
+            lambda: {"hook": lambda *a: None}),
+        Target("optimizers", "post_hook", optimizer.register_reducer_post_hook,
+            lambda: {"hook": lambda *a: None}),
         Target(
-            "optimizers", "load_state_dict", optimizer.load_state_dict, lambda: {"state_dict": optimizer.state_dict()}
+            "optimizers", "load_state_dict", optimizer.load_state_dict,
+            lambda: {"state_dict": optimizer.state_dict()}
         ),
         Target("optimizers", "LossScaler", shardwright.LossScaler, dict),
         Target("optimizers", "scaler.scale", scaler.scale, lambda: {"loss": torch.tensor(1.0)}),
-        Target("optimizers", "scaler.unscale_", stepped("unscale_"), lambda: {"optimizer": optimizer}, also=("optimizer",)),
-        Target("optimizers", "scaler.step", stepped("step"), lambda: {"optimizer": optimizer}, also=("optimizer",)),
-        Target("optimizers", "scaler.update", shardwright.LossScaler().update, lambda: {"new_scale": 1.0}),
+        Target("optimizers", "scaler.unscale_", stepped("unscale_"),
+            lambda: {"optimizer": optimizer}, also=("optimizer",)),
+        Target("optimizers", "scaler.step", stepped("step"), lambda: {"optimizer": optimizer},
+            also=("optimizer",)),
+        Target("optimizers", "scaler.update", shardwright.LossScaler().update,
+            lambda: {"new_scale": 1.0}),
         Target(
             "optimizers", "scaler.load_state_dict", shardwright.LossScaler().load_state_dict,
             lambda: {"state_dict": scaler.state_dict()},
@@ -819,25 +834,32 @@ def training_targets(folder: Path) -> list[Target]:
         ),
         Target(
             "checkpoints", "save_checkpoint", saved, lambda: {"directory": checkpoints, **made},
-            also=("directory", "module", "optimizer", "scheduler", "extra", "step", "keep", "async_save"),
+            also=("directory", "module", "optimizer", "scheduler", "extra", "step", "keep",
+                "async_save"),
         ),
-        Target("checkpoints", "load_checkpoint", shardwright.load_checkpoint, lambda: {"directory": checkpoints, **made}),
-        Target("checkpoints", "read_checkpoint", shardwright.read_checkpoint, lambda: {"directory": checkpoints}),
+        Target("checkpoints", "load_checkpoint", shardwright.load_checkpoint,
+            lambda: {"directory": checkpoints, **made}),
+        Target("checkpoints", "read_checkpoint", shardwright.read_checkpoint,
+            lambda: {"directory": checkpoints}),
         Target(
             "checkpoints", "merge_checkpoint", shardwright.merge_checkpoint,
             lambda: {"directory": checkpoints, "out": merged / str(next(numbers))},
         ),
         Target(
             "checkpoints", "export_pretrained", shardwright.export_pretrained,
-            lambda: {"directory": checkpoints, "out": merged / str(next(numbers)), "config": {"model_type": "x"}},
+            lambda: {"directory": checkpoints, "out": merged / str(next(numbers)),
+                "config": {"model_type": "x"}},
         ),
-        Target("checkpoints", "load_pretrained", shardwright.load_pretrained, lambda: _pretrained(folder, module)),
+        Target("checkpoints", "load_pretrained", shardwright.load_pretrained,
+            lambda: _pretrained(folder, module)),
         Target("states", "deduped_state_dict", shardwright.deduped_state_dict, lambda: dict(made)),
         Target(
             "states", "merge_state_dicts", shardwright.merge_state_dicts,
-            lambda: {"module_state_dicts": [module.state_dict()], "optimizer_state_dicts": [optimizer.state_dict()]},
+            lambda: {"module_state_dicts": [module.state_dict()],
+                "optimizer_state_dicts": [optimizer.state_dict()]},
         ),
-        Target("states", "load_merged_state_dict", shardwright.load_merged_state_dict, lambda: dict(both)),
+        Target("states", "load_merged_state_dict", shardwright.load_merged_state_dict,
+            lambda: dict(both)),
         Target(
             "states", "load_deduped_state_dict", shardwright.load_deduped_state_dict,
             lambda: {**made, "module_state_dict": deduped[0], "optimizer_state_dict": deduped[1]},

@@ -164,8 +164,10 @@ def alter_files(folder: Path, rng: random.Random) -> str:
 
 
 JUNK: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 7, 10**30, 0.5, float("inf"), "", "x", "../x", "float32", [], [[]], [1, 2], {}, {"a": 1},
-    {"float": "x"}, {"tensor": {"dtype": "float32", "shape": [2], "bytes": "AAAA"}}, {"tuple": 3}, {"dict": [[[], 1]]},
+    None, True, -1, 0, 1, 7, 10**30, 0.5, float("inf"), "", "x", "../x", "float32", [], [[]],
+    [1, 2], {}, {"a": 1},
+    {"float": "x"}, {"tensor": {"dtype": "float32", "shape": [2], "bytes": "AAAA"}}, {"tuple": 3},
+    {"dict": [[[], 1]]},
 )  # fmt: skip
 
 

@@ -123,10 +123,10 @@ class MLP(ParallelModule):
         x = narrow(x, dp, 0)                                                       # [batch/dp, 6]
         target = narrow(target, dp, 0)                                             # [batch/dp, 6]
         x = grad_all_reduce(x, tp)                                                 # G(tp)
-        h = x * self.norm.weight                                                   # [batch/dp, 6] G(tp)
-        h = torch.tanh(linear(h, self.layers[0].weight, self.layers[0].bias))      # [batch/dp, 10/tp]
-        y = linear(h, self.layers[1].weight)                                       # [batch/dp, 6] P(tp)
-        y = all_reduce(y, tp) + self.layers[1].bias                                # [batch/dp, 6]
+        h = x * self.norm.weight  # [batch/dp, 6] G(tp)
+        h = torch.tanh(linear(h, self.layers[0].weight, self.layers[0].bias))  # [batch/dp, 10/tp]
+        y = linear(h, self.layers[1].weight)  # [batch/dp, 6] P(tp)
+        y = all_reduce(y, tp) + self.layers[1].bias  # [batch/dp, 6]
         y = y * self.weights("mesh.weight") + self.shift * self.gain + self.const_0 + self.head.bias
         loss = all_reduce(((y - target) ** 2).sum(), dp)                           # []
         if self.training:

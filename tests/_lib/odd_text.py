@@ -227,7 +227,8 @@ def forward(self, sample):
 def layer_forward(self, x):
     h = torch.tanh(self._modules[texts.inner](x)) * self._parameters[texts.scale]
     self._buffers[texts.count].add_(1)
-    return x + nn.functional.dropout(h, 0.0, self.training) @ self._modules["down"].weight + self._buffers[texts.count]
+    h = nn.functional.dropout(h, 0.0, self.training)
+    return x + h @ self._modules["down"].weight + self._buffers[texts.count]
 """
 
 

@@ -368,26 +368,35 @@ def recurrent() -> list[Call]:
 
 # fmt: off
 UNARY = [
-    "abs", "acos", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma", "erf", "erfc",
-    "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "isfinite", "isinf", "isnan", "isneginf", "isposinf",
-    "isreal", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "nan_to_num", "neg", "positive",
-    "rad2deg", "real", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt",
-    "square", "tan", "tanh", "trunc", "clone", "detach", "conj", "conj_physical", "resolve_conj", "resolve_neg",
+    "abs", "acos", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad",
+    "digamma", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "isfinite", "isinf", "isnan",
+    "isneginf", "isposinf",
+    "isreal", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "nan_to_num",
+    "neg", "positive",
+    "rad2deg", "real", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "sin",
+    "sinc", "sinh", "sqrt",
+    "square", "tan", "tanh", "trunc", "clone", "detach", "conj", "conj_physical", "resolve_conj",
+    "resolve_neg",
 ]
 SPECIAL = [
     "bessel_j0", "bessel_j1", "entr", "erfcx", "i0e", "i1", "i1e", "log_ndtr", "ndtr", "ndtri",
 ]
 ACTIVATIONS = [
-    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu",
+    "logsigmoid", "mish",
     "relu", "relu6", "selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink",
 ]
 BINARY = [
-    "add", "atan2", "copysign", "div", "eq", "float_power", "fmax", "fmin", "fmod", "ge", "gt", "hypot", "isclose",
-    "ldexp", "le", "logaddexp", "logaddexp2", "logical_and", "logical_or", "logical_xor", "lt", "maximum", "minimum",
+    "add", "atan2", "copysign", "div", "eq", "float_power", "fmax", "fmin", "fmod", "ge", "gt",
+    "hypot", "isclose",
+    "ldexp", "le", "logaddexp", "logaddexp2", "logical_and", "logical_or", "logical_xor", "lt",
+    "maximum", "minimum",
     "mul", "ne", "nextafter", "pow", "remainder", "rsub", "sub", "xlogy",
 ]
 INTEGERS = [
-    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm",
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "gcd",
+    "lcm",
 ]
 # fmt: on
 

@@ -72,7 +72,10 @@ def assert_parallel(
         lies = transposed(operands[operand][1])
         grad = decode([grads[position] for _, grads in outputs], lies)
         torch.testing.assert_close(
-            grad, expected_grad, **close, msg=lambda m: f"gradient of operand {operand}: {m}"
+            grad,
+            expected_grad,
+            **close,
+            msg=lambda m: f"gradient of operand {operand}: {m}",  # noqa: B023
         )
 
 

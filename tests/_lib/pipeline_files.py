@@ -321,7 +321,10 @@ class Net(PipelineModule):
     stages = {pipe.stages!r}
     rank = {rank}
     rng_mode = "plan_independent"
-    inputs = {{"sample.tokens": ("[{BATCH}]", torch.int64), "sample.target": ("[{BATCH}, {WORDS}]", torch.float64)}}
+    inputs = {{
+        "sample.tokens": ("[{BATCH}]", torch.int64),
+        "sample.target": ("[{BATCH}, {WORDS}]", torch.float64),
+    }}
     arguments = ("sample",)
     num_microbatches = {pipe.num_microbatches}
     schedule = "by hand"

@@ -46,9 +46,8 @@ class Muonlike(torch.optim.Optimizer):
                 )
                 update = momentum / (1e-4 + momentum.norm())
                 if p.ndim == 2:
-                    for _ in range(
-                        3
-                    ):  # Newton and Schulz; to the end it would amplify the rounding of small directions
+                    # Newton and Schulz; more steps would amplify rounding of small directions.
+                    for _ in range(3):
                         update = 1.5 * update - 0.5 * update @ update.T @ update
                 p.sub_(update, alpha=group["lr"])
 

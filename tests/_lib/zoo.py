@@ -130,7 +130,7 @@ def define(
 
 
 # --- inputs
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def tokens(
@@ -261,7 +261,7 @@ def translation(vocab_size: int, pad: bool, ignore: bool) -> Callable[..., Input
 
 
 # --- transformers
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def hf(architecture: str, config: str, **fields: Any) -> Callable[..., nn.Module]:
@@ -291,12 +291,14 @@ def freeze(make: Callable[..., nn.Module], *prefixes: str) -> Callable[..., nn.M
 
 NO_SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 GPT2 = {
-    **NO_SPECIAL_TOKENS, "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4,
+    **NO_SPECIAL_TOKENS, "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2,
+    "n_head": 4,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 GPT2_UNEVEN = {**GPT2, "vocab_size": 37, "n_embd": 12, "n_head": 3, "n_inner": 30}
 LLAMA = {
-    **NO_SPECIAL_TOKENS, "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    **NO_SPECIAL_TOKENS, "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
 }  # fmt: skip
 LLAMA_UNEVEN = {
@@ -304,8 +306,10 @@ LLAMA_UNEVEN = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
 }  # fmt: skip
 BERT = {
-    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
-    "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0,
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
 }  # fmt: skip
 BERT_UNEVEN = {
     **BERT,
@@ -315,8 +319,10 @@ BERT_UNEVEN = {
     "intermediate_size": 21,
 }
 T5 = {
-    "vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-    "relative_attention_num_buckets": 8, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0,
+    "relative_attention_num_buckets": 8, "decoder_start_token_id": 0, "pad_token_id": 0,
+    "eos_token_id": 1,
 }  # fmt: skip
 T5_UNEVEN = {
     **T5,
@@ -328,8 +334,10 @@ T5_UNEVEN = {
     "tie_word_embeddings": False,
 }
 VIT = {
-    "image_size": 8, "patch_size": 2, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 6,
+    "image_size": 8, "patch_size": 2, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "num_labels": 6,
 }  # fmt: skip
 VIT_UNEVEN = {
     **VIT,
@@ -510,7 +518,7 @@ define(
 )
 
 # --- hand-written
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def own(module: type[nn.Module], **sizes: Any) -> Callable[..., nn.Module]:

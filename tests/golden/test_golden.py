@@ -1,4 +1,7 @@
-"""What a compile of a small GPT prints and writes, as files to read: reviewing a change of the compiler is reading a diff."""
+"""What a compile of a small GPT prints and writes, as files to read.
+
+Reviewing a change of the compiler is reading a diff.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,14 @@ from shardwright.runtime.config import ComputeConfig
 for name, (policy, config) in {plans!r}.items():
     graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
     apply = find_policy(policy).apply
-    made = compile_graph(graph, apply, ComputeConfig(**config), policy_name=policy, digest="0123abcd", version="0.1.0")
+    made = compile_graph(
+        graph,
+        apply,
+        ComputeConfig(**config),
+        policy_name=policy,
+        digest="0123abcd",
+        version="0.1.0",
+    )
     for file, text in made.files.items():
         Path(sys.argv[1], f"{{name}}.{{file}}").write_text(text)
 """

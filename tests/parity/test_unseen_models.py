@@ -137,21 +137,26 @@ def sounds(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
 
 QWEN_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 QWEN_VISION = {
-    "depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+    "depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2,
     "temporal_patch_size": 2, "mlp_ratio": 2,
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WAV2VEC2 = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "conv_dim": (8, 8),
-    "conv_stride": (2, 2), "conv_kernel": (4, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "conv_dim": (8, 8),
+    "conv_stride": (2, 2), "conv_kernel": (4, 2), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "num_labels": 3,
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout",
+        "feat_proj_dropout"), 0.0),
     **dict.fromkeys(("final_dropout", "layerdrop", "mask_time_prob", "mask_feature_prob"), 0.0),
 }  # fmt: skip
 
 MAMBA = {"vocab_size": 32, "hidden_size": 12, "state_size": 4, "num_hidden_layers": 2}
 RWKV = {
-    "vocab_size": 32, "hidden_size": 12, "attention_hidden_size": 12, "num_hidden_layers": 2, "context_length": 16,
+    "vocab_size": 32, "hidden_size": 12, "attention_hidden_size": 12, "num_hidden_layers": 2,
+    "context_length": 16,
     "rescale_every": 0,
 }  # fmt: skip
 GRIFFIN = {
@@ -160,8 +165,10 @@ GRIFFIN = {
 }  # fmt: skip
 QWEN3_NEXT = {
     **zoo.LLAMA, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8, "head_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+    "linear_value_head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 
 
@@ -174,14 +181,20 @@ def transcribed(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
 
 
 PROPHETNET = {
-    "vocab_size": 32, "hidden_size": 16, "encoder_ffn_dim": 24, "num_encoder_layers": 1, "num_encoder_attention_heads": 2,
-    "decoder_ffn_dim": 24, "num_decoder_layers": 1, "num_decoder_attention_heads": 2, "decoder_start_token_id": 1,
-    "max_position_embeddings": 32, **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+    "vocab_size": 32, "hidden_size": 16, "encoder_ffn_dim": 24, "num_encoder_layers": 1,
+    "num_encoder_attention_heads": 2,
+    "decoder_ffn_dim": 24, "num_decoder_layers": 1, "num_decoder_attention_heads": 2,
+    "decoder_start_token_id": 1,
+    "max_position_embeddings": 32,
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
 }  # fmt: skip
 WHISPER = {
-    "vocab_size": 32, "num_mel_bins": 6, "d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
-    "decoder_attention_heads": 3, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "max_source_positions": 5, "pad_token_id": 1,
-    "max_target_positions": 8, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2, "dropout": 0.0,
+    "vocab_size": 32, "num_mel_bins": 6, "d_model": 12, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20,
+    "max_source_positions": 5, "pad_token_id": 1,
+    "max_target_positions": 8, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2,
+    "dropout": 0.0,
 }  # fmt: skip
 
 
@@ -192,7 +205,8 @@ def spoken(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
 
 
 FLAUBERT = {
-    "vocab_size": 32, "emb_dim": 16, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 16, "pad_token_id": 0,
+    "vocab_size": 32, "emb_dim": 16, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 16,
+    "pad_token_id": 0,
     **dict.fromkeys(("dropout", "attention_dropout", "layerdrop"), 0.0),
 }  # fmt: skip
 

@@ -243,7 +243,7 @@ def test_processes_compute_what_threads_do(tmp_path: Path) -> None:
         parity.assert_close_tree(ours, theirs, "parameters")
 
 
-# -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # what is refused
 
 

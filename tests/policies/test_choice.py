@@ -115,7 +115,8 @@ def test_heads_that_share_keys_and_values(
     computed by all.
     """
     config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=352, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads,
+        hidden_size=128, intermediate_size=352, num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         num_hidden_layers=2, vocab_size=500,
     )  # fmt: skip
     ids = torch.zeros(2, 32, dtype=torch.long)
@@ -209,8 +210,10 @@ def test_experts_pay_for_one_sum_of_all_that_a_token_meets() -> None:
     """
     ids = torch.zeros(2, 8192, dtype=torch.int64)
     graph = of_real_size(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"input_ids": ids, "labels": ids}, vocab_size=32000, hidden_size=1024,
-        moe_intermediate_size=256, num_attention_heads=16, num_key_value_heads=16, head_dim=128, num_hidden_layers=1,
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"input_ids": ids, "labels": ids},
+        vocab_size=32000, hidden_size=1024,
+        moe_intermediate_size=256, num_attention_heads=16, num_key_value_heads=16, head_dim=128,
+        num_hidden_layers=1,
         num_experts=64, num_experts_per_tok=16,
     )  # fmt: skip
     assert {c.name for c in chosen(graph, 8)} == {"heads", "ffn", "vocab"}
@@ -387,7 +390,7 @@ def test_nothing_to_split_is_no_error() -> None:
     assert plans.compile_with(graph, "tp", 2).plan.strategies == {}
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # notes
 
 
@@ -425,7 +428,7 @@ def test_sources_in_notes_do_not_depend_on_where_packages_lie() -> None:
     assert SourceLocation("/home/me/train.py", 7).portable == "train.py:7"
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # refusals
 
 
@@ -481,7 +484,7 @@ def test_more_ranks_than_kv_heads() -> None:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # batch
 
 

@@ -85,11 +85,15 @@ def test_value_and_gradient_survive(case, num_ranks):
             value,
             rtol=0,
             atol=1e-13,
-            msg=lambda m: f"{source}->{target}: {m}",
+            msg=lambda m: f"{source}->{target}: {m}",  # noqa: B023
         )
         decoded = decode(input_grads, transposed(source))
         torch.testing.assert_close(
-            decoded, gradient, rtol=0, atol=1e-13, msg=lambda m: f"{source}->{target}: {m}"
+            decoded,
+            gradient,
+            rtol=0,
+            atol=1e-13,
+            msg=lambda m: f"{source}->{target}: {m}",  # noqa: B023
         )
 
 

@@ -124,7 +124,7 @@ class BodyMemory:
         self.num_gathered = 0
         self._views: set[int] = set()  # storages of gradients that are views
 
-    # ------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # forward
 
     def forward(self) -> None:
@@ -234,7 +234,7 @@ class BodyMemory:
         self.ledger.use(0, _name(instruction))
         return node
 
-    # ------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # backward
 
     def backward(self, roots: Mapping[str, Gradient]) -> None:

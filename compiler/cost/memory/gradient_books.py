@@ -178,7 +178,7 @@ class GradientBooks:
         for key in list(made):
             self._ledger.release(self.made.pop(key))
 
-    # ------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # buckets
 
     def _packed(self, trained: Sequence[Trained]) -> list[list[Trained]]:
@@ -240,7 +240,7 @@ class GradientBooks:
             ledger.release(storage)
             ledger.hold(self.made[name])
 
-    # ------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # sums
 
     def _begin_complete(self) -> None:

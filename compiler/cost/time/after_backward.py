@@ -228,7 +228,8 @@ class _Where:
         wide, narrow = settings.gradient_dtype(value.dtype), value.dtype
         cap, groups = settings.bucket_cap_bytes, settings.num_groups if settings.stage else 1
         seconds = partial(
-            reduction_s, layout, mesh=held, ranks=places, hardware=self.hardware, num_units=config.num_units // pieces,
+            reduction_s, layout, mesh=held, ranks=places, hardware=self.hardware,
+            num_units=config.num_units // pieces,
             unit_size=config.plan_ngpus * pieces, elsewhere=others,
         )  # fmt: skip
         across_s = gather_s = 0.0
@@ -279,7 +280,8 @@ class _Where:
         summed = summed_dtype(settings, dtype, shards)
         return exchange_of(
             layout, summed, dtype, mesh, ranks, self.hardware, num_units=config.num_units // units,
-            unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes, num_shards=shards,
+            unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes,
+            num_shards=shards,
         )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ define(
     (F.gaussian_nll_loss, _modern),
 )
 
-# ------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # losses of whole rows
 
 
@@ -165,7 +165,8 @@ def _of_vectors(form: str) -> Callable[[IROp], OpRule]:
 
 _OF_VECTORS = {
     "cosine_embedding_loss": "input1, input2, target, margin=0, reduction='mean'",
-    "triplet_margin_loss": "anchor, positive, negative, margin=1.0, p=2, eps=1e-06, swap=False, reduction='mean'",
+    "triplet_margin_loss": "anchor, positive, negative, margin=1.0, p=2, "
+    "eps=1e-06, swap=False, reduction='mean'",
 }
 for _name, _signature in _OF_VECTORS.items():
     define(
@@ -225,7 +226,7 @@ for _name, (_signature, _rule) in _OF_CLASSES.items():
     _form = define_form(_name, f"{_signature}, *, count=0")
     define(_name, _signature, f"F.{_name}", _rule(_form), (getattr(F, _name), _modern))
 
-# ------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # cross entropy
 
 

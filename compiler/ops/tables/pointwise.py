@@ -96,7 +96,7 @@ define("neg", "input", "-", LINEAR, *callables("neg", "negative", "__neg__"))
 define("bitwise_not", "input", "~", NONLINEAR, *callables("bitwise_not", "__invert__"))
 define("rsub", "input, other, *, alpha=1", "torch.rsub", _SUM, torch.rsub)
 
-# ------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # one operand
 
 _UNARY = {
@@ -182,7 +182,7 @@ define(
     "polygamma", "n, input", "torch.polygamma", NONLINEAR, torch.polygamma, torch.special.polygamma
 )
 
-# ------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # activations
 
 
@@ -229,7 +229,7 @@ def _prelu(op: IROp) -> OpRule:
 
 define("prelu", "input, weight", "F.prelu", _prelu, *callables("prelu"))
 
-# ------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # several operands
 
 for _name, _others in {

@@ -123,7 +123,8 @@ def _once_s(declaration: Declaration, walk: Walk) -> float:
     """Of the reduction and update of a parameter in a step."""
     setting = walk.setting
     each_s, once_s = parameter_s(
-        declaration, walk.storage_mesh, setting.config, setting.hardware, setting.optimizer, setting.ranks,
+        declaration, walk.storage_mesh, setting.config, setting.hardware, setting.optimizer,
+        setting.ranks,
         setting.num_microbatches,
     )  # fmt: skip
     return setting.num_microbatches * each_s + once_s

@@ -345,7 +345,7 @@ class Search:
             elif opening.bound_s < self.bench.best_s() and title not in self.found.unbounded:
                 self.found.unbounded.append(title)
 
-    # --------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # candidates
 
     def _meshes(self) -> deque[Whereabouts]:

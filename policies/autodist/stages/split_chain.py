@@ -349,7 +349,7 @@ class _Paths:
         counted: Array = priced[1] + (self.num_microbatches - 1) * message
         return counted
 
-    # -------------------------------------------------------------------------------------------------------
+    # ---------------------------------------------------------------------------------------------
     # bounds
 
     def bound(self, upper: float, counts: Sequence[float], memory_bytes: float) -> float:

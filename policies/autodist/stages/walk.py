@@ -302,7 +302,8 @@ class Walk:
                 for num_stages in (1, 2)
             )
             each_s, once_s = parameter_s(
-                declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
+                declaration, self.storage_mesh, config, setting.hardware, setting.optimizer,
+                setting.ranks,
                 setting.num_microbatches,
             )  # fmt: skip
             yield Held(places, held, shared, each_s, once_s, gradient, declaration)

@@ -46,10 +46,12 @@ graph Example
   buffer %norm_num_batches_tracked: i64[]  # norm.num_batches_tracked
   default scale = 1.0
   %up: f32[batch, 6]' = linear(%x, %up_weight, %up_bias)  # up  test_printer.py:29
-  %norm_num_batches_tracked_1: i64[] = add(%norm_num_batches_tracked, other=1)  # norm  test_printer.py:29  only in train
-  %norm: f32[batch, 6]' = batch_norm(%up, %norm_running_mean, %norm_running_var, %norm_weight, %norm_bias, \
-training=(True if training else False))  # norm  test_printer.py:29
-  %dropout: f32[batch, 6]' = dropout(%norm, training=(True if training else False))  # test_printer.py:26  [recompute_0]
+  %norm_num_batches_tracked_1: i64[] = add(%norm_num_batches_tracked, other=1)\
+  # norm  test_printer.py:29  only in train
+  %norm: f32[batch, 6]' = batch_norm(%up, %norm_running_mean, %norm_running_var, \
+%norm_weight, %norm_bias, training=(True if training else False))  # norm  test_printer.py:29
+  %dropout: f32[batch, 6]' = dropout(%norm, training=(True if training else False))\
+  # test_printer.py:26  [recompute_0]
   %down: f32[batch, 4]' = linear(%dropout, %down_weight)  # down  test_printer.py:26  [recompute_0]
   %getitem: f32[batch, 3] = getitem(%down, index=(:, 1:))  # test_printer.py:32  no_grad
   %first: f32[batch, 1], %rest: f32[batch, 2] = split(%getitem, \

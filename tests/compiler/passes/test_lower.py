@@ -241,7 +241,7 @@ def test_updates_return_to_the_layout_the_buffer_is_held_in(tmp_path: Path) -> N
         plans.check_policy(Average().double(), X, plan, 2, tmp_path / held.replace("/", "-"))
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # best storage
 
 
@@ -312,7 +312,7 @@ def test_a_stored_layout_is_kept(tmp_path: Path) -> None:
     assert calls["forward", "all_gather"] == calls["backward", "reduce_scatter"] == 48
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # refusals
 
 

@@ -44,7 +44,8 @@ def test_dims_of_gpt2() -> None:
         names["heads"] == names["head_dim"] == names["qkv"] == names["ffn"] == 2
     )  # one for each layer
     assert {c.name: c.size for c in dims.classes if not c.name.startswith("dim")} == {
-        "batch": 4, "seq": 8, "vocab": 32, "hidden": 16, "positions": 16, "qkv": 3, "heads": 4, "head_dim": 4, "ffn": 64,
+        "batch": 4, "seq": 8, "vocab": 32, "hidden": 16, "positions": 16, "qkv": 3, "heads": 4,
+        "head_dim": 4, "ffn": 64,
     }  # fmt: skip
     assert described(graph, "transformer.wte.weight") == "[vocab, hidden]"
     assert (

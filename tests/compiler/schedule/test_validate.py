@@ -50,7 +50,7 @@ def with_rank(schedule: Schedule, rank: int, actions: list[ScheduleAction]) -> S
     )
 
 
-# ----------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # orders that run
 
 
@@ -78,7 +78,7 @@ def test_shuffled_orders_are_valid_exactly_when_they_can_run(rng: Random) -> Non
         assert "deadlocks" in refusal(shuffled, dataflow=dataflow)
 
 
-# ----------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # broken orders
 
 

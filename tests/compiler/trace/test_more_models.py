@@ -34,8 +34,10 @@ SWIN = {
     "window_size": 4,
 }
 BART = {
-    **TOKENS, "vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 0,
+    **TOKENS, "vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+    "decoder_start_token_id": 0,
 }  # fmt: skip
 
 

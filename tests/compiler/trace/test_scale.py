@@ -22,7 +22,8 @@ with torch.device("meta"):
 ids = torch.zeros(1, 4096, dtype=torch.int64, device="meta")
 graph = trace(model, {{"input_ids": ids, "labels": ids}})
 # Not ru_maxrss: that is never less than what the process had that started this one.
-peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+lines = Path("/proc/self/status").read_text().splitlines()
+peak = next(line for line in lines if line.startswith("VmHWM"))
 print(len(graph.ops), int(peak.split()[1]) / 2**20)
 """
 

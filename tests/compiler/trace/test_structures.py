@@ -127,7 +127,8 @@ def test_none_literals_and_numbers_are_baked() -> None:
 
 def test_a_cache_as_argument() -> None:
     config = transformers.LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=11,
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=11,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).double()

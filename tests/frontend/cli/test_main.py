@@ -427,7 +427,8 @@ def test_settings():
         "the value of dynamic_dims is not JSON\n"
         "  why:   Expecting property name enclosed in double quotes: line 1 column 2 (char "
         "1) of {x: 0}\n"
-        """  try:   names in double quotes, those of dims too: --set 'dynamic_dims={"x": {"0": "batch"}}'"""
+        "  try:   names in double quotes, those of dims too: "
+        """--set 'dynamic_dims={"x": {"0": "batch"}}'"""
     )
 
 

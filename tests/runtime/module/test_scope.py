@@ -92,9 +92,8 @@ HOOKS = (
 def test_hooks_that_would_never_run(kind: str) -> None:
     with pytest.raises(UsageError) as error:
         getattr(tree().layers[0], f"register_{kind}")(print)
-    what = (
-        "a "
-        f"{kind.replace('full_', '').replace('_hook', ' hook').replace('forward_pre ', 'forward pre-')}"
+    what = "a " + kind.replace("full_", "").replace("_hook", " hook").replace(
+        "forward_pre ", "forward pre-"
     )
     assert str(error.value).startswith(
         f"{what.replace('backward_pre ', 'backward pre-')} on submodule 'layers.0' of a "

@@ -78,7 +78,11 @@ def test_elementwise_losses(name, num_ranks):
             num_ranks,
             lambda *xs: getattr(F, name)(*xs, *positional, **named),
             lambda axis, *xs: getattr(ops, name)(
-                *xs, *positional, **named, reduction="mean", count=math.prod(shape)
+                *xs,
+                *positional,
+                **named,
+                reduction="mean",
+                count=math.prod(shape),  # noqa: B023
             ),
             [(x, Sharded(dim, Cut((shape[dim],)))) for x in operands],
             "P",

@@ -166,9 +166,10 @@ def test_cross_entropy_with_probabilities(reduction, smoothing, num_ranks):
     weight = torch.rand(7, dtype=torch.float64)
     target = torch.rand(5, 7, dtype=torch.float64).requires_grad_()
     keywords = {"reduction": reduction, "label_smoothing": smoothing, "num_classes": 7, "count": 5}
-    plain = lambda x, target, weight: F.cross_entropy(
-        x, target, weight, reduction=reduction, label_smoothing=smoothing
-    )
+
+    def plain(x, target, weight):
+        return F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing)
+
     assert_parallel(
         num_ranks,
         plain,
@@ -297,7 +298,11 @@ def test_embedding(num_rows, num_ranks):
             num_ranks,
             lambda ids, w: F.embedding(ids, w, padding_idx),  # noqa: B023
             lambda axis, ids, w: ops.embedding(
-                ids, w, padding_idx, vocab_axes=(axis,), start=axis.offset(num_rows)
+                ids,
+                w,
+                padding_idx,  # noqa: B023
+                vocab_axes=(axis,),
+                start=axis.offset(num_rows),
             ),
             [(torch.randint(num_rows, (3, 4)), "R"), (randn(num_rows, 5), split(0, num_rows))],
             "P",

@@ -35,7 +35,8 @@ from shardwright.runtime.ranks.process_group import ProcessGroupTransport, Proce
 from shardwright.runtime.ranks.world import current_world
 
 world = current_world()
-kept = ProcessGroupTransport(dist.group.WORLD, torch.device('cpu')), ProcessMessages(0, {{(0, 1): dist.group.WORLD}})
+transport = ProcessGroupTransport(dist.group.WORLD, torch.device('cpu'))
+kept = transport, ProcessMessages(0, {{(0, 1): dist.group.WORLD}})
 kept[0].barrier()
 dist.destroy_process_group()
 show_threads()

@@ -187,7 +187,7 @@ def test_several_backwards_add_up(tmp_path):
                 torch.testing.assert_close(gradient, theirs[name], rtol=1e-13, atol=1e-14)
 
 
-# -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the object users hold
 
 
@@ -375,7 +375,7 @@ def test_a_new_optimizer_replaces_the_old_one(tmp_path):
         torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # refusals
 
 

@@ -147,7 +147,8 @@ def seconds(size: int, batch: int, hardware: Hardware) -> Exchange:
     """Of ``[size]`` over four ranks in float32, ``batch`` elements together."""
     layout, mesh = Layout.parse(f"[{size}/tp]"), Mesh((("tp", 4),))
     return exchange_of(
-        layout, torch.float32, torch.bfloat16, mesh, range(4), hardware, num_units=1, unit_size=4, num_shards=1,
+        layout, torch.float32, torch.bfloat16, mesh, range(4), hardware, num_units=1, unit_size=4,
+        num_shards=1,
         bucket_bytes=4.0 * batch,
     )  # fmt: skip
 
@@ -188,7 +189,8 @@ def test_all_units_exchange_at_once() -> None:
 
     def taken_s(num_units: int) -> float:
         return exchange_of(
-            Layout.parse("[400/tp]"), torch.float32, torch.float32, Mesh((("tp", 2),)), range(2), shared,
+            Layout.parse("[400/tp]"), torch.float32, torch.float32, Mesh((("tp", 2),)), range(2),
+            shared,
             num_units=num_units, unit_size=2, num_shards=1, bucket_bytes=1.0,
         ).total_s  # fmt: skip
 
@@ -217,7 +219,8 @@ def test_zero_leaves_a_copy_its_share() -> None:
     assert shared.ranks[0].comm_s[WHOLES] == pytest.approx(whole.ranks[0].comm_s[WHOLES] / 2)
     names = [part.name for part in shared.timeline]
     assert names[-5:] == [
-        "reduce gradients", "gather whole tensors", "optimizer step", "scatter whole tensors", "gather parameters"
+        "reduce gradients", "gather whole tensors", "optimizer step", "scatter whole tensors",
+        "gather parameters"
     ]  # fmt: skip
 
 
@@ -273,7 +276,8 @@ def test_a_search_leaves_whole_what_is_dear_to_bring_together() -> None:
     best = {}
     for name in ("SGD", "Adafactor"):
         asked = planning.request(
-            plans.zoo_graph("mlp"), planning.mesh_of("2"), planning.slow_machine(2, bytes_per_s=3e4),
+            plans.zoo_graph("mlp"), planning.mesh_of("2"),
+            planning.slow_machine(2, bytes_per_s=3e4),
             optimizer=OptimizerMemory(named=NamedOptimizer(name)),
         )  # fmt: skip
         best[name] = place(asked), asked

@@ -51,33 +51,45 @@ def seconds(time: OpTime) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("time", "forward", "backward"),
     [
-        pytest.param(timed(F.linear, randn(4, 8, 16), randn(32, 16), randn(32)), 2 * 32 * 16 * 32, 2, id="linear"),
-        pytest.param(timed(F.linear, randn(4, 16).detach(), randn(32, 16)), 2 * 4 * 16 * 32, 1, id="no input gradient"),
-        pytest.param(timed(torch.matmul, randn(3, 5, 4, 6), randn(3, 5, 6, 7)), 2 * 15 * 4 * 6 * 7, 2, id="batched"),
+        pytest.param(timed(F.linear, randn(4, 8, 16), randn(32, 16), randn(32)), 2 * 32 * 16 * 32,
+            2, id="linear"),
+        pytest.param(timed(F.linear, randn(4, 16).detach(), randn(32, 16)), 2 * 4 * 16 * 32, 1,
+            id="no input gradient"),
+        pytest.param(timed(torch.matmul, randn(3, 5, 4, 6), randn(3, 5, 6, 7)), 2 * 15 * 4 * 6 * 7,
+            2, id="batched"),
         pytest.param(timed(torch.matmul, randn(6), randn(6)), 2 * 6, 2, id="dot"),
         pytest.param(
-            timed(torch.einsum, "bhqd,bhkd->bhqk", randn(2, 3, 4, 5), randn(2, 3, 6, 5)), 2 * 6 * 4 * 5 * 6, 2, id="einsum"
+            timed(torch.einsum, "bhqd,bhkd->bhqk", randn(2, 3, 4, 5), randn(2, 3, 6, 5)),
+            2 * 6 * 4 * 5 * 6, 2, id="einsum"
         ),
-        pytest.param(timed(torch.addmm, randn(7), randn(4, 6), randn(6, 7)), 2 * 4 * 6 * 7, 2, id="addmm"),
-        pytest.param(timed(F.conv2d, randn(2, 4, 8, 8), randn(6, 4, 3, 3), padding=1), 2 * 2 * 64 * 6 * 4 * 9, 2, id="conv"),
+        pytest.param(timed(torch.addmm, randn(7), randn(4, 6), randn(6, 7)), 2 * 4 * 6 * 7, 2,
+            id="addmm"),
+        pytest.param(timed(F.conv2d, randn(2, 4, 8, 8), randn(6, 4, 3, 3), padding=1),
+            2 * 2 * 64 * 6 * 4 * 9, 2, id="conv"),
         pytest.param(
-            timed(F.conv2d, randn(2, 4, 8, 8), randn(6, 2, 3, 3), groups=2), 2 * 2 * 36 * 6 * 2 * 9, 2, id="grouped conv"
+            timed(F.conv2d, randn(2, 4, 8, 8), randn(6, 2, 3, 3), groups=2), 2 * 2 * 36 * 6 * 2 * 9,
+            2, id="grouped conv"
         ),
         pytest.param(
-            timed(F.conv_transpose2d, randn(2, 4, 5, 5), randn(4, 3, 2, 2)), 2 * 2 * 25 * 4 * 3 * 4, 2, id="transposed conv"
+            timed(F.conv_transpose2d, randn(2, 4, 5, 5), randn(4, 3, 2, 2)), 2 * 2 * 25 * 4 * 3 * 4,
+            2, id="transposed conv"
         ),
         pytest.param(
-            timed(F.scaled_dot_product_attention, randn(2, 3, 8, 4), randn(2, 3, 6, 4), randn(2, 3, 6, 5)),
+            timed(F.scaled_dot_product_attention, randn(2, 3, 8, 4), randn(2, 3, 6, 4),
+                randn(2, 3, 6, 5)),
             2 * 6 * 8 * 6 * (4 + 5), 2.5, id="attention",
         ),
         pytest.param(
             timed(F.scaled_dot_product_attention, *[randn(2, 3, 8, 4)] * 3, is_causal=True),
             6 * 8 * 8 * (4 + 4), 2.5, id="causal attention",
         ),
-        pytest.param(timed(F.embedding, torch.zeros(4, 5, dtype=torch.long), randn(90, 6)), 0, 0, id="embedding"),
+        pytest.param(timed(F.embedding, torch.zeros(4, 5, dtype=torch.long), randn(90, 6)), 0, 0,
+            id="embedding"),
         pytest.param(timed(F.gelu, randn(4, 5)), 0, 0, id="gelu"),
-        pytest.param(cell(trained=True), 2 * 7 * 24 * (5 + 6), 2, id="a recurrent cell, whose states are no weights"),
-        pytest.param(cell(trained=False), 2 * 7 * 24 * (5 + 6), 1, id="a recurrent cell with frozen weights"),
+        pytest.param(cell(trained=True), 2 * 7 * 24 * (5 + 6), 2,
+            id="a recurrent cell, whose states are no weights"),
+        pytest.param(cell(trained=False), 2 * 7 * 24 * (5 + 6), 1,
+            id="a recurrent cell with frozen weights"),
     ],
 )  # fmt: skip
 def test_arithmetic_by_hand(time: OpTime, forward: float, backward: float) -> None:
@@ -88,19 +100,28 @@ def test_arithmetic_by_hand(time: OpTime, forward: float, backward: float) -> No
 @pytest.mark.parametrize(
     ("time", "forward", "backward"),
     [
-        pytest.param(timed(F.gelu, randn(4, 5), hardware=SLOW_MEMORY), 160, 240, id="gelu: input, what came in, gradient"),
-        pytest.param(timed(torch.add, randn(4, 5), randn(4, 5), hardware=SLOW_MEMORY), 240, 0, id="add passes gradients on"),
-        pytest.param(timed(torch.add, randn(4, 5), randn(5), hardware=SLOW_MEMORY), 180, 100, id="add sums over a broadcast"),
-        pytest.param(timed(torch.mul, randn(4, 5), randn(4, 5), hardware=SLOW_MEMORY), 240, 400, id="mul reads both again"),
-        pytest.param(timed(torch.neg, randn(4, 5), hardware=SLOW_MEMORY), 160, 160, id="neg reads nothing again"),
-        pytest.param(timed(torch.Tensor.view, randn(4, 6), 2, 12, hardware=SLOW_MEMORY), 0, 0, id="view"),
+        pytest.param(timed(F.gelu, randn(4, 5), hardware=SLOW_MEMORY), 160, 240,
+            id="gelu: input, what came in, gradient"),
+        pytest.param(timed(torch.add, randn(4, 5), randn(4, 5), hardware=SLOW_MEMORY), 240, 0,
+            id="add passes gradients on"),
+        pytest.param(timed(torch.add, randn(4, 5), randn(5), hardware=SLOW_MEMORY), 180, 100,
+            id="add sums over a broadcast"),
+        pytest.param(timed(torch.mul, randn(4, 5), randn(4, 5), hardware=SLOW_MEMORY), 240, 400,
+            id="mul reads both again"),
+        pytest.param(timed(torch.neg, randn(4, 5), hardware=SLOW_MEMORY), 160, 160,
+            id="neg reads nothing again"),
+        pytest.param(timed(torch.Tensor.view, randn(4, 6), 2, 12, hardware=SLOW_MEMORY), 0, 0,
+            id="view"),
         pytest.param(timed(torch.chunk, randn(4, 6), 2, hardware=SLOW_MEMORY), 0, 192, id="chunk"),
-        pytest.param(timed(torch.Tensor.expand, randn(4, 1), 4, 6, hardware=SLOW_MEMORY), 0, 112, id="expand"),
+        pytest.param(timed(torch.Tensor.expand, randn(4, 1), 4, 6, hardware=SLOW_MEMORY), 0, 112,
+            id="expand"),
         pytest.param(
-            timed(F.embedding, torch.zeros(4, 5, dtype=torch.long), randn(90, 6), hardware=SLOW_MEMORY),
+            timed(F.embedding, torch.zeros(4, 5, dtype=torch.long), randn(90, 6),
+                hardware=SLOW_MEMORY),
             4 * 5 * 8 + 2 * 480, 4 * 5 * 8 + 3 * 480 + 90 * 6 * 4, id="embedding",
         ),
-        pytest.param(timed(F.gelu, randn(4, 5).detach(), hardware=SLOW_MEMORY), 160, 0, id="nothing to differentiate"),
+        pytest.param(timed(F.gelu, randn(4, 5).detach(), hardware=SLOW_MEMORY), 160, 0,
+            id="nothing to differentiate"),
     ],
 )  # fmt: skip
 def test_memory_traffic_by_hand(time: OpTime, forward: float, backward: float) -> None:

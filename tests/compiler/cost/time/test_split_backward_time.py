@@ -109,7 +109,8 @@ def test_times_that_were_measured_are_shared_alike() -> None:
     program = found.programs[1]
     body = body_time(program, HARDWARE, found.plan.stages[1].ranks)
     slower: Any = type(body)(
-        tuple((step, type(time)(time.forward_s, 10 * time.backward_s)) for step, time in body.instructions),
+        tuple((step, type(time)(time.forward_s, 10 * time.backward_s)) for step,
+            time in body.instructions),
         body.compute_s, body.comm_s, 0.0, False,
     )  # fmt: skip
     schedule = planned_schedule(found.plan)

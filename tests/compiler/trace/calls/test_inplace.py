@@ -191,7 +191,8 @@ def complex_numbers(x: Tensor, y: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    augmented, methods, argument, both_names, write_view, read_view_after_write, nested_views, split_views, diagonal,
+    augmented, methods, argument, both_names, write_view, read_view_after_write, nested_views,
+    split_views, diagonal,
     select_narrow, set_items, set_items_by_tensors, set_items_by_numbers_and_tensors,
     signs, casting, flags, out_argument, metadata, scatter, detached,
     complex_numbers,

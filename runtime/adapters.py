@@ -1,9 +1,11 @@
 """Adapters: autograd functions that turn a tensor of one placement along a mesh axis into the same
-value in another.    from / to  S(d')               R                     G                           P
-  S(d)       all_to_all          all_gather(slice)     all_gather(reduce_scatter)  pad
-  R          narrow(all_gather)  -                     grad_all_reduce             keep_one(identity)
-  P          reduce_scatter      all_reduce(identity)  all_reduce(all_reduce)      -
-  G          narrow(pad)         grad_keep_one         -                           keep_one(keep_one)
+value in another.
+
+  from/to  S(d')               R                     G                           P
+  S(d)     all_to_all          all_gather(slice)     all_gather(reduce_scatter)  pad
+  R        narrow(all_gather)  -                     grad_all_reduce             keep_one(identity)
+  P        reduce_scatter      all_reduce(identity)  all_reduce(all_reduce)      -
+  G        narrow(pad)         grad_keep_one         -                           keep_one(keep_one)
 
 In brackets, what ``backward`` says. A placement tells what the ranks of the axis hold and what they
 get as gradient: S a slice of the value and of the gradient; R the whole value and the whole

@@ -251,7 +251,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
 
 
 def _presets() -> Any:
-    return resources.files("shardwright.compiler.cost") / "presets"
+    return resources.files("shardwright.compiler.cost.machine") / "presets"
 
 
 def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:

@@ -40,8 +40,8 @@ from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.search import placer as placer_module
 from shardwright.policies.autodist.search.placer import LARGE, TARGET_GAP, Placer
-from shardwright.policies.autodist.search.search import placer as placer_module
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError

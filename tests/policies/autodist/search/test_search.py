@@ -31,11 +31,11 @@ from shardwright.policies.autodist.candidates.candidates import (
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.found import Candidate, Found
 from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
-from shardwright.policies.autodist.cutting.cut_stages import cut_stages as cutting
+from shardwright.policies.autodist.cutting import cut_stages as cutting
 from shardwright.policies.autodist.policy import certificate, settled
+from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.search import search as outer_search
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes

@@ -33,10 +33,10 @@ from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.rivals import Rivals
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.search import search as outer_search
 from shardwright.policies.autodist.search.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.registry import find_policy

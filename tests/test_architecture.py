@@ -1,4 +1,6 @@
-"""ARCHITECTURE.md against the tree: what it names exists, and it leaves no folder out."""
+"""ARCHITECTURE.md and the READMEs of the folders against the tree: what they name exists, the list
+of folders is complete, and the forms that are shown are what a compile writes.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,43 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.frontend.cli.main import main
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 PACKAGES = ("frontend", "compiler", "policies", "runtime")
+PAGES = (
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    *sorted(
+        str(page.relative_to(ROOT))
+        for package in PACKAGES
+        for page in (ROOT / package).rglob("README.md")
+    ),
+)
 
 
-def test_every_path_that_is_named_exists() -> None:
-    files = {
-        str(path.relative_to(ROOT))
-        for package in (*PACKAGES, "tests")
-        for path in (ROOT / package).rglob("*.py")
-    }
-    for name in re.findall(r"`([\w./]+\.py)`", TEXT):
-        assert any(f"/{file}".endswith(f"/{name}") for file in files), name
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_that_is_named_exists(page: str) -> None:
+    """A path is written from the root of the repository or from the page's folder; the tables of
+    ARCHITECTURE.md name files of one folder.
+    """
+    folders = [ROOT, (ROOT / page).parent]
+    if page == "ARCHITECTURE.md":
+        folders += [ROOT / package for package in PACKAGES]
+    for name in re.findall(r"`([\w./]+\.py)`", (ROOT / page).read_text()):
+        assert any((folder / name).is_file() for folder in folders), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert "://" in target or ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_folder_page_is_linked() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT))
+    assert set(PAGES) - {"ARCHITECTURE.md"} <= linked
 
 
 def test_every_folder_is_in_the_tree() -> None:
@@ -36,11 +62,32 @@ def test_every_folder_is_in_the_tree() -> None:
     }
     # One folder of tables, which the line of its parent tells of.
     assert folders - named == {"compiler/ops/tables"}
+    assert named - folders <= {"codegen_templates", "tests", "benchmarks"}
 
 
-@pytest.mark.parametrize("package", ["compiler", "runtime"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_file_of_the_large_folders_is_told_of(package: str) -> None:
     table = TEXT.split(f"| `{package}/` | |")[1].split("\n\n")[0]
     assert sorted(re.findall(r"`(\w+\.py)`", table)) == sorted(
         path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"
     )
+
+
+def test_the_forms_are_those_of_a_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of the page, on the module of the README, writes every line that is shown."""
+    _, module = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = 'EXAMPLE = {"x": torch.zeros(8, 128), "y": torch.zeros(8, 10)}\n'
+    (tmp_path / "my_project.py").write_text(f"{module}\n{example}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (command,) = re.findall(r"^shardwright (compile .+)$", TEXT, re.MULTILINE)
+    assert main(command.split()) in (0, None)
+    written = [*tmp_path.glob("passes/*.txt"), *tmp_path.rglob("plan.json")]
+    lines = {
+        line.strip()
+        for path in (*written, *tmp_path.rglob("gencode0.py"))
+        for line in path.read_text().splitlines()
+    }
+    shown = "\n".join(re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)).splitlines()
+    assert len(shown) > 20
+    assert {line.strip() for line in shown} - {"", "..."} <= lines

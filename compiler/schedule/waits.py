@@ -88,14 +88,17 @@ def _deadlock(schedule: Schedule, waits: Waits, counts: Sequence[int]) -> PlanEr
     """The error for ranks that are stuck after ``counts`` actions: one circle of ranks, what each
     is at and waits for.
     """
-    rank = next(rank for rank, count in enumerate(counts) if count < len(waits[rank]))
-    path: list[tuple[int, Position]] = []
-    while all(rank != seen for seen, _ in path):
-        wait = _first_open(waits[rank][counts[rank]], counts)
-        assert wait is not None
-        path.append((rank, wait))
-        rank = wait[0]
-    circle = path[[seen for seen, _ in path].index(rank) :]
+    import networkx  # only schedules that deadlock need it, and importing it takes a while
+
+    # Every rank that is not done waits for an action of one other, so the edges hold a circle.
+    waited: dict[int, Position] = {}
+    for rank, count in enumerate(counts):
+        if count < len(waits[rank]):
+            wait = _first_open(waits[rank][count], counts)
+            assert wait is not None
+            waited[rank] = wait
+    edges = [(rank, other) for rank, (other, _) in waited.items()]
+    circle = [(rank, waited[rank]) for rank, _ in networkx.find_cycle(networkx.DiGraph(edges))]
     at = {rank: schedule.actions[rank][counts[rank]] for rank, _ in circle}
     names = [f"rank {rank} at {at[rank]} (action {counts[rank]})" for rank, _ in circle]
     reasons = [

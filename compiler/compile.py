@@ -20,6 +20,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.identities import without_identities
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
 from shardwright.compiler.passes.print_program import print_program
@@ -99,9 +100,12 @@ def pass_manager(**options: Any) -> PassManager:
 
 
 def annotate(graph: IRGraph, manager: PassManager) -> PlannableGraph:
-    """The graph with rules and dims: what policies see. One that has them is returned as it is."""
+    """The graph with rules and dims, and without identities: what policies see. One that has them
+    is returned as it is.
+    """
     if isinstance(graph, PlannableGraph):
         return graph
+    graph = manager.run(FunctionPass("identities", _both(without_identities)), graph)
     graph = manager.run(FunctionPass("rules", _both(attach_rules)), graph)
     graph = manager.run(FunctionPass("dims", _both(infer_dims)), graph)
     return PlannableGraph.of(graph)

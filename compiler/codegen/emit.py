@@ -306,7 +306,7 @@ class Writer(BodyWriter):
             step = Line(self._return(program.output, scope), LEAVES_OUT, ("if self.trains",))
             body += [step, *self._tail(program, scope)]
         body.append(Line(self._return(program.whole_output or program.output, scope)))
-        lines = layout_lines([*head, *self._axis_lines(body, program), *body], 8)
+        lines = layout_lines([*head, *self._axis_lines(body, scope, program), *body], 8)
         return [line.removeprefix("    ") for line in lines]
 
     def _return(self, output: Tree, scope: Scope) -> str:

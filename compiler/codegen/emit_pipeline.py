@@ -209,7 +209,7 @@ class _PipelineWriter(BodyWriter):
         body.append(Line(self._returned(program.whole_output or program.output, scope)))
         words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
         head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
-        return [*head, *layout_lines([*self._axis_lines(body, program), *body], 8)]
+        return [*head, *layout_lines([*self._axis_lines(body, scope, program), *body], 8)]
 
     def _returned(self, output: Tree, scope: Scope) -> str:
         """What a stage returns; ``None`` for what a training step leaves out."""
@@ -395,20 +395,24 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
     return {
         "stage": index,
         "reads": _named_tuple("reads", (names[value.name] for value in stage.reads)),
-        "receives": [
-            line
-            for value, source in stage.receives
-            for line in _transfer(
-                _crossing(program, value, source, index), rank, arriving=True, varies=varies
-            )
-        ],
-        "sends": [
-            line
-            for value, target in stage.sends
-            for line in _transfer(
-                _crossing(program, value, index, target), rank, arriving=False, varies=varies
-            )
-        ],
+        "receives": _transfers(
+            "receives",
+            [
+                _transfer(
+                    _crossing(program, value, source, index), rank, arriving=True, varies=varies
+                )
+                for value, source in stage.receives
+            ],
+        ),
+        "sends": _transfers(
+            "sends",
+            [
+                _transfer(
+                    _crossing(program, value, index, target), rank, arriving=False, varies=varies
+                )
+                for value, target in stage.sends
+            ],
+        ),
         "outputs": [
             *_named_tuple("outputs", (path for path, _ in stage.outputs)),
             *(_named_tuple("sizes", symbols) if symbols else []),
@@ -434,7 +438,20 @@ def _crossing(program: PipelineProgram, value: IRValue, source: int, target: int
     )
 
 
-def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) -> list[str]:
+def _transfers(name: str, texts: list[str]) -> list[str]:
+    """An argument of a :class:`Segment` that is a tuple of transfers: a line each, or all in one
+    line if there is one.
+    """
+    if not texts:
+        return []
+    short = f"{name}=({texts[0]},),"
+    if len(texts) == 1 and len(short) <= WIDTH - 12:
+        return [short]
+    lines = [line for text in texts for line in wrap(f"{text},", WIDTH - 16)]
+    return [f"{name}=(", *(f"    {line}" for line in lines), "),"]
+
+
+def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) -> str:
     """The source of a :class:`Transfer` as one rank sees it; where sizes vary, ``layouts`` has the
     rest.
     """
@@ -451,7 +468,7 @@ def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) ->
         )
         words[2:2] = [f"shape={end.shape}"]
         words += [f"pieces={_boxes(end.pieces)}", f"grad_pieces={_boxes(end.grad_pieces)}"]
-    return wrap(f"Transfer({', '.join(words)}),", WIDTH - 16)
+    return f"Transfer({', '.join(words)})"
 
 
 def _boxes(items: Iterable[tuple[int, Box]]) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.compiler.ir.identifier import axis_variable, is_name
 from shardwright.compiler.ir.quote import quoted
+from shardwright.compiler.ir.size import LocalSize
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.plan.repeated_blocks import weight_path
@@ -146,6 +147,9 @@ class Scope:
         self._names: dict[str, str] = {}
         self.strip = ""
         self.block: tuple[str, int] | None = None
+        self.sizes: dict[
+            tuple[LocalSize, str], str
+        ] = {}  # the variables of sizes of pieces, by size and wish
 
     def reserve(self, name: str) -> None:
         """Let no variable have that name."""
@@ -165,6 +169,13 @@ class Scope:
         if not wish.isidentifier() or keyword.iskeyword(wish):
             wish = f"x_{wish}"
         self.bind(value, self.unused(wish))
+
+    def size_variable(self, size: LocalSize, wish: str) -> str:
+        """The variable that holds the size of a rank's piece of a dim."""
+        if (size, wish) not in self.sizes:
+            self.sizes[size, wish] = self.unused(wish)
+            self.reserve(self.sizes[size, wish])
+        return self.sizes[size, wish]
 
     def unused(self, wish: str) -> str:
         """``wish``, or with another number where it is taken; not taken by this."""

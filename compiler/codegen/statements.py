@@ -20,6 +20,7 @@ import torch
 from shardwright.compiler.codegen.comments import describe
 from shardwright.compiler.codegen.layer_loops import Loop, loop_at, readers_of
 from shardwright.compiler.codegen.literals import named, range_text, source, tuple_text
+from shardwright.compiler.codegen.local_sizes import renamed, size_names, sizes_in, spelled
 from shardwright.compiler.codegen.names import (
     MODULE_ATTRIBUTES,
     Scope,
@@ -36,9 +37,9 @@ from shardwright.compiler.codegen.text import (
 )
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import axis_variable, identifier
-from shardwright.compiler.ir.op import AxisRef, leaves
+from shardwright.compiler.ir.op import AxisRef, IROp, leaves
 from shardwright.compiler.ir.quote import comment, docstring, quoted
-from shardwright.compiler.ir.size import Size, to_python, with_axis_variables
+from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import (
@@ -250,14 +251,15 @@ class BodyWriter:
         return self._compute_line(instruction, scope, program)
 
     def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
-        op = instruction.op
+        op = spelled(instruction, program.plan.mesh)
         self.imports |= imports_of(op)
+        variables = self._size_variables(op, instruction, scope, program)
         replaced = self._with_axes(program)
-        code = call_source(
-            op.map_args(lambda leaf: named(replaced(leaf), scope.block, identifier)),
-            scope.name,
-            to_python,
-        )
+
+        def written(leaf: Any) -> Any:
+            return named(replaced(renamed(leaf, variables)), scope.block, identifier)
+
+        code = call_source(op.map_args(written), scope.name, to_python)
         for value in op.results:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in op.results)
@@ -273,6 +275,17 @@ class BodyWriter:
         return Line(
             f"{targets} = {code}", self._comment(instruction, program), tuple(guards), module
         )
+
+    def _size_variables(
+        self, op: IROp, instruction: Compute, scope: Scope, program: Program
+    ) -> dict[LocalSize, str]:
+        """The variables for sizes of pieces that a call speaks of."""
+        wishes = (
+            size_names(instruction, program.plan.mesh, program.graph.dims)
+            if (sizes := sizes_in(op))
+            else {}
+        )
+        return {size: scope.size_variable(size, wishes[size]) for size in wishes if size in sizes}
 
     def _comment(self, instruction: Compute, program: Program) -> str:
         original = instruction.original
@@ -446,7 +459,7 @@ class BodyWriter:
                 '        """``block`` is one of '
                 f'``{docstring(run.container[0]) or "self"}``{number}."""'
             )
-        text += layout_lines([*self._axis_lines(lines, program), *lines], 8)
+        text += layout_lines([*self._axis_lines(lines, scope, program), *lines], 8)
         self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 
@@ -474,10 +487,14 @@ class BodyWriter:
             self.imports |= imports_of_literal(leaf)
         return argument_source(arg, scope.name, to_python)
 
-    def _axis_lines(self, lines: Iterable[Line], program: Program) -> list[Line]:
+    def _axis_lines(self, lines: Iterable[Line], scope: Scope, program: Program) -> list[Line]:
         """``tp = self.axis("tp")`` for the axes of a program that the lines use; ``tp_tp2 =
-        self.axis("tp", "tp2")``.
+        self.axis("tp", "tp2")``. And the sizes of pieces that the scope has variables for:
+        ``local_heads = tp.local_size(4)``.
         """
+        text = self._source_of(program)
+        sizes = [Line(f"{name} = {text(size)}") for (size, _), name in scope.sizes.items()]
+        lines = [*sizes, *lines]
         variables = self._axis_variables(program)
         speaking = (
             line.code for line in lines if any(name in line.code for name in variables.values())
@@ -486,7 +503,7 @@ class BodyWriter:
         groups = {
             name: ", ".join(map(quoted, axes)) for axes, name in variables.items() if name in used
         }
-        return [Line(f"{name} = self.axis({axes})") for name, axes in groups.items()]
+        return [*(Line(f"{name} = self.axis({axes})") for name, axes in groups.items()), *sizes]
 
 
 _DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}

@@ -7,8 +7,10 @@ rank's axis groups (``tp.local_size(50257)``), so one program serves all ranks o
 
 from __future__ import annotations
 
+from sympy import Symbol
+
 from shardwright.compiler.ir.op import AxisRef, IROp
-from shardwright.compiler.ir.size import Size, local_size, offset
+from shardwright.compiler.ir.size import LocalSize, Size, local_size, offset
 from shardwright.compiler.ops.rule import LocalSizes, OpRule
 from shardwright.compiler.ops.strategy import Assignment, factor_axes
 from shardwright.runtime.layout import Mesh
@@ -38,15 +40,25 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     return op
 
 
-def local_sizes(rule: OpRule, axes: dict[str, tuple[str, ...]], mesh: Mesh) -> LocalSizes:
-    """What a rank sees of every factor when ``axes`` cut them."""
+def local_sizes(
+    rule: OpRule, axes: dict[str, tuple[str, ...]], mesh: Mesh, *, spelled: bool = False
+) -> LocalSizes:
+    """What a rank sees of every factor when ``axes`` cut them. ``spelled``: sizes of pieces are
+    expressions, numbers or not.
+    """
     segments: dict[str, tuple[Size, ...]] = {}
     offsets: dict[str, Size] = {}
     for factor in rule.factors:
         sizes, start = list(factor.segments), 0
         for axis in axes.get(factor.name, ()):
             start += offset(sizes[0], axis)
-            sizes = [local_size(size, axis, mesh.axis_size(axis)) for size in sizes]
+            if mesh.axis_size(axis) > 1 or not spelled:
+                sizes = [
+                    LocalSize(n, Symbol(axis))
+                    if spelled
+                    else local_size(n, axis, mesh.axis_size(axis))
+                    for n in sizes
+                ]
         segments[factor.name], offsets[factor.name] = tuple(sizes), start
     return LocalSizes(
         segments, offsets, axes, {factor.name: factor.size for factor in rule.factors}

@@ -80,20 +80,23 @@ class GPT(ParallelModule):
 
     def blocks_block(self, block, layer, x):
         """``block`` is one of ``blocks``, number ``layer``."""
+        dp = self.axis("dp")
+        local_batch = dp.local_size(4)
+
         # block
         norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:36
 
         # attention
         # [batch/dp, seq, qkv * heads * head_dim]  tiny_gpt.py:21
         attention_qkv = F.linear(norm1, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(2, 8, 3, 4, 4)  # [batch/dp, seq, qkv, heads, head_dim]  tiny_gpt.py:21
+        attention_qkv_1 = attention_qkv.view(local_batch, 8, 3, 4, 4)  # [batch/dp, seq, qkv, heads, head_dim]  tiny_gpt.py:21
         attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch/dp, heads, seq, head_dim]  tiny_gpt.py:22
         # each [batch/dp, heads, seq, head_dim]  tiny_gpt.py:22
         attention_query, attention_key, attention_value = attention_permute.unbind()
         # [batch/dp, heads, seq, head_dim]  tiny_gpt.py:23
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
         attention_transpose = attention_mixed.transpose(1, 2)  # [batch/dp, seq, heads, head_dim]  tiny_gpt.py:24
-        attention_reshape = attention_transpose.reshape(2, 8, 16)  # [batch/dp, seq, heads * head_dim]  tiny_gpt.py:24
+        attention_reshape = attention_transpose.reshape(local_batch, 8, 16)  # [batch/dp, seq, heads * head_dim]  tiny_gpt.py:24
         # [batch/dp, seq, hidden]  tiny_gpt.py:24
         attention_out = F.linear(attention_reshape, block.attention.out.weight, block.attention.out.bias)
 

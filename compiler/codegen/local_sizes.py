@@ -1,0 +1,104 @@
+"""Sizes of a rank's pieces by the dim and the axis that they come from: ``4 * local_heads``, not
+``8``.
+
+Programs hold numbers wherever a dim is cut evenly, as the cost model counts with them. A reader of
+the file should see why a view has 2 heads and not 4: so the calls are written with expressions that
+have the same values. A method names them once::
+
+    local_heads = tp.local_size(4)
+    ...
+    qkv_1 = qkv.view(4, 8, 3, local_heads, 4)  # [batch, seq, qkv, heads/tp, head_dim]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+from shardwright.compiler.ir.dims import ModelDims
+from shardwright.compiler.ir.identifier import identifier
+from shardwright.compiler.ir.op import Arg, IROp, leaves
+from shardwright.compiler.ir.size import LocalSize, Size, simplify
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.localise import local_sizes
+from shardwright.compiler.ops.strategy import factor_axes
+from shardwright.compiler.plan.program import Compute
+from shardwright.runtime.layout import Mesh
+
+
+def spelled(instruction: Compute, mesh: Mesh) -> IROp:
+    """The local call with the sizes of pieces as expressions. Arguments that are otherwise not the
+    same stay numbers.
+    """
+    op, original = instruction.op, instruction.original
+    rule, axes = original.rule, factor_axes(instruction.assignment, mesh)
+    if not axes or rule is None or rule.localise is None:
+        return op
+    sizes = local_sizes(rule, axes, mesh, spelled=True)
+    found = dict(rule.localise(original, rule, sizes))
+    return op.with_args(
+        **{
+            name: arg
+            for name, arg in found.items()
+            if op.has_arg(name) and _same(arg, op.arg(name), mesh)
+        }
+    )
+
+
+def size_names(instruction: Compute, mesh: Mesh, dims: ModelDims | None) -> dict[LocalSize, str]:
+    """What to call the sizes of the pieces of an operator's dims, as far as the dims have names."""
+    op, rule = instruction.original, instruction.original.rule
+    axes = factor_axes(instruction.assignment, mesh)
+    if dims is None or rule is None or not axes:
+        return {}
+    names = {}
+    for factor, segments in local_sizes(rule, axes, mesh, spelled=True).segments.items():
+        dim = dims.of_factor(op.name, factor)
+        if (
+            factor in axes
+            and dim is not None
+            and not dim.name.startswith("dim")
+            and len(segments) == 1
+        ):
+            names[segments[0]] = f"local_{identifier(dim.name)}"
+    return {size: name for size, name in names.items() if isinstance(size, LocalSize)}
+
+
+def renamed(arg: Any, variables: Mapping[LocalSize, str]) -> Any:
+    """A leaf of an argument with variables in the place of sizes."""
+    if not isinstance(arg, sympy.Expr):
+        return arg
+    return arg.xreplace({size: sympy.Symbol(name) for size, name in variables.items()})
+
+
+def sizes_in(op: IROp) -> set[LocalSize]:
+    """The sizes of pieces that the arguments of a call speak of."""
+    found = (leaf for _, arg in op.args for leaf in leaves(arg) if isinstance(leaf, sympy.Expr))
+    return {size for leaf in found for size in leaf.atoms(LocalSize)}
+
+
+def _same(spelled_arg: Arg, arg: Arg, mesh: Mesh) -> bool:
+    """Whether an argument without tensors is another one, spelled out."""
+    pairs = list(leaves(spelled_arg)), list(leaves(arg))
+    if len(pairs[0]) != len(pairs[1]) or any(isinstance(leaf, IRValue) for leaf in pairs[0]):
+        return False
+    return all(_number(one, mesh) == other for one, other in zip(*pairs, strict=True))
+
+
+def _number(leaf: Arg, mesh: Mesh) -> Arg:
+    """A size with a number for every piece that is the same on all ranks, as programs have it."""
+    if not isinstance(leaf, sympy.Expr):
+        return leaf
+
+    def piece(size: Size, axis: sympy.Symbol) -> Size:
+        num_pieces = mesh.axis_size(axis.name)
+        size = simplify(size)
+        return (
+            size // num_pieces
+            if isinstance(size, int) and size % num_pieces == 0
+            else LocalSize(size, axis)
+        )
+
+    return simplify(leaf.replace(LocalSize, piece))

@@ -20,6 +20,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.draws import draw_pieces
 from shardwright.compiler.passes.identities import without_identities
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
@@ -162,6 +163,8 @@ def compile_graph(
         program = manager.run(FunctionPass("lower", lambda g: lower_stages(g, plan)), planned)
     else:
         program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
+    if config.rng == "fast":
+        program = manager.run(FunctionPass("draws", draw_pieces), program)
     work = work_share(program) if config.plan_ngpus > 1 else None
     if work is not None and work.is_uneven:
         warn_of_work(graph.name, work)

@@ -101,7 +101,7 @@ def over_count(target: str, factors: Iterable[str], count: Size) -> ParallelForm
     )
 
 
-DRAWN = "*, rng=None, draw=None, layout=None, sizes=()"
+DRAWN = "*, rng=None, draw=None, layout=None, sizes=(), axes=()"
 """What the runtime's random functions take beside the arguments of the operator."""
 
 

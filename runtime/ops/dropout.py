@@ -1,5 +1,6 @@
-"""The dropout family. ``layout`` is that of the mask; without training, or with ``p=0``, the input
-itself comes back.
+"""The dropout family. ``layout`` is that of the mask; without one the mask is like the input, and
+ranks along ``axes`` draw different ones. Without training, or with ``p=0``, the input itself comes
+back.
 
 Channel-wise forms have masks whose spatial dims have size 1, so that a channel is kept or dropped
 as a whole.
@@ -8,11 +9,12 @@ as a whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.ops.random import Draw, NamedSizes, RngState
+from shardwright.runtime.ops.random import Draw, NamedSizes, PieceDraw, RngState
 
 # Of SELU: alpha dropout sets what it drops to the value SELU saturates at (Klambauer et al. 2017,
 # section 3).
@@ -26,8 +28,9 @@ def dropout(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``F.dropout``: elements are zeroed with probability ``p``, the others scaled by ``1 / (1 -
     p)``.
@@ -37,9 +40,9 @@ def dropout(
         return input
     if p == 1:
         return input * 0.0
-    return input * Draw.of(rng, draw, layout, sizes).kept(input.device, input.dtype, 1 - p).div_(
-        1 - p
-    )
+    return input * _mask(input, rng, draw, layout, sizes, axes).kept(
+        input.device, input.dtype, 1 - p
+    ).div_(1 - p)
 
 
 def alpha_dropout(
@@ -49,8 +52,9 @@ def alpha_dropout(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``F.alpha_dropout``: keeps mean and variance of a SELU network's activations."""
     _check(p)
@@ -58,7 +62,7 @@ def alpha_dropout(
         return input
     if p == 1:
         return input * 0.0
-    kept = Draw.of(rng, draw, layout, sizes).kept(input.device, input.dtype, 1 - p)
+    kept = _mask(input, rng, draw, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
     scale = 1 / math.sqrt((_SELU_SATURATION**2 * p + 1) * (1 - p))
     shift = (kept - 1) * (_SELU_SATURATION * scale) + _SELU_SATURATION * scale * p
     return input * (kept * scale) + shift
@@ -68,6 +72,22 @@ def alpha_dropout(
 # are given only.
 dropout1d = dropout2d = dropout3d = dropout
 feature_alpha_dropout = alpha_dropout
+
+
+def _mask(
+    input: Tensor,
+    rng: RngState,
+    draw: str,
+    layout: str | None,
+    sizes: NamedSizes,
+    axes: Sequence[str],
+) -> Draw | PieceDraw:
+    """What is drawn by its layout, or for the piece at hand."""
+    return (
+        PieceDraw.of(rng, draw, input.shape, axes)
+        if layout is None
+        else Draw.of(rng, draw, layout, sizes)
+    )
 
 
 def _check(p: float) -> None:

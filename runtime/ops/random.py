@@ -170,32 +170,14 @@ def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
     raise SyntaxError(f"{ast.unparse(node)} is no size")
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One draw of an operator: whose, which, and the layout of the tensor drawn."""
+class _Drawn:
+    """Numbers of several distributions, of whatever :meth:`piece` draws."""
 
-    rng: RngState
-    name: str
-    layout: Layout
-
-    @classmethod
-    def of(cls, rng: RngState, name: str, layout: str, sizes: NamedSizes = ()) -> Draw:
-        """From the keyword arguments that generated code gives to a random function."""
-        return cls(rng, name, read_layout(layout, tuple((name, int(size)) for name, size in sizes)))
-
-    def with_dim(self, dim: int, size: int) -> Draw:
-        """The same with another, uncut dim in the place of ``dim``."""
-        return replace(
-            self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),))
-        )
+    __slots__ = ()
 
     def piece(self, device: torch.device, make: Make) -> Tensor:
-        """Draw the tensor with ``make(shape, generator)``; the result is this rank's piece."""
-        rng, layout = self.rng, self.layout
-        generator = rng.generator(self.name, device, layout.cut_axes)
-        if rng.mode == "fast" or not layout.cut_axes:
-            return make(layout.local_shape(rng.mesh, rng.coords), generator)
-        return local_piece(make(layout.shape, generator), layout, rng.mesh, rng.coords)
+        """Draw with ``make(shape, generator)``; the result is this rank's piece."""
+        raise NotImplementedError
 
     def uniform(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from ``[0, 1)``."""
@@ -227,3 +209,65 @@ class Draw:
             )
 
         return self.piece(device, make)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw(_Drawn):
+    """One draw of an operator: whose, which, and the layout of the tensor drawn."""
+
+    rng: RngState
+    name: str
+    layout: Layout
+
+    @classmethod
+    def of(cls, rng: RngState, name: str, layout: str, sizes: NamedSizes = ()) -> Draw:
+        """From the keyword arguments that generated code gives to a random function."""
+        return cls(rng, name, read_layout(layout, tuple((name, int(size)) for name, size in sizes)))
+
+    def with_dim(self, dim: int, size: int) -> Draw:
+        """The same with another, uncut dim in the place of ``dim``."""
+        return replace(
+            self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),))
+        )
+
+    def piece(self, device: torch.device, make: Make) -> Tensor:
+        """Draw the tensor with ``make(shape, generator)``; the result is this rank's piece."""
+        rng, layout = self.rng, self.layout
+        generator = rng.generator(self.name, device, layout.cut_axes)
+        if rng.mode == "fast" or not layout.cut_axes:
+            return make(layout.local_shape(rng.mesh, rng.coords), generator)
+        return local_piece(make(layout.shape, generator), layout, rng.mesh, rng.coords)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceDraw(_Drawn):
+    """One draw in mode ``"fast"`` for a piece of this shape: ranks along ``axes`` draw different
+    numbers.
+    """
+
+    rng: RngState
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, rng: RngState, name: str, shape: Sequence[int], axes: Sequence[str] = ()
+    ) -> PieceDraw:
+        """From what generated code gives to a random function.
+
+        Raises :class:`LoadError` where the whole tensor is to be drawn, which only its layout can
+        say.
+        """
+        if axes and rng.mode != "fast":
+            raise LoadError(
+                f"{name} cannot be drawn alike under every plan",
+                why='its call was written for rng="fast", and the module has rng_mode = '
+                f'"{rng.mode}"',
+                hint="compile with ComputeConfig(rng=...), which writes other calls",
+            )
+        return cls(rng, name, tuple(shape), tuple(axes))
+
+    def piece(self, device: torch.device, make: Make) -> Tensor:
+        """Draw a tensor of the piece's shape."""
+        return make(self.shape, self.rng.generator(self.name, device, self.axes))

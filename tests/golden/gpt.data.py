@@ -107,8 +107,6 @@ class GPT(ParallelModule):
         gelu = F.gelu(up)  # [batch/dp, seq, up_dim]  tiny_gpt.py:37
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:37
         # [batch/dp, seq, hidden]  tiny_gpt.py:37
-        dropout_1 = dropout(
-            down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", layout="[4/dp, 8, 16]"
-        )
+        dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", axes=("dp",))
         add = x_1 + dropout_1  # [batch/dp, seq, hidden]  tiny_gpt.py:37
         return add

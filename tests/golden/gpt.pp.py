@@ -121,8 +121,6 @@ class GPT(PipelineModule):
         gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:37
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
         # [batch, seq, hidden]  tiny_gpt.py:37
-        dropout_1 = dropout(
-            down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", layout="[4, 8, 16]"
-        )
+        dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:37
         return add

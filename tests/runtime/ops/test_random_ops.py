@@ -99,6 +99,34 @@ def test_what_is_drawn(mode, shape):
     assert draw.piece(torch.device("cpu"), make).shape == (2, 8) and drawn == [shape]
 
 
+@pytest.mark.parametrize("function", [ops.dropout, ops.alpha_dropout])
+@pytest.mark.parametrize("layout", ["[5, 8, 4]", "[5/dp, 8, 4/tp]", "[5, 2, 4/tp * 3]"])
+def test_fast_masks_need_no_layout(function, layout):
+    """A mask by the piece at hand and the axes that cut it is the mask by layout."""
+    axes = [axis for axis in ("tp", "dp") if f"/{axis}" in layout]
+
+    def both(shape, *, rng, draw, layout):
+        x = torch.ones(shape)
+        by_layout = function(x, 0.4, rng=rng, draw=draw, layout=layout)
+        assert torch.equal(function(x, 0.4, rng=rng, draw=draw, axes=axes), by_layout)
+        return by_layout
+
+    draws(both, "fast", layout)
+
+
+def test_masks_of_every_plan_need_the_layout():
+    rng = RngState(1, "plan_independent", Mesh((("tp", 2),)), {"tp": 0})
+    with pytest.raises(LoadError) as caught:
+        ops.dropout(torch.ones(2), rng=rng, draw="drop", axes=("tp",))
+    assert str(caught.value) == (
+        "drop cannot be drawn alike under every plan\n"
+        '  why:   its call was written for rng="fast", and the module has rng_mode = '
+        '"plan_independent"\n'
+        "  try:   compile with ComputeConfig(rng=...), which writes other calls"
+    )
+    ops.dropout(torch.ones(2), rng=rng, draw="drop")  # no axis cuts it: alike anyway
+
+
 @MODES
 def test_every_draw_step_microbatch_unit_and_seed_differs_and_repeats(mode):
     x, keywords = torch.ones(8, 8), {"layout": "[8, 8]"}

@@ -1,0 +1,47 @@
+"""Draw masks by the tensor that they are for, where ranks may draw what they please.
+
+``rng="plan_independent"`` cuts the numbers of the whole tensor, so it needs the layout of what is
+drawn. ``rng="fast"`` draws a piece: its shape is that of the piece at hand, and ranks differ along
+the axes that cut it. So ``layout="[4, 8, 64/tp]"`` becomes ``axes=("tp",)``, and nothing where no
+axis cuts it. The numbers stay the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.program import Compute, Instruction, Program
+
+ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
+"""Operators that draw a number for every element of their result."""
+
+
+def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram:
+    """``program`` with draws of pieces in the place of draws by layout."""
+    return _of_stages(program) if isinstance(program, PipelineProgram) else _of_body(program)
+
+
+def _of_stages(program: PipelineProgram) -> PipelineProgram:
+    evaluated = _of_stages(program.eval_program) if program.eval_program else None
+    return replace(program, programs=tuple(map(_of_body, program.programs)), eval_program=evaluated)
+
+
+def _of_body(program: Program) -> Program:
+    body, tail = (tuple(map(_drawn, instructions)) for instructions in (program.body, program.tail))
+    evaluated = _of_body(program.eval_program) if program.eval_program else None
+    return replace(program, body=body, tail=tail, eval_program=evaluated)
+
+
+def _drawn(instruction: Instruction) -> Instruction:
+    if not isinstance(instruction, Compute) or instruction.original.target not in ELEMENTWISE:
+        return instruction
+    op = instruction.op
+    if not op.has_arg("layout"):
+        return instruction
+    (layout,) = instruction.layouts
+    kept = tuple((name, arg) for name, arg in op.args if name not in ("layout", "sizes"))
+    op = replace(op, args=kept)
+    return replace(
+        instruction, op=op.with_args(axes=tuple(layout.cut_axes)) if layout.cut_axes else op
+    )

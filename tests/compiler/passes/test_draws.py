@@ -1,0 +1,49 @@
+"""Under ``rng="fast"`` a mask for every element is drawn without its layout; other draws and modes
+keep it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import plans
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = F.dropout(self.up(x), 0.5, self.training)
+        return (
+            F.dropout2d(F.alpha_dropout(self.down(middle), 0.5, self.training), 0.5, self.training)
+            .square()
+            .mean()
+        )
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "keywords"),
+    [
+        ("tp", {}, ['axes=("tp",)', "", 'layout="[2, 3, 1, 1]"']),
+        ("data", {}, ['axes=("dp",)', 'axes=("dp",)', 'layout="[2/dp, 3, 1, 1]"']),
+        (
+            "tp",
+            {"rng": "plan_independent"},
+            ['layout="[2, 3, 5, 8/tp]"', 'layout="[2, 3, 5, 4]"', 'layout="[2, 3, 1, 1]"'],
+        ),
+    ],
+)
+def test_what_masks_are_drawn_by(policy: str, options: dict, keywords: list[str]) -> None:
+    graph = plans.traced(Drops().double(), {"x": torch.ones(2, 3, 5, 4, dtype=torch.float64)})
+    text = " ".join(plans.compile_with(graph, policy, 2, **options).files["gencode0.py"].split())
+    calls = re.findall(
+        r'dropout(?:2d)?\((?:[^()]|\("dp",\)|\("tp",\))*draw="[^"]*",?\s?((?:[^()]|\(\w*"\w+",\))*)\)',
+        text,
+    )
+    assert [call.strip() for call in calls] == keywords, text

@@ -242,9 +242,7 @@ def test_the_number_of_elements_decides_nothing() -> None:
         lambda x, y, mask, classes: (x[mask] * y[y > 0]).sum(),
         lambda x, y, mask, classes: (x[mask] * x.flatten(0, 1)).sum(),
         lambda x, y, mask, classes: (x[mask] * classes[mask]).sum(),
-        lambda x, y, mask, classes: (
-            torch.where(mask[0, 0], x[mask], 0.0).sum() + y[mask].reshape(-1).sum()
-        ),
+        lambda x, y, mask, _: torch.where(mask[0, 0], x[mask], 0.0).sum() + y[mask].reshape(-1),
         lambda x, y, mask, classes: x.clone().index_put((mask,), y[mask]),
         lambda x, y, mask, classes: x.clone().__setitem__(classes > 2, y[mask]),
         lambda x, y, mask, classes: x if x[mask] else y,

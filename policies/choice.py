@@ -30,7 +30,13 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.passes.dim_names import is_data
-from shardwright.policies.weight_operands import PRODUCTS, Sources, weight_sources, weights_of
+from shardwright.policies.weight_operands import (
+    PRODUCTS,
+    Sources,
+    is_convolution,
+    weight_sources,
+    weights_of,
+)
 
 WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 600_000
 """What all work, all weight memory, and all traffic that could arise are worth against each other.
@@ -85,17 +91,20 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
     return Chooser(graph, axis_size).choose(axis_size).classes
 
 
-def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
+def choose_axes(
+    graph: IRGraph, num_ranks: int, most: int = 2, channel_price: float = 1.0
+) -> list[Chosen]:
     """The axes over which to split the model on that many ranks, and what over each: one; or two
     where dims have fewer elements than there are ranks, and more is gained so. The second then
     splits the same dims, as far as that is worth it, and in the place of those that are used up
     what is multiplied with them. 4 groups of heads on 8 ranks are split over 4; the feed-forward
     part and the vocabulary over 4 and 2; and the heads of a group over 2, whose ranks compute its
-    keys and values alike, or not at all. ``most``: axes there may be.
+    keys and values alike, or not at all. ``most``: axes there may be. ``channel_price``: see
+    :class:`Chooser`.
     """
     if num_ranks == 1:
         return []
-    chooser = Chooser(graph, num_ranks)
+    chooser = Chooser(graph, num_ranks, channel_price)
     best = [chooser.choose(num_ranks)]
     if most > 1 and chooser.is_short() and not chooser.shares_all(best[0]):
         for outer in (size for size in range(num_ranks - 1, 1, -1) if num_ranks % size == 0):
@@ -106,10 +115,15 @@ def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
 class Chooser:
     """Chooses for axes of one model. What all work, memory and traffic are is counted as if there
     were one axis of ``num_ranks``, so that the worth of its axes adds up.
+
+    ``channel_price``: what traffic that convolutions alone cause costs, as a part of its share. The
+    first images of a stack of convolutions are so large that they make up nearly all traffic of a
+    model, whatever the machine.
     """
 
-    def __init__(self, graph: IRGraph, num_ranks: int) -> None:
+    def __init__(self, graph: IRGraph, num_ranks: int, channel_price: float = 1.0) -> None:
         assert graph.dims is not None
+        self.channel_price = channel_price
         self.graph, self.dims, self.num_ranks = graph, graph.dims, num_ranks
         self.sources = weight_sources(graph)
         self.eligible = _weight_classes(graph, graph.dims, self.sources)
@@ -244,6 +258,7 @@ class Chooser:
         """
         travels: dict[_Travel, set[int]] = {}
         gathered: set[_Travel] = set()
+        dear: set[_Travel] = set()  # what others than convolutions send, too
         gains: dict[int, int] = {}
         for option in options:
             if option.dim_class not in classes:
@@ -259,11 +274,13 @@ class Chooser:
             for travel in option.travels:
                 travels.setdefault(travel, set()).add(option.dim_class)
             gathered.update(option.travels if option.gathers else ())
+            dear.update(() if is_convolution(option.op) else option.travels)
         losses: dict[tuple[int, ...], int] = {}
         for travel, found in sorted(travels.items()):
             key = tuple(sorted(found))
             sent = (1 - 1 / axis_size) * sizes.elements[travel.value]
             sent /= 1 if travel in gathered else summed.get(travel, 1)
+            sent *= 1.0 if travel in dear else self.channel_price
             loss = max(1, round(TRAFFIC * sent / self.total_traffic))
             losses[key] = (
                 losses.get(key, 0) + loss

@@ -16,14 +16,15 @@ from shardwright.policies.labels import label
 from shardwright.policies.weight_operands import PRODUCTS
 
 
-def inner_axes(graph: IRGraph, num_ranks: int, rank_order: str | None = None) -> dict[str, Chosen]:
+def inner_axes(
+    graph: IRGraph, num_ranks: int, rank_order: str | None = None, channel_price: float = 1.0
+) -> dict[str, Chosen]:
     """The axes, by name and from the outermost, over which tensor parallelism splits a model, and
     what it splits: ``tp``, and where one of so many ranks does worse ``tp2``, unless the user
     orders axes of which that is none.
     """
-    chosen = choose_axes(
-        graph, num_ranks, 2 if rank_order is None or "tp2" in rank_order.split("-") else 1
-    )
+    most = 2 if rank_order is None or "tp2" in rank_order.split("-") else 1
+    chosen = choose_axes(graph, num_ranks, most, channel_price)
     return dict(zip(("tp", "tp2"), chosen, strict=False))
 
 

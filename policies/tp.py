@@ -10,23 +10,127 @@ parallel, as GPT-J's, half of it.
 Where there are fewer groups of heads than ranks, as in models whose heads share keys and values,
 there may be two axes: 4 groups on 8 ranks are split over ``tp=4``, all else over ``tp=4`` and
 ``tp2=2``. There are as many all-reduces of [B, S, H] as with one: each goes over both axes at once.
+
+Whether the channels of convolutions are split depends on the machine: an image is large beside the
+work that makes it. Where convolutions that stay whole are much of the model's work, ``tp`` also
+tries plans that split more of them, and takes the one whose step is the fastest on the hardware
+given, by the cost model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.time.body_time import body_time
+from shardwright.compiler.cost.time.operator_file import load_times
+from shardwright.compiler.cost.work_share import WorkShare, work_share
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.policies.policy import NoOptions, Policy
+from shardwright.compiler.plan.outputs import training_wishes
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
+from shardwright.policies.pipelines import hardware_files
+from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.splits import inner_axes, split_dims
+from shardwright.policies.weight_operands import CONVOLUTIONS, is_convolution
 from shardwright.runtime.config import ComputeConfig
+
+CHANNEL_PRICES = (1 / 8, 1 / 32, 0.0)
+"""What the traffic of convolutions costs in the other plans that are tried."""
+
+MUCH = 0.05
+"""The share of a model's work in convolutions that stay whole from which other plans are tried."""
+
+CLEARLY = 0.02
+"""The share of a step by which another plan must be faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions:
+    """Options of ``tp`` in ``pas_config``. ``hardware``: the preset or file whose times say which
+    channels are split.
+    """
+
+    hardware: str = "a100-80gb"
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """The plan for ``config.plan_ngpus`` ranks on one axis, ``tp``, or on two."""
-    axes = inner_axes(graph, config.plan_ngpus, config.rank_order)
+    options = read_options(TensorOptions, config.pas_config, policy="tp")
+    plan = _plan(graph, config, 1.0)
+    if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
+        plan = _fastest(graph, config, options, plan)
+    return replace(graph, plan=plan)
+
+
+def _plan(graph: PlannableGraph, config: ComputeConfig, channel_price: float) -> Plan:
+    axes = inner_axes(graph, config.plan_ngpus, config.rank_order, channel_price)
     builder = graph.builder(mesh={name: axis.axis_size for name, axis in axes.items()} or {"tp": 1})
     for name, axis in axes.items():
         split_dims(builder, name, axis.classes)
-    return builder.build("tp")
+    return builder.plan("tp")
 
 
-POLICY = Policy("tp", apply, NoOptions, built_in=True)
+def _fastest(
+    graph: PlannableGraph, config: ComputeConfig, options: TensorOptions, plan: Plan
+) -> Plan:
+    """The plan, or another that splits more channels if its step is clearly faster."""
+    first = _lowered(graph, config, plan)
+    if not _much_is_whole(work_share(first)):
+        return plan
+    hardware, times = (
+        load_hardware(options.hardware, config.plan_ngpus),
+        load_times(options.hardware),
+    )
+    ranks = tuple(range(config.plan_ngpus))
+
+    def seconds(program: Program) -> float:
+        time = body_time(program, hardware, ranks, times, trains=not config.inference_only)
+        return time.compute_s + sum(time.comm_s.values())
+
+    best, least = plan, (1 - CLEARLY) * seconds(first)
+    for other in _different((_plan(graph, config, price) for price in CHANNEL_PRICES), plan):
+        if (found := seconds(_lowered(graph, config, other))) < least:
+            best, least = other, found
+    return best
+
+
+def _different(plans: Iterable[Plan], plan: Plan) -> Iterable[Plan]:
+    """The plans that are neither ``plan`` nor the one before."""
+    for other in plans:
+        if (other.mesh, other.strategies) != (plan.mesh, plan.strategies):
+            yield other
+            plan = other
+
+
+def _lowered(graph: PlannableGraph, config: ComputeConfig, plan: Plan) -> Program:
+    return lower(
+        PlannableGraph.of(needed(graph, config)),
+        replace(plan, outputs=training_wishes(graph, config)),
+    )
+
+
+def _much_is_whole(work: WorkShare | None) -> bool:
+    """Whether convolutions that no axis divides are much of the work."""
+    if work is None:
+        return False
+    return (
+        sum(
+            share
+            for where, share in work.whole
+            if where.endswith(tuple(f"({name})" for name in CONVOLUTIONS))
+        )
+        > MUCH
+    )
+
+
+def files(config: ComputeConfig) -> list[Path]:
+    """The files that describe the machine, if it is none of the presets."""
+    return hardware_files(read_options(TensorOptions, config.pas_config, policy="tp").hardware)
+
+
+POLICY = Policy("tp", apply, TensorOptions, built_in=True, files=files)

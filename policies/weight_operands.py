@@ -32,10 +32,17 @@ PRODUCTS = frozenset(
     ]
 )
 
+CONVOLUTIONS = frozenset(name for name in PRODUCTS if name.startswith("conv"))
+
 Sources = Mapping[str, tuple[IRValue, ...]]
 """By value name, the parameters that a value is made of. Values that depend on inputs otherwise
 than by integers have none.
 """
+
+
+def is_convolution(op: IROp) -> bool:
+    """Whether a product slides a kernel."""
+    return op.target in CONVOLUTIONS
 
 
 def weight_sources(graph: IRGraph) -> Sources:

@@ -12,11 +12,13 @@ import plans
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import zoo
 from parity import reference_run
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import Compiled
+from shardwright.compiler.trace.entry import trace
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -152,3 +154,16 @@ def test_every_convolution_of_an_extractor_is_split(tmp_path: Path) -> None:
         "[8/tp, 8, 3]",
         "[8, 8/tp, 3]",
     ]
+
+
+@pytest.mark.slow
+def test_wav2vec_2_on_a100s() -> None:
+    """At its real size the preset says to split all of the extractor, whose work is half of the
+    model's.
+    """
+    with torch.device("meta"):
+        model = transformers.Wav2Vec2Model(
+            transformers.Wav2Vec2Config(layerdrop=0.0, mask_time_prob=0.0)
+        )
+    graph = trace(model, {"input_values": torch.empty(2, 64000, device="meta")})
+    assert share(plans.compile_with(graph, "tp", 4)) < 0.28

@@ -42,6 +42,14 @@ def dynamic_sizes(size: object) -> set[DynamicSize]:
     return size.atoms(DynamicSize) if isinstance(size, sympy.Basic) else set()
 
 
+def in_example(size: sympy.Basic) -> int | float | bool:
+    """What an expression over dynamic sizes is for the sizes of the dummy arguments."""
+    value = size.xreplace({name: sympy.Integer(name.example) for name in dynamic_sizes(size)})
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    return int(value) if value.is_Integer else float(value)
+
+
 def simplify(size: Size) -> Size:
     """An ``int`` where the expression is a number."""
     return int(size) if getattr(size, "is_Integer", False) else size

@@ -18,9 +18,11 @@ from shardwright.compiler.trace.checks import (
     watched_hooks,
 )
 from shardwright.compiler.trace.dummy_arguments import bind_arguments
-from shardwright.compiler.trace.run import run_once
+from shardwright.compiler.trace.run import Traced, run_once
 from shardwright.compiler.trace.train_eval import merge
+from shardwright.compiler.trace.values.as_eager import as_eager
 from shardwright.compiler.trace.values.known_inputs import known_inputs, warn_found
+from shardwright.compiler.trace.values.questions import Questions
 from shardwright.runtime.arguments import checked_late
 
 
@@ -51,14 +53,30 @@ def trace(
     warn_mixed_training(module)
     name, dims = name or type(module).__name__, dynamic_dims or {}
     known = known_inputs(arguments, constants or {})
+
+    def once(training: bool) -> Traced:
+        def run(questions: Questions, dummies: Mapping[str, torch.Tensor]) -> Traced:
+            return run_once(
+                module,
+                arguments,
+                dims,
+                known,
+                name,
+                training=training,
+                questions=questions,
+                dummies=dummies,
+            )
+
+        return as_eager(run)
+
     with watched_hooks(module):
-        train = run_once(module, arguments, dims, known, name, training=True)
+        train = once(training=True)
     warn_state_hooks(module)
     if not train.reads_training:
         graph = train.graph.live()
     else:
         try:
-            evaluation = run_once(module, arguments, dims, known, name, training=False).graph
+            evaluation = once(training=False).graph
         except ParameterChanged as error:
             graph = replace(train.graph.live(), training_only=True)
             warnings.warn(

@@ -36,6 +36,7 @@ from shardwright.compiler.trace.trees import input_tree, output_tree
 from shardwright.compiler.trace.values.constants import Constants
 from shardwright.compiler.trace.values.dynamic import Dynamic
 from shardwright.compiler.trace.values.known_inputs import KnownInput
+from shardwright.compiler.trace.values.questions import Questions
 from shardwright.runtime import structure
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
@@ -44,10 +45,14 @@ DynamicDims = Mapping[str, Mapping[int, str]]
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph, and whether its making depended on ``self.training``."""
+    """A graph, whether its making depended on ``self.training``, and what is known of its
+    values.
+    """
 
     graph: IRGraph
     reads_training: bool
+    constants: Constants
+    questions: Questions
 
 
 def run_once(
@@ -58,17 +63,22 @@ def run_once(
     name: str,
     *,
     training: bool,
+    questions: Questions,
+    dummies: Mapping[str, torch.Tensor],
 ) -> Traced:
-    """Trace ``module`` in training or eval mode; the module is left as it was. ``known``: inputs
-    whose values it may read.
+    """Trace ``module`` in training or eval mode; the module is left as it was.
+
+    ``known``: inputs whose values it may read. ``dummies``: values that stand for those of some
+    dummy arguments, by the names of the inputs, where ``questions`` lets forward look at them.
     """
     registry.load_tables()  # before tracing replaces functions of torch itself
     with unchanged(module), caches_without_fakes():
         module.train(training)
-        run = _Run(module, arguments, dynamic_dims, known, name)
+        run = _Run(module, arguments, dynamic_dims, known, name, questions)
         try:
-            return run.trace()
+            return run.trace(dummies)
         finally:
+            questions.forget_frames()
             # Fakes refer to the mode and to each other through graphs of autograd, where Python
             # finds no cycles to free: without this the module would live for ever.
             run.mode.lift = None
@@ -82,8 +92,10 @@ class _Run:
         dynamic_dims: DynamicDims,
         known: Mapping[str, KnownInput],
         name: str,
+        questions: Questions,
     ) -> None:
         self.module, self.arguments, self.known, self.name = module, arguments, known, name
+        self.questions = questions
         self.dynamic = Dynamic(dynamic_dims, arguments.tensor_shapes())
         self.running = RunningModules(module)
         self.recorder = Recorder(self.running, self.dynamic)
@@ -96,11 +108,12 @@ class _Run:
         self.reads_training = False
         self.autocast = surrounding_dtype()
 
-    def trace(self) -> Traced:
+    def trace(self, dummies: Mapping[str, torch.Tensor]) -> Traced:
         arguments = {
             name: structure.map_leaves(value, self._fake_input, name)
             for name, value in self.arguments.given
         }
+        self.constants.replace_dummies(dummies)
         self._place_fakes()
         signature = tuple(
             (name, input_tree(self.recorder, value, name)) for name, value in arguments.items()
@@ -133,7 +146,7 @@ class _Run:
             },
         )
         self._warn_written_inputs()
-        return Traced(graph, self.reads_training)
+        return Traced(graph, self.reads_training, self.constants, self.questions)
 
     # sources
 
@@ -153,7 +166,7 @@ class _Run:
             self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT
         )
         self.recorder.bind_source(fake, value)
-        self.constants.add_dummy(value.name, leaf)
+        self.constants.add_dummy(value.name, path, leaf)
         if path in self.known:
             self.constants.add_input(value.name, self.known[path])
         if leaf.requires_grad:
@@ -178,7 +191,7 @@ class _Run:
     # forward
 
     def _run_forward(self, arguments: dict[str, Any]) -> Any:
-        tracer = Tracer(self.recorder, self.constants)
+        tracer = Tracer(self.recorder, self.constants, self.questions)
 
         def note_training() -> None:
             self.reads_training = True
@@ -195,7 +208,12 @@ class _Run:
                 stack.enter_context(one_autocast(self.autocast))
                 stack.enter_context(
                     patched(
-                        self.module, self.running, tracer, note_training, self.constants.certain
+                        self.module,
+                        self.running,
+                        tracer,
+                        note_training,
+                        self.constants.certain,
+                        self.questions,
                     )
                 )
                 stack.enter_context(self.running.followed())

@@ -41,6 +41,7 @@ from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType
 from shardwright.compiler.trace.values.constants import SIZED, Constants
 from shardwright.compiler.trace.values.finite_guards import finite_outcome
 from shardwright.compiler.trace.values.gradient_facts import FACTS, GradientFacts
+from shardwright.compiler.trace.values.questions import Questions
 from shardwright.compiler.trace.values.selecting import UNRECORDED, Selecting
 from shardwright.compiler.trace.values.value_checks import Unread, passing, unread
 from shardwright.compiler.trace.values.values_needed import VALUE_READERS, explained
@@ -75,9 +76,9 @@ _NO_DATA = "its data is not allocated yet"
 class Tracer(TorchFunctionMode):
     """Runs each call on fake tensors and hands it to the recorder."""
 
-    def __init__(self, recorder: Recorder, constants: Constants) -> None:
+    def __init__(self, recorder: Recorder, constants: Constants, questions: Questions) -> None:
         super().__init__()
-        self._recorder, self._constants = recorder, constants
+        self._recorder, self._constants, self._questions = recorder, constants, questions
         self._selecting, self._facts = Selecting(recorder, constants, self), GradientFacts(recorder)
         self._running = 0  # calls being executed: what they call themselves is not recorded
         self._unseen = False
@@ -172,6 +173,11 @@ class Tracer(TorchFunctionMode):
                 f"forward calls {name}() on a tensor, which tracing would lose",
                 "write it as a torch.autograd.Function",
             )
+        if name in VALUE_READERS and (question := self._questions.looks()) is not None:
+            if (real := self._real_values((args, kwargs), self._constants.look)) is not None:
+                with unset_fake_temporarily():
+                    return func(*real[0], **real[1])
+            self._questions.unanswered[question] = None
         assumed = name in VALUE_READERS and any(map(self._constants.is_assumed, tensors_in(args)))
         if (
             assumed and (passes := self._passing_check(name)) is not None
@@ -478,12 +484,21 @@ class Tracer(TorchFunctionMode):
             return item.detach().reshape(()).to(dtype or item.dtype)
         return _tensor_of_sizes(item, dtype)
 
-    def _real_values(self, arguments: Any) -> Any:
+    def _real_values(
+        self, arguments: Any, values: Callable[[torch.Tensor], Any] | None = None
+    ) -> Any:
         """The arguments with real values in the place of fakes; ``None`` if some depend on more
         than constants.
+
+        ``values``: what gives the values of a tensor, if not what follows from constants.
         """
         unknown = False
         read: set[str] = set()
+
+        def followed(tensor: torch.Tensor) -> Any:
+            found = self._constants.followed(tensor)
+            read.update(found[1] if found else ())
+            return found and found[0]
 
         def known(arg: Any) -> Any:
             nonlocal unknown
@@ -497,10 +512,8 @@ class Tracer(TorchFunctionMode):
             if not isinstance(arg, torch.Tensor):
                 unknown |= isinstance(arg, torch.SymInt | torch.SymFloat)
                 return arg
-            followed = self._constants.followed(arg)
-            unknown |= followed is None
-            real, made_of = followed or (None, ())
-            read.update(made_of)
+            real = (values or followed)(arg)
+            unknown |= real is None
             return real
 
         found = known(arguments)

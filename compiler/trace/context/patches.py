@@ -23,6 +23,7 @@ from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.calls.transforms import Modes, vmap_traced
 from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import user_location
+from shardwright.compiler.trace.values.questions import Questions
 from shardwright.runtime.errors import TraceError
 
 
@@ -63,12 +64,14 @@ def patched(
     tracer: FunctionCalls,
     note_training: Callable[[], None],
     real_values: Callable[[torch.Tensor], torch.Tensor | None],
+    questions: Questions,
 ) -> Iterator[None]:
     """All patches while ``module`` is traced. ``tracer`` records functions that torch does not
     dispatch.
 
     ``note_training`` is called when a module reads ``self.training``; ``real_values`` gives those
-    of a tensor that follows from constants alone.
+    of a tensor that follows from constants alone; ``questions`` says whether those of others may be
+    looked at.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(tracer.apply_function))
@@ -79,7 +82,7 @@ def patched(
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
         stack.enter_context(_sizes_computed_with())
-        stack.enter_context(_constants_readable(real_values))
+        stack.enter_context(_values_readable(real_values, questions))
         for owner, name, function in list(known_functions_of(module)):
             stack.enter_context(replaced(owner, name, function))
         if hasattr(
@@ -133,14 +136,16 @@ def _sizes_computed_with() -> Iterator[None]:
 
 
 @contextmanager
-def _constants_readable(
-    real_values: Callable[[torch.Tensor], torch.Tensor | None],
+def _values_readable(
+    real_values: Callable[[torch.Tensor], torch.Tensor | None], questions: Questions
 ) -> Iterator[None]:
     """Let transformers look at values that are known.
 
     Its ``is_tracing(tensor)`` asks whether values can be read; for any fake tensor it says they
     cannot. The tracer does know the values of positions that are counted from shapes, so a causal
-    mask without padding stays ``is_causal=True``.
+    mask without padding stays ``is_causal=True``. Other values are a question. Whatever else
+    transformers and torch ask (``torch.compiler.is_compiling()``, ``torch.jit.is_tracing()``) has
+    the answer that it has without a trace.
     """
     original = getattr(sys.modules.get("transformers.utils.import_utils"), "is_tracing", None)
     if original is None:
@@ -148,9 +153,11 @@ def _constants_readable(
         return
 
     def is_tracing(tensor: Any = None) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor)
         with torch._C.DisableTorchFunction():  # computing the values is no part of the model
-            known = isinstance(tensor, torch.Tensor) and real_values(tensor) is not None
-        return original() if known else original(tensor)
+            known = real_values(tensor) is not None
+        return original() if known or questions.may_look(sys._getframe(1)) else original(tensor)
 
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):

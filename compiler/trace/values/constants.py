@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -10,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from shardwright.compiler.ir.op import Arg, RankDevice, leaves, map_leaves
+from shardwright.compiler.ir.size import in_example
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.calls.normalise import FACTORIES
 from shardwright.compiler.trace.recorder import Call, Recorder
@@ -61,6 +64,17 @@ class _NotConstant(Exception):
     """The value depends on an input, a parameter or a random number."""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Values by name, and the buffers and inputs that each follows from. ``in_dummies``: those of
+    the dummy arguments and the sizes of dynamic dims in them are among these.
+    """
+
+    real: MutableMapping[str, torch.Tensor] = field(default_factory=dict)
+    made_of: MutableMapping[str, frozenset[str]] = field(default_factory=dict)
+    in_dummies: bool = False
+
+
 class Constants:
     """Binds real tensors to constant values of the graph; ``fake`` gives what the running model
     sees of one.
@@ -69,14 +83,13 @@ class Constants:
     def __init__(self, recorder: Recorder, mode: FakeTensorMode, module: torch.nn.Module) -> None:
         self._recorder, self._mode = recorder, mode
         self._fakes: dict[int, torch.Tensor] = {}
-        self._real: dict[str, torch.Tensor] = {}
-        self._made_of: dict[
-            str, frozenset[str]
-        ] = {}  # of values in _real: the buffers they follow from
+        self._known = _Known()
         self.read: set[str] = set()
         """Names of the buffers and inputs whose values forward has looked at."""
         self._inputs: dict[str, KnownInput] = {}
         self._dummies: dict[str, torch.Tensor] = {}
+        self._in_dummies: _Known | None = None
+        self._paths: dict[str, str] = {}
         self._attributes = {
             id(value): f"{path}.{name}" if path else name
             for path, submodule in module.named_modules()
@@ -107,14 +120,14 @@ class Constants:
         was built.
         """
         if not tensor.is_meta:
-            self._real[name] = tensor.detach().cpu()
-            self._made_of[name] = frozenset((name,))
+            self._known.real[name] = tensor.detach().cpu()
+            self._known.made_of[name] = frozenset((name,))
 
     def add_input(self, name: str, known: KnownInput) -> None:
         """Let the values of an input be known."""
         self._inputs[name] = known
-        self._real[name] = known.values
-        self._made_of[name] = frozenset((name,))
+        self._known.real[name] = known.values
+        self._known.made_of[name] = frozenset((name,))
 
     def inputs_read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and values of every input whose values forward has looked at."""
@@ -159,14 +172,14 @@ class Constants:
         with unset_fake_temporarily(), torch.no_grad():
             value = self._recorder.value(tensor)
             try:
-                real = self._evaluate(value)
+                real = self._evaluate(value, self._known)
             except _NotConstant:
                 return None
-        return real, self._made_of.get(value.name, frozenset())
+        return real, self._known.made_of.get(value.name, frozenset())
 
     def whole_inputs(self, tensor: torch.Tensor) -> list[str]:
-        """The integer inputs that a tensor follows from, if it follows from these and constants
-        alone; else nothing.
+        """The paths of the integer inputs that a tensor follows from, if it follows from these and
+        constants alone; else nothing.
         """
         if id(tensor) not in self._recorder.variables:
             return []
@@ -175,8 +188,8 @@ class Constants:
             if call is not None and call.name in RANDOM:
                 return []
             if call is None and value.kind is ValueKind.INPUT and not value.dtype.is_floating_point:
-                found[value.name] = None
-            elif call is None and value.name not in self._real:
+                found[self._paths[value.name]] = None
+            elif call is None and value.name not in self._known.real:
                 return []
         return list(found)
 
@@ -249,8 +262,11 @@ class Constants:
         with unset_fake_temporarily():
             return arg if real is None else real.item()
 
-    def add_dummy(self, name: str, tensor: torch.Tensor) -> None:
-        """Remember the dummy argument of an input: what masks made of it are there."""
+    def add_dummy(self, name: str, path: str, tensor: torch.Tensor) -> None:
+        """Remember the dummy argument of an input, and its path: what masks made of it are
+        there.
+        """
+        self._paths[name] = path
         if not tensor.is_meta:
             self._dummies[name] = tensor.detach()
 
@@ -258,36 +274,83 @@ class Constants:
         """Whether a mask follows from inputs and constants alone, and is true everywhere for the
         dummy arguments.
         """
-        value = self._recorder.value(mask)
-        known, made_of = self._real, self._made_of
-        self._real, self._made_of = {**self._dummies, **known}, dict(made_of)
-        try:
-            with unset_fake_temporarily(), torch.no_grad():
-                return bool(self._evaluate(value).all())
-        except _NotConstant:
-            return False
-        finally:
-            self._real, self._made_of = known, made_of
+        found = self.in_dummies(self._recorder.value(mask))
+        with unset_fake_temporarily():
+            return found is not None and bool(found[0].all())
+
+    def in_dummies(self, value: IRValue) -> tuple[torch.Tensor, frozenset[str]] | None:
+        """What a value is for the dummy arguments, and the inputs and buffers it follows from;
+        ``None`` if it follows from more. Nothing counts as read.
+        """
+        if self._in_dummies is None:
+            made_of = {name: frozenset((name,)) for name in self._dummies}
+            self._in_dummies = _Known(
+                ChainMap({}, self._known.real, self._dummies),
+                ChainMap({}, self._known.made_of, made_of),
+                in_dummies=True,
+            )
+        with unset_fake_temporarily(), torch.no_grad():
+            try:
+                real = self._evaluate(value, self._in_dummies)
+            except _NotConstant:
+                return None
+        return real, self._in_dummies.made_of.get(value.name, frozenset())
+
+    def replace_dummies(self, dummies: Mapping[str, torch.Tensor]) -> None:
+        """Let other values stand for some of the dummy arguments from here on."""
+        self._dummies |= dummies
+        self._in_dummies = None
+
+    def example_shape(self, value: IRValue) -> tuple[int, ...]:
+        """The shape of a value for the dummy arguments."""
+        return tuple(
+            size if isinstance(size, int) else int(in_example(size)) for size in value.shape
+        )
+
+    def dummy(self, name: str) -> torch.Tensor | None:
+        """The dummy argument of an input, if it has values."""
+        return self._dummies.get(name)
+
+    def look(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor for the dummy arguments, which from here on are those of every
+        call.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        found = (
+            self.in_dummies(self._recorder.value(tensor))
+            if id(tensor) in self._recorder.variables
+            else None
+        )
+        if found is None:
+            return None
+        real, made_of = found
+        for name in made_of & self._dummies.keys():
+            self._inputs.setdefault(name, KnownInput(self._dummies[name].cpu(), False))
+        self.read |= made_of
+        return real
 
     def take_as_true(self, mask: torch.Tensor) -> None:
         """Let every element of a mask be known as true; the program checks it."""
         value = self._recorder.value(mask)
         with unset_fake_temporarily():
-            self._real[value.name] = torch.ones(value.shape, dtype=torch.bool)
+            self._known.real[value.name] = torch.ones(value.shape, dtype=torch.bool)
 
-    def _evaluate(self, value: IRValue) -> torch.Tensor:
-        known = self._real.get(value.name)
-        if known is None:
+    def _evaluate(self, value: IRValue, known: _Known) -> torch.Tensor:
+        real = known.real.get(value.name)
+        if real is None:
             made_by = self._recorder.calls.get(value.name)
             if made_by is None or made_by[0].name in RANDOM:
                 raise _NotConstant
             call, index = made_by
-            args = map_leaves(call.args, self._real_argument)
-            kwargs = {
-                name: map_leaves(arg, self._real_argument) for name, arg in call.kwargs.items()
-            }
+
+            def argument(leaf: Arg) -> Any:
+                return self._real_argument(leaf, known)
+
+            args = map_leaves(call.args, argument)
+            kwargs = {name: map_leaves(arg, argument) for name, arg in call.kwargs.items()}
             result = call.function(*args, **kwargs)
-            known = self._real[value.name] = (
+            real = known.real[value.name] = (
                 result if isinstance(result, torch.Tensor) else result[index]
             )
             read = (
@@ -296,16 +359,18 @@ class Constants:
                 for leaf in leaves(arg)
                 if isinstance(leaf, IRValue)
             )
-            self._made_of[value.name] = frozenset().union(
-                *(self._made_of.get(leaf.name, ()) for leaf in read)
+            known.made_of[value.name] = frozenset().union(
+                *(known.made_of.get(leaf.name, ()) for leaf in read)
             )
-        return known
+        return real
 
-    def _real_argument(self, leaf: Arg) -> Any:
+    def _real_argument(self, leaf: Arg, known: _Known) -> Any:
         if isinstance(leaf, IRValue):
-            return self._evaluate(leaf)
+            return self._evaluate(leaf, known)
         if isinstance(leaf, sympy.Basic):  # a dynamic size
-            raise _NotConstant
+            if not known.in_dummies:
+                raise _NotConstant
+            return in_example(leaf)
         return torch.device("cpu") if isinstance(leaf, RankDevice) else leaf
 
     def _refuse_trained(self, tensor: torch.Tensor) -> None:
@@ -342,5 +407,5 @@ class Constants:
         self._recorder.constants.append((value, real))
         self._recorder.bind_source(fake, value)
         self._recorder.keep(tensor)
-        self._real[label] = real
+        self._known.real[label] = real
         return fake

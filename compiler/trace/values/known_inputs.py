@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.trace.dummy_arguments import Arguments
 from shardwright.runtime import structure
 from shardwright.runtime.errors import ConfigError, did_you_mean
@@ -89,7 +90,9 @@ def holds_sizes(leaf: torch.Tensor) -> bool:
 
 def warn_found(graph: IRGraph, constants: Mapping[str, Any]) -> None:
     """Say which inputs became constants without being declared."""
-    found = [name for name, _ in graph.constant_inputs if name not in constants]
+    leaves = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
+    paths = {value.name: path for path, value in leaves if isinstance(value, IRValue)}
+    found = [path for name, _ in graph.constant_inputs if (path := paths[name]) not in constants]
     if found:
         declared = ", ".join(f'"{name}": ...' for name in found)
         warnings.warn(

@@ -1,15 +1,23 @@
-"""Which gradients hold rounding, wholly or but for a few digits, and how much of a difference that
-explains.
+"""How much of a difference rounding explains: what one device is away from itself.
 
-A bias in front of a batch norm has a gradient of zero: the norm takes its effect away, and the
-terms of its gradient cancel. A scale in front of one has nearly none. What is left depends on the
-order of summation, so two right answers agree in no digit or in few, and how large it is depends on
-the terms, not on other gradients. The reference tells: trained again from weights and inputs that
-differ in their last bit only, it is as far from itself as the numbers are uncertain. Where a
-gradient has most of its digits, every bound stays that of :mod:`deviation`. An example: a gradient
-of up to 4e-13 that is 3e-13 from itself means nothing, and a plan may differ in it by 3e-11; one of
-4e-9 that is 3e-13 from itself has four digits, and may differ by 3e-11, too; one of 4e-3 that is
-3e-13 from itself stays at the bound.
+Some gradients hold rounding only. A bias in front of a batch norm has a gradient of zero: the norm
+takes its effect away, and the terms of its gradient cancel. A scale in front of one has nearly
+none. Others have most of their digits, and still fewer than the bound of :mod:`deviation` asks for:
+a batch norm over values that are nearly equal loses digits for all that comes after it, and Adam
+divides small gradients by themselves. How many digits there are the reference tells: trained again
+from weights and inputs that differ in their last bit only, it is as far from itself as the numbers
+are uncertain.
+
+Where a difference is above the bound, three rules hold:
+
+- A tensor that has six digits or more may differ by :data:`OWN` times its own noise, and never in
+  its sixth digit. Example: one of 4e-3 that is 3e-13 from itself may differ by 1.5e-12; one of 4e-3
+  that is 3e-9 from itself by 4e-9.
+- A gradient that has fewer may differ by :data:`ORDERS` times its noise, but not by a hundredth of
+  itself where its exact value is not zero. Example: one of 4e-9 that is 3e-13 from itself has four
+  digits, and may differ by 3e-12.
+- A gradient without any digit, or one that is zero exactly, may differ by as much. Example: one of
+  up to 4e-13 that is 3e-13 from itself means nothing, and a plan may differ in it by 3e-12.
 """
 
 from __future__ import annotations
@@ -45,7 +53,11 @@ LEAST_MISTAKE = 0.01
 """A plan with a mistake changes such a gradient by a larger part: a sum that is missing, or one
 term too many.
 """
-ORDERS: Mapping[str, float] = {"gradients": 100.0, "parameters": 10.0, "buffers": 10.0}
+OWN = 5.0
+"""How much further than one device from itself a plan may be in a tensor that has most of its
+digits. (Measured: twice.)
+"""
+ORDERS: Mapping[str, float] = {"gradients": 10.0, "parameters": 10.0, "buffers": 10.0}
 """How much further than one device from itself a plan may be, by kind: it adds other partial sums.
 What has been updated by a gradient without meaning is anywhere within its own noise, however large
 that is beside other tensors.
@@ -58,37 +70,44 @@ def allow_rounding(
     repeats: Sequence[Reference],
     is_zero: Callable[[str], bool],
 ) -> dict[str, list[Deviation]]:
-    """``found`` with what is allowed for uncertain gradients, for parameters that they update, and
-    for buffers, which see those parameters in later steps: :data:`ORDERS` times the noise of the
-    reference, where that is more than allowed before. Of a gradient whose exact value is not zero
-    (``is_zero``, asked by its name), a difference of :data:`LEAST_MISTAKE` stays one.
+    """``found`` with what is allowed for tensors that differ by more than the bound, see above; and
+    for uncertain gradients, for parameters that they update, and for buffers, which see those
+    parameters in later steps, :data:`ORDERS` times the noise of the reference, where that is more
+    than allowed before. Of a gradient whose exact value is not zero (``is_zero``, asked by its
+    name), a difference of :data:`LEAST_MISTAKE` stays one. Losses stay at the bound.
     """
     noises = {d.name: _noise(d, "gradients", reference, repeats) for d in found["gradients"]}
     uncertain = {
         d.name for d in found["gradients"] if noises[d.name] >= UNCERTAIN * d.magnitude > 0.0
     }
-    if not uncertain:
-        return {kind: list(deviations) for kind, deviations in found.items()}
 
     def allowed(kind: str, d: Deviation) -> Deviation:
-        if kind == "losses" or (kind != "buffers" and d.name not in uncertain):
+        if kind == "losses":
+            return d
+        follows = d.name in uncertain or (kind == "buffers" and bool(uncertain))
+        if not follows and d.excess <= 1.0:
             return d
         noise = _noise(d, kind, reference, repeats)
-        most = ORDERS[kind] * noise
-        noted = replace(d, noise=noise)
+        most = ORDERS[kind] * noise if follows else min(OWN * noise, UNCERTAIN * d.magnitude)
         if (
             kind == "gradients"
+            and follows
             and d.excess > 1.0
             and noise < INSIGNIFICANT * d.magnitude
             and not is_zero(d.name)
         ):
             most = min(most, LEAST_MISTAKE * d.magnitude)
-        return replace(noted, allowed=most) if most > d.allowed else d
+        return replace(d, noise=noise, allowed=most) if most > d.allowed else d
 
     return {
         kind: sorted((allowed(kind, d) for d in deviations), key=lambda d: d.excess, reverse=True)
         for kind, deviations in found.items()
     }
+
+
+def has_most_digits(d: Deviation) -> bool:
+    """Whether a tensor that rounding was allowed for has six digits or more."""
+    return d.noise is not None and d.noise < UNCERTAIN * d.magnitude
 
 
 def is_rounding_only(d: Deviation) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.deviation import (
+    BOUND,
     Deviation,
     LoneGradient,
     deviations,
@@ -35,6 +36,7 @@ from shardwright.frontend.verification.one_device import (
 from shardwright.frontend.verification.precision import float64_casts
 from shardwright.frontend.verification.rounding import (
     allow_rounding,
+    has_most_digits,
     is_rounding_only,
     is_zero_exactly,
     repeated,
@@ -103,7 +105,17 @@ class VerifyReport:
         ]
 
     def _rounding(self) -> list[str]:
-        noisy = [d for d in self.deviations["gradients"] if d.noise is not None]
+        noted = [
+            d
+            for kind in self.deviations.values()
+            for d in kind
+            if has_most_digits(d) and d.error > BOUND * d.magnitude
+        ]
+        noisy = [
+            d
+            for d in self.deviations["gradients"]
+            if d.noise is not None and not has_most_digits(d)
+        ]
         none = [d.name for d in noisy if is_rounding_only(d)]
         few = [d.name for d in noisy if not is_rounding_only(d)]
         lines = []
@@ -121,6 +133,17 @@ class VerifyReport:
             lines += [
                 "  One device computes others when last bits of its weights and inputs change.",
                 "  They are compared with the size of that rounding",
+            ]
+        if noted:
+            lines += [
+                (
+                    f"of {len(noted)} tensors the last digits are rounding: "
+                    f"{_first([d.name for d in noted])}"
+                ),
+                (
+                    "  One device is as far from itself when last bits of its weights and inputs "
+                    "change"
+                ),
             ]
         return lines
 

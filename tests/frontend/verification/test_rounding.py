@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright.frontend.verification.verify as verification
-from shardwright.frontend.verification.deviation import Deviation
+from shardwright.frontend.verification.deviation import Deviation, deviations
 from shardwright.frontend.verification.one_device import Reference, reference_run
 from shardwright.frontend.verification.rounding import Samples, allow_rounding, is_zero_exactly
 from shardwright.frontend.verification.verify import VerifyReport, verify
@@ -76,7 +76,7 @@ def test_a_gradient_of_few_digits_is_no_rounding(monkeypatch: pytest.MonkeyPatch
 
     def allowed(d: Deviation, is_zero: bool) -> bool:
         one = Reference([], [], {"scale": torch.tensor([1e-9])}, {}, {})
-        other = replace(one, gradients={"scale": torch.tensor([1e-9 + 1e-12])})
+        other = replace(one, gradients={"scale": torch.tensor([1e-9 + 1e-11])})
         found = allow_rounding({"gradients": [d]}, one, [other], lambda name: is_zero)
         return found["gradients"][0].excess <= 1.0
 
@@ -160,3 +160,104 @@ def test_more_than_rounding_is_explained(monkeypatch: pytest.MonkeyPatch) -> Non
         r"conv.bias +\(8,\) .* <--  one device is \de-1\d from itself".replace(r"\de", r"[\d.]+e"),
         str(report()),
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "noise", "equal"),
+    [
+        (3e-9, 1e-9, True),  # one device is as far from itself
+        (3e-9, 5e-10, False),
+        (3e-9, 0.0, False),
+        (2e-6, 9e-7, False),  # six digits are asked for, whatever the noise
+        (9e-7, 9e-7, True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gradients", "parameters", "buffers", "losses"])
+def test_last_digits_that_one_device_has_not_either(
+    kind: str, error: float, noise: float, equal: bool
+) -> None:
+    one = Reference([], [], {"w": torch.ones(4)}, {"w": torch.ones(4)}, {"w": torch.ones(4)})
+    moved = {"w": torch.ones(4, dtype=torch.float64) + noise}
+    found: dict[str, list[Deviation]] = {
+        "gradients": [Deviation("w", (4,), 0.0, 1.0, allowed=1e-10)]
+    }
+    found[kind] = [Deviation("w", (4,), error, 1.0, allowed=1e-10)]
+    allowed = allow_rounding(
+        found, one, [Reference([], [], moved, moved, moved)], lambda name: False
+    )
+    assert (allowed[kind][0].excess <= 1.0) == (equal and kind != "losses")
+
+
+class Chain(nn.Module):
+    """Batch norms over four values each: every one makes rounding larger, until ten digits are left
+    of sixteen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8, bias=False), nn.Linear(8, 4)
+        parts = (
+            nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, eps=1e-12), nn.Tanh())
+            for _ in range(30)
+        )
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.parts(self.first(x))), y)
+
+
+@pytest.fixture(scope="module")
+def chain() -> tuple[Reference, Reference, list[Reference]]:
+    """What two ranks compute, what one device does, and what that does after last bits have
+    changed.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 6, generator=generator), torch.randint(0, 4, (4,), generator=generator)
+    train_plan, ours, compared = verification.train_plan, [], []
+
+    def trained(*args: Any) -> Reference:
+        ours.append(train_plan(*args))
+        wrong = {
+            name: g * 0.5 for name, g in ours[0].gradients.items() if g is not None
+        }  # so that digits are asked for
+        return replace(ours[0], gradients=wrong)
+
+    def asked(found: Any, reference: Reference, repeats: list[Reference], is_zero: Any) -> Any:
+        compared.extend((reference, repeats))
+        return allow_rounding(found, reference, repeats, is_zero)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "train_plan", trained)
+        patch.setattr(verification, "allow_rounding", asked)
+        torch.manual_seed(0)
+        assert not verify(Chain(), {"x": x, "y": y}, "data", CONFIG, steps=1).ok
+    return ours[0], *compared
+
+
+def _one_element(x: Tensor) -> None:
+    x.view(-1)[0] += 1e-6 * x.abs().max()
+
+
+MISTAKES = {
+    "halved": lambda x: x.mul_(0.5),
+    "a summand is missing": lambda x: x.sub_(x.abs().mean() / 16),
+    "two elements are exchanged": lambda x: x.view(-1)[:2].copy_(x.view(-1)[:2].flip(0)),
+    "a row of another rank": lambda x: x[0].copy_(x[4]),
+    "the sixth digit": _one_element,
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_mistakes_are_found_where_last_digits_are_rounding(mistake: str | None, chain: Any) -> None:
+    ours, reference, repeats = chain
+    gradients = {name: gradient.clone() for name, gradient in ours.gradients.items()}
+    if mistake is not None:
+        MISTAKES[mistake](gradients["first.weight"])
+    found = {
+        "gradients": deviations(gradients, reference.gradients),
+        "parameters": deviations(ours.parameters, reference.parameters),
+        "buffers": deviations(ours.buffers, reference.buffers),
+    }
+    allowed = allow_rounding(found, reference, repeats, lambda name: False)
+    differ = [d.name for kind in allowed.values() for d in kind if d.excess > 1.0]
+    assert differ == ([] if mistake is None else ["first.weight"])

@@ -118,7 +118,7 @@ class _Numbering:
     def _reshape(self, op: IROp) -> int:
         """What is reshaped twice is reshaped once, or not at all."""
         (operand,), (result,) = op.operands, op.results
-        first, shape = self._reshaped.get(operand.name, (self._read(operand), operand.shape))
+        first, shape = self._reshaped.get(operand.name) or (self._read(operand), operand.shape)
         self._reshaped[result.name] = first, shape
         if shape == result.shape:
             return first

@@ -116,6 +116,19 @@ def checked_fields(cls: CheckedClass) -> CheckedClass:
     return cls
 
 
+def checked_fields_late(cls: CheckedClass) -> CheckedClass:
+    """Check what objects of ``cls`` are made of, like :func:`checked_late`."""
+    cls.__init__ = checked_late(cls.__init__)
+    return cls
+
+
+def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:
+    """Raise :class:`ArgumentError` if ``error`` came of calling ``function`` with too few, too many
+    or unknown arguments.
+    """
+    _check_bound(function, args, kwargs, error)
+
+
 def wrong_argument(
     function: Callable[..., Any], name: str, expected: str, value: Any
 ) -> ArgumentError:
@@ -451,19 +464,23 @@ def _check_bound(function: Callable[..., Any], args: Any, kwargs: Any, error: Ex
     except TypeError as reason:
         raise ArgumentError(f"{_title(function)}: {reason}", hint=_usage(function)) from None
     for name, value in given.items():
-        called = getattr(value, "__qualname__", None)
         # Python says of a call with other arguments than a function has which function it was.
-        if (
-            callable(value)
-            and called
-            and brief_text(error).startswith((f"{called}()", f"{called}.__init__()"))
-        ):
+        if callable(value) and brief_text(error).startswith(_names_in_errors(value)):
             raise ArgumentError(
                 f"{_title(function)}: argument {name!r} is a function that cannot be called "
                 "as it is called here",
                 why=brief_text(error),
                 hint=_usage(function),
             ) from error
+
+
+def _names_in_errors(function: Any) -> tuple[str, ...]:
+    """What Python may call a function, class or callable object when its arguments do not fit."""
+    name = getattr(function, "__qualname__", None)
+    if name:
+        return f"{name}()", f"{name}.__init__()"
+    kind = type(function).__qualname__
+    return f"{kind}.__call__()", f"{kind}.forward()"
 
 
 def _check_nesting(function: Callable[..., Any], args: Any, kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.runtime.arguments import checked, checked_late
+from shardwright.runtime.arguments import checked, checked_fields_late, checked_late
 from shardwright.runtime.errors import ConfigError, LoadError, brief, did_you_mean, malformed
 
 Size = Any
@@ -56,6 +56,7 @@ def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
     return index * base + min(index, extra), base + (index < extra)
 
 
+@checked_fields_late
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp

@@ -13,13 +13,15 @@ What it says goes to the log as a warning of the logger ``shardwright.runtime.wa
 Python prints on stderr unless the program says otherwise: after :func:`notice_s` seconds, and again
 each time the wait has become twice as long.
 
-Two environment variables set the clock, in seconds. They are read when a wait begins:
+Three environment variables set the clock, in seconds. They are read when a wait begins:
 
 - ``SHARDWRIGHT_TIMEOUT_S``: the limit. Without it the ``timeout`` that ``init_process_group`` was
   given, if that is not torch's default, else 600. The process groups that this package makes have
   the same limit.
 - ``SHARDWRIGHT_NOTICE_S``: after how many seconds a wait is told of for the first time, 5 by
   default.
+- ``SHARDWRIGHT_COLLECTIVE_NOTICE_S``: the same of a collective of a step, 30 by default: ranks are
+  seldom equally fast.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from shardwright.runtime.errors import ConfigError
 Result = TypeVar("Result")
 
 TIMEOUT_VARIABLE, NOTICE_VARIABLE = "SHARDWRIGHT_TIMEOUT_S", "SHARDWRIGHT_NOTICE_S"
-DEFAULT_TIMEOUT_S, DEFAULT_NOTICE_S = 600.0, 5.0
+COLLECTIVE_NOTICE_VARIABLE = "SHARDWRIGHT_COLLECTIVE_NOTICE_S"
+DEFAULT_TIMEOUT_S, DEFAULT_NOTICE_S, DEFAULT_COLLECTIVE_NOTICE_S = 600.0, 5.0, 30.0
 LIMIT_HINT = f"the limit is that of {TIMEOUT_VARIABLE}, in seconds"
 
 _LONGEST_TIMEOUT_S = 365 * 86400.0
@@ -69,6 +72,13 @@ def notice_s() -> float:
     above 0.
     """
     return _seconds(NOTICE_VARIABLE) or DEFAULT_NOTICE_S
+
+
+def collective_notice_s() -> float:
+    """After how long a collective is told of. Raises :class:`ConfigError` where the variable is no
+    number above 0.
+    """
+    return _seconds(COLLECTIVE_NOTICE_VARIABLE) or DEFAULT_COLLECTIVE_NOTICE_S
 
 
 def _seconds(variable: str) -> float | None:

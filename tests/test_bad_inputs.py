@@ -12,27 +12,17 @@ from pathlib import Path
 import bad_inputs
 import pytest
 
-from shardwright import ArgumentError, run_ranks
+from shardwright import ArgumentError
 from shardwright.compiler.schedule.files import from_csv
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError
 
 
-def failures(folder: Path, share: float, *groups: str) -> list[str]:
-    """Of a part of all calls, the same each time, those that end in another exception, or take too
-    long.
-    """
-
-    def on_rank(rank: int) -> bad_inputs.Counts:
-        return bad_inputs.try_all(bad_inputs.targets_of(folder, *groups), bad_inputs.VALUES, share)
-
-    (counts,) = run_ranks(1, on_rank, timeout_s=3600)
-    assert counts.refused
-    return [str(trouble) for trouble in counts.troubles]
-
-
-def test_some_bad_inputs(tmp_path: Path) -> None:
-    assert failures(tmp_path, 0.02, "configs", "hardware", "schedules", "builder") == []
+def test_some_bad_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    counts = bad_inputs.run("configs", "hardware", "schedules", "builder", share=0.02)
+    assert counts.refused and [str(trouble) for trouble in counts.troubles] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @checked

@@ -28,7 +28,8 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, brief
+from shardwright.runtime.schedule import MOST_CELLS
 from shardwright.runtime.zero.settings import ReductionSettings
 
 __all__ = ["Activity", "PlanCost", "RankCost", "audit"]
@@ -72,8 +73,10 @@ def _checked_count(program: Program | PipelineProgram, num_microbatches: int | N
     if num_microbatches is None:
         batch = program.plan.batch
         return planned or (1 if batch is None else batch.num_microbatches)
-    if num_microbatches < 1:
-        raise ConfigError(f"a step has at least one microbatch, not {num_microbatches}")
+    if not 1 <= num_microbatches <= MOST_CELLS:
+        raise ConfigError(
+            f"a step has 1 to {MOST_CELLS:,} microbatches, not {brief(num_microbatches)}"
+        )
     if planned not in (None, num_microbatches):
         raise ConfigError(
             f"a step of {num_microbatches} microbatches is not what this plan's schedule runs",

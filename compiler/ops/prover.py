@@ -45,7 +45,7 @@ from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked, wrong_argument
 from shardwright.runtime.errors import AnnotationError, malformed
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
@@ -121,6 +121,10 @@ class ProofReport:
         return "\n".join(lines)
 
 
+MOST_SEED = 2**63 - 2
+"""A generator takes one more at most, and the one of the incoming gradients gets it."""
+
+
 @checked
 def prove(
     operator: Operator,
@@ -144,6 +148,8 @@ def prove(
     Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the
     shapes.
     """
+    if not 0 <= seed <= MOST_SEED:
+        raise wrong_argument(prove, "seed", f"a whole number from 0 to {MOST_SEED:,}", seed)
     call = OperatorCall.of(operator, tuple(args), dict(kwargs or {}), training, seed)
     return ProofReport(call.op.target, call.rule, tuple(call.trials(num_ranks)))
 

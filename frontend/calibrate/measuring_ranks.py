@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.world import DistributedWorld, World
+from shardwright.runtime.waiting import LIMIT_HINT, Pulse, Wait
 
 Measure = Callable[[World, bool], dict[str, Any]]
 """``measure(world, quick)``: JSON values; a function of a module, as new processes import it."""
@@ -47,18 +50,50 @@ def measure_in_processes(
         )
         assert context is not None
         try:
-            while not context.join():
-                pass
+            _await(context, Path(folder))
         except BaseException:
             for process in context.processes:
-                process.terminate()
+                process.kill()  # which ends a stopped one, too
             for process in context.processes:
-                process.join()
+                process.join(_ENDING_S)
             raise
         result: dict[str, Any] = json.loads(
             (Path(folder) / "result.json").read_text(encoding="utf-8")
         )
         return result
+
+
+_ENDING_S = 10.0
+"""How long a process that was killed may take to be gone."""
+
+
+def _await(context: Any, folder: Path) -> None:
+    """Return when all processes have ended well. Raises :class:`DistributedError` for one that
+    gives no sign of life.
+    """
+    silences = {rank: Wait("") for rank in range(len(context.processes))}
+    last_s = time.monotonic()
+    while not context.join(timeout=_LOOK_S):
+        last_s, spent_s = time.monotonic(), time.monotonic() - last_s
+        for rank, silence in silences.items():
+            silence.heard(_last_sign(folder / f"alive{rank}"))
+            if not silence.passed(spent_s) and context.processes[rank].is_alive():
+                raise DistributedError(
+                    f"rank {rank} of the measurement has given no sign of life for "
+                    f"{silence.limit_s:g} s",
+                    why="its process is stopped, or hangs while it starts",
+                    hint=f"measure again; {LIMIT_HINT}",
+                )
+
+
+_LOOK_S = 0.5
+
+
+def _last_sign(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _run(
@@ -71,8 +106,11 @@ def _run(
         WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks),
     )
-    with _initialised(
-        device_type, rank, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+    alive = Path(folder) / f"alive{rank}"
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": num_ranks}
+    with (
+        Pulse(lambda number: alive.write_text(str(number))),
+        _initialised(device_type, rank, **where),
     ):
         result = measure(DistributedWorld(), quick)
         if rank == 0:

@@ -2,7 +2,8 @@
 
 ``None``, booleans, integers, strings, finite floats and lists are themselves. Everything else is an
 object with one key that says what it is: ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``,
-``{"float": "inf"}``, ``{"tensor": ...}``. Values come back with their types, tensors bit by bit.
+``{"float": "inf"}``, ``{"tensor": ...}``. Values come back with their types, tensors bit by bit;
+numbers of NumPy come back as those of Python.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def encode(value: Any, path: str) -> Any:
 
     Raises :class:`CheckpointError` for a value that has no form here.
     """
+    value = _plain_number(value)
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -65,6 +67,19 @@ def encode(value: Any, path: str) -> Any:
         "no pickled objects",
         hint="keep numbers, strings, lists, tuples, dicts or tensors there",
     )
+
+
+def _plain_number(value: Any) -> Any:
+    """A number of NumPy as Python's own, as learning rates from ``np.linspace`` and the like;
+    anything else as it is.
+    """
+    if (
+        type(value).__module__ == "numpy"
+        and getattr(value, "shape", None) == ()
+        and not hasattr(value, "__array_finalize__")
+    ):
+        return value.item()
+    return value
 
 
 def decode(data: Any) -> Any:

@@ -17,18 +17,16 @@ import getpass
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.waiting import Wait
 
 OWNER_FILE = "OWNER"
 
 PATIENCE_S = 10.0
 """How long a job waits for its predecessor's process, which may be about to end."""
-
-_POLL_S = 0.1
 
 # [Note: A lock ends with its process] The lock belongs to the open file, which a forked child, such
 # as a worker of a data loader, has too. A worker that outlives a killed parent would keep the lock,
@@ -59,16 +57,17 @@ def claim(directory: Path) -> None:
     nobody is refused.
     """
     path = directory.resolve() / OWNER_FILE
-    deadline = time.monotonic() + PATIENCE_S
+    wait = Wait(
+        f"another job saves its checkpoints in {directory}: waiting for it to end", PATIENCE_S
+    )
     while not _is_claimed(path):
-        if time.monotonic() > deadline:
+        if not wait.pause():
             raise CheckpointError(
                 f"another job saves its checkpoints in {directory}",
                 why=f"{_described(path)} holds {path}; each would delete what the other one saves",
                 hint="save to another directory, or end that job. If it ended with its machine, "
                 f"delete {path}",
             )
-        time.sleep(_POLL_S)
 
 
 def _is_claimed(path: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import operator
 import sys
 import threading
@@ -59,16 +60,12 @@ from shardwright.runtime.errors import CheckpointError, ConfigError
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file, writing
+from shardwright.runtime.waiting import LIMIT_HINT, Wait
 
 WRITE_HINT = "another directory, or room and permission to write there"
 
-PATIENCE_S = 120.0
-"""How long rank 0 waits in the background without a sign of life of a rank whose files it needs."""
-
 _BEAT_S = 5.0
 """How often a rank that writes gives one."""
-
-_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -215,9 +212,10 @@ class CheckpointSave:
         that a large part may take its time and a dead rank is noticed.
         """
         waiting = set(range(self._world.size))
-        heard = dict.fromkeys(
-            waiting, (0, time.monotonic())
-        )  # the last sign of each rank, and when it was seen
+        silences = {rank: Wait("") for rank in waiting}
+        wait = Wait(
+            f"rank 0 waits for the parts of other ranks of the checkpoint {self.folder}", math.inf
+        )
         while True:
             failed = next(
                 (rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None
@@ -230,21 +228,19 @@ class CheckpointSave:
             waiting -= {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
             if not waiting:
                 return
-            now = time.monotonic()
+            pause_s = wait.pause_s
+            wait.pause(f"; those of ranks {sorted(waiting)} are missing")
             for rank in waiting:
-                sign = _last_sign(self.folder / _alive_file(rank))
-                if sign != heard[rank][0]:
-                    heard[rank] = sign, now
-            silent = sorted(rank for rank in waiting if now - heard[rank][1] > PATIENCE_S)
+                silences[rank].heard(_last_sign(self.folder / _alive_file(rank)))
+            silent = [rank for rank in sorted(waiting) if not silences[rank].passed(pause_s)]
             if silent:
                 raise CheckpointError(
                     f"{self.folder} is incomplete",
-                    why=f"for {PATIENCE_S:.0f} s there was no sign of life of ranks {silent}, "
+                    why=f"for {wait.waited_s:.0f} s there was no sign of life of ranks {silent}, "
                     "whose parts are missing",
                     hint="see whether their processes have ended; the directory must be on a file "
-                    "system that all ranks share",
+                    "system that all ranks share; " + LIMIT_HINT,
                 )
-            time.sleep(_POLL_S)
 
     def _commit(self) -> None:
         """Join the ranks' parts into the index, and make the folder current."""

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.arguments import checked_late
+from shardwright.runtime.arguments import check_call, checked_late
 from shardwright.runtime.autocast import as_compiled
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
 from shardwright.runtime.file_digests import ChunkDigests
@@ -321,10 +321,22 @@ class ParallelModule(CompiledModule):
         raise AttributeError(text, name=name, obj=self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``."""
+        """Run ``forward``. Other ranks that miss this one are told the error with which it
+        fails.
+        """
+        if torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        with self.ranks.world.telling_errors():
+            try:
+                return self._call(*args, **kwargs)
+            except TypeError as error:
+                check_call(self.forward, args, kwargs, error)
+                raise
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(self._device.type):
             with self._as_compiled():
-                return self(*args, **kwargs)
+                return self._call(*args, **kwargs)
         if not self.gathers_weights:
             return super().__call__(*args, **kwargs)
         with self._gathering.forward((self.training, torch.is_grad_enabled())):

@@ -280,7 +280,7 @@ class PipelineModule(ParallelModule):
         reducer = reducer_of(self)
         reducer.clear()
         step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)
-        with self._as_compiled():
+        with self._as_compiled(), self.ranks.world.telling_errors():
             results = self._run("train", step)
         if not all(dummies):
             self._copies.bring_gradients_home(self.weights, self._messages, self._to_world)
@@ -294,7 +294,7 @@ class PipelineModule(ParallelModule):
         check_samples(f"{type(self).__name__}.infer_step", samples, self.num_microbatches)
         self._choose_body()
         leaves = self._read(samples, "infer_step")
-        with self._as_compiled():
+        with self._as_compiled(), self.ranks.world.telling_errors():
             return self._run("infer", Step(leaves, [True] * len(samples)))
 
     def refresh_copies(self) -> None:

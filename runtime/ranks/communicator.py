@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
-from shardwright.runtime.ranks.failures import collective_failed
+from shardwright.runtime.ranks.failures import collective_failed, collective_waits
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 """How an all-reduce combines. ``"avg"`` is for floating dtypes."""
@@ -40,19 +40,26 @@ class Work(Protocol):
 class Transport(Protocol):
     """What moves the bytes of one group of at least two ranks. Tensors are contiguous and detached.
 
-    Members are named by their index in the group; ``index`` is the caller's.
+    Members are named by their index in the group; ``index`` is the caller's. A collective that
+    returns a :class:`Work` is complete, and its results are there, once :meth:`finish` returns; one
+    that returns ``None`` is complete already.
     """
 
-    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None: ...
+    def finish(self, work: Work, what: Callable[[], str]) -> None:
+        """Wait for a collective under way. ``what`` makes the text of who waits in it and for what,
+        if that takes long.
+        """
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> Work | None: ...
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work: ...
 
-    def all_gather(self, x: Tensor, result: Tensor) -> None:
+    def all_gather(self, x: Tensor, result: Tensor) -> Work | None:
         """``x [n]`` of every member into the rows of ``result [size, n]``."""
 
     def start_all_gather(self, x: Tensor, result: Tensor) -> Work: ...
 
-    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> Work | None:
         """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result
         [n]``.
         """
@@ -67,20 +74,20 @@ class Transport(Protocol):
 
     def all_to_all(
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
-    ) -> None:
+    ) -> Work | None:
         """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result``
         by sender.
 
         ``x`` belongs to the transport: the caller does not change it afterwards.
         """
 
-    def broadcast_(self, x: Tensor, src_index: int) -> None: ...
+    def broadcast_(self, x: Tensor, src_index: int) -> Work | None: ...
 
     def send(self, x: Tensor, dst_index: int) -> None: ...
 
     def receive_(self, x: Tensor, src_index: int) -> None: ...
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> Work | None: ...
 
     def peers(self) -> str:
         """How the other members are, for messages; empty where nothing is known."""
@@ -403,11 +410,13 @@ class Communicator:
     # (torch.compile follows these too.)
 
     def _call(
-        self, collective: str, x: Tensor | None, function: Callable[..., None], *args: Any
+        self, collective: str, x: Tensor | None, function: Callable[..., Work | None], *args: Any
     ) -> None:
         """Make a call of the transport. ``x``: what this rank gives, as the caller knows it."""
         try:
-            function(*args)
+            work = function(*args)
+            if work is not None:
+                self._finish(work, collective, x)
         except RuntimeError as error:
             raise self.failure(collective, x, error) from error
 
@@ -418,16 +427,24 @@ class Communicator:
         except RuntimeError as error:
             raise self.failure(collective, x, error) from error
 
+    def _finish(self, work: Work, collective: str, x: Tensor | None) -> None:
+        assert self.transport is not None
+        self.transport.finish(
+            work, lambda: collective_waits(collective, self.name, *self._this_and_others(), x)
+        )
+
+    def _this_and_others(self) -> tuple[int, list[int]]:
+        rank = self.ranks[self.index]
+        return rank, [other for other in self.ranks if other != rank]
+
     def failure(self, collective: str, x: Tensor | None, error: RuntimeError) -> Exception:
         """What to raise for an error of the transport: who waited for whom in what, unless it says
         so itself.
         """
         if isinstance(error, ShardwrightError | torch.OutOfMemoryError) or self.transport is None:
             return error
-        rank = self.ranks[self.index]
-        others = [other for other in self.ranks if other != rank]
         return collective_failed(
-            collective, self.name, rank, others, x, error, self.transport.peers()
+            collective, self.name, *self._this_and_others(), x, error, self.transport.peers()
         )
 
     def _count_all_reduce(self, x: Tensor, op: ReduceOp, phase: Phase) -> None:
@@ -493,7 +510,7 @@ class _UnderWay:
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self._communicator._finish(self._work, self._collective, None)
         except RuntimeError as error:
             raise self._communicator.failure(self._collective, None, error) from error
 

@@ -124,6 +124,16 @@ def collective_failed(
     )
 
 
+def collective_waits(
+    collective: str, axis: str, rank: int, others: Iterable[int], x: Tensor | None
+) -> str:
+    """Who waits in which collective and for what, as long as it goes well."""
+    where = _where(x)
+    return f"rank {rank} waits in {collective} over {axis} with {in_words(sorted(others))}" + (
+        f", {where}" if where else ""
+    )
+
+
 def first_line(error: BaseException) -> str:
     """What torch says of a failure, without the stack of C++ functions behind it."""
     line = str(error).partition("\n")[0]

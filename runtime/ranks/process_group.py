@@ -21,6 +21,7 @@ from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.communicator import ReduceOp, Work
 from shardwright.runtime.ranks.failures import first_line
+from shardwright.runtime.ranks.late import SLICE, Late, Left, Members
 from shardwright.runtime.ranks.messages import Sending, lost, undeliverable
 
 # torch 2.13 renamed these two: the old names warn there, the new ones are missing before.
@@ -29,6 +30,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+
+_given_up: list[dist.ProcessGroup] = []
+"""Groups with a collective that cannot end. They are kept: taking one down would wait for the
+collective, up to its limit.
+"""
 
 _holders: weakref.WeakSet[ProcessGroupTransport | ProcessMessages] = weakref.WeakSet()
 
@@ -77,14 +83,25 @@ class ProcessGroupTransport:
     """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors
     of this rank are.
 
-    ``peers``: says how the other members are, when something has failed.
+    ``ranks``: the members, as ranks of the world; ``rank`` is the caller's. ``members``: how they
+    are, as far as anything tells. ``num_calls``: how many collectives have begun. With gloo the
+    host waits for results, in slices of a second (:mod:`shardwright.runtime.ranks.late`); with NCCL
+    the device does.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, device: torch.device, peers: Peers = lambda: ""
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        rank: int = 0,
+        ranks: Sequence[int] = (),
+        members: Members | None = None,
+        peers: Peers = lambda: "",
     ) -> None:
         self.process_group = process_group
+        self.num_calls = 0
         self._device = device
+        self._rank, self._ranks, self._members = rank, tuple(ranks), members
         self._exchanges: deque[_AddingRows] = deque()
         self.peers = peers
         _holders.add(self)
@@ -93,36 +110,77 @@ class ProcessGroupTransport:
         """Drop the process group; nothing can be sent after that."""
         self.__dict__.pop("process_group", None)
 
-    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
-        dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group)
+    def finish(self, work: Work, what: Callable[[], str]) -> None:
+        """See :class:`~shardwright.runtime.ranks.communicator.Transport`."""
+        if self._members is not None and self._device.type == "cpu":
+            number = self.num_calls
+            for part in getattr(work, "parts", (work,)):
+                self._await(part, number, what)
+        if not isinstance(work, dist.Work) or self._device.type != "cpu":
+            work.wait()
+
+    def _await(self, work: dist.Work, number: int, what: Callable[[], str]) -> None:
+        """Wait for a collective of gloo, and look how the others are while nothing comes."""
+        late = None
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what it has failed with, if it has
+                    return
+            if late is None:
+                assert self._members is not None
+                late = Late(self._members, self._rank, self._ranks, number, what)
+            try:
+                late.look()
+            except Left:
+                _given_up.append(self.process_group)
+                raise
+
+    def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work | None:
+        """Run a collective, or begin it where the host waits for its result."""
+        if (
+            self._device.type == "cpu" and not torch.compiler.is_compiling()
+        ):  # which follows what is not asynchronous
+            return self._start(collective, *args, **kwargs)
+        collective(*args, group=self.process_group, **kwargs)
+        return None
+
+    def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return collective(*args, group=self.process_group, async_op=True, **kwargs)
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> Work | None:
+        return self._run(dist.all_reduce, x, _REDUCE_OPS[op])
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
-        return dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        return self._start(dist.all_reduce, x, _REDUCE_OPS[op])  # type: ignore[no-any-return]
 
-    def all_gather(self, x: Tensor, result: Tensor) -> None:
-        _all_gather_single(result.view(-1), x, group=self.process_group)
+    def all_gather(self, x: Tensor, result: Tensor) -> Work | None:
+        return self._run(_all_gather_single, result.view(-1), x)
 
     def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
-        return _all_gather_single(result.view(-1), x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        return self._start(_all_gather_single, result.view(-1), x)  # type: ignore[no-any-return]
 
-    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        if (
-            x.device.type == "cpu"
-        ):  # as in _exchange_rows; torch.compile follows what is not asynchronous
-            rows = torch.empty_like(x)
-            dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
-            torch.sum(rows, 0, dtype=x.dtype, out=result)
-        else:
-            _reduce_scatter_single(_real(result), _real(x.view(-1)), group=self.process_group)
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> Work | None:
+        if x.device.type != "cpu":
+            return self._run(_reduce_scatter_single, _real(result), _real(x.view(-1)))
+        rows = torch.empty_like(x)  # as in _exchange_rows
+        work = self._run(dist.all_to_all_single, rows.view(-1), x.view(-1))
+        adding = _AddingRows(work, rows, x, result)
+        if work is not None:
+            return adding
+        adding.add()
+        return None
 
     def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         mine = torch.split(x, sizes)[dist.get_rank(self.process_group)]
         if x.device.type == "cpu" or len(set(sizes)) > 1:
             return self._exchange_rows(x, sizes, mine)
         # NCCL works in place where the result is the rank's own chunk.
-        return _reduce_scatter_single(
-            _real(mine), _real(x), group=self.process_group, async_op=True
-        )  # type: ignore[no-any-return]
+        return self._start(_reduce_scatter_single, _real(mine), _real(x))  # type: ignore[no-any-return]
 
     def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
         # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding
@@ -131,9 +189,7 @@ class ProcessGroupTransport:
             self._exchanges.popleft().wait()
         size = result.numel()
         rows = x.new_empty(len(sizes), size)
-        work = dist.all_to_all_single(
-            rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True
-        )
+        work = self._start(dist.all_to_all_single, rows.view(-1), x, [size] * len(sizes), sizes)
         self._exchanges.append(_AddingRows(work, rows, x, result))
         return self._exchanges[-1]
 
@@ -143,9 +199,9 @@ class ProcessGroupTransport:
         # everyone's broadcast.
         if x.device.type != "cpu" and len(set(sizes)) == 1:
             mine = chunks[dist.get_rank(self.process_group)]
-            return _all_gather_single(x, mine, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+            return self._start(_all_gather_single, x, mine)  # type: ignore[no-any-return]
         works = [
-            dist.broadcast(chunk, group=self.process_group, group_src=index, async_op=True)
+            self._start(dist.broadcast, chunk, group_src=index)
             for index, chunk in enumerate(chunks)
             if chunk.numel()
         ]
@@ -153,11 +209,11 @@ class ProcessGroupTransport:
 
     def all_to_all(
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
-    ) -> None:
-        dist.all_to_all_single(result, x, receive_sizes, send_sizes, group=self.process_group)
+    ) -> Work | None:
+        return self._run(dist.all_to_all_single, result, x, receive_sizes, send_sizes)
 
-    def broadcast_(self, x: Tensor, src_index: int) -> None:
-        dist.broadcast(x, group=self.process_group, group_src=src_index)
+    def broadcast_(self, x: Tensor, src_index: int) -> Work | None:
+        return self._run(dist.broadcast, x, group_src=src_index)
 
     def send(self, x: Tensor, dst_index: int) -> None:
         dist.send(x, group=self.process_group, group_dst=dst_index)
@@ -165,10 +221,10 @@ class ProcessGroupTransport:
     def receive_(self, x: Tensor, src_index: int) -> None:
         dist.recv(x, group=self.process_group, group_src=src_index)
 
-    def barrier(self) -> None:
+    def barrier(self) -> Work | None:
         # NCCL's is a collective on a GPU, and guesses which one if it is not told.
         device_ids = [self._device.index] if self._device.type == "cuda" else None
-        dist.barrier(group=self.process_group, device_ids=device_ids)
+        return self._run(dist.barrier, device_ids=device_ids)
 
 
 def _real(x: Tensor) -> Tensor:
@@ -181,27 +237,35 @@ def _real(x: Tensor) -> Tensor:
 class _AddingRows:
     """Adds the rows that came from all members once they are there. Until then it keeps the tensor
     that is being sent alive.
+
+    ``parts``: what has to be complete before.
     """
 
     def __init__(self, work: Any, rows: Tensor, sent: Tensor, result: Tensor) -> None:
-        self._under_way: tuple[Any, Tensor, Tensor, Tensor] | None = (work, rows, sent, result)
+        self.parts = (work,)
+        self._under_way: tuple[Tensor, Tensor, Tensor] | None = (rows, sent, result)
 
     def wait(self) -> None:
         if self._under_way is not None:
-            work, rows, _, result = self._under_way
-            work.wait()
-            torch.sum(rows, 0, dtype=result.dtype, out=result)
-            self._under_way = None
+            self.parts[0].wait()
+            self.add()
+
+    def add(self) -> None:
+        """Add what has come."""
+        assert self._under_way is not None
+        rows, _, result = self._under_way
+        torch.sum(rows, 0, dtype=result.dtype, out=result)
+        self.parts, self._under_way = (), None
 
 
 class _All:
-    """Several collectives under way."""
+    """Several collectives under way: ``parts``."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.parts:
             work.wait()
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from shardwright.runtime.errors import DistributedError, ShardwrightError
+from shardwright.runtime.ranks.late import Failure
 from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout_s
 
 Answer = TypeVar("Answer")
@@ -25,6 +26,9 @@ _SETTLE_S = 1.0
 """How long a process that has closed its connections may take to be gone."""
 _MANY_RANKS, _MANY_WORDS = 64, 4
 """The most ranks that the store is asked about, and the most about which something is said."""
+
+_ANY_FAILED = "failed"
+"""The key that is there once any rank has failed."""
 
 State = Literal["runs", "is stopped", "is gone"]
 
@@ -96,9 +100,27 @@ class Roll:
         if 0 < len(unknown) <= _MANY_RANKS:
             self._known |= answered(lambda: self._read(unknown), Wait(_ASKING), self._rank)
 
-    def say_failed(self, text: str) -> None:
+    def say_failed(self, failure: Failure) -> None:
         """Tell other ranks, which will miss this one, why it fails."""
-        self._quickly(lambda: self._store.set(f"failed{self._rank}", text))
+        text = json.dumps([failure.text, dict(failure.calls), failure.is_over])
+
+        def say() -> None:
+            self._store.set(f"failed{self._rank}", text)
+            self._store.set(_ANY_FAILED, "")
+
+        self._quickly(say)
+
+    def failures(self, ranks: Sequence[int]) -> dict[int, Failure]:
+        """The ranks that have failed, as far as the store tells."""
+        return self._quickly(lambda: self._failed(ranks)) or {}
+
+    def say_waiting(self, group: str, number: int) -> None:
+        """Tell others that this rank is in a collective: the ``number``-th of a group."""
+        self._quickly(lambda: self._store.set(f"waits{self._rank}", json.dumps([group, number])))
+
+    def waiting(self, ranks: Sequence[int], group: str, number: int) -> set[int]:
+        """The ranks that have said so of the same collective."""
+        return self._quickly(lambda: self._waiting(ranks, [group, number])) or set()
 
     def states(self, ranks: Sequence[int]) -> str:
         """How other ranks are, in words: those first that are gone, stopped, or have failed
@@ -107,7 +129,11 @@ class Roll:
         others = [rank for rank in ranks if rank != self._rank]
         deadline = time.monotonic() + _SETTLE_S
         while True:
-            notes: dict[int, str] = self._quickly(lambda: self._failed(others)) or {}
+            notes = {
+                rank: failure.text
+                for rank, failure in self.failures(others).items()
+                if not failure.is_over
+            }
             words = {rank: described(rank, self._process(rank)) for rank in others}
             blamed = [
                 rank
@@ -132,9 +158,15 @@ class Roll:
         there = [rank for rank in ranks if self._store.check([str(rank)])]
         return {rank: Process.from_json(json.loads(self._store.get(str(rank)))) for rank in there}
 
-    def _failed(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _failed(self, ranks: Sequence[int]) -> dict[int, Failure]:
+        if not self._store.check([_ANY_FAILED]):  # one question where all is well
+            return {}
         there = [rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"failed{rank}"])]
-        return {rank: self._store.get(f"failed{rank}").decode() for rank in there}
+        return {rank: Failure(*json.loads(self._store.get(f"failed{rank}"))) for rank in there}
+
+    def _waiting(self, ranks: Sequence[int], where: list[str | int]) -> set[int]:
+        told = {rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"waits{rank}"])}
+        return {rank for rank in told if json.loads(self._store.get(f"waits{rank}")) == where}
 
     def _quickly(self, question: Callable[[], Answer]) -> Answer | None:
         """The store's answer, ``None`` if it has none: it may be as gone as the rank that is

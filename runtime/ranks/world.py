@@ -24,8 +24,10 @@ from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.communicator import Communicator, Transport
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
+from shardwright.runtime.ranks.failing import FailingCalls
 from shardwright.runtime.ranks.failures import collective_failed, concerning
 from shardwright.runtime.ranks.hub import in_words
+from shardwright.runtime.ranks.late import Failure, key_of
 from shardwright.runtime.ranks.messages import Messages, MessageTransport
 from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
 from shardwright.runtime.ranks.processes import Roll, answered
@@ -114,6 +116,12 @@ class World(ABC):
         """Around work that takes its time, for worlds whose ranks would be given up meanwhile."""
         return nullcontext()
 
+    def telling_errors(self) -> AbstractContextManager[None]:
+        """Around a call of a module: whoever misses this rank is told the error with which the call
+        ends.
+        """
+        return nullcontext()
+
     def exchange(self) -> Exchange:
         """How the ranks agree on what they did, however long it took. Collective at first use."""
         return WorldExchange(self)
@@ -193,6 +201,7 @@ class DistributedWorld(World):
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
         self._roll = Roll(dist.distributed_c10d._get_default_store(), self.rank)
         self._exchange: StoreExchange | None = None
+        self._failing = FailingCalls(self._roll, self.rank, self._calls)
         if on_cuda:
             self._claim_gpu()
 
@@ -221,7 +230,9 @@ class DistributedWorld(World):
             return None
         assert isinstance(process_group, dist.ProcessGroup)
         self._roll.learn(ranks)
-        transport = ProcessGroupTransport(process_group, self.device, lambda: self._states(ranks))
+        transport = ProcessGroupTransport(
+            process_group, self.device, self.rank, ranks, self._roll, lambda: self._states(ranks)
+        )
         if self.device.type == "cuda":  # see [Note: Communicators are made at once]
             transport.all_reduce_(torch.zeros(1, device=self.device), "sum")
         return transport
@@ -277,10 +288,26 @@ class DistributedWorld(World):
     def _states(self, ranks: Sequence[int]) -> str:
         """How other ranks are, now that something has failed here; they are told of it."""
         found = self._roll.states(ranks)
-        self._roll.say_failed(
-            f"it missed {in_words([rank for rank in ranks if rank != self.rank])}"
-        )
+        missed = in_words([rank for rank in ranks if rank != self.rank])
+        self._roll.say_failed(Failure(f"it missed {missed}", self._calls()))
         return found
+
+    def _calls(self) -> dict[str, int]:
+        """How many collectives of each group this rank has begun; nothing with NCCL, where no host
+        waits for them.
+        """
+        if self.device.type != "cpu":
+            return {}
+        transports = self._transports.items()
+        return {
+            key_of(ranks): found.num_calls
+            for ranks, found in transports
+            if isinstance(found, ProcessGroupTransport)
+        }
+
+    def telling_errors(self) -> AbstractContextManager[None]:
+        """See :meth:`World.telling_errors`."""
+        return self._failing
 
     def exchange(self) -> Exchange:
         """See :meth:`World.exchange`: through the store, as ranks may write for longer than a

@@ -9,8 +9,10 @@ where any other exception comes out: that is a defect, and so is a call that tak
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
 import random
+import tempfile
 import time
 import traceback
 import warnings
@@ -204,6 +206,33 @@ class Counts:
         return "\n".join(rows)
 
 
+def run(
+    *groups: str,
+    names: Sequence[str] = (),
+    share: float = 1.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Counts:
+    """:func:`try_all` of the targets of these groups, or of all; with ``names`` of these functions
+    alone.
+
+    It runs in a temporary folder: calls with names like ``nope`` in the place of a path make files
+    where they run.
+    """
+
+    def on_rank(rank: int) -> Counts:
+        targets = [
+            target
+            for target in targets_of(Path(folder) / "made", *groups)
+            if not names or target.name in names
+        ]
+        return try_all(targets, VALUES, share, tell)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        (Path(folder) / "made").mkdir()
+        (counts,) = shardwright.run_ranks(1, on_rank, timeout_s=86400)
+    return counts
+
+
 def attempt(
     counts: Counts, target: Target, argument: str, value: str, call: Callable[[], Any]
 ) -> None:
@@ -279,10 +308,7 @@ def calls_of(target: Target, values: Mapping[str, Callable[[], Any]]) -> Iterato
     unknown ones.
     """
     if target.function.__module__ != __name__:
-        hows = ("none", "unknown") if target.name == "Mesh" else ("none", "unknown", "too many")
-        yield from (
-            ("", how) for how in hows
-        )  # Mesh is made too often to count its arguments: Python's own words stand
+        yield from (("", how) for how in ("none", "unknown", "too many"))
     calls = ((argument, value) for argument in target.arguments for value in values)
     yield from (call for call in calls if call not in OWN)
 
@@ -291,6 +317,7 @@ OWN = {
     ("pas_policy", "nn.Linear"),
     ("policy", "nn.Linear"),
     ("scale_fn", "Linear"),
+    ("where", "Linear"),
     ("optimizer_fn", "Linear"),
     ("rename", "int"),
 }

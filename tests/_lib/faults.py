@@ -110,6 +110,23 @@ class Net(nn.Module):
 ARGUMENTS = {"x": torch.ones(4, 8)}
 
 
+class Mending(nn.Module):
+    """Mends what overflows in its second half, so that a check of numbers comes after a
+    collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.net.down(self.net.up(x).relu())
+        x = self.net.up2(x)
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1e3, 1e3)
+        return self.net.down2(x.relu()).square().mean()
+
+
 def compiled(folder: Path, job: Job) -> str:
     """Compile what the ranks train."""
     config = shardwright.ComputeConfig(**job.config)
@@ -141,6 +158,7 @@ def run(
         **os.environ,
         "SHARDWRIGHT_TIMEOUT_S": str(timeout_s),
         "SHARDWRIGHT_NOTICE_S": "1",
+        "SHARDWRIGHT_COLLECTIVE_NOTICE_S": "2",
     }
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
@@ -232,6 +250,55 @@ def _train(module: Any, folder: Path, job: Job, around: Callable[[int], Any]) ->
             optimizer.step()
             if job.saves:
                 shardwright.save_checkpoint(folder / "checkpoints", module, optimizer, step=step)
+
+
+def _call_guarded(
+    folder: Path, job: Job, is_broken: bool, goes_on: Callable[[], object] = lambda: None
+) -> None:
+    """Call a module whose check of numbers fails where it is broken; then go on with the next
+    call.
+    """
+    config = shardwright.ComputeConfig(**job.config)
+    torch.manual_seed(0)
+    module = shardwright.parallelize(
+        Mending(), ARGUMENTS, job.policy, config, gen_savedir=folder, reuse="moo"
+    )
+    module(**ARGUMENTS)
+    weight = module.net.up2.weight
+    good = weight.detach().clone()
+    if is_broken:
+        weight.data[0] = torch.nan
+        try:
+            module(**ARGUMENTS)
+        except shardwright.InputError:
+            weight.data.copy_(good)
+            goes_on()
+        else:
+            raise AssertionError("the check did not fail")
+    module(**ARGUMENTS)
+
+
+def check_fails_on_rank_1(folder: Path, job: Job, fault: Fault | None) -> None:
+    """The victim, if there is one, does not go on."""
+    _call_guarded(
+        folder,
+        job,
+        dist.get_rank() == 1,
+        (lambda: time.sleep(DEADLINE_S)) if fault else lambda: None,
+    )
+
+
+def check_fails_on_all_ranks(folder: Path, job: Job, fault: Fault | None) -> None:
+    _call_guarded(folder, job, True)
+
+
+def comes_late(folder: Path, job: Job, fault: Fault | None) -> None:
+    """Rank 1 comes some seconds late to its second call."""
+    module = shardwright.load_class(next(folder.rglob("manifest.json")).parent)()
+    module(**ARGUMENTS)
+    if dist.get_rank() == 1:
+        time.sleep(6)
+    module(**ARGUMENTS)
 
 
 def compile_and_train(folder: Path, job: Job, fault: Fault | None) -> None:

@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
 import bad_inputs
-
-from shardwright import run_ranks
 
 MOST_BYTES = 8 * 2**30
 """Address space of the run: a call that would fill the memory ends in an error of its own."""
@@ -39,21 +36,12 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-
-        def on_rank(rank: int) -> bad_inputs.Counts:
-            targets = bad_inputs.targets_of(folder, *arguments.groups)
-            chosen = [
-                target
-                for target in targets
-                if not arguments.names or target.name in arguments.names
-            ]
-            return bad_inputs.try_all(
-                chosen, bad_inputs.VALUES, arguments.share, lambda text: print(text, flush=True)
-            )
-
-        (counts,) = run_ranks(1, on_rank, timeout_s=3600)
+    counts = bad_inputs.run(
+        *arguments.groups,
+        names=arguments.names,
+        share=arguments.share,
+        tell=lambda text: print(text, flush=True),
+    )
     print(counts.table())
     print(f"{len(counts.troubles)} defects, {time.monotonic() - start:.0f} s")
     return 1 if counts.troubles else 0

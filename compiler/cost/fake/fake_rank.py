@@ -237,6 +237,8 @@ class _Silence:
 
     def barrier(self) -> None: ...
 
+    def finish(self, work: Work, what: Callable[[], str]) -> None: ...
+
     def peers(self) -> str:
         return ""
 

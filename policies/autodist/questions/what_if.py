@@ -34,7 +34,11 @@ def levers(request: Request) -> list[Choice]:
     of the others.
     """
     hardware, options, best = request.hardware, request.options, request.best
-    limit = options.memory_limit_gb or hardware.device.memory_bytes / GIGABYTE
+    limit = (
+        hardware.device.memory_bytes / GIGABYTE
+        if options.memory_limit_gb is None
+        else options.memory_limit_gb
+    )
     fixed = replace(request, options=_same_shape(request))
     variants = {
         "the same search on this mesh alone": fixed,

@@ -15,6 +15,7 @@ from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.errors import CheckpointError, FileError
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.waiting import Wait
 
 PLAN = ("tp", 2, 4)
 
@@ -107,7 +108,7 @@ def test_errors_surface(tmp_path, monkeypatch, when):
 
 def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
     """Where the directory is not shared, or a rank is gone, rank 0 gives up in words."""
-    monkeypatch.setattr(saving, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(saving, "Wait", lambda what, limit_s=0.2: Wait(what, limit_s))
 
     def rank():
         trainer = c.trainer("mlp", ("tp", 2, 2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from faults import Fault, Job
+from faults import DEADLINE_S, Fault, Job
 
 from shardwright.runtime.errors import CollectiveError
 from shardwright.runtime.ranks.communicator import Communicator
@@ -142,6 +142,67 @@ def test_an_error_of_one_rank_reaches_the_others_from_every_stage_of_a_compile(
         f"DistributedError: compiling Net failed on rank {victim}\n"
     )
     assert outcome.errors[1 - victim].endswith("ValueError: broken on purpose")
+
+
+NOBODY = Fault(9, "nowhere")
+CHECK = (
+    "rank 1 has failed: InputError: a number is infinite or no number where forward branches on "
+    "that"
+)
+
+
+@pytest.mark.slow
+def test_a_check_that_fails_on_one_rank_ends_the_others_soon(tmp_path):
+    """Long before the limit, though the rank lives on."""
+    outcome = faults.run(
+        tmp_path, TP, Fault(1, "stays"), timeout_s=DEADLINE_S, target="check_fails_on_rank_1"
+    )
+    assert not outcome.stuck
+    lines = outcome.errors[0].splitlines()
+    assert lines[0] == "CollectiveError: rank 0: all_reduce over tp with rank 1 failed"
+    assert (
+        lines[1].startswith("  where: next to 'net.")
+        and lines[2] == f"  why:   rank 1 will not come to it; {CHECK}"
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_go_on_after_an_error_that_others_did_not_have(tmp_path):
+    outcome = faults.run(tmp_path, TP, NOBODY, timeout_s=DEADLINE_S, target="check_fails_on_rank_1")
+    assert (
+        not outcome.stuck
+        and outcome.errors[0].endswith("in seconds")
+        and CHECK in outcome.errors[0]
+    )
+    lines = outcome.errors[1].splitlines()
+    assert (
+        lines[0] == "DistributedError: rank 1 cannot go on after an error that rank 0 did not have"
+    )
+    assert lines[1].endswith("; there: it missed rank 1")
+
+
+@pytest.mark.slow
+def test_ranks_go_on_after_an_error_that_all_had(tmp_path):
+    outcome = faults.run(
+        tmp_path, TP, NOBODY, timeout_s=DEADLINE_S, target="check_fails_on_all_ranks"
+    )
+    assert not outcome.stuck and outcome.errors == {0: "", 1: ""}
+
+
+@pytest.mark.slow
+def test_a_collective_that_takes_long_is_told_of_once(tmp_path):
+    faults.compiled(tmp_path, TP)
+    outcome = faults.run(tmp_path, TP, NOBODY, target="comes_late")
+    assert outcome.errors == {0: "", 1: ""}
+    (said,) = [text for text in outcome.said[0] if "all_reduce" in text]
+    assert said.startswith(
+        "rank 0 waits in all_reduce over tp with rank 1, next to 'down.bias', gencode0.py:"
+    )
+    assert (
+        "= all_reduce(down, tp, " in said
+        and "s so far; rank 1 has not come to it: rank 1 (process " in said
+    )
+    assert said.endswith(" runs") and not any("all_reduce" in text for text in outcome.said[1])
 
 
 @pytest.mark.slow

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import bad_inputs
 import pytest
+import torch
 
-from shardwright import ArgumentError
+from shardwright import ArgumentError, ComputeConfig, Mesh
+from shardwright.compiler.ops.prover import prove
 from shardwright.compiler.schedule.files import from_csv
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import ConfigError, PlanError
 
 
 def test_some_bad_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +86,21 @@ def test_more_ranks_than_there_are(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert run.returncode == 1 and "plan_ngpus is a whole number of at most 1,048,576" in run.stderr
+
+
+def test_numbers_beyond_all_use() -> None:
+    """They would not end, or end in the words of torch."""
+    x = torch.ones(4, dtype=torch.float64)
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+    with pytest.raises(ArgumentError, match="argument 'seed' is a whole number from 0 to"):
+        prove(torch.relu, (x,), seed=10**30)
+    for name in ("steps", "num_samples"):
+        with pytest.raises(
+            ConfigError, match=f"{name}=1000000000000000000000000000000 is too many to compare"
+        ):
+            verify(torch.nn.ReLU(), {"input": x}, "dp", config, **{name: 10**30})
+
+
+def test_too_many_arguments_of_a_mesh() -> None:
+    with pytest.raises(ArgumentError, match="Mesh: too many positional arguments"):
+        Mesh((("tp", 2),), 3)  # type: ignore[call-arg]

@@ -46,7 +46,7 @@ from shardwright.frontend.verification.trained_ranks import Samples, train_plan
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, brief
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
 
@@ -152,6 +152,10 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+MOST_STEPS = 10_000
+"""The most steps, and samples of a step, that are compared: all samples are made beforehand."""
+
+
 @checked
 def verify(
     model: nn.Module,
@@ -184,6 +188,12 @@ def verify(
             f"there is nothing to compare of {num_samples} samples",
             hint="compare at least one in a step",
         )
+    for name, number in (("steps", steps), ("num_samples", num_samples or 1)):
+        if number > MOST_STEPS:
+            raise ConfigError(
+                f"{name}={brief(number)} is too many to compare",
+                hint=f"compare at most {MOST_STEPS:,}",
+            )
     config = ComputeConfig.of(config)
     model = model_in_float64(model)
     dummy_args = in_float64(dummy_args)

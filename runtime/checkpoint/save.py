@@ -234,10 +234,11 @@ class CheckpointSave:
                 silences[rank].heard(_last_sign(self.folder / _alive_file(rank)))
             silent = [rank for rank in sorted(waiting) if not silences[rank].passed(pause_s)]
             if silent:
+                limit_s = silences[silent[0]].limit_s
                 raise CheckpointError(
                     f"{self.folder} is incomplete",
-                    why=f"for {wait.waited_s:.0f} s there was no sign of life of ranks {silent}, "
-                    "whose parts are missing",
+                    why=f"for {limit_s:g} s there was no sign of life of ranks {silent}, whose "
+                    "parts are missing",
                     hint="see whether their processes have ended; the directory must be on a file "
                     "system that all ranks share; " + LIMIT_HINT,
                 )

@@ -62,6 +62,7 @@ from shardwright.runtime.module.extra_state import (
     check_holds_wholes,
     extra_state,
 )
+from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
 from shardwright.runtime.module.scope import Place, place
 from shardwright.runtime.module.weights import WeightFiles
@@ -127,6 +128,7 @@ class ParallelModule(CompiledModule):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         watch_clipping()
+        watch_initialising()
         watch_steps()
         watch_wrappers()
         world = current_world()
@@ -332,6 +334,23 @@ class ParallelModule(CompiledModule):
             except TypeError as error:
                 check_call(self.forward, args, kwargs, error)
                 raise
+            except RuntimeError:
+                self._check_shapes()
+                raise
+
+    def _check_shapes(self) -> None:
+        """Refuse parameters of other shapes than those of this rank's pieces, after a call has
+        failed.
+        """
+        for declaration in self._declarations.values():
+            ranks, found = self.ranks_of(declaration), tuple(self.weights(declaration.name).shape)
+            expected = declaration.layout.local_shape(ranks.mesh, ranks.coords)
+            if found != tuple(expected):
+                raise UsageError(
+                    f"{declaration.name!r} of {type(self).__name__} has the shape {list(found)}",
+                    why=f"this rank's piece of it is {list(expected)}, of {declaration.layout}",
+                    hint="give whole tensors to load_merged_state_dict, or load_checkpoint",
+                )
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(self._device.type):

@@ -66,6 +66,25 @@ class Scope(nn.Module):
             hint="trace the original module; torch.compile takes the parallel one",
         )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` asks a module for. Refused."""
+        raise UsageError(
+            f"{self._title()} cannot be compiled by torch.jit.script",
+            why="TorchScript has no form for the checks, the random numbers and the "
+            "communication of its program",
+            hint="script the original module; torch.compile takes the parallel one",
+        )
+
+    def apply(self, fn: Any) -> Any:
+        """Refused: functions for this look for layers by their classes, and here are none."""
+        raise UsageError(
+            f"{self._title()} has no layers that apply() could find",
+            why="its submodules only hold parameters; a function that looks for nn.Linear would "
+            "do nothing, silently",
+            hint="original.apply(fn) before parallelize; for values afterwards load_state_dict or "
+            "load_merged_state_dict",
+        )
+
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Refused where nobody would call the hook."""
         self._check_called("a forward pre-hook")

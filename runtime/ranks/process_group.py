@@ -119,7 +119,7 @@ class ProcessGroupTransport:
         if not isinstance(work, dist.Work) or self._device.type != "cpu":
             work.wait()
 
-    def _await(self, work: dist.Work, number: int, what: Callable[[], str]) -> None:
+    def _await(self, work: Any, number: int, what: Callable[[], str]) -> None:
         """Wait for a collective of gloo, and look how the others are while nothing comes."""
         late = None
         while True:
@@ -144,7 +144,7 @@ class ProcessGroupTransport:
         if (
             self._device.type == "cpu" and not torch.compiler.is_compiling()
         ):  # which follows what is not asynchronous
-            return self._start(collective, *args, **kwargs)
+            return self._start(collective, *args, **kwargs)  # type: ignore[no-any-return]
         collective(*args, group=self.process_group, **kwargs)
         return None
 
@@ -242,7 +242,7 @@ class _AddingRows:
     """
 
     def __init__(self, work: Any, rows: Tensor, sent: Tensor, result: Tensor) -> None:
-        self.parts = (work,)
+        self.parts: tuple[Any, ...] = (work,)
         self._under_way: tuple[Tensor, Tensor, Tensor] | None = (rows, sent, result)
 
     def wait(self) -> None:

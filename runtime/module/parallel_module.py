@@ -40,7 +40,13 @@ from torch import Tensor, nn
 
 from shardwright.runtime.arguments import check_call, checked_late
 from shardwright.runtime.autocast import as_compiled
-from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
+from shardwright.runtime.errors import (
+    DistributedError,
+    InputError,
+    ShardwrightError,
+    UsageError,
+    format_error,
+)
 from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.layout import ZERO, Cut, Layout
@@ -331,6 +337,8 @@ class ParallelModule(CompiledModule):
         with self.ranks.world.telling_errors():
             try:
                 return self._call(*args, **kwargs)
+            except ShardwrightError:
+                raise
             except TypeError as error:
                 check_call(self.forward, args, kwargs, error)
                 raise

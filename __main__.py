@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from shardwright.runtime.cli import COMMANDS
-from shardwright.runtime.cli import main as run_without_compiler
+from shardwright.runtime.commands import answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code. The compiler is imported for those that need it."""
+    """Run one command and return the exit code. Torch and the compiler are imported for those that
+    need them.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] and given[0] in COMMANDS:
-        return run_without_compiler(given)
+    if len(given) == 1 and given[0] in ("-h", "--help", "--version"):
+        answer(given[0])
+    from shardwright.runtime import cli
+
+    if given[:1] and given[0] in cli.COMMANDS:
+        return cli.main(given)
     from shardwright.frontend.cli.main import main as run
 
     return run(given)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -142,6 +142,11 @@ class _Labelling:
     cut: _Cut = field(default_factory=_Cut)
     labels: dict[str, _Label] = field(default_factory=dict)
 
+    @cached_property
+    def outputs(self) -> frozenset[str]:
+        """The names of the values that the graph returns."""
+        return frozenset(value.name for value in self.graph.outputs)
+
     def solve(self) -> dict[str, Strategy]:
         """The strategies of these operators in the cheapest labelling."""
         for op in self.graph.ops:
@@ -187,7 +192,7 @@ class _Labelling:
         asked = [self._asked(op, position) for op, position in uses]
         pieces = {form for form in asked if isinstance(form, str)}
         labels = [form for form in asked if not isinstance(form, str)]
-        if value in self.graph.outputs:
+        if value.name in self.outputs:
             labels.append(_LABELS["R"])
         if value.kind is ValueKind.PARAMETER and pieces and not labels:
             return  # stored as its pieces

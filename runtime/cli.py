@@ -12,6 +12,7 @@ from pathlib import Path
 from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.merge_files import merge_checkpoint
+from shardwright.runtime.commands import HELP
 from shardwright.runtime.errors import ConfigError, ShardwrightError
 
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (add_arguments, run, text) in COMMANDS.items():
         command = commands.add_parser(
             name,
-            help=text.splitlines()[0].rstrip("."),
+            help=HELP[name],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -11,11 +11,12 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.ir.op import IROp, once
+from shardwright.compiler.ir.op import Arg, IROp, map_leaves, once
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
@@ -123,12 +124,12 @@ def signature(op: IROp) -> Hashable:
 def _described(op: IROp) -> tuple[str, ...]:
     """The arguments without the names of values."""
 
-    def leaf(arg: object) -> object:
+    def leaf(arg: Arg) -> Any:
         if not isinstance(arg, IRValue):
             return arg
         return tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient
 
-    arguments = op.map_args(leaf).args
+    arguments = ((name, map_leaves(value, leaf)) for name, value in op.args)
     return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))
 
 

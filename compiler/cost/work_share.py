@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.device import Device
-from shardwright.compiler.cost.time.arithmetic import arithmetic_s
+from shardwright.compiler.cost.time.arithmetic import arithmetic_s, may_multiply
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.pipeline import PipelineProgram
@@ -91,7 +91,7 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
     for stage in programs:
         mesh = stage.plan.mesh
         for op, assignment in _calls(stage):
-            operations = _operations(op, {}, mesh)
+            operations = _operations(op, {}, mesh) if may_multiply(op) else 0.0
             if not operations:
                 continue
             copies = mesh.size / _num_pieces(op, assignment, mesh, operations)

@@ -14,11 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
-import shardwright
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
@@ -29,6 +27,7 @@ from shardwright.frontend.files.module_files import Generated, Order, generate
 from shardwright.frontend.report.plan_tables import show_directory
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime import cli as runtime_cli
+from shardwright.runtime.commands import HELP, main_parser
 from shardwright.runtime.config import ReuseType
 from shardwright.runtime.errors import ShardwrightError, did_you_mean, format_error
 from shardwright.runtime.manifest import Manifest, accept
@@ -82,12 +81,7 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace | None:
 
 def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
     """The parser, and the names of the commands."""
-    parser = argparse.ArgumentParser(
-        prog="shardwright", description="Compile an ordinary PyTorch module for many devices."
-    )
-    versions = f"shardwright {shardwright.__version__} (torch {torch.__version__})"
-    parser.add_argument("--version", action="version", version=versions)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser, commands = main_parser()
     others = {
         **cli_search.COMMANDS,
         **cli_plans.COMMANDS,
@@ -98,7 +92,7 @@ def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
     for name, (add_arguments, run, text) in every.items():
         command = commands.add_parser(
             name,
-            help=text.splitlines()[0].rstrip("."),
+            help=HELP[name],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

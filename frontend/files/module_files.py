@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwright import __version__
+from shardwright.compiler.collector import only_new_objects
 from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.serialize import digest
@@ -88,6 +89,11 @@ def generate(order: Order) -> Generated:
     Raises :class:`ConfigError` if ``reuse`` is MATCH and the directory holds something else, and
     whatever the compile raises; the directory is then as it was.
     """
+    with only_new_objects():
+        return _generated(order)
+
+
+def _generated(order: Order) -> Generated:
     manager = pass_manager(dump=order.dump)
     module = order.source.make()
     with in_dtype(module, order.module_dtype):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from shardwright.compiler.collector import only_new_objects
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.passes.recompute_regions import mark_recompute
@@ -24,7 +25,6 @@ from shardwright.policies.autodist.candidates.words import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.search.batches import BATCH, own_batch
-from shardwright.policies.autodist.search.collector import only_new_objects
 from shardwright.policies.autodist.search.placer import Placer, Pricings, constraints_on
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.variants import Variant, Variants

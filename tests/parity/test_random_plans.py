@@ -60,7 +60,9 @@ def quiet():
         yield
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize(
+    "block", [*range(6), *(pytest.param(block, marks=pytest.mark.slow) for block in range(6, 20))]
+)
 def test_random_plans(block: int, tmp_path: Path) -> None:
     for seed in range(block * PLANS_PER_TEST, (block + 1) * PLANS_PER_TEST):
         check_random_plan(MODELS[seed % len(MODELS)], seed, tmp_path)

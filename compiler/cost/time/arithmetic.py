@@ -12,7 +12,7 @@ import torch
 
 from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, estimated_size
 from shardwright.compiler.cost.machine.hardware import Device
-from shardwright.compiler.ir.op import leaves
+from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ops.rule import TensorRefs
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {
@@ -65,6 +65,19 @@ class _Product:
         if left:
             return device.matmul_s(self.m, self.k, self.n, dtype, self.batch)
         return device.matmul_s(self.k, self.n, self.m, dtype, self.batch)
+
+
+def may_multiply(op: IROp) -> bool:
+    """Whether an operator may have products: most have none, which can be told without their
+    sizes.
+    """
+    known = (
+        op.target == ATTENTION
+        or op.target in RECURRENT
+        or op.target in CONVOLUTIONS
+        or op.target in PRODUCTS
+    )
+    return known or "." in op.target  # an operator of one's own
 
 
 def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -37,8 +38,13 @@ class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             if func in _LIFTS and self.lift is not None and type(args[0]) is torch.Tensor:
                 return self.lift(args[0])
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return _DISPATCH(self, func, types, args, kwargs)
 
+
+_DISPATCH = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+"""Without the wrapper that keeps ``torch.compile`` out of it, which nobody runs here: it costs a
+tenth of a trace.
+"""
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -158,10 +164,12 @@ def note_caches() -> None:
     hides them.
     """
     for found in gc.get_referrers(_CachedFunction):  # all instances refer to their type
-        if type(found) is _CachedFunction:
+        # This package's own caches are large, and keep layouts, rules and the like: never a tensor.
+        if type(found) is _CachedFunction and not str(found.__module__).startswith(_OWN):
             _counts_without_fakes.setdefault(found, None)
 
 
+_OWN = f"{__name__.partition('.')[0]}."
 _CachedFunction = functools._lru_cache_wrapper
 _counts_without_fakes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Of every cached function known, its ``cache_info`` when it kept no fakes: as long as nobody calls

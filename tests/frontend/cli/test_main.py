@@ -12,11 +12,17 @@ import torch
 from api_jobs import X, config, net
 
 import shardwright
+from shardwright.frontend.calibrate import command as calibrate_command
+from shardwright.frontend.cli import main as cli
+from shardwright.frontend.cli import plans as cli_plans
+from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.cli.targets import load_model, load_target, read_settings
 from shardwright.frontend.files import cache
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.verify import verify
+from shardwright.runtime import cli as runtime_cli
+from shardwright.runtime import commands
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.threads import run_ranks
 
@@ -433,13 +439,27 @@ def test_settings():
 
 
 def test_version_and_help_as_a_program():
-    shown = subprocess.run(
-        [sys.executable, "-m", "shardwright", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
+    """They import no torch, so that they answer at once."""
+    program = [sys.executable, "-X", "importtime", "-m", "shardwright"]
+    shown, listed = (
+        subprocess.run([*program, option], capture_output=True, text=True, check=True)
+        for option in ("--version", "--help")
     )
     assert shown.stdout == f"shardwright {shardwright.__version__} (torch {torch.__version__})\n"
+    assert all(
+        f"\n    {name} " in listed.stdout.replace("\n              ", " ") for name in commands.HELP
+    )
+    for run in (shown, listed):
+        assert "argparse" in run.stderr and "| torch\n" not in run.stderr
+
+
+def test_the_lines_of_help_are_those_of_the_commands():
+    of_plans = {**cli_search.COMMANDS, **cli_plans.COMMANDS}
+    every = {**cli._COMMANDS, **of_plans, **calibrate_command.COMMANDS, **runtime_cli.COMMANDS}
+    assert {
+        name: text.splitlines()[0].rstrip(".") for name, (_, _, text) in every.items()
+    } == commands.HELP
+    assert list(commands.HELP) == list(every)
 
 
 @pytest.mark.parametrize("command", ["compile", "verify", "inspect", "accept"])

@@ -26,8 +26,14 @@ class Small(nn.Module):
     ("policy", "fields"),
     [
         ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
-        ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 2, "use_end2end": True}),
-        ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}),
+        pytest.param(
+            "dp",
+            {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 2, "use_end2end": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}, marks=pytest.mark.slow
+        ),
         (
             "pp",
             {

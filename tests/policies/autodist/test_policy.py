@@ -80,8 +80,10 @@ def test_what_is_found_trains_like_one_device() -> None:
     "options",
     [
         {},
-        {"num_microbatches": 4, "num_stages": 2},
-        {"num_microbatches": 4, "recompute": ["layers.0"]},
+        *(
+            pytest.param({"num_microbatches": 4, **more}, marks=pytest.mark.slow)
+            for more in ({"num_stages": 2}, {"recompute": ["layers.0"]})
+        ),
     ],
 )
 def test_what_only_outputs_that_are_dropped_need_is_in_no_plan(options: dict[str, Any]) -> None:
@@ -110,7 +112,7 @@ def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[s
     check(name, num_ranks, **options)
 
 
-@pytest.mark.parametrize("update_freq", [1, 3])
+@pytest.mark.parametrize("update_freq", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
     """Adding to the gradients of earlier microbatches included."""
     graph = plans.zoo_traced("gpt2")

@@ -24,10 +24,11 @@ from shardwright.runtime.ranks.world import current_world
 @pytest.mark.parametrize(
     ("num_ranks", "asynchronous", "zero"),
     [
-        (1, False, 0),
         (2, False, 0),
-        (2, True, 0),
-        *(pytest.param(2, *case, marks=pytest.mark.slow) for case in ((False, 1), (True, 2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, False, 0), (2, True, 0), (2, False, 1), (2, True, 2))
+        ),
     ],
 )
 def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):

@@ -90,7 +90,7 @@ def quiet():
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 15))]
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 15))]
 )
 def test_round_trip(seed, tmp_path):
     check_round_trip(MODELS[seed % len(MODELS)], seed, tmp_path)

@@ -90,8 +90,14 @@ Overlap = Callable[..., dict[str, Any]]
 HIDDEN = "what passes may hide of sums and gatherings beside them is taken off"
 
 
-@pytest.mark.parametrize("overlap", [reducer, optimizer, both])
-@pytest.mark.parametrize("bytes_per_s", [1e3, 1e4, 1e5])
+@pytest.mark.parametrize(
+    ("bytes_per_s", "overlap"),
+    [
+        pytest.param(rate, kind, marks=() if i == k else pytest.mark.slow)
+        for i, rate in enumerate((1e3, 1e4, 1e5))
+        for k, kind in enumerate((reducer, optimizer, both))
+    ],
+)
 def test_one_position_hides_no_more_than_its_passes(overlap: Overlap, bytes_per_s: float) -> None:
     beside, proof = searched(2, bytes_per_s, overlap(beside=True))
     after, exact = searched(2, bytes_per_s, overlap(beside=False))
@@ -100,8 +106,14 @@ def test_one_position_hides_no_more_than_its_passes(overlap: Overlap, bytes_per_
     assert HIDDEN in proof and HIDDEN not in exact
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("overlap", [reducer, optimizer])
+@pytest.mark.parametrize(
+    ("overlap", "chunks"),
+    [
+        (reducer, 1),
+        (optimizer, 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((reducer, 4), (optimizer, 1))),
+    ],
+)
 def test_a_pipeline_hides_sums_only_where_positions_have_several_stages(
     overlap: Overlap, chunks: int
 ) -> None:

@@ -47,7 +47,9 @@ def test_positions_share_nodes_where_messages_cost_more_than_gradients() -> None
     assert found.best.predicted_s == pytest.approx(found.best.step_s, rel=2e-3)
 
 
-@pytest.mark.parametrize(("rows", "often"), [(4, "dp"), (256, "tp")])
+@pytest.mark.parametrize(
+    ("rows", "often"), [(4, "dp"), pytest.param(256, "tp", marks=pytest.mark.slow)]
+)
 def test_the_axis_that_sends_most_lies_on_the_fast_links(rows: int, often: str) -> None:
     """Gradients of ``dp`` are as large as the weights, what ``tp`` sends as the rows; wherever the
     fast links are.

@@ -1,5 +1,5 @@
-"""The garbage collector, which would look at a traced model and all of torch again and again while
-a search makes objects.
+"""The garbage collector, which would look at all of torch again and again while a compile makes
+objects.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+
+from shardwright.compiler.trace.context.fakes import note_caches
 
 
 @contextlib.contextmanager
@@ -17,6 +19,7 @@ def only_new_objects() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
+    note_caches()  # traces look for cached functions among the objects that the collector sees
     gc.freeze()
     try:
         yield

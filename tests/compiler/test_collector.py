@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwright.policies.autodist.search.collector import only_new_objects
+from shardwright.compiler.collector import only_new_objects
 
 
 class Ring:

@@ -1,0 +1,51 @@
+"""The commands by name, with what each does: what ``shardwright --help`` and ``--version`` say
+without importing torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from shardwright import __version__
+
+HELP: Mapping[str, str] = {
+    "compile": "Compile a module offline: no GPU, no torchrun, no process group",
+    "verify": "Check a plan against one device, in this process",
+    "inspect": "Show the plan of a compiled module, and where it replicates",
+    "accept": "Accept edits of generated code",
+    "plan": "Search for the best plan for a machine",
+    "explain": "Say why the best plan looks as it does",
+    "simulate": "Predict the time and the memory of a plan",
+    "profile": (
+        "Measure the operators of a plan on this machine, one rank's calls, each different one once"
+    ),
+    "diff": "Show what differs between two plans",
+    "calibrate": "Measure this machine and write it as a hardware file",
+    "merge": "Merge a checkpoint into whole tensors under the original names",
+}
+"""One line for each command, in the order of ``--help``."""
+
+Commands = argparse._SubParsersAction  # the only name that argparse has for it
+
+
+def main_parser() -> tuple[argparse.ArgumentParser, Commands[argparse.ArgumentParser]]:
+    """The parser of the whole command line, and what commands are added to."""
+    parser = argparse.ArgumentParser(
+        prog="shardwright", description="Compile an ordinary PyTorch module for many devices."
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"shardwright {__version__} (torch {version('torch')})",
+    )
+    return parser, parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def answer(option: str) -> None:
+    """Print what ``--help`` or ``--version`` alone asks for, and exit."""
+    parser, commands = main_parser()
+    for name, line in HELP.items():
+        commands.add_parser(name, help=line)
+    parser.parse_args([option])

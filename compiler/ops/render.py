@@ -259,7 +259,7 @@ def names_bound(statements: Iterable[str]) -> set[str]:
     """The names that generated code reads what it imports by; of ``import a.b.c`` also the last
     one.
     """
-    words = (re.split(r"[ .]", statement) for statement in statements)
+    words = (re.split(r"[ .]", statement) for statement in set(statements))
     return {name for found in words for name in (found[1], found[-1])}
 
 

@@ -2,7 +2,8 @@
 with one device.
 
 Run it alone: ``python examples/demo.py``. It starts the two ranks itself, with torchrun and gloo on
-the CPU.
+the CPU. The files that it makes stay in ``.shardwright/demo`` for you to read. The next run
+replaces them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -29,6 +29,7 @@ import shardwright
 
 NUM_RANKS, NUM_STEPS, BATCH_SIZE, SEQ_LENGTH = 2, 20, 8, 64
 LEARNING_RATE = 3e-3
+FOLDER = Path(".shardwright", "demo")
 CONFIG = shardwright.ComputeConfig(plan_ngpus=NUM_RANKS, runtime_ngpus=NUM_RANKS)
 
 
@@ -47,12 +48,18 @@ def dummy_args() -> dict[str, torch.Tensor]:
     return {"tokens": torch.zeros(BATCH_SIZE, SEQ_LENGTH, dtype=torch.int64)}
 
 
-def compile_model(folder: str, load_module: bool) -> torch.nn.Module | None:
-    """Compile for tensor parallelism, or find that it was compiled before; load this rank's part if
-    asked to.
+def compile_model(reuse: str, load_module: bool) -> torch.nn.Module | None:
+    """Compile for tensor parallelism, or with ``reuse="match"`` find that it was compiled before;
+    load this rank's part if asked to.
     """
     return shardwright.parallelize(
-        make_model(), dummy_args(), "tp", CONFIG, gen_savedir=folder, load_module=load_module
+        make_model(),
+        dummy_args(),
+        "tp",
+        CONFIG,
+        gen_savedir=FOLDER,
+        reuse=reuse,
+        load_module=load_module,
     )
 
 
@@ -68,19 +75,19 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
     return losses
 
 
-def run_rank(folder: str) -> None:
+def run_rank() -> None:
     """What torchrun starts twice."""
     dist.init_process_group("gloo")
-    model = compile_model(folder, load_module=True)
+    model = compile_model("match", load_module=True)
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, CONFIG, lr=LEARNING_RATE)
     losses = train(model, optimizer)
     if dist.get_rank() == 0:
-        Path(folder, "losses.json").write_text(json.dumps(losses))
+        (FOLDER / "losses.json").write_text(json.dumps(losses))
     dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 
 
-def run_ranks(folder: str) -> list[float]:
+def run_ranks() -> list[float]:
     """Start the ranks and return the losses that they saw."""
     torchrun = [
         sys.executable,
@@ -90,11 +97,11 @@ def run_ranks(folder: str) -> list[float]:
         f"--nproc-per-node={NUM_RANKS}",
     ]
     subprocess.run(
-        [*torchrun, __file__, "--rank-in", folder],
+        [*torchrun, __file__, "--rank"],
         check=True,
         env={"OMP_NUM_THREADS": "1", **os.environ},
     )
-    losses: list[float] = json.loads(Path(folder, "losses.json").read_text())
+    losses: list[float] = json.loads((FOLDER / "losses.json").read_text())
     return losses
 
 
@@ -128,13 +135,11 @@ def report(console: Console, one: list[float], many: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rank-in", metavar="DIR", help="run as one rank of the job that compiled into DIR"
-    )
+    parser.add_argument("--rank", action="store_true", help="run as one rank of the job")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.rank_in:
-        return run_rank(arguments.rank_in)
+    if arguments.rank:
+        return run_rank()
 
     console = Console(soft_wrap=True)
     console.print(
@@ -144,28 +149,30 @@ def main() -> None:
             expand=False,
         )
     )
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        compile_model(folder, load_module=False)
-        files = sorted(Path(folder).rglob("gencode*.py"))
-        console.print(
-            f"Compiled in {time.perf_counter() - start:.1f} s into one source file per rank. "
-            f"A part of {files[0].name}:\n"
-        )
-        text, first_line = excerpt(files[0].read_text())
-        console.print(
-            Syntax(
-                text, "python", line_numbers=True, start_line=first_line, background_color="default"
-            )
-        )
+    start = time.perf_counter()
+    compile_model("override", load_module=False)
+    files = sorted(FOLDER.rglob("gencode*.py"))
+    console.print(
+        f"Compiled in {time.perf_counter() - start:.1f} s into one source file per rank. "
+        f"A part of {files[0].name}:\n"
+    )
+    text, first_line = excerpt(files[0].read_text())
+    console.print(
+        Syntax(text, "python", line_numbers=True, start_line=first_line, background_color="default")
+    )
 
-        console.print(
-            f"\nTraining {NUM_STEPS} steps on one device, then on {NUM_RANKS} ranks under "
-            "torchrun ...\n"
-        )
-        model = make_model()
-        one = train(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
-        report(console, one, run_ranks(folder))
+    console.print(
+        f"\nTraining {NUM_STEPS} steps on one device, then on {NUM_RANKS} ranks under "
+        "torchrun ...\n"
+    )
+    model = make_model()
+    one = train(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    report(console, one, run_ranks())
+
+    console.print("The files stay, for you to read (the next run replaces them):")
+    for path in (*files, files[0].with_name("plan.json")):
+        console.print(f"  {path}", highlight=False)
+    console.print()
 
     tools = os.path.relpath(Path(sys.executable).parent)
     console.print("Next:")

@@ -141,6 +141,9 @@ def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
         (tmp_path / name).write_text(block)
     torchrun(tmp_path, "train.py")
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
+    generated = next(tmp_path.rglob("gencode0.py")).read_text().replace("        ", "")
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert shown in generated
 
 
 @pytest.mark.slow

@@ -41,8 +41,13 @@ def torchrun(folder: Path, num_ranks: int, *command: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_demo_agrees_with_one_device(tmp_path: Path) -> None:
+def test_the_demo_agrees_with_one_device_and_leaves_its_files(tmp_path: Path) -> None:
     printed = run(tmp_path, str(EXAMPLES / "demo.py"))
+    for name in ("gencode0.py", "gencode1.py", "plan.json"):
+        (told,) = re.findall(rf"^  (\S+/{name})$", printed, re.MULTILINE)
+        (tmp_path / told).unlink()
+    printed = run(tmp_path, str(EXAMPLES / "demo.py"))
+    assert len(list(tmp_path.rglob("gencode*.py"))) == 2
     difference = re.search(r"largest difference over 20 steps: (\S+)", printed)
     assert difference and float(difference[1]) < 1e-12
     assert "def forward(self, tokens)" in printed and "all_reduce" in printed

@@ -70,6 +70,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
 def test_the_first_compile_of_getting_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import transformers
 import zoo
 
 import shardwright
+from shardwright.policies import registry
 from shardwright.runtime.ranks.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,12 +92,13 @@ def test_the_policies_of_the_guide(
     first, page = blocks("docs/getting-started.md")[0], "docs/custom-policies.md"
     policies = "\n".join(
         re.sub(
-            r"(my_policy|every_verb), (config|four)\)",
+            r"\"?(my_policy|every_verb|mine)\"?, (config|four|own)\)",
             r"\1, \2, load_module=False, instance_name='\1')",
             block,
         )
-        for block in blocks(page)[:2]
+        for block in blocks(page)
     )
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{policies}", "guide_policy")
     shown = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)[0]
     without_lines = re.sub(r"[a-z_]+\.py:\d+", "", capsys.readouterr().out)
@@ -107,6 +109,7 @@ def test_the_policies_of_the_guide(
         '"up.weight", "[256/tp, 64] G(dp)"' in sources["every_verb"]
         and '"up.bias", "[256]' in sources["every_verb"]
     )
+    assert '"up.bias", "[256]"' in sources["mine"]
 
 
 def test_text_is_generated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +153,15 @@ def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
     generated = next(tmp_path.rglob("gencode0.py")).read_text().replace("        ", "")
     (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert shown in generated
+
+
+@pytest.mark.slow
+def test_getting_started_trains_on_two_ranks(tmp_path: Path) -> None:
+    compiled, loaded, training = blocks("docs/getting-started.md")[:3]
+    data = "torch.manual_seed(0)\nbatches = [torch.randn(2, 8, 64) for _ in range(3)]\n"
+    leaving = "dist.barrier()\ndist.destroy_process_group()\n"
+    (tmp_path / "train.py").write_text("\n".join((compiled, loaded, data, training, leaving)))
+    torchrun(tmp_path, "train.py")
 
 
 @pytest.mark.slow

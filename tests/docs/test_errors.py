@@ -63,6 +63,12 @@ def test_every_section_is_complete():
     assert len(EXAMPLES) == len(SECTIONS) >= 16
 
 
+def test_the_list_at_the_top_has_every_section():
+    assert sorted(re.findall(r"^- \[(.+)\]\(#", BEGINNING, re.MULTILINE)) == sorted(
+        section.splitlines()[0] for section in SECTIONS
+    )
+
+
 @pytest.mark.parametrize(
     ("title", "fails", "text", "works"), EXAMPLES, ids=[example[0] for example in EXAMPLES]
 )

@@ -21,6 +21,11 @@ from shardwright.runtime.ranks.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("frontend", "compiler", "policies", "runtime", "benchmarks", "examples")
+LINKING = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(page for folder in ("docs", *FOLDERS) for page in (ROOT / folder).rglob("*.md")),
+]
 
 
 def blocks(page: str) -> list[str]:
@@ -65,10 +70,21 @@ def test_every_block_is_python(page: Path) -> None:
         compile(block.replace("(..., ", "("), str(page), "exec")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page ends in, as GitHub makes it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if "://" in target:
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

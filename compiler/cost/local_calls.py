@@ -1,7 +1,8 @@
-"""An operator call as the rank sees it that has the most to do: numbers in the place of size
-expressions.
+"""An operator call as the busiest rank sees it, with numbers in the place of size expressions.
 
-That rank is the one at index 0 of every axis, which holds the largest pieces.
+That rank is the one at index 0 of every mesh axis, which holds the largest pieces. Example: on
+``tp=4`` a product ``[8, 768] x [3072, 768]`` whose 3072 output columns are split is, on that rank,
+``[8, 768] x [768, 768]``; a dim of 10 over 4 ranks counts as 3.
 """
 
 from __future__ import annotations
@@ -61,14 +62,17 @@ class LocalCall:
 
 
 def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
-    """The call of the rank at index 0 of every axis. Dynamic sizes count as in the dummy
+    """The call of the rank at index 0 of every axis. Dynamic sizes are those of the dummy
     arguments.
     """
     return LocalCall(op, *_local_tensors(Alike(op), tuple(_cuts(assignment, mesh).items())))
 
 
 class Alike:
-    """An operator as a key, where all that are alike are one."""
+    """A key for an operator: two operators with one :func:`signature` are equal keys.
+
+    The layers of a model repeat, so a cache with this key computes each kind of layer once.
+    """
 
     def __init__(self, op: IROp) -> None:
         self.op, self.key = op, signature(op)
@@ -84,9 +88,13 @@ class Alike:
 def _local_tensors(
     asked: Alike, cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 ) -> tuple[tuple[LocalTensor, ...], tuple[LocalTensor, ...], Mapping[str, int]]:
-    """Operands, results, and the sizes of factors."""
+    """Operands, results, and the sizes of factors, all on the rank at index 0.
+
+    ``cut``: what :func:`_cuts` says, as tuples, so that it can be a key of the cache.
+    """
     op, rule, cuts = asked.op, asked.op.rule, dict(cut)
     assert rule is not None
+    # By name of a factor, the sizes of its segments: uncut, and on this rank.
     whole = {factor.name: tuple(map(estimated_size, factor.segments)) for factor in rule.factors}
     local = {
         name: cut_sizes(sizes, [n for _, n in cuts.get(name, ())]) for name, sizes in whole.items()
@@ -135,18 +143,14 @@ def _described(op: IROp) -> tuple[str, ...]:
 
 def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the largest piece of a tensor."""
-    return tuple(
-        math.prod(
-            sum(
-                cut_sizes(
-                    tuple(map(estimated_size, atom.segments)),
-                    [mesh.axis_size(axis) for axis in atom.axes],
-                )
-            )
-            for atom in dim
-        )
-        for dim in layout.dims
-    )
+    shape = []
+    for dim in layout.dims:
+        size = 1
+        for atom in dim:
+            segments = tuple(map(estimated_size, atom.segments))
+            size *= sum(cut_sizes(segments, [mesh.axis_size(axis) for axis in atom.axes]))
+        shape.append(size)
+    return tuple(shape)
 
 
 def local_bytes(layout: Layout, dtype: torch.dtype, mesh: Mesh) -> int:
@@ -155,14 +159,15 @@ def local_bytes(layout: Layout, dtype: torch.dtype, mesh: Mesh) -> int:
 
 
 def cut_sizes(segments: tuple[int, ...], nums_pieces: list[int]) -> tuple[int, ...]:
-    """What piece 0 has of each segment after one cut after the other."""
+    """The size of each segment in piece 0, when each cut divides what the one before it left."""
     for num_pieces in nums_pieces:
+        # Rounded up: piece 0 is largest.
         segments = tuple(-(-size // num_pieces) for size in segments)
     return segments
 
 
 Cuts = Mapping[str, tuple[tuple[str, int], ...]]
-"""By factor, the axes that cut it and their sizes, major to minor."""
+"""The axes that cut each factor, with their sizes, major to minor: ``{"k": (("tp", 4),)}``."""
 
 
 def _cuts(assignment: Assignment, mesh: Mesh) -> Cuts:
@@ -175,8 +180,11 @@ def _cuts(assignment: Assignment, mesh: Mesh) -> Cuts:
 
 
 def _exceptions(rule: OpRule, cuts: Cuts) -> dict[tuple[int, int], set[str]]:
-    """``(0 for operands or 1 for results, position)`` of tensors that a parallel form takes whole
-    although they have a factor that is cut: the factors to leave uncut.
+    """The factors to leave uncut in tensors that a parallel form takes whole.
+
+    A parallel form is a function that computes on pieces in its own way, so it may want an operand
+    whole although one of its factors is cut. The keys are ``(side, position)``, with side 0 for
+    operands and 1 for results.
     """
     found: dict[tuple[int, int], set[str]] = {}
     if rule.parallel is None:

@@ -25,10 +25,11 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """The seconds of one unit rank in a step. ``comm_s``: by what communicates, ``"tp
-    all_reduce"``; ``comm_bytes``: what goes through these collectives, as
-    :func:`shardwright.count_communication` counts it. ``idle_s``: waiting for other ranks, or for
-    communication that other work did not hide.
+    """The seconds of one unit rank in a step.
+
+    ``comm_s``: the seconds of each collective, under names like ``"tp all_reduce"``.
+    ``comm_bytes``: the bytes that go through it, as :func:`shardwright.count_communication` counts
+    them. ``idle_s``: waiting for other ranks, or for communication that no other work hides.
     """
 
     rank: int
@@ -44,14 +45,17 @@ class RankCost:
 
 @dataclass(frozen=True)
 class PlanCost:
-    """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of
-    one rank of each stage.
-    ``messages``: by ``"stage 0 to 1"``, the seconds that all values or gradients sent so in a step
-    are under way, one after the other; what of it no other work hides is in the ranks' ``idle_s``.
-    ``message_bytes``: the bytes of these messages, of all ranks together.
+    """The cost of one step of a plan.
 
-    ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
-    ``extrapolated``: what lies outside the sizes that the hardware's calibration measured.
+    - ``step_s``: the seconds of the step.
+    - ``ranks``, ``memory``: the seconds and bytes of every unit rank.
+    - ``timeline``: what one rank of each stage does when.
+    - ``messages``: for each pair ``"stage 0 to 1"``, the seconds for which the values or gradients
+      of a step are under way, one after the other. The part that no other work hides is also in
+      the ranks' ``idle_s``.
+    - ``message_bytes``: the bytes of these messages, of all ranks together.
+    - ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
+    - ``extrapolated``: what lies outside the sizes that the hardware's calibration measured.
     """
 
     hardware: str
@@ -66,17 +70,17 @@ class PlanCost:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank with most."""
+        """The bytes of the rank that needs most."""
         return max((memory.peak_bytes for memory in self.memory), default=0)
 
     @property
     def compute_s(self) -> float:
-        """Of the rank that computes longest."""
+        """The seconds of the rank that computes longest."""
         return max((rank.compute_s for rank in self.ranks), default=0.0)
 
     @property
     def communication_s(self) -> float:
-        """Of the rank that communicates longest."""
+        """The seconds of the rank that communicates longest."""
         return max((rank.communication_s for rank in self.ranks), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +124,7 @@ class PlanCost:
         ]
         if self.bubble:
             lines[0] += f", bubble {self.bubble:.1%}"
+        # Ranks that cost the same share one line.
         seen: dict[tuple[Any, ...], list[int]] = {}
         memory = {item.rank: item for item in self.memory}
         for cost in self.ranks:
@@ -174,7 +179,7 @@ class PlanCost:
 
 
 def _exchange(seconds: float, num_bytes: float | None) -> str:
-    """``1.5 ms (2 MB)``."""
+    """Seconds, and bytes where they are known: ``1.5 ms (2 MB)``."""
     return amount(seconds, "s") + (f" ({amount(num_bytes, 'B')})" if num_bytes is not None else "")
 
 

@@ -1,10 +1,11 @@
 """Which part of one device's arithmetic each rank of a plan does, and which operators no plan axis
 divides.
 
-An even plan for 4 ranks has a share of 0.25. Where an attention of half the work is computed whole
-on all 4 ranks, and the rest is divided, each rank does 0.5 + 0.5 / 4 = 0.625 of what one device
-does. Counted are products (of matrices, convolutions, attention), forward and backward, in every
-operator once: recomputation does not count. Ranks that divide a dim unevenly count with their mean.
+Example: an even plan for 4 ranks has a share of 0.25. Let attention be half of the work, computed
+whole on all 4 ranks, and the rest be divided: then each rank does 0.5 + 0.5 / 4 = 0.625 of what one
+device would do. The products of matrices, convolutions and attention count, forward and backward.
+Each operator counts once: recomputation does not count. Ranks that divide a dim unevenly count
+with their mean.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ from shardwright.compiler.plan.program import Adapt, Program
 from shardwright.runtime.layout import Mesh
 
 UNEVEN = 1.3
-"""So many times the even share is said."""
+"""Users are told of a share that is more than this many times the even one."""
 
 MOST_LISTED = 3
+"""The number of reasons that users are shown."""
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _COUNTING = Device("counter", 1, dict.fromkeys(_DTYPES, 1.0), 1.0, 0.0)
-"""One operation a second: its seconds are operations."""
+"""A device of one operation per second: seconds on it are numbers of operations."""
 
 
 @dataclass(frozen=True)
 class WorkShare:
-    """``share``: of one device's arithmetic, what each of ``num_ranks`` ranks does on average.
-    ``whole``: what causes more than an even share, by module path (layers that are alike together)
-    and operator: the part of one device's arithmetic that it is. ``experts``: experts of a mixture
-    are among them.
+    """How the arithmetic of one device is shared among ``num_ranks`` ranks.
+
+    - ``share``: the part of it that each rank does on average.
+    - ``whole``: the operators that cause more than an even share, largest first. Each is a text of
+      module path and operator, with the part of one device's arithmetic that it makes up. Layers
+      that are alike count together.
+    - ``experts``: whether experts of a mixture are among the first of these.
     """
 
     num_ranks: int
@@ -51,8 +56,8 @@ class WorkShare:
         return self.share > UNEVEN / self.num_ranks
 
     def __str__(self) -> str:
-        """For people, in a few words: ``0.62 of the arithmetic of one device on each of 4 ranks,
-        0.25 would be even``.
+        """The share in a few words for people: ``0.62 of the arithmetic of one device on each of
+        4 ranks, 0.25 would be even``.
         """
         return (
             f"{self.share:.2g} of the arithmetic of one device on each of {self.num_ranks} ranks, "
@@ -86,7 +91,7 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
     """The share of each rank; ``None`` for a model without products."""
     programs = program.programs if isinstance(program, PipelineProgram) else (program,)
     num_ranks = program.plan.mesh.size
-    one = total = 0.0  # on one device; of all ranks together
+    one = total = 0.0  # operations on one device, and of all ranks together
     excess: dict[str, float] = {}
     for stage in programs:
         mesh = stage.plan.mesh
@@ -122,6 +127,8 @@ def _operations(op: IROp, assignment: Assignment, mesh: Mesh) -> float:
 def _num_pieces(op: IROp, assignment: Assignment, mesh: Mesh, operations: float) -> int:
     """Into how many parts the axes divide the products of an operator."""
     pieces = 1
+    # An axis divides the work if its strategy alone makes it less. One axis at a time, as a product
+    # of axes says nothing of which of them divides.
     for axis, strategy in assignment.items():
         if _operations(op, {axis: strategy}, mesh) < operations:
             pieces *= mesh.axis_size(axis)

@@ -1,12 +1,12 @@
-"""What torch's fake forms of kernels lack.
+"""Two repairs of torch's fake forms of kernels.
 
 **Workspaces.** On a CPU torch gives an LSTM of float32, bfloat16 or float16 to oneDNN, layer by
-layer. Each call returns a workspace for its backward, a multiple of the activations; the fake form
-of the call returns an empty one. How large it is only oneDNN knows, so it is asked, with a call on
-zeros.
+layer. Each call returns a workspace for its backward, which is a multiple of the activations. The
+fake form of the call returns an empty one. Only oneDNN knows how large the workspace is, so it is
+asked, with a call on zeros.
 
-**Generators.** Exponential numbers (Gumbel softmax, sampling without replacement) have a fake form
-that refuses a generator.
+**Generators.** The fake form that draws exponential numbers (Gumbel softmax, sampling without
+replacement) refuses a generator. So it is called without one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 _EXPONENTIALS = (torch.ops.aten.exponential_.default, torch.ops.aten.exponential.default)
 
 MOST_WEIGHTS = 2**22
-"""Elements of the weights of a call that is made to ask."""
+"""The most elements of the weights of a call that asks oneDNN; larger calls are scaled down."""
 MOST_HIDDEN = 2**14
-"""Elements of its hidden state."""
+"""The most elements of its hidden state."""
 MOST_STEPS = 32
+"""The most time steps of it."""
 
 
 class FakeKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, fake tensors go through those calls as real ones do."""
+    """While this mode is active, those kernels treat fake tensors as they treat real ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +43,7 @@ class FakeKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result[3], FakeTensor
         ):
             return result
-        if not torch.is_grad_enabled():  # then oneDNN infers
+        if not torch.is_grad_enabled():  # for inference oneDNN makes no workspace
             return result
         steps, batch, inputs = args[0].shape
         hidden, dtype, rest = args[10], args[0].dtype, (args[7], (), args[9])
@@ -60,8 +61,11 @@ def rnn_workspace_bytes(
     before: tuple[Any, ...],
     after: tuple[Any, ...],
 ) -> int:
-    """Of one layer. The size grows with the steps, and where a call would be large, with batch and
-    widths: each of its parts is rounded up to a page, which does not count there.
+    """The bytes of the workspace of one layer.
+
+    They grow linearly with the number of time steps. In a large call they are also in proportion to
+    batch and widths: oneDNN rounds each part of the workspace up to a page, which matters in a
+    small call only. So a large call is asked for at a smaller size, and the answer scaled.
     """
     scale = 1
     while hidden > 1 and 4 * hidden * (inputs + hidden) > MOST_WEIGHTS:

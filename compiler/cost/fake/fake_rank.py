@@ -1,8 +1,8 @@
-"""A rank whose tensors are fake: its operators and adapters run as generated code runs them, and
+"""A rank whose tensors are fake: its operators and adapters run as generated code runs them, but
 nothing is computed or sent.
 
-What autograd keeps of a call, which results are views, and how much memory it takes on the way, is
-then what torch says.
+So torch itself says what autograd keeps of a call, which results are views, and how much memory the
+call takes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import AxisGroup
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
-"""What a call raises that cannot run without numbers: torch's exceptions for fake tensors are
-RuntimeErrors, functions that look at zeros where they expect something else raise the others.
-Anything else is an error of this package.
+"""The exceptions of a call that cannot run without numbers. Torch's own for fake tensors are
+RuntimeErrors; functions that find zeros where they expect something else raise the others. Any
+other exception is an error of this package.
 """
 
 
 class FakeRank:
-    """The rank at ``coords`` of a mesh (default: index 0 of every axis). ``rng``: how it draws
-    random numbers. With ``zeros`` its tensors are real, and zero: for the few functions that look
-    at numbers. ``device``: where its operators make tensors.
+    """The rank at index 0 of every axis of a mesh.
 
-    Dynamic sizes are those of the dummy arguments. Tensors are on the CPU: torch chooses the
+    ``rng``: how it draws random numbers. ``zeros``: its tensors are real ones, filled with zeros,
+    for the few functions that look at numbers. ``device``: where its operators make tensors.
+
+    Dynamic sizes are those of the dummy arguments. Tensors are on the CPU, so torch chooses the
     kernels of that device.
     """
 
@@ -97,7 +98,7 @@ class FakeRank:
             return self.prepare(op, operands)()
 
     def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """What makes a local call, as often as it is called."""
+        """A function that makes a local call, as often as it is called."""
         names: dict[str, str] = {}
         scope: dict[str, Any] = {
             "torch": torch,
@@ -126,8 +127,8 @@ class FakeRank:
         return call
 
     def adapt(self, step: AdapterStep, x: Tensor) -> Tensor:
-        """The result of an adapter step; where one rank of the axes keeps ``x``, that of another
-        one, which makes zeros.
+        """The result of an adapter step. If one rank of the axes keeps ``x`` and the others make
+        zeros, it is the result of one of these others, which needs more memory.
         """
         size = self.mesh.num_ranks(step.axes)
         keeps_one = "keep_one" in (step.kind, step.backward) or step.kind == "grad_keep_one"
@@ -164,8 +165,8 @@ class FakeRank:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch logs of a call that fake tensors cannot make: it is made otherwise
-    then.
+    """Silence what torch logs of a call that fake tensors cannot make, as the caller has another
+    way to make it.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled = logger.disabled
@@ -177,12 +178,14 @@ def _quiet() -> Iterator[None]:
 
 
 def sizes_read(op: IROp) -> tuple[tuple[str, int], ...]:
-    """The dynamic sizes that a call reads, and their values: its source has their names only."""
-    return tuple(
-        sorted(
-            {pair for _, arg in op.args for leaf in leaves(arg) for pair in _sizes(leaf).items()}
-        )
-    )
+    """The dynamic sizes that a call reads, with their values. The source of the call has only their
+    names.
+    """
+    found: dict[str, int] = {}
+    for _, arg in op.args:
+        for leaf in leaves(arg):
+            found |= _sizes(leaf)
+    return tuple(sorted(found.items()))
 
 
 def _sizes(size: Any) -> dict[str, int]:
@@ -202,9 +205,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class _Silence:
-    """The transport of a group whose messages nobody reads: what arrives has a shape, and no
-    numbers.
-    """
+    """The transport of a group that sends nothing: what arrives has a shape, but no numbers."""
 
     def all_reduce_(self, x: Tensor, op: ReduceOp) -> None: ...
 

@@ -1,8 +1,8 @@
-"""Counts the bytes of all tensors that are alive, storage by storage: views and copies of a
-reference count once.
+"""Counts the bytes of all tensors that are alive.
 
-It sees what is made by operators of torch, on fake tensors as well as on real ones; buffers that
-kernels use inside are not among it.
+It counts storages, so views of a tensor and several references to it count once. It sees what
+torch's operators make, on fake tensors as well as on real ones, but not the buffers inside of
+kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``now`` and ``peak``: bytes of the storages that live, from those :meth:`watch` was told of
-    and those made inside the ``with`` block.
+    """A mode that counts living bytes inside its ``with`` block: ``now``, and ``peak`` so far. The
+    tensors that :meth:`watch` was told of count too.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:

@@ -34,12 +34,13 @@ ONE_RANK = Mesh()
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """``operands`` and ``results``: positions of those that are kept. ``internal``: bytes of each
-    kept tensor that is neither.
-    ``views``: of each result, the position of the operand whose memory it shares.
+    """What autograd keeps of one call.
 
-    ``exact`` is false for a call that ran neither on fake tensors nor on zeros; then everything is
-    taken to be kept.
+    - ``operands``, ``results``: the positions of those that are kept.
+    - ``internal``: the bytes of each kept tensor that is neither.
+    - ``views``: for each result, the position of the operand whose memory it shares.
+    - ``exact``: false for a call that ran neither on fake tensors nor on zeros. Then everything is
+      taken to be kept.
     """
 
     operands: tuple[int, ...] = ()
@@ -73,7 +74,7 @@ def saved_for_backward(
 
 @lru_cache(maxsize=KNOWN)
 def _saved_by(asked: Alike, strategies: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> Saved:
-    """``strategies``: by axis."""
+    """:func:`saved_for_backward` with a key: ``strategies`` are pairs of axis and strategy."""
     op, rule, chosen = asked.op, asked.op.rule, dict(strategies)
     assert rule is not None
     call = local_call(op, chosen, mesh)
@@ -140,8 +141,8 @@ def saving_to(kept: list[Tensor]) -> Any:
 def attributed(
     kept: Sequence[Tensor], operands: Sequence[Tensor], results: Sequence[Tensor]
 ) -> Saved:
-    """Whose memory the saved tensors are in. A result that is a view of an operand counts as that
-    operand.
+    """Whether each saved tensor lies in the memory of an operand, of a result, or of neither. A
+    result that is a view of an operand counts as that operand.
     """
     of_operand = _positions(operands)
     of_result = {key: index for key, index in _positions(results).items() if key not in of_operand}
@@ -160,7 +161,7 @@ def attributed(
 
 
 def _positions(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Storage to the first tensor that lies in it."""
+    """The position of the first tensor that lies in each storage."""
     positions: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
         positions.setdefault(tensor.untyped_storage()._cdata, index)

@@ -47,10 +47,10 @@ class Tiling:
 
 
 LEAST_SUMMED = 256
-"""A unit sums over at least so many elements of k."""
+"""The fewest elements of k over which a unit sums, where several units share a tile."""
 
 Both = tuple[float, float]
-"""Of a forward, and of its backward."""
+"""A number for the forward, and one for the backward."""
 
 
 @checked_fields
@@ -58,20 +58,24 @@ Both = tuple[float, float]
 class Device:
     """One device.
 
-    ``flops_per_s`` is the dense peak by dtype name (``"bfloat16"``), of which matrix products reach
-    ``matmul_efficiency``: one fraction (of what ``tiles`` leave, if given), or a table by dtype
-    name. ``bytes_per_s`` is the memory bandwidth that large streaming operators reach (read and
-    written bytes together), ``streams`` that by size, as small tensors stay in caches; ``launch_s``
-    the least time of one operator.
+    - ``flops_per_s``: the dense peak of each dtype, by name (``"bfloat16"``).
+    - ``matmul_efficiency``: the fraction of the peak that matrix products reach. It is one number
+      (of what ``tiles`` leave, if given), or a table by size for each dtype.
+    - ``bytes_per_s``: the memory bandwidth that large streaming operators reach, read and written
+      bytes together. ``streams`` has it by size, as small tensors stay in caches.
+    - ``launch_s``: the least time of one operator.
 
-    What only a device without a queue of launches has, as a CPU: ``host_s`` is what Python and
-    autograd add to one operator in a program (a queue hides it behind the work before).
-    ``fetch_bytes_per_s`` is the rate at which products fetch tensors that no cache has, on top of
-    their arithmetic; ``None`` where the two run beside each other. ``rates`` are the most bytes per
-    second that single operators get through, by what the model counts of them, and
-    ``attention_efficiency`` is the part of the rate of its products that attention reaches.
-    ``sharing``: that several ranks share the cores of a machine; then all of this is of a rank
-    while all of them compute.
+    Further fields describe a device without a queue of launches, such as a CPU:
+
+    - ``host_s``: what Python and autograd add to one operator in a program. (A queue would hide it
+      behind the work before.)
+    - ``fetch_bytes_per_s``: the rate at which products fetch tensors that no cache has, on top of
+      their arithmetic; ``None`` if the two run beside each other.
+    - ``rates``: the most bytes per second that single operators get through, counted as
+      ``operator_time.py`` counts them.
+    - ``attention_efficiency``: the part of the rate of its products that attention reaches.
+    - ``sharing``: several ranks share the cores of a machine. Then all numbers are those of one
+      rank while all of them compute.
     """
 
     name: str
@@ -96,11 +100,9 @@ class Device:
             ConfigError: nothing is known of ``dtype``.
         """
         flops = 2.0 * batch * m * n * k
-        return (
-            flops / (self.peak_flops_per_s(dtype) * self._efficiency(m, n, k, batch, dtype))
-            if flops
-            else 0.0
-        )
+        if not flops:
+            return 0.0
+        return flops / (self.peak_flops_per_s(dtype) * self._efficiency(m, n, k, batch, dtype))
 
     @property
     def has_tables(self) -> bool:
@@ -117,28 +119,25 @@ class Device:
 
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of one operator that reads and writes ``num_bytes`` in all."""
-        return (
-            num_bytes / (self.bytes_per_s if self.streams is None else self.streams.at(num_bytes))
-            if num_bytes
-            else 0.0
-        )
+        if not num_bytes:
+            return 0.0
+        rate = self.bytes_per_s if self.streams is None else self.streams.at(num_bytes)
+        return num_bytes / rate
 
     def fetch_s(self, num_bytes: float) -> float:
-        """Seconds that a product of ``num_bytes``, all operands and results, takes beyond its
-        arithmetic.
+        """Seconds that a product takes beyond its arithmetic. ``num_bytes``: those of all operands
+        and results.
         """
         return num_bytes / self.fetch_bytes_per_s if self.fetch_bytes_per_s else 0.0
 
     def pass_s(self, target: str, num_bytes: float, direction: int) -> float:
-        """:meth:`memory_s` of one operator by name, if that is not slower itself; ``direction``: 0
-        forward, 1 backward.
+        """Seconds of one operator by name that goes over ``num_bytes``: :meth:`memory_s`, or longer
+        if the operator has a slower rate of its own. ``direction``: 0 forward, 1 backward.
         """
         seconds = self.memory_s(num_bytes)
-        return (
-            max(seconds, num_bytes / self.rates[target][direction])
-            if target in self.rates
-            else seconds
-        )
+        if target not in self.rates:
+            return seconds
+        return max(seconds, num_bytes / self.rates[target][direction])
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """The dense peak of ``dtype``.
@@ -156,11 +155,8 @@ class Device:
 
     def _efficiency(self, m: float, n: float, k: float, batch: float, dtype: str) -> float:
         if isinstance(self.matmul_efficiency, Mapping):
-            return (
-                self.matmul_efficiency[dtype].at(batch * m, n, k)
-                if dtype in self.matmul_efficiency
-                else 1.0
-            )
+            table = self.matmul_efficiency.get(dtype)
+            return 1.0 if table is None else table.at(batch * m, n, k)
         return self.matmul_efficiency * (
             1.0 if self.tiles is None else self.tiles.fraction(m, n, k, batch)
         )
@@ -286,7 +282,7 @@ def _check_ascending(fields: Fields, key: str) -> None:
 
 
 def device_json(device: Device) -> dict[str, Any]:
-    """JSON values; :func:`read_device` is the inverse."""
+    """The JSON form of a device. :func:`read_device` is the inverse."""
     efficiency = device.matmul_efficiency
     return {
         "name": device.name,

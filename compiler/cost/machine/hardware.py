@@ -39,14 +39,12 @@ FORMAT = 1
 """The version of the JSON form."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-"""What :func:`shardwright.compiler.cost.time.collectives.collective_s` knows; ``send`` is from one
-device to another.
-"""
+"""The collectives that ``collective_s`` knows. A ``send`` goes from one device to another."""
 
 
 SizeRule = int | Literal["all"] | tuple[int, ...]
-"""The sizes of a tier for any number of devices: groups of so many, one group, or the first of
-these.
+"""The sizes of a tier for any number of devices: groups of one size (8), one group ("all"), or a
+list from which the first groups are taken.
 """
 
 
@@ -66,17 +64,16 @@ class Link:
 class Tier:
     """One level of links.
 
-    ``sizes`` are the devices of each group. ``latency_s`` and ``bytes_per_s`` are of one device and
-    direction; ``kinds`` has other numbers for single collectives (their keys are
-    :data:`COLLECTIVES`), as measured ones differ.
-
-    Links may be shared: ``uplink_bytes_per_s`` is what one group of the tier inside this one sends
-    out over this tier together (one network card for eight devices), ``fabric_bytes_per_s`` what a
-    whole group of this tier moves at once (a memory bus, an oversubscribed switch). ``None``: only
-    the devices' own links limit.
-
-    ``rule`` is what a hardware file says of the sizes, whatever the number of devices; ``None``:
-    nothing but the sizes.
+    - ``sizes``: the number of devices of each group.
+    - ``latency_s``, ``bytes_per_s``: the latency of a message, and the rate of one device in one
+      direction. ``kinds`` has other numbers for single :data:`COLLECTIVES`, as measured ones
+      differ.
+    - ``uplink_bytes_per_s``: what one group of the tier inside this one sends out over this tier
+      together (one network card for eight devices).
+    - ``fabric_bytes_per_s``: what a whole group of this tier moves at once (a memory bus, an
+      oversubscribed switch). For both, ``None`` means that only the devices' own links limit.
+    - ``rule``: what a hardware file says of the sizes, whatever the number of devices; ``None`` if
+      nothing but the sizes is known.
     """
 
     name: str
@@ -103,8 +100,8 @@ class Tier:
 class Hardware:
     """All devices of a job. Its :meth:`digest` covers what decides costs: device and tiers.
 
-    ``residuals`` are the relative errors of a calibration by what was fitted (``"all_reduce"``),
-    ``sources`` say where numbers come from (by JSON path), ``measurements`` are the raw points of a
+    ``residuals``: the relative errors of a calibration, by what was fitted (``"all_reduce"``).
+    ``sources``: where numbers come from, by JSON path. ``measurements``: the raw points of a
     calibration.
     """
 
@@ -131,9 +128,7 @@ class Hardware:
 
     @cached_property
     def call_times(self) -> dict[Hashable, Any]:
-        """What calls take on it, as far as they were asked for
-        (:func:`~shardwright.compiler.cost.time.operator_time.op_time`).
-        """
+        """The times of calls on this hardware, as far as ``op_time`` was asked for them."""
         return {}
 
     @cached_property
@@ -144,7 +139,7 @@ class Hardware:
         return hashlib.sha256(decisive.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; :meth:`from_json` is the inverse."""
+        """The JSON form of this hardware. :meth:`from_json` is the inverse."""
         extra = {
             key: dict(getattr(self, key))
             for key in ("residuals", "sources", "measurements")
@@ -208,10 +203,10 @@ def preset_names() -> tuple[str, ...]:
 
 @checked
 def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
-    """The hardware of a preset, or of a JSON file (what ends in ``.json`` or has a slash is a
-    path).
+    """The hardware of a preset, or of a JSON file. A text that ends in ``.json`` or has a slash is
+    a path.
 
-    With ``num_devices``, as many whole or partial nodes as that takes.
+    ``num_devices``: how many devices it has; the last node may be a partial one.
 
     Raises:
         ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware;
@@ -255,7 +250,7 @@ def _presets() -> Any:
 
 
 def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
-    """Groups nest, and the outermost tier joins all devices."""
+    """Check that groups nest, and that the outermost tier joins all devices."""
     if not tiers:
         raise ConfigError(
             f"hardware {name!r} has no tiers", hint="one device alone has one tier of size 1"

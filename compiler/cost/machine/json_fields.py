@@ -13,8 +13,8 @@ from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 
 
 class Fields:
-    """One JSON object. ``where`` names the file, ``path`` the object in it; every key that was read
-    is known to :meth:`finish`.
+    """One JSON object. ``where`` names the file, and ``path`` the object in it. :meth:`finish`
+    knows every key that was read.
 
     All readers raise :class:`ConfigError` for a key that is missing or a value that is not of the
     kind asked for.

@@ -1,23 +1,26 @@
-"""The memory of one forward and backward of a program on one rank, by walking its instructions as
-they run.
+"""The memory of one forward and backward of a program on one rank.
 
-Storages live while something holds them:
+The walk goes through the instructions in the order in which they run, and keeps a ledger of
+storages. A storage lives while something holds it:
 
-- **variables** of the generated code, until the method ends in which they are bound: ``forward``,
-  or that of a repeated block;
-- **autograd**, from the forward of an operator to its backward, for what it saves (each storage
-  once, views share);
-- **gradients** on their way, from the operator that makes them to the one that uses them. They come
-  in the reverse order of the forward, as the engine takes the latest node that is ready. A second
-  gradient of a value is added in place where nothing else holds the first one and it is no view (of
-  the two dims in which a product was computed, say);
-- a **recompute region** holds its arguments; its first operator to need something computes the
-  region again;
-- with ZeRO-3 a **gathered weight** is there from its gathering to its last use in the method, and
-  again while the backward of its operator runs; the next one is on its way meanwhile.
+- **Variables** of the generated code hold it until the method ends that binds them: ``forward``, or
+  the method of a repeated block.
+- **Autograd** holds what an operator saves, from its forward to its backward. A storage counts
+  once, however many views share it.
+- **Gradients** are held from the operator that makes them to the one that uses them. They come in
+  the reverse order of the forward, as autograd's engine takes the latest node that is ready. A
+  second gradient of a value is added in place, unless something else holds the first one or it is a
+  view (as a product is that was computed in two dims).
+- A **recompute region** holds its arguments. The first of its operators that needs a saved tensor
+  in backward computes the region again.
+- A **gathered weight** (ZeRO-3) is there from its gathering to its last use in the method, and
+  again while the backward of its operator runs. The next weight is on its way meanwhile.
 
-What an instruction makes, keeps and needs on the way is in its
-:mod:`~shardwright.compiler.cost.memory.footprint`.
+What an instruction makes, keeps and needs while it runs is its footprint (``footprint.py``).
+
+Example: ``h = x @ w1; a = gelu(h); y = a @ w2`` with 8 bytes for each of ``h``, ``a`` and ``y``.
+Forward ends with 24 bytes of activations. The backward of ``a @ w2`` makes 8 bytes of gradient of
+``a`` and releases what it saved; that of ``gelu`` uses this gradient up and makes the one of ``h``.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ Gradient = tuple[TensorForm, int]
 
 @dataclass(slots=True)
 class Node:
-    """An instruction in the graph of autograd. ``saved``: the storages it holds."""
+    """An instruction in the graph of autograd. ``saved``: the storages that it holds. ``region``:
+    the index of the recompute region that it belongs to.
+    """
 
     instruction: Instruction
     operands: list[_Local]
@@ -70,8 +75,9 @@ class Node:
 
 @dataclass(slots=True)
 class _Region:
-    """A part that is recomputed. ``arguments``: storages held until its backward is done. ``over``:
-    by position, the gathered weights that it needs no longer.
+    """A part of the program that backward computes again. ``arguments``: storages that it holds
+    until its backward is done. ``over``: the gathered weights that are not needed after each
+    position.
     """
 
     instructions: tuple[Instruction, ...]
@@ -82,16 +88,17 @@ class _Region:
 
 
 Arrive = Callable[[str, TensorForm, int], None]
-"""Called with a source, its complete gradient and the storage of that, which the caller of it
-releases.
+"""A function ``(name, form, storage)`` that takes the complete gradient of a source. The gradient's
+storage is held when it is called, and the function releases it.
 """
 
 
 class BodyMemory:
-    """One run of ``program``. ``sources``: the forms of its inputs, parameters, buffers and
-    constants by value name, and the storages they lie in. ``arrive`` takes the gradients of
-    sources. ``summed_in``: the dtype in which the gradient of a weight that is gathered is summed,
-    by that of the weight.
+    """One run of ``program``, forward and backward.
+
+    ``sources``: the form and the storage of each input, parameter, buffer and constant, by the name
+    of the value. ``arrive`` takes the gradients of sources. ``summed_in``: gives the dtype in which
+    the gradient of a gathered weight is summed, from the dtype of the weight.
     """
 
     def __init__(
@@ -114,9 +121,10 @@ class BodyMemory:
         self.nodes: list[Node] = []
         self.regions: list[_Region] = []
         self.outputs: list[int] = []
-        self.gathered: dict[
-            str, int
-        ] = {}  # the storages of weights that are whole now, by name of the value
+        # The storages of gathered weights that are whole now, by name of the value.
+        self.gathered: dict[str, int] = {}
+        # Bytes of every gathered weight, in the order of their gathering. ``num_gathered`` counts
+        # how far forward has come in that list; backward counts down again.
         self.on_their_way = [
             local_bytes(i.step.after, i.of.dtype, footprints.rank.mesh)
             for i in _gatherings(program)
@@ -128,8 +136,8 @@ class BodyMemory:
     # forward
 
     def forward(self) -> None:
-        """Run the forward. After it, only the results and what autograd needs is held."""
-        bound: list[int] = []
+        """Run the forward. After it, only the results and what autograd saved is held."""
+        bound: list[int] = []  # storages that the variables of ``forward`` itself hold
         items = group_blocks(self.program)
         results = [value for _, value in self.program.output.leaves() if isinstance(value, IRValue)]
         over = gathered_until(
@@ -139,6 +147,8 @@ class BodyMemory:
             if not isinstance(item, Run):
                 bound += self._bind([item], over={0: over.get(position, [])})
                 continue
+            # A repeated block is a method of its own: what its variables hold goes when it returns.
+            # The caller's variables hold its outputs before that, so these stay.
             region, inside_over = None, gathered_until(item.instructions, item.outputs)
             if item.recompute and self.trains:
                 arguments = [
@@ -161,11 +171,12 @@ class BodyMemory:
         region: int | None = None,
         over: Mapping[int, Sequence[IRValue]] | None = None,
     ) -> list[int]:
-        """Run instructions; the storages that their variables hold. ``over``: by position, weights
-        to let go of.
+        """Run instructions, and return the storages that their variables hold. ``over``: the
+        gathered weights to let go of after each position.
         """
         bound: list[int] = []
         for position, instruction in enumerate(instructions):
+            # In a region autograd saves nothing: backward runs the region again for that.
             node = self._run(instruction, bound, keeps=region is None)
             if node is not None:
                 node.region = region
@@ -181,14 +192,18 @@ class BodyMemory:
                 self.ledger.release(self.gathered.pop(value.name))
 
     def _ahead(self, number: int) -> int:
-        """Bytes of the weight of this number, if there is one: it is on its way."""
+        """The bytes of the gathered weight at this position, which is on its way; 0 if there is
+        none.
+        """
         return self.on_their_way[number] if 0 <= number < len(self.on_their_way) else 0
 
     def _run(
         self, instruction: Instruction, bound: list[int], *, keeps: bool, again: bool = False
     ) -> Node | None:
         """Run one instruction: bind its results, and with ``keeps`` hold what autograd saves.
-        ``again``: in a backward, where gathered weights are saved like anything else.
+
+        ``again``: a backward runs it to recompute a region, where gathered weights are saved like
+        anything else. The result is its node of autograd's graph, ``None`` without a gradient.
         """
         operands = [self.values[value.name] for value in reads(instruction)]
         found = self.footprints.forward(
@@ -198,9 +213,12 @@ class BodyMemory:
             self.inexact.add(_name(instruction))
         weight = isinstance(instruction, Adapt) and instruction.gathers_weight
         self.num_gathered += -1 if weight and again else weight
+        # While a weight is used, the next one is being gathered, on the way forward only.
         self.ledger.use(
             found.peak + (0 if again else self._ahead(self.num_gathered)), _name(instruction)
         )
+        # The footprint numbers storages: those of operands first, then those that it makes. This
+        # list has the ledger's number of each.
         numbers = [local.storage for local in operands] + [
             self.ledger.new(size, ACTIVATION) for size in found.made
         ]
@@ -215,6 +233,8 @@ class BodyMemory:
                 bound.append(storage)
         node = None
         if self.trains and any(form.requires_grad for form in found.results):
+            # The runtime's hooks replace a gathered weight that autograd saves by a handle, which
+            # gathers it again in backward: it is not held, but counts while that backward runs.
             whole = set() if again else set(self.gathered.values())
             gathered = {numbers[number] for number in found.saved} & whole
             saved = (
@@ -238,14 +258,17 @@ class BodyMemory:
     # backward
 
     def backward(self, roots: Mapping[str, Gradient]) -> None:
-        """Run the backward from the gradients of ``roots`` by value name, whose storages are held
-        and pass to this.
+        """Run the backward from the gradients of ``roots``, by name of the value. Their storages
+        are held, and this method releases them.
         """
         gradients: dict[str, Gradient] = dict(roots)
         remaining = self.contributions(set(roots))
         kept: list[Node] = []
+        # The reverse order of the forward is a valid order of the engine: when a node is reached,
+        # all gradients of its results are complete, as everything that read them came later.
         for node in reversed(self.nodes):
             incoming = [gradients.pop(name, None) for name in node.result_names]
+            # No gradient reaches this node. What it saved stays until the graph is dropped.
             if all(gradient is None for gradient in incoming):
                 kept.append(node)
                 continue
@@ -254,6 +277,7 @@ class BodyMemory:
             self.differentiate(node, incoming, gradients, remaining)
             self.release(node.saved)
             node.saved = []
+            # The first node of a region is the last one of its backward.
             if node.region is not None and node is self.regions[node.region].nodes[0]:
                 self.release(self.regions[node.region].arguments)
                 self.regions[node.region].arguments = []
@@ -264,7 +288,9 @@ class BodyMemory:
             self.release(region.arguments)
 
     def arrive_rest(self, gradients: Mapping[str, Gradient]) -> None:
-        """Hand out the gradients that no operator used: of inputs that are results too."""
+        """Hand out the gradients that no operator used. They belong to inputs that are results
+        too.
+        """
         for name, (form, storage) in gradients.items():
             if name in self.sources:
                 self.arrive(name, form, storage)
@@ -288,10 +314,12 @@ class BodyMemory:
         *,
         only: Sequence[int] | None = None,
     ) -> None:
-        """Run the backward of one node. ``incoming``: the gradients of its results, which it uses
-        up. ``gradients``: of values so far, by name; those of its operands are added.
-        ``remaining``: how many more each value will be given. ``only``: the positions of the
-        operands whose gradients are computed, if not of all.
+        """Run the backward of one node.
+
+        - ``incoming``: the gradients of its results, which it uses up.
+        - ``gradients``: the gradients of values so far, by name; it adds those of its operands.
+        - ``remaining``: how many more gradients each value will be given.
+        - ``only``: the positions of the operands whose gradients are computed; default all.
         """
         name = _name(node.instruction)
         found = self.footprints.backward(
@@ -304,6 +332,8 @@ class BodyMemory:
             self.inexact.add(f"backward of {name}")
         if node.gathered:
             self.num_gathered -= 1
+        # Beside what the operator itself needs: its own weights, gathered again, the weight that
+        # its predecessor in the forward needs next, and the cast of a summed gradient.
         extra = (
             node.gathered
             + (self._ahead(self.num_gathered - 1) if node.gathered else 0)
@@ -333,8 +363,10 @@ class BodyMemory:
                 self.arrive(operand, *gradients.pop(operand))
 
     def _cast_bytes(self, node: Node) -> int:
-        """What it takes that the gradient of a gathered weight is summed in another dtype: a copy
-        of all of it, and what the room for the sum and this rank's piece are larger.
+        """The bytes that it takes to sum the gradient of a gathered weight in another dtype.
+
+        These are a copy of the whole gradient in that dtype, and what the room for the sum and this
+        rank's piece of it have more than in the weight's dtype.
         """
         if not (isinstance(node.instruction, Adapt) and node.instruction.gathers_weight):
             return 0
@@ -351,9 +383,10 @@ class BodyMemory:
     def _accumulated(
         self, held: Gradient | None, form: TensorForm, storage: int, name: str
     ) -> Gradient:
-        """The sum of two gradients of one value."""
+        """The sum of two gradients of one value; ``held`` is the sum so far."""
         if held is None:
             return form, storage
+        # Autograd adds in place only where it alone holds the first gradient and it is no view.
         if self.ledger.holders(held[1]) > 1 or held[1] in self._views:
             total = self.ledger.hold(self.ledger.new(form.num_bytes, TEMPORARY))
             self.ledger.use(0, f"backward of {name}")
@@ -363,7 +396,9 @@ class BodyMemory:
         return held
 
     def contributions(self, reached: set[str]) -> dict[str, int]:
-        """How many gradients each value will be given."""
+        """How many gradients each value will be given, if gradients start at ``reached``. The set
+        grows by every value that a gradient reaches.
+        """
         counts: dict[str, int] = {}
         for node in reversed(self.nodes):
             if not reached.isdisjoint(node.result_names):
@@ -374,8 +409,8 @@ class BodyMemory:
         return counts
 
     def _recompute(self, region: _Region) -> None:
-        """Run a region again up to its last instruction that keeps something, and hold what that
-        is.
+        """Run a region again and hold what autograd saves in it. The run stops at the last
+        instruction that saves anything, as torch's checkpoint does with early stop.
         """
         region.recomputed = True
         by_instruction = {id(node.instruction): node for node in region.nodes}

@@ -1,5 +1,5 @@
-"""The books of one rank with what is there before a step: parameters, their gradients and the
-optimizer's state, samples.
+"""The ledger of one rank with what is there before a step begins: parameters, buffers, samples, the
+optimizer's state, and buffers for gradients.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from shardwright.runtime.zero.settings import ReductionSettings
 
 
 class Books:
-    """The ledger of one rank with what is there before a step. ``gradients``: those of its
-    parameters, in training.
-    ``summed_in``: the dtype in which the gradient of a parameter of a dtype is summed.
+    """The ledger of one rank, and what it says of gradients.
+
+    ``gradients``: the books of its parameters' gradients, when it trains. ``summed_in``: a function
+    from the dtype of a parameter to the dtype in which its gradient is summed.
     """
 
     gradients: GradientBooks
@@ -56,11 +57,11 @@ class Books:
         staged: bool = False,
     ) -> dict[str, tuple[TensorForm, int]]:
         """Put parameters, buffers, constants and inputs into the books, and what training adds to
-        parameters.
+        parameters. Returns the form and the storage of each by name of the value.
 
-        ``programs``: what the rank runs, in order. ``shared``: by FQN of a parameter that other
-        stages hold too, their ranks.
-        ``staged``: it is a position of a pipeline.
+        - ``programs``: what the rank runs, in order.
+        - ``shared``: the ranks of other stages that hold a parameter too, by its FQN.
+        - ``staged``: whether the rank is a position of a pipeline.
         """
         sources = {}
         trained: dict[str, Trained] = {}
@@ -92,6 +93,8 @@ class Books:
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
         self._trained = set(trained)
         if self.trains:
+            # Buckets depend on the order in which forward uses parameters, so the books take them
+            # in the order that the runtime takes them in.
             names = list(trained)
             used = [value.name for program in programs for value in program.graph.used_parameters]
             listed = [trained[names[index]] for index in in_use_order(names, used)]
@@ -102,7 +105,7 @@ class Books:
         return sources
 
     def arrive(self, name: str, form: TensorForm, storage: int) -> None:
-        """The gradient of a source is complete."""
+        """Take the complete gradient of a source. Only parameters keep theirs."""
         del form
         if name in self._trained:
             self.gradients.arrive(name, storage)
@@ -110,7 +113,7 @@ class Books:
             self.ledger.release(storage)
 
     def roots(self, program: Program, body: BodyMemory) -> dict[str, tuple[TensorForm, int]]:
-        """The gradient of the loss, which is the first result that has one."""
+        """The gradient where a backward starts: of the loss, the first result that takes one."""
         for _, value in program.output.leaves():
             if isinstance(value, IRValue) and body.values[value.name].form.requires_grad:
                 form = body.values[value.name].form
@@ -124,7 +127,7 @@ class Books:
 
 
 def contiguous_form(layout: Layout, value: IRValue, footprints: Footprints) -> TensorForm:
-    """The piece of a tensor as it comes to the rank."""
+    """The form of the rank's piece of a tensor, contiguous as loading and sending make it."""
     shape = local_shape(layout, footprints.rank.mesh)
     return TensorForm.of(
         footprints.rank.tensor(shape, value.dtype, requires_grad=value.takes_gradient)
@@ -132,7 +135,7 @@ def contiguous_form(layout: Layout, value: IRValue, footprints: Footprints) -> T
 
 
 def input_forms(program: Program, footprints: Footprints) -> dict[str, TensorForm]:
-    """The inputs of a program."""
+    """The form of each input of a program, by name of the value."""
     return {
         value.name: contiguous_form(program.input_layouts[value.name], value, footprints)
         for value in program.graph.inputs

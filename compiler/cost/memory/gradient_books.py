@@ -1,12 +1,18 @@
-"""The gradients of a rank's parameters in the books, as ``runtime.training.reducer`` and
+"""The gradients of a rank's parameters in the ledger, as ``runtime.training.reducer`` and
 ``runtime.zero`` hold them.
 
-Gradients that are summed over ranks move into buckets. A bucket's buffer stays from step to step;
-with stage 2 of ZeRO it is made when the first gradient comes, and is this rank's slice of the sum
-once it is complete. Where gradients are tensors of their own (``contiguous_grad_buffer=False``),
-there is a buffer while they are summed only. Where they are scattered, a sum takes as much again as
-its bucket, for two buckets at most: gloo needs that room, so with other transports this is the
-most.
+Gradients that are summed over ranks move into buckets.
+
+- The buffer of a bucket stays from step to step.
+- With ZeRO-2 the buffer is made when the bucket's first gradient comes. When the sum is complete,
+  this rank's slice of it takes its place.
+- With ``contiguous_grad_buffer=False`` gradients are tensors of their own, and a buffer exists only
+  while they are summed.
+- A reduce-scatter takes as much room again as its bucket, for two buckets at most. Gloo needs that
+  room. Other transports may need less, so this is an upper bound.
+
+Example: parameters of 40 and 60 elements in float32 make a bucket of ``(100 + 2) * 4`` bytes, with
+one flag per parameter. On 4 ranks of ZeRO-2 what stays after the backward is a slice of 100 bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +36,11 @@ GRADIENT, TEMPORARY = "gradient", "temporary"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bucket:
-    """``is_split``: its optimizer updates shards. ``element_bytes``: of a gradient in it.
-    ``slice_elements``: that this rank updates, of ``length`` elements.
+    """A bucket of gradients that are summed together.
+
+    ``is_split``: whether the optimizer updates shards of it. ``element_bytes``: the bytes of one
+    element. ``length``: its elements, of which this rank updates ``slice_elements``. ``arrived``:
+    the members whose gradient has come in this backward.
     """
 
     members: Sequence[Trained]
@@ -43,17 +52,16 @@ class _Bucket:
 
     @property
     def buffer_bytes(self) -> int:
-        return round(
-            (self.length + len(self.members)) * self.element_bytes
-        )  # with a flag for each member
+        # Behind the gradients stands one flag for each member: whether it has a gradient at all.
+        return round((self.length + len(self.members)) * self.element_bytes)
 
 
 class GradientBooks:
-    """Gradients and optimizer state of ``trained``, which come in the order in which forward first
-    uses them.
+    """The gradients and the optimizer state of the parameters ``trained``, which are listed in the
+    order in which forward first uses them.
 
-    ``made``: the storages of gradients that backward has made and that stay, by parameter or
-    bucket. ``reduces``: this backward is the last one of the step.
+    ``made``: the storages of gradients that a backward has made and that stay. Its keys are names
+    of parameters and buckets. ``reduces``: whether this backward is the last one of the step.
     """
 
     def __init__(
@@ -68,9 +76,8 @@ class GradientBooks:
         self._ledger, self._config, self._optimizer = ledger, config, optimizer
         self._trained = {item.name: item for item in trained}
         self._settings = ReductionSettings.of(config, config.num_units)
-        self._frees = (
-            self._settings.frees_gradients and not staged
-        )  # a pipeline accumulates up to the end
+        # A pipeline accumulates gradients up to its last backward, so it cannot free them before.
+        self._frees = self._settings.frees_gradients and not staged
         packed = self._packed(trained)
         dealt = [item for members in packed for item in members]
         self._shares = updated_shares(dealt, optimizer, config)
@@ -81,11 +88,9 @@ class GradientBooks:
         self.made: dict[object, int] = {}
         self.reduces = False
         self._next = 0  # the first bucket whose sum has not begun
-        self._begun: list[
-            _Bucket
-        ] = []  # those whose sum is not complete, of buckets that are freed
-        self._mine: dict[_Bucket, int] = {}
-        self._exchanges: list[int] = []
+        self._begun: list[_Bucket] = []  # the buckets whose sum has begun and is not complete
+        self._mine: dict[_Bucket, int] = {}  # the storages of this rank's slices of sums
+        self._exchanges: list[int] = []  # the room of reduce-scatters under way, oldest first
         exchanged = [item for item in trained if item.cut and self._shares.get(item.name, 1)]
         self._wholes = WholeTensors(ledger, exchanged, config)
         local = [item for item in trained if item.name not in self._bucket_of]
@@ -106,7 +111,7 @@ class GradientBooks:
         return [[member.name for member in bucket.members] for bucket in self._buckets]
 
     def arrive(self, name: str, storage: int) -> None:
-        """The gradient of a parameter is complete: it moves into its bucket, or becomes the
+        """Take the complete gradient of a parameter: it moves into its bucket, or becomes the
         parameter's own.
         """
         bucket = self._bucket_of.get(name)
@@ -120,9 +125,7 @@ class GradientBooks:
             self._begin_complete()
 
     def end_backward(self) -> None:
-        """After the last gradient of a backward; after the last one of a step they are all
-        summed.
-        """
+        """End a backward. The last one of a step ends with all gradients summed."""
         if self.reduces or self._frees:
             for bucket in self._buckets[self._next :]:
                 self._begin(bucket)
@@ -134,11 +137,13 @@ class GradientBooks:
             bucket.arrived.clear()
 
     def step(self) -> None:
-        """The optimizer's step: one parameter after the other, then what was updated goes to all
-        ranks.
+        """The optimizer's step. It updates one parameter after the other, then what each rank
+        updated goes to all ranks.
         """
         ledger, settings = self._ledger, self._settings
         self._wholes.gather()
+        # Masters that are stored as a bfloat16 parameter and a 16-bit remainder are float32 tensors
+        # while the optimizer steps.
         halved = [
             item
             for item in self._trained.values()
@@ -153,6 +158,7 @@ class GradientBooks:
             (self._updated_shape(item), settings.state_dtype(item.dtype))
             for item in self._trained.values()
         ]
+        # Torch's optimizers go over parameters one by one: what one makes is gone before the next.
         made = max(
             (
                 self._optimizer.temporary_bytes(shape, dtype)
@@ -174,7 +180,7 @@ class GradientBooks:
         ledger.release(seen)
 
     def forget(self, made: Iterable[object]) -> None:
-        """These gradients have not been made."""
+        """Release gradients, as if they had not been made."""
         for key in list(made):
             self._ledger.release(self.made.pop(key))
 
@@ -182,7 +188,9 @@ class GradientBooks:
     # buckets
 
     def _packed(self, trained: Sequence[Trained]) -> list[list[Trained]]:
-        """The buckets of those that are summed or split, filled from the last parameter on."""
+        """The buckets of the parameters that are summed or split. They are filled from the last
+        parameter on, as backward makes the gradients of those first.
+        """
         settings = self._settings
         items = [item for item in reversed(trained) if item.copies > 1 or self._is_split(item)]
         entries = [
@@ -203,6 +211,8 @@ class GradientBooks:
         first, length = members[0], sum(member.num_elements for member in members)
         slices = even_sizes(length, first.shards)
         mine = slices[0]
+        # An elementwise optimizer updates an equal slice, so the bucket is padded to such slices.
+        # Any other one updates the whole parameters that this rank was dealt.
         if self._optimizer.is_elementwise:
             length = sum(slices)
         else:
@@ -244,8 +254,10 @@ class GradientBooks:
     # sums
 
     def _begin_complete(self) -> None:
-        """In a backward that reduces, begin the sums of buckets that are complete, in their
-        order.
+        """Begin the sums of buckets that are complete, in a backward that reduces.
+
+        All ranks begin them in the order of the buckets, as collectives must come in one order: a
+        bucket that is complete waits for those before it.
         """
         if not (self._frees or (self.reduces and self._settings.asynchronous)):
             return
@@ -270,10 +282,12 @@ class GradientBooks:
         self._begun.append(bucket)
 
     def _complete(self, count: int) -> None:
-        """The first ``count`` of the sums that have begun are there."""
+        """Complete the first ``count`` of the sums that have begun."""
         for bucket in self._begun[:count]:
             if self._exchanges:
                 self._ledger.release(self._exchanges.pop(0))
+            # A bucket whose buffer stays has the sum in it. Of any other one, only this rank's
+            # slice remains.
             is_scattered = bucket.is_split and self._settings.scatters
             if not is_scattered or (
                 self._settings.contiguous_gradients and not self._settings.frees_gradients
@@ -288,8 +302,8 @@ class GradientBooks:
         self._begun = self._begun[count:]
 
     def _publish(self) -> None:
-        """Hand out the sums: a copy of this rank's slice, where the optimizer sees another
-        dtype.
+        """Hand the sums to the optimizer: as a copy of this rank's slice, if the optimizer updates
+        in another dtype than gradients are summed in.
         """
         settings = self._settings
         for bucket in self._buckets:
@@ -311,8 +325,8 @@ class GradientBooks:
         )
 
     def _updated_shape(self, item: Trained) -> tuple[int, ...]:
-        """Of the largest part of a parameter that this rank updates at a time; ``(0,)`` if it
-        updates none.
+        """The shape of the largest part of a parameter that this rank updates at a time; ``(0,)``
+        if it updates none.
         """
         bucket = self._bucket_of.get(item.name)
         if item.cut:
@@ -325,7 +339,9 @@ class GradientBooks:
 
 
 REMAINDERS_SEEN_BYTES = 4
-"""Of an element of a master that is kept as a remainder, while the optimizer steps."""
+"""The bytes of an element of a master in float32, which is kept as a remainder between steps."""
 
 REMAINDERS_SPLIT = 5 / 4
-"""What taking such a master apart needs, of its own size: its bits, and where it is no number."""
+"""The room that taking such a master apart needs, relative to the master: a copy of its bits (1),
+and a flag per element for what is no number (1/4).
+"""

@@ -1,4 +1,9 @@
-"""The books of memory: which storages live, what for, and when there was most."""
+"""The ledger of memory: which storages live, what for, and when there was most.
+
+Example: ``a = hold(new(100, "activation"))`` counts 100 bytes. A second ``hold(a)``, for a view
+say, changes nothing. ``use(30, "mul")`` makes the peak 130, with "mul" as its moment. Two
+``release(a)`` bring the total back to 0.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +20,14 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """``num_bytes`` in all, ``by_category``, while ``name`` ran."""
+    """A moment of a step: the bytes held in all and by category, while ``name`` ran."""
 
     num_bytes: int = 0
     by_category: Mapping[str, int] = field(default_factory=dict)
     name: str = ""
 
     def beyond(self, base: Mapping[str, int]) -> Moment:
-        """Without what was there already."""
+        """The moment without the bytes in ``base``, which were there before."""
         rest = {key: value - base.get(key, 0) for key, value in self.by_category.items()}
         return Moment(sum(rest.values()), rest, self.name)
 
@@ -46,6 +51,7 @@ class Ledger:
         return self._next
 
     def hold(self, storage: int) -> int:
+        """Add a holder to a storage, and return the storage."""
         found = self._storages[storage]
         found.holders += 1
         if found.holders == 1:
@@ -53,6 +59,7 @@ class Ledger:
         return storage
 
     def release(self, storage: int) -> None:
+        """Take a holder from a storage, which is gone with its last one."""
         found = self._storages[storage]
         found.holders -= 1
         if found.holders == 0:
@@ -65,7 +72,7 @@ class Ledger:
             del self._storages[storage]
 
     def is_held(self, storage: int) -> bool:
-        """Whether it lives."""
+        """Whether anything holds a storage."""
         return storage in self._storages and self._storages[storage].holders > 0
 
     def holders(self, storage: int) -> int:
@@ -75,7 +82,9 @@ class Ledger:
         return self._storages[storage].num_bytes
 
     def use(self, num_bytes: int, name: str) -> None:
-        """``name`` runs, with so many temporary bytes beyond what is held."""
+        """Note that ``name`` runs, and needs ``num_bytes`` beyond what is held. The peak may be
+        here.
+        """
         if self.now + num_bytes > self.peak.num_bytes:
             totals = {key: value for key, value in self.totals.items() if value}
             if num_bytes:

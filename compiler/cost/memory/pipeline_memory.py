@@ -1,9 +1,12 @@
 """What a step of a pipeline holds on each rank.
 
-Every microbatch of a stage needs the same, so each stage is walked once, whatever the schedule:
-forward, then backward in one part or two. What each action leaves behind is held until the next one
-of its microbatch. The actions of a rank say how much of that there is at a time, and what is there
-of messages beside it (:mod:`~shardwright.compiler.cost.memory.under_way`).
+Every microbatch of a stage needs the same memory. So each stage is walked once, whatever the
+schedule: forward, then backward in one part or two. What an action leaves behind is held until the
+next action of its microbatch. The order of a rank's actions says how much of that there is at a
+time. The bytes of messages come on top (``under_way.py``).
+
+Example: a forward that leaves 10 MB behind for its backward. In 1F1B over 4 stages the first rank
+runs 4 forwards before its first backward, so it holds 40 MB of activations; the last one holds 10.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ def pipeline_memory(
     """The memory of every unit rank in one step; ranks of a stage are taken to be alike."""
     schedule = schedule_of_step(program.plan, trains=not config.inference_only)
     actions = schedule.actions
+    # A *position* is a set of ranks that runs one or several stages; the schedule lists actions by
+    # position.
     positions: dict[tuple[int, ...], int] = {}
     for stage in program.plan.stages:
         positions.setdefault(stage.ranks, len(positions))
@@ -52,9 +57,10 @@ def pipeline_memory(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """An action of one microbatch, beyond what was there before its forward: the most while it
-    runs, and what is ``left`` of the microbatch after it. ``gradients``: bytes of those of
-    parameters that it makes, and that stay.
+    """The memory of one action of one microbatch, beyond what was there before its forward.
+
+    ``peak``: the most while it runs. ``left``: what is left of the microbatch after it, by
+    category. ``gradients``: the bytes of parameters' gradients that it makes and that stay.
     """
 
     peak: Moment
@@ -67,8 +73,10 @@ Runs = dict[ActionKind, _Run]
 
 @dataclass(frozen=True, slots=True)
 class _StageMemory:
-    """The actions of a stage, of the ``first`` microbatch and of ``later`` ones. ``kept``: names of
-    the values it sends that autograd saves.
+    """The actions of a stage, for the ``first`` microbatch and for ``later`` ones.
+
+    They differ: the first backward makes the gradients of parameters, later ones add to them.
+    ``kept``: the names of the values that it sends and autograd saves.
     """
 
     first: Runs
@@ -77,7 +85,7 @@ class _StageMemory:
 
 
 class _PositionMemory:
-    """One rank of a position. ``actions``: what it runs."""
+    """The memory of one rank of a position, which runs ``actions``."""
 
     def __init__(
         self,
@@ -106,7 +114,7 @@ class _PositionMemory:
         self.stages = {index: self._stage(index, kinds[index]) for index in own}
 
     def values(self) -> list[Value]:
-        """What crosses between stages, in the largest pieces."""
+        """The values that cross between stages, with the bytes of their largest pieces."""
         found = []
         for crossing in self.program.crossings:
             sent, received = crossing.sent, crossing.received
@@ -141,8 +149,8 @@ class _PositionMemory:
         )
 
     def _deliver(self, own_bytes: int) -> None:
-        """All results of all microbatches go to all ranks of the unit. ``own_bytes``: of those made
-        here.
+        """Send all results of all microbatches to all ranks of the unit. ``own_bytes``: the bytes
+        of the results made here.
         """
         ledger, plan = self.books.ledger, self.program.plan
         ledger.hold(ledger.new(own_bytes, "activation"))
@@ -164,6 +172,8 @@ class _PositionMemory:
         left: dict[tuple[int, int], Mapping[str, int]] = {}
         begun: set[int] = set()  # stages whose parameters have gradients
         peak = Moment(sum(totals.values()), dict(totals))
+        # ``totals`` is what is held between two actions. The memory of a run is counted from before
+        # its forward, so what its microbatch has left so far is taken out first.
         for action, under_way in zip(self.actions, messages, strict=True):
             stage = self.stages[action.stage]
             run = (stage.later if action.stage in begun else stage.first)[action.kind]
@@ -186,6 +196,8 @@ class _PositionMemory:
         before = set(self.books.gradients.made) if self.trains else set()
         found: list[Runs] = []
         kept: set[str] = set()
+        # Both walks of a kind run on the same books: the second one finds the gradients of the
+        # first. The next kind starts without them again.
         for kind in (BACKWARD, INPUT_GRADIENT):
             if kind in kinds:
                 self.books.gradients.forget(set(self.books.gradients.made) - before)
@@ -199,8 +211,9 @@ class _PositionMemory:
         return _StageMemory(first, later, frozenset(kept))
 
     def _walk(self, index: int, kind: ActionKind, kept: set[str]) -> Runs:
-        """One microbatch: its forward, and what begins with ``kind`` after it. ``kept``: of what it
-        sends, to be added to.
+        """Walk one microbatch: its forward, then the backward that begins with ``kind``.
+
+        Adds to ``kept`` the names of the values that it sends and autograd saves.
         """
         stage, body_program, ledger = (
             self.program.stages[index],
@@ -212,7 +225,7 @@ class _PositionMemory:
         sources, held = self._inputs(index, received)
 
         def arrive(name: str, form: TensorForm, storage: int) -> None:
-            if name in received:  # sent on at the end of the action
+            if name in received:  # it is sent to the stage before, at the end of the action
                 held.append(storage)
             else:
                 self.books.arrive(name, form, storage)
@@ -220,6 +233,7 @@ class _PositionMemory:
         runs: Runs = {}
 
         def note(kind: ActionKind) -> None:
+            """Note the run of an action that has just ended."""
             left = {key: value - before.get(key, 0) for key, value in ledger.snapshot().items()}
             made = left.pop("gradient", 0)
             runs[kind] = _Run(
@@ -252,10 +266,9 @@ class _PositionMemory:
         else:
             note(FORWARD)
             roots = self._roots(body, sent)
-            held += [
-                ledger.hold(storage) for _, storage in roots.values()
-            ]  # until the action is done
-            if kind is BACKWARD or body.regions:  # what is computed again is not split
+            # Gradients that were received stay until the action is done.
+            held += [ledger.hold(storage) for _, storage in roots.values()]
+            if kind is BACKWARD or body.regions:  # a backward that recomputes is not split
                 body.backward(roots)
                 body.release(held)
                 note(kind)
@@ -276,7 +289,7 @@ class _PositionMemory:
     def _inputs(
         self, index: int, received: Collection[str]
     ) -> tuple[dict[str, tuple[TensorForm, int]], list[int]]:
-        """The sources of a stage, and what of them is there for one microbatch only."""
+        """The sources of a stage, and the storages that are there for one microbatch only."""
         program, ledger = self.program.programs[index], self.books.ledger
         sources, held = dict(self.sources), []
         for value in program.graph.inputs:
@@ -284,13 +297,14 @@ class _PositionMemory:
             if value.name in received:
                 storage = ledger.hold(ledger.new(form.num_bytes, "activation"))
             else:
-                storage = ledger.hold(ledger.new(0, "input"))  # counted with all microbatches
+                # The samples of all microbatches are in the base already.
+                storage = ledger.hold(ledger.new(0, "input"))
             held.append(storage)
             sources[value.name] = form, storage
         return sources, held
 
     def _roots(self, body: BodyMemory, sent: Iterable[IRValue]) -> dict[str, Gradient]:
-        """Where gradients come into a stage: of what it sends, and of the loss."""
+        """The gradients that come into a stage: those of what it sends, or that of the loss."""
         ledger = self.books.ledger
         roots: dict[str, Gradient] = {}
         for value in sent:

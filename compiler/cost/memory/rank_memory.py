@@ -18,17 +18,23 @@ CATEGORIES = (
     "temporary",
     "communication",
 )
-"""``gradient``: of parameters. ``activation``: what autograd and variables hold. ``temporary``: of
-an operator while it runs, and gradients on their way. ``communication``: messages of a pipeline.
+"""What memory is for.
+
+- ``gradient``: the gradients of parameters.
+- ``activation``: what autograd and variables hold.
+- ``temporary``: what an operator needs while it runs, and gradients on their way.
+- ``communication``: messages of a pipeline.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The peak of one unit rank. ``by_category``: the bytes at that time by :data:`CATEGORIES`;
-    ``moment``: what ran (an operator, ``backward of ...``, ``optimizer step``). ``assumed``:
-    operators of which everything was taken to be kept, and backwards (``backward of ...``) of which
-    only the gradients count.
+    """The peak of one unit rank.
+
+    ``by_category``: the bytes at that time, by the names in :data:`CATEGORIES`. ``moment``: what
+    ran then (an operator, ``backward of ...``, ``optimizer step``). ``assumed``: the operators
+    whose memory is assumed, as fake tensors could not run them. Of such a forward everything counts
+    as kept; of such a backward (``backward of ...``) only the gradients count.
     """
 
     rank: int
@@ -54,7 +60,7 @@ class RankMemory:
 
     @property
     def activation_bytes(self) -> int:
-        """With what is temporary."""
+        """The bytes of activations, those that are temporary included."""
         return self.by_category.get("activation", 0) + self.by_category.get("temporary", 0)
 
     @property
@@ -63,7 +69,7 @@ class RankMemory:
         return sum(self.by_category.get(key, 0) for key in ("buffer", "input", "communication"))
 
     def at(self, rank: int) -> RankMemory:
-        """The same of another rank."""
+        """The peak as that of another rank, which is alike."""
         return replace(self, rank=rank)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +87,6 @@ class RankMemory:
 
     @classmethod
     def of(cls, rank: int, peak: Moment, assumed: Iterable[str]) -> RankMemory:
-        """The peak that the books have found."""
+        """The peak that a ledger has found, with its categories in order."""
         ordered = {key: peak.by_category[key] for key in CATEGORIES if peak.by_category.get(key)}
         return cls(rank, ordered, peak.name, tuple(sorted(assumed)))

@@ -1,11 +1,15 @@
 """The memory of a backward in two parts, as ``runtime.pipeline.backward`` runs it.
 
-Call *inner* what depends on an input whose gradient goes on to another rank. The first part goes
-through the inner instructions and computes the gradients of their inner operands. Where one has
-other operands too (a weight), the gradient that came in is noted for the second part. What autograd
-saved stays, as the second part needs the graph: all of it from the first instruction with a note
-on, on the way from the results to the inputs. So do the inputs, which are leaves of the graph,
-whether or not anything saved them.
+A value is *inner* if it depends on an input whose gradient goes on to another rank. The first part
+goes through the inner instructions, from the results to the inputs, and computes the gradients of
+their inner operands. If an instruction has other operands too (a weight), the gradient that came in
+is noted for the second part. From the first instruction with a note on, everything that autograd
+saved stays, as the second part needs the graph. The inputs stay too, whether or not anything saved
+them: they are leaves of the graph.
+
+Example: ``y = x @ w`` with a received ``x``. The first part computes the gradient of ``x`` from
+that of ``y``, notes the gradient of ``y``, and keeps ``x``. The second part computes that of ``w``
+from these two, and releases them.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from shardwright.compiler.cost.memory.body_memory import BodyMemory, Gradient, N
 
 
 class SplitMemory:
-    """Both parts of the backward of a body that has run forward. ``inputs``: those whose gradients
-    go on.
+    """Both parts of the backward of a body that has run forward. ``inputs``: the names of the
+    inputs whose gradients go on to another rank.
     """
 
     def __init__(self, body: BodyMemory, inputs: Collection[str]) -> None:
@@ -36,8 +40,8 @@ class SplitMemory:
         self._remaining: dict[str, int] = {}
 
     def input_gradients(self, roots: Mapping[str, Gradient]) -> None:
-        """The first part, from the gradients of ``roots``, whose storages are held and pass to
-        this.
+        """The first part, from the gradients of ``roots``. Their storages are held, and this object
+        releases them.
         """
         body = self._body
         self._remaining = body.contributions(set(roots))
@@ -54,6 +58,7 @@ class SplitMemory:
             inside = [
                 number for number, name in enumerate(node.operand_names) if name in self._names
             ]
+            # Another operand takes a gradient: note what came in, with a holder of its own.
             if any(
                 local.form.requires_grad for n, local in enumerate(node.operands) if n not in inside
             ):

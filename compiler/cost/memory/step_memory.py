@@ -1,14 +1,14 @@
 """What a step of training holds on a rank: over time, at its peak, and what for.
 
-A step is one of many: gradients have been cleared, optimizer state and the buffers of gradient
-buckets exist. Then come forward and backward
-(:mod:`~shardwright.compiler.cost.memory.body_memory`), or the actions of a pipeline's schedule
-(:mod:`~shardwright.compiler.cost.memory.pipeline_memory`), and the optimizer. The rank is the one
-at index 0 of every axis of its mesh, which has the largest pieces; where one rank keeps a value and
-others make zeros, these count.
+The step is one in the middle of a run: gradients have been cleared, and the optimizer's state and
+the buffers of gradient buckets exist. It consists of forward and backward (``body_memory.py``), or
+of the actions of a pipeline's schedule (``pipeline_memory.py``), and of the optimizer.
 
-Not in the numbers: buffers that kernels use inside, what an allocator keeps, and the temporary
-lists of fused optimizers.
+The rank is the one at index 0 of every axis of its mesh, which has the largest pieces. If one rank
+keeps a value and the others make zeros in its place, it counts as one that makes zeros.
+
+The numbers do not include buffers that kernels use inside, what an allocator keeps, and the
+temporary lists of fused optimizers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ def program_memory(
     trains: bool = True,
     num_microbatches: int = 1,
 ) -> RankMemory:
-    """The memory of rank 0 of a program without stages, in one step of ``num_microbatches``, whose
-    samples are all there; ``trains`` is false for inference.
+    """The memory of rank 0 of a program without stages, in one step of ``num_microbatches``.
 
-    The second microbatch finds the gradients of the first, and its result; those after it only more
-    results.
+    The samples of all microbatches are there from the start. ``trains`` is false for inference.
     """
     trains = trains and not config.inference_only
     books = Books(program.plan.storage_mesh, config, optimizer, trains)
@@ -42,6 +40,8 @@ def program_memory(
     more = sum(form.num_bytes for form in inputs.values()) * (num_microbatches - 1)
     books.ledger.hold(books.ledger.new(more, "input"))
     books.ledger.restart()
+    # Two microbatches tell everything: the second one finds the gradients and the result of the
+    # first, and any later one would find more results only.
     earlier = min(num_microbatches - 1, 1)
     for index in range(earlier + 1):
         body = BodyMemory(

@@ -1,5 +1,9 @@
-"""The pieces of parameters that a rank trains, and which part of each it updates where ZeRO splits
-the state.
+"""The pieces of parameters that a rank trains, and which part of each it updates if ZeRO splits the
+optimizer's state.
+
+Example: three parameters of 40, 30 and 30 elements, and state that is split over 2 ranks. With
+Adam, which treats every element by itself, each rank updates half of each parameter. With an
+optimizer that needs whole parameters, one rank updates the 40, the other one the two of 30.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ from shardwright.runtime.dealing import balanced_owners, deal_owners
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A piece ``shape`` of a trained parameter on this rank, summed over ``copies`` ranks that
-    split its state into ``shards``. Parameters of one ``group`` are summed over the same ranks.
-    ``name``: of the value, ``fqn`` in the module.
+    """The piece of a trained parameter on the rank.
 
-    ``cut``: the axes, and their sizes, over which pieces lie that make a tensor of shape ``whole``,
-    where the optimizer needs that; empty where it takes the piece.
+    - ``name``: the name of the value, and ``fqn`` that of the parameter in the module.
+    - ``shape``: the shape of the piece.
+    - ``copies``: the ranks over which its gradient is summed, and ``shards`` the parts into which
+      they split its state.
+    - ``group``: equal for parameters that are summed over the same ranks.
+    - ``cut``: the axes, with sizes, over which the pieces of a tensor of shape ``whole`` lie, if
+      the optimizer needs that tensor. It is empty if the optimizer takes the piece.
     """
 
     name: str
@@ -46,20 +53,20 @@ class Trained:
 
     @property
     def updated_shape(self) -> tuple[int, ...]:
-        """Of what the optimizer updates, where ZeRO does not split it."""
+        """The shape of what the optimizer updates, unless ZeRO splits it."""
         return self.whole if self.cut else self.shape
 
 
 def updated_shares(
     packed: Sequence[Trained], optimizer: OptimizerMemory, config: ComputeConfig
 ) -> Mapping[str, float]:
-    """By name, the share of a parameter that the rank updates which needs most for that.
-    ``packed``: in the order in which buckets hold them.
+    """The share of each parameter, by name, that the busiest rank updates: the one that needs most
+    memory for it. ``packed``: the parameters in the order in which buckets hold them.
 
-    An optimizer that treats every element by itself updates an even share. Any other one gets whole
-    parameters, each on one rank, as the runtime deals them; where several groups split their state,
-    no rank need be the one with the most of each. Where the plan cuts a parameter so that its
-    pieces go on to an owner, that is the share of a piece.
+    An optimizer that treats every element by itself updates an even share on each rank. Any other
+    one gets whole parameters, each on one rank, as the runtime deals them. If the plan cuts a
+    parameter, so that its pieces go on to an owner, the share is that of a piece. Each group that
+    splits its state has its own busiest rank, so with several groups this is an upper bound.
     """
     if optimizer.is_elementwise:
         return {item.name: 1 / item.shards for item in packed}
@@ -78,7 +85,7 @@ def updated_shares(
 def most_state_bytes(
     packed: Sequence[Trained], optimizer: OptimizerMemory, config: ComputeConfig
 ) -> float:
-    """Of the optimizer's state on the rank that keeps most, which need not be the one of
+    """The bytes of the optimizer's state on the rank that keeps most. It need not be the rank of
     :func:`updated_shares`.
     """
 
@@ -91,8 +98,8 @@ def most_state_bytes(
 
 
 def _dealt(packed: Iterable[Trained]) -> Iterator[list[list[Trained]]]:
-    """For each group that splits its state, what each of its ranks updates; all that is not split,
-    together.
+    """What each rank updates, for one group that splits its state after the other. Everything that
+    is not split makes one more group, of one rank.
     """
     groups: dict[object, list[Trained]] = {}
     for item in packed:
@@ -107,8 +114,8 @@ def _dealt(packed: Iterable[Trained]) -> Iterator[list[list[Trained]]]:
 
 
 def _most(items: Sequence[Trained], weigh: Callable[[Trained], float]) -> float:
-    """What of ``items`` weighs on the rank that has most: all that the plan leaves whole, and what
-    it owns of the rest.
+    """The weight of ``items`` on the rank that has most: everything that the plan leaves whole, and
+    the tensors that it owns of the rest.
     """
     return (
         sum(weigh(item) for item in items if not item.cut)
@@ -119,11 +126,11 @@ def _most(items: Sequence[Trained], weigh: Callable[[Trained], float]) -> float:
 def most_owned(
     exchanged: Iterable[Trained], weigh: Callable[[Trained], float]
 ) -> tuple[frozenset[str], float]:
-    """Of the whole tensors that the plan cuts, the names of those of the rank whose own weigh most,
-    and how much that is.
+    """The names of the whole tensors on the rank whose own weigh most, and their weight.
 
-    Places on the mesh stand for ranks.
+    ``exchanged``: parameters that the plan cuts, and whose optimizer needs them whole.
     """
+    # A place on the mesh, one index per axis, stands for a rank.
     items = {item.fqn or item.name: item for item in exchanged}
     axes = {axis: size for item in items.values() for axis, size in item.cut}
     loads = dict.fromkeys(itertools.product(*map(range, axes.values())), 0)
@@ -131,6 +138,7 @@ def most_owned(
     owned: dict[tuple[int, ...], list[str]] = {place: [] for place in loads}
     cuts = dict.fromkeys(item.cut for item in items.values())
     groups = {cut: _alike(loads, [axis not in dict(cut) for axis in axes]) for cut in cuts}
+    # One whole per parameter and group of places that holds its pieces: each has one owner there.
     wholes = (
         ((fqn, tuple(group)), item.whole_elements, group)
         for fqn, item in items.items()
@@ -144,7 +152,7 @@ def most_owned(
 
 
 def _alike(places: Iterable[tuple[int, ...]], kept: Sequence[bool]) -> list[list[tuple[int, ...]]]:
-    """Places that differ along axes only that are not ``kept``."""
+    """The places in groups: those of one group differ only along axes that are not ``kept``."""
     groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for place in places:
         groups.setdefault(tuple(itertools.compress(place, kept)), []).append(place)

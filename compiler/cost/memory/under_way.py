@@ -1,10 +1,13 @@
-"""What a rank of a pipeline holds of messages while each of its actions runs, as
-``runtime.pipeline.transfers`` does.
+"""The bytes of messages that a rank of a pipeline holds while each of its actions runs.
 
-- A buffer is there from when its receive is posted: for the action that runs and the next
-  :data:`AHEAD` that receive something, and for what comes before it on its channel.
-- What was sent is there until its receiver answers: until something comes that it sent after it had
-  used that. Transports that tell earlier when a message is gone hold less, so this is the most.
+The rules are those of ``runtime.pipeline.transfers``:
+
+- The buffer of a message is there from the moment its receive is posted. Receives are posted for
+  the action that runs, for the next :data:`AHEAD` actions that receive something, and for whatever
+  comes before these on the same channel.
+- A message that was sent is held until its receiver answers: until something arrives that the
+  receiver sent after it had used the message. Transports that tell earlier when a message is gone
+  hold less, so this is an upper bound.
 
 Ranks of one position are taken to be alike, with the largest pieces.
 """
@@ -21,8 +24,8 @@ from shardwright.runtime.schedule import AHEAD, PAYLOADS, Payload, ScheduleActio
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """What crosses from stage ``source`` to stage ``target``: its bytes on a rank of either, and
-    whether a gradient comes back. ``is_kept``: autograd of the source keeps it anyway.
+    """A value that crosses from stage ``source`` to stage ``target``: its bytes on a rank of each,
+    and whether a gradient comes back. ``is_kept``: whether autograd of the source keeps it anyway.
     """
 
     name: str
@@ -35,13 +38,15 @@ class Value:
 
 
 class _Incoming(NamedTuple):
+    """A message that a position receives."""
+
     payload: Payload
     value: Value
     microbatch: int
 
 
 class _Outgoing(NamedTuple):
-    """``used_by``: the number of the action of ``peer`` that receives it."""
+    """A message that a position has sent to ``peer``, whose action number ``used_by`` uses it."""
 
     name: tuple[Payload, int, str, int]
     num_bytes: int
@@ -55,9 +60,11 @@ def bytes_under_way(
     positions: Mapping[int, int],
     values: Iterable[Value],
 ) -> Iterator[int]:
-    """For each action of ``position``, the bytes of messages that are not its own while it runs.
+    """The bytes of messages under way while each action of ``position`` runs, in order. What the
+    action itself receives or sends does not count.
 
-    ``actions``: of all positions, those that compute. ``positions``: of stages.
+    ``actions``: the actions of every position that compute. ``positions``: the position of each
+    stage.
     """
     ends = _Ends(position, actions, positions, list(values))
     own = actions[position]
@@ -65,6 +72,7 @@ def bytes_under_way(
     sending: list[_Outgoing] = []
     num_ahead = 0
     for action in own:
+        # Post the receives of this action and of the next ``AHEAD`` ones; then take what it needs.
         receives = ends.receives(action)
         while to_post and num_ahead < AHEAD + receives:
             for message in to_post.popleft():
@@ -72,6 +80,7 @@ def bytes_under_way(
             num_ahead += 1
         num_ahead -= receives
         for message in ends.needs(action):
+            # The peer sent this after its action ``number``, so what that action used is gone.
             peer, number = ends.take(message)
             sending = [sent for sent in sending if sent.peer != peer or sent.used_by > number]
         yield ends.posted_bytes + sum({sent.name: sent.num_bytes for sent in sending}.values())
@@ -79,8 +88,8 @@ def bytes_under_way(
 
 
 class _Ends:
-    """What the actions of one position receive from others, and send to them. ``posted_bytes``: of
-    the receives that are posted and not taken.
+    """What the actions of one position receive from others, and send to them. ``posted_bytes``: the
+    bytes of receives that are posted and not taken yet.
     """
 
     def __init__(
@@ -93,9 +102,8 @@ class _Ends:
         self._positions = positions
         self._received: dict[tuple[Payload, int], list[Value]] = {}
         self._sent: dict[tuple[Payload, int], list[Value]] = {}
-        self._receives: set[tuple[Payload, int]] = (
-            set()
-        )  # also those that get what another stage of the position made
+        # The pairs that get anything, also from another stage of this position.
+        self._receives: set[tuple[Payload, int]] = set()
         for value in sorted(values, key=lambda value: value.name):
             pairs: list[tuple[Payload, int, int]] = [("activations", value.source, value.target)]
             pairs += [("gradients", value.target, value.source)] if value.differentiable else []
@@ -113,6 +121,8 @@ class _Ends:
             for number, action in enumerate(listed)
             if action.kind in PAYLOADS
         }
+        # A channel is the messages from one peer in the order of its actions, which is the order in
+        # which they must be received.
         coming = self._coming()
         self._channels = {
             peer: deque(
@@ -128,8 +138,8 @@ class _Ends:
         self.posted_bytes = 0
 
     def _coming(self) -> dict[tuple[Payload, int], list[tuple[Payload, Value]]]:
-        """By payload and sending stage, what comes of an action there, in the order in which it is
-        sent.
+        """What an action sends to this position, in the order in which it is sent; by payload and
+        sending stage.
         """
         found: dict[tuple[Payload, int], list[tuple[int, str, Value]]] = {}
         for (payload, own), values in self._received.items():
@@ -172,7 +182,7 @@ class _Ends:
         return self._sender(message)
 
     def sends(self, action: ScheduleAction) -> Iterator[_Outgoing]:
-        """What is sent after an action, as far as nothing else keeps it."""
+        """The messages that go out after an action, without those that autograd keeps anyway."""
         payload = PAYLOADS.get(action.kind)
         if payload is None:
             return

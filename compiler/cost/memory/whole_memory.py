@@ -1,9 +1,9 @@
-"""The whole tensors of parameters that the plan cuts, in the books of the rank that owns most of
-them.
+"""The whole tensors of parameters that the plan cuts, in the ledger of the rank that owns most.
 
-Owners and batches are dealt as at run time (``runtime.dealing``). While the optimizer steps an
-owner holds the values of its wholes (masters from step to step), and from the sums of the gradients
-until these are cleared the wholes of its gradients.
+Some optimizers (Muon) need whole tensors. Then the pieces of each parameter go to one rank, its
+owner. Owners and batches are dealt as at run time (``runtime.dealing``). An owner holds the values
+of its wholes while the optimizer steps, or masters of them from step to step. It holds the wholes
+of its gradients from the moment they are summed until gradients are cleared.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from shardwright.runtime.zero.settings import ReductionSettings
 EXCHANGE = "exchange of whole tensors"
 
 COMPARED_BYTES = 10
-"""Of an element of a master, what finds out whether the values that come are just that, rounded: a
-rounded copy, the 16 bits that this lacks, all 32, and two flags.
+"""The bytes per element that it takes to see whether the values that came are the master, rounded.
+
+They are a rounded copy (2), the 16 bits that it lacks (2), all 32 bits (4), and two flags (2).
 """
 
 
 class WholeTensors:
-    """``exchanged``: the parameters of which this rank's copies of the pieces are brought together,
-    in any order. ``owned``: by name, those that the rank with most of them owns.
+    """The exchange of whole tensors, on the rank that owns most of them.
+
+    ``exchanged``: the parameters whose pieces are brought together, in any order. ``owned``: the
+    names of those that this rank owns.
     """
 
     def __init__(self, ledger: Ledger, exchanged: Sequence[Trained], config: ComputeConfig) -> None:
@@ -38,7 +41,7 @@ class WholeTensors:
         self._values: list[int] = []
 
     def gather(self) -> None:
-        """Values and gradients come to their owners."""
+        """Bring values and gradients to their owners."""
         for batch in self._batches():
             dtype = batch[0].dtype
             master = self._settings.state_dtype(dtype)
@@ -66,8 +69,9 @@ class WholeTensors:
             )
 
     def scatter(self) -> None:
-        """What the owners have updated goes back to all ranks, who let go of values."""
+        """Send what owners have updated back to all ranks, and let go of the values."""
         for batch in self._batches():
+            # An owner has the wholes twice: cut into messages, and as they were updated.
             pieces, owned = sum(item.num_elements for item in batch), sum(self._owned(batch))
             self._ledger.use((pieces + 2 * owned) * batch[0].dtype.itemsize, EXCHANGE)
         while self._values:
@@ -81,13 +85,17 @@ class WholeTensors:
         kept_bytes: int,
         beside_bytes: int = 0,
     ) -> list[int]:
-        """One all-to-all of elements of ``element_bytes``, of which owners keep ``kept_bytes``
-        each, and need ``beside_bytes`` for a moment, one tensor after the other. What they keep.
+        """Run one all-to-all of elements of ``element_bytes``, and return the storages that the
+        owner keeps.
+
+        Of each element it keeps ``kept_bytes``. It needs ``beside_bytes`` for a moment, for one
+        tensor after the other.
         """
         ledger, owned = self._ledger, self._owned(batch)
-        sent = sum(item.num_elements + 1 for item in batch) * element_bytes  # with a flag for each
+        # Behind each piece stands one flag: whether the rank has a gradient of it.
+        sent = sum(item.num_elements + 1 for item in batch) * element_bytes
         arrived = ledger.hold(ledger.new(sent + sum(owned) * element_bytes, "temporary"))
-        ledger.use(sent, EXCHANGE)  # end to end once more
+        ledger.use(sent, EXCHANGE)  # the pieces are copied end to end once more
         kept = []
         for size in owned:
             kept.append(ledger.hold(ledger.new(size * kept_bytes, category)))
@@ -100,8 +108,8 @@ class WholeTensors:
         return [item.whole_elements for item in batch if item.name in self.owned]
 
     def _batches(self) -> Iterator[Sequence[Trained]]:
-        """Of one dtype, cut by the same axes, as large as a bucket of gradients, or a larger one
-        alone.
+        """The parameters in batches. Those of a batch have one dtype and are cut by the same axes.
+        It is as large as a bucket of gradients, or one parameter that is larger.
         """
         items = sorted(self._exchanged, key=lambda item: item.fqn or item.name)
         sizes = [

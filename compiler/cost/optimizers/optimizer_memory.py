@@ -1,4 +1,9 @@
-"""What an optimizer keeps for each element of a parameter, and among how many ranks it is split."""
+"""What an optimizer keeps for each element of a parameter, and among how many ranks it is split.
+
+Example: Adam keeps two moments. A float32 parameter of 1000 elements takes 8000 bytes of state; a
+bfloat16 one with float32 masters takes 8000 for the moments and 4000 for the master. With ZeRO-1
+over 4 ranks each rank keeps a quarter of that.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,13 @@ from shardwright.runtime.zero.settings import ReductionSettings
 class OptimizerMemory:
     """What an optimizer keeps for each local element of a parameter that it updates.
 
-    ``num_moments``: numbers of the dtype it updates, as torch's optimizers make them: that of the
-    parameter, or that of the config's masters. Adam has two (by default), SGD with momentum one.
-    ``own_bytes_per_element``: state in dtypes of its own beside them, such as masters that it makes
-    itself. ``grad_bytes_per_element``: of a gradient, where neither config nor the dtype of its
-    parameter says it. ``named``: an optimizer whose own state, by shape and dtype, counts in the
-    place of moments.
+    - ``num_moments``: how many numbers it keeps, in the dtype that it updates (that of the
+      parameter, or of the config's masters). Adam keeps two, SGD with momentum one.
+    - ``own_bytes_per_element``: state in dtypes of its own, such as masters that it makes itself.
+    - ``grad_bytes_per_element``: the bytes of a gradient, if neither the config nor the dtype of
+      the parameter says them.
+    - ``named``: an optimizer that is asked for its state by shape and dtype, in the place of
+      ``num_moments``.
     """
 
     num_moments: float = 2.0
@@ -34,7 +40,7 @@ class OptimizerMemory:
     named: NamedOptimizer | None = None
 
     def temporary_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """The most that it makes and lets go of again while it updates a tensor."""
+        """The most bytes that it makes and lets go of again while it updates a tensor."""
         found = None if self.named is None else self.named.step(tuple(shape), dtype).temporary_bytes
         if found is not None:
             return found
@@ -45,11 +51,9 @@ class OptimizerMemory:
 
     def products(self, shape: Sequence[int], dtype: torch.dtype) -> Sequence[StepProduct]:
         """The matrix products of updating a tensor."""
-        return (
-            ()
-            if self.named is None or self.is_elementwise
-            else self.named.step(tuple(shape), dtype).products
-        )
+        if self.named is None or self.is_elementwise:
+            return ()
+        return self.named.step(tuple(shape), dtype).products
 
     @property
     def is_elementwise(self) -> bool:
@@ -59,7 +63,7 @@ class OptimizerMemory:
         return self.named is None or self.named.is_elementwise
 
     def moments_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Of a tensor that it updates."""
+        """The bytes of the moments of a tensor that it updates."""
         if self.named is not None:
             return self.named.state_bytes(tuple(shape), dtype)
         return self.num_moments * dtype.itemsize * math.prod(shape)
@@ -68,14 +72,14 @@ class OptimizerMemory:
 ADAM = OptimizerMemory()
 
 REMAINDER_BYTES = 2
-"""Of a float32 master of a bfloat16 parameter, what that lacks."""
+"""The bytes that a bfloat16 parameter lacks of its float32 master."""
 
 
 def state_bytes(
     optimizer: OptimizerMemory, shape: Sequence[int], dtype: torch.dtype, config: ComputeConfig
 ) -> float:
-    """What is kept of a piece ``shape`` of a parameter of ``dtype`` that a rank updates: state and
-    any master.
+    """The bytes that a rank keeps to update a piece of ``shape`` of a parameter of ``dtype``:
+    state, and a master if there is one.
     """
     settings = ReductionSettings(table=config.optimizer_table)
     updated = settings.state_dtype(dtype)
@@ -87,7 +91,9 @@ def state_bytes(
 
 
 def gradient_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:
-    """Of one element of the gradient of a parameter of ``dtype``, while it is accumulated."""
+    """The bytes of one element of a gradient while it is accumulated. ``dtype``: that of the
+    parameter.
+    """
     if optimizer.grad_bytes_per_element is not None:
         return optimizer.grad_bytes_per_element
     settings = ReductionSettings(table=config.optimizer_table)
@@ -95,8 +101,10 @@ def gradient_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: Compu
 
 
 def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: int = 1) -> int:
-    """The ranks among which the gradient of a parameter is summed. ``mesh``: on which it is stored;
-    ``num_stages``: of a pipeline, on as many meshes alike.
+    """The number of ranks over which the gradient of a parameter is summed.
+
+    ``mesh``: the mesh on which it is stored. ``num_stages``: the stages of a pipeline that hold it,
+    on meshes alike.
     """
     units = config.num_units
     units //= mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
@@ -108,15 +116,15 @@ def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: in
 
 
 SumGroup = tuple[tuple[str, ...], bool, tuple[tuple[int, ...], ...]]
-"""What a gradient is summed over, equal where the ranks are: mesh axes, whether units too, and the
-ranks of other stages.
+"""What a gradient is summed over: mesh axes, whether units too, and the ranks of other stages. Two
+gradients that are summed over the same ranks have equal groups.
 """
 
 
 def sum_group(
     layout: Layout, mesh: Mesh, config: ComputeConfig, elsewhere: Sequence[tuple[int, ...]] = ()
 ) -> SumGroup:
-    """What the gradient of a parameter is summed over. ``mesh``: on which it is stored;
+    """What the gradient of a parameter is summed over. ``mesh``: the mesh on which it is stored.
     ``elsewhere``: the unit ranks of other stages that hold it.
     """
     axes = tuple(axis for axis, size in mesh.axes if axis in layout.grad_partial and size > 1)
@@ -134,8 +142,8 @@ def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: in
 def exchanged_over(
     layout: Layout, mesh: Mesh, optimizer: OptimizerMemory
 ) -> tuple[tuple[str, int], ...]:
-    """The axes, and their sizes, over which the pieces of a parameter come together on one rank, as
-    the optimizer needs the whole; none where it takes the pieces.
+    """The axes, with sizes, over which the pieces of a parameter come together on one rank, as the
+    optimizer needs the whole; none if it takes the pieces.
     """
     if optimizer.is_elementwise:
         return ()
@@ -143,14 +151,14 @@ def exchanged_over(
 
 
 def num_pieces(layout: Layout, mesh: Mesh, optimizer: OptimizerMemory) -> int:
-    """From how many ranks the pieces of a parameter come together on one; 1 where they do not."""
+    """The number of pieces of a parameter that come together on one rank; 1 if they do not."""
     return math.prod(size for _, size in exchanged_over(layout, mesh, optimizer))
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What a rank updates of a parameter: the ``share`` of a tensor of ``shape``, on average over
-    the ranks among which it is shared out.
+    """What a rank updates of a parameter: a ``share`` of a tensor of ``shape``, on average over the
+    ranks that update it.
     """
 
     shape: tuple[int, ...]
@@ -165,7 +173,9 @@ class Updated:
         optimizer: OptimizerMemory,
         num_stages: int = 1,
     ) -> Updated:
-        """Its piece, the whole where the optimizer needs it, or of either what ZeRO leaves."""
+        """What a rank updates: its piece, or the whole if the optimizer needs it. ZeRO leaves it a
+        part of either.
+        """
         pieces, shards = (
             num_pieces(layout, mesh, optimizer),
             num_shards(layout, mesh, config, num_stages),
@@ -188,13 +198,15 @@ def kept_bytes(
     config: ComputeConfig,
     num_stages: int = 1,
 ) -> float:
-    """What a rank keeps of a parameter to update it, state and any master, on average: see
-    :class:`Updated`.
+    """The bytes that a rank keeps to update a parameter, on average (:class:`Updated`): state, and
+    a master if there is one.
     """
     updated = Updated.of(layout, mesh, config, optimizer, num_stages)
     return updated.share * state_bytes(optimizer, updated.shape, dtype, config)
 
 
 def summed_dtype(settings: ReductionSettings, dtype: torch.dtype, shards: int) -> torch.dtype:
-    """In which the optimizer's gradient of a parameter of ``dtype`` is held when it is summed."""
+    """The dtype of a summed gradient, as the optimizer finds it. ``dtype``: that of the parameter;
+    ``shards``: the parts into which its state is split.
+    """
     return settings.gradient_dtype(dtype) if settings.updates_shards(dtype, shards) else dtype

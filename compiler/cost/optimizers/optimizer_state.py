@@ -1,8 +1,8 @@
-"""What any optimizer keeps of a parameter, and does to it: that of a step of the optimizer itself
-on tensors without memory.
+"""What any optimizer keeps for a parameter. The optimizer itself is asked: it runs a step on
+tensors without memory.
 
-``"SGD(momentum=0.9)"`` names a class of ``torch.optim`` and its settings,
-``"my_project.optim:make(lr=0.1)"`` a class or a function of one's own that takes a list of
+A text names the optimizer. ``"SGD(momentum=0.9)"`` is a class of ``torch.optim`` with settings.
+``"my_project.optim:make(lr=0.1)"`` is a class or function of the user's own that takes a list of
 parameters.
 """
 
@@ -28,7 +28,7 @@ from shardwright.runtime.errors import ConfigError, did_you_mean
 from shardwright.runtime.zero.update_split import ELEMENTWISE
 
 SMALL = 4
-"""The most of each dim of a parameter that stands for a larger one."""
+"""The largest size of each dim of a small parameter that stands for a larger one."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def _state_bytes(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> float
     make = _found(text)
     state, failed = _state_after_step(text, make, shape, dtype, "meta")
     if failed is not None:
-        # Some ask for numbers, which tensors without memory do not have, when their state is there:
-        # is it all of it?
+        # Some optimizers ask for numbers after they have made their state, which tensors without
+        # memory do not have. A step on a small real tensor tells whether that was all of the state.
         small = tuple(min(size, SMALL) for size in shape)
         known, failed = _state_after_step(text, make, small, dtype, "cpu")
         if failed is not None or known.keys() != state.keys():
@@ -97,8 +97,8 @@ def _state_bytes(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> float
 def _state_after_step(
     text: str, make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> tuple[Mapping[Any, torch.Tensor], Exception | None]:
-    """The tensors of the state by where they are in it, but for views of the parameter, and what
-    went wrong in the step.
+    """The tensors of the state after one step, by their place in it, and the exception if the step
+    failed. Views of the parameter are no state.
     """
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
@@ -168,7 +168,7 @@ def _module(text: str, name: str) -> Any:
 
 
 def _settings(text: str, call: str) -> dict[str, Any]:
-    """``(momentum=0.9)`` as a dict."""
+    """The settings in ``(momentum=0.9)`` as a dict."""
     if not call:
         return {}
     try:

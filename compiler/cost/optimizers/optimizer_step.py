@@ -1,5 +1,7 @@
-"""What a step of any optimizer does, from one that runs on tensors without memory: its matrix
-products, which are most of the work of Muon and its like, and the bytes that it makes on the way.
+"""What a step of any optimizer does: its matrix products, and the bytes that it makes meanwhile.
+
+The optimizer runs a step on tensors without memory, and a mode notes both. Products are most of the
+work of Muon and its like.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 STEP_TEMPORARIES = 2
-"""Tensors of the size of a parameter that torch's optimizers with state make while they update
-it.
+"""The number of tensors as large as a parameter that torch's optimizers with state make while they
+update it.
 """
 
 
@@ -35,9 +37,10 @@ class StepProduct:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Of one parameter. ``temporary_bytes``: the most that it makes and lets go of again; ``None``
-    if the step did not run to its end, as it needs numbers that tensors without memory do not have.
-    Then ``products`` are those up to there.
+    """What a step does to one parameter.
+
+    ``temporary_bytes``: the most bytes that it makes and lets go of again. It is ``None`` for a
+    step that did not run to its end, as it needs numbers. Then ``products`` are those up to there.
     """
 
     products: tuple[StepProduct, ...]
@@ -45,7 +48,9 @@ class StepWork:
 
 
 def work_of_step(make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> StepWork:
-    """Of a step that is not the first, on a parameter of ``shape``."""
+    """What a step does to a parameter of ``shape``. The step is the second one: the first one makes
+    the state.
+    """
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
@@ -79,13 +84,16 @@ def tensors_of_state(
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``products``: those that ran. Who asks a tensor without memory for its number is told 1."""
+    """A mode that notes the matrix products that run. An optimizer that asks a tensor without
+    memory for its number is told 1.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[StepProduct] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # ``.item()`` of a tensor on the meta device, which would raise: most read a step count.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0 if args[0].is_floating_point() else 1
         if func.overloadpacket in FACTORS:

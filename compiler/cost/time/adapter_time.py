@@ -1,4 +1,9 @@
-"""How long adapters and gradient reductions take: the collective, and the copies around it."""
+"""How long adapters and gradient reductions take: the collective, and the copies around it.
+
+Example: the all-gather of a dim on ``tp=4`` takes the time of the collective. It also copies the
+gathered result once, unless the pieces lie one after the other in the whole, as they do when the
+first dim is gathered.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from shardwright.compiler.plan.conversion import GATHERS, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""What a bucket of gradients holds (``ComputeConfig.reducer_bucket_cap_mb``)."""
+"""The bytes that a bucket of gradients holds (``ComputeConfig.reducer_bucket_cap_mb``)."""
 
 
 def step_time(
@@ -59,9 +64,10 @@ def _step_time(
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """All that the time of a step depends on: ``before`` and ``after`` are the bytes of the largest
-    piece. ``end_to_end``: pieces lie one after the other in the whole, as large as each other, so
-    that a gather writes them where they belong.
+    """Everything that the time of a step depends on.
+
+    ``before`` and ``after`` are the bytes of the largest piece. ``end_to_end``: the pieces have one
+    size and lie one after the other in the whole, so that a gather writes them where they belong.
     """
 
     kind: str
@@ -94,6 +100,7 @@ def _end_to_end(step: AdapterStep, mesh: Mesh) -> bool:
     if dim is None or cut is None or len(cut.segments) > 1 or cut.outer != 1:
         return False
     whole = step.after if step.kind in GATHERS else step.before
+    # A piece is contiguous in the whole only if all dims before the cut one have size 1.
     even = isinstance(cut.segments[0], int) and cut.segments[0] % mesh.axis_size(step.axis) == 0
     return even and math.prod(local_shape(whole, mesh)[:dim]) == 1
 
@@ -116,13 +123,18 @@ def reduction_s(
     """Seconds of summing the gradient of one parameter over the axes on which its layout is G, and
     over the units.
 
-    Its share of full buckets: what all parameters take is the sum, up to the latency of the last
-    bucket. ``ranks``: the unit ranks the mesh lies on; unit ``u`` begins at global rank ``u *
-    unit_size`` (default: the size of the mesh). ZeRO has other collectives: ``reduce_scatter`` of
-    gradients, ``all_gather`` of updated parameters. ``elsewhere``: the unit ranks of other stages
-    that hold the parameter too, on a mesh like this one. ``num_groups``: those that hold copies are
-    dealt into so many groups of consecutive ranks, and the collective is that of a group; with
-    ``across`` that of the ranks of all groups that have the same slice, over this slice.
+    The result is the parameter's share of full buckets. So the seconds of all parameters add up,
+    but for the last bucket, which is not full.
+
+    - ``ranks``: the unit ranks that the mesh lies on. Unit ``u`` begins at global rank
+      ``u * unit_size`` (default: the size of the mesh).
+    - ``collective``: ``all_reduce``; with ZeRO also ``reduce_scatter`` of gradients and
+      ``all_gather`` of updated parameters.
+    - ``elsewhere``: the unit ranks of other stages that hold the parameter, on a mesh like this.
+    - ``num_groups``: the ranks that hold copies are dealt into that many groups of consecutive
+      ranks, and each group runs a collective of its own.
+    - ``across``: the collective is that among the ranks of all groups that have the same slice, and
+      it covers this slice only.
     """
     num_bytes = local_bytes(layout, dtype, mesh)
     axes = tuple(
@@ -153,15 +165,14 @@ def _per_byte(
     """Seconds per byte of gradient: moving it into a bucket, and its share of the collective of a
     full one.
     """
-    everyone = [
-        tuple(
-            unit * unit_size + ranks[index]
-            for unit in range(num_units)
-            for ranks in stages
-            for index in group
-        )
-        for group in mesh.groups(axes)
-    ]
+    # The ranks of all units and stages that sum one piece of the parameter, for every piece.
+    everyone: list[tuple[int, ...]] = []
+    for group in mesh.groups(axes):
+        copies: list[int] = []
+        for unit in range(num_units):
+            for ranks in stages:
+                copies += [unit * unit_size + ranks[index] for index in group]
+        everyone.append(tuple(copies))
     size = len(everyone[0]) // num_groups
     if size == 1 and not across:
         return 0.0
@@ -173,6 +184,7 @@ def _per_byte(
     ]
     if num_groups == 1:
         groups = everyone
+    # The second term is the copy into the bucket, which reads and writes each byte.
     return (
         groups_collective_s(hardware, collective, bucket_bytes, groups) / bucket_bytes
         + 2 / hardware.device.bytes_per_s
@@ -180,7 +192,11 @@ def _per_byte(
 
 
 class _Seconds:
-    """The two directions of one step."""
+    """The seconds of one step, forward and backward.
+
+    Each direction is what the adapter of this name does in ``runtime/adapters.py``: a collective,
+    and the copies and fills with zeros around it.
+    """
 
     def __init__(
         self, movement: Movement, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware

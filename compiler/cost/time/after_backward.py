@@ -1,5 +1,9 @@
-"""What follows the backwards of a step: sums of gradients, the exchange of whole tensors, the
-optimizer's pass, and the gathering of what ZeRO updated elsewhere. How long they take.
+"""How long everything takes that follows the backwards of a step: sums of gradients, the exchange
+of whole tensors, the optimizer's pass, and the gathering of what ZeRO updated on other ranks.
+
+Example: 100 MB of float32 parameters, data-parallel over 4 units at 10 GB/s. A ring all-reduce
+sends 2 * 3/4 * 100 MB, which takes 15 ms. With ZeRO-1 a reduce-scatter of gradients takes half of
+that, the optimizer updates a quarter of the parameters, and an all-gather takes the other half.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from shardwright.runtime.zero.settings import ReductionSettings
 UNITS, STAGES = "units", "stages"
 
 GRADIENTS = "gradients"
-"""What the exchange of gradients is called, after what they are summed over."""
+"""The last word in the name of a sum of gradients: ``"dp+units gradients"``."""
 
 OPTIMIZER_STEP = "optimizer step"
 
@@ -43,15 +47,17 @@ ADDITION_PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class ParameterSync:
-    """What the gradient and the update of one parameter send. ``sum_s``: seconds of one sum of its
-    gradient, ``across_s`` of adding up what groups of ZeRO have summed, once per step.
-    ``gather_s``: of gathering what was updated elsewhere.
+    """What the gradient and the update of one parameter send.
 
-    ``axes``: what its gradient is summed over, ``group`` the same as a key. ``bucket_bytes``: that
-    it takes in a bucket;
-    ``is_apart``: not with parameters that the optimizer takes as they lie. ``num_bytes``: that go
-    through the collectives of a step. ``exchange``: of its whole tensor, where the optimizer needs
-    it and the plan cuts it, beside all this.
+    - ``sum_s``: the seconds of one sum of its gradient.
+    - ``across_s``: the seconds, once per step, of adding up what groups of ZeRO have summed.
+    - ``gather_s``: the seconds of gathering what other ranks updated.
+    - ``axes``: what its gradient is summed over; ``group`` says the same as a key.
+    - ``bucket_bytes``: the bytes that it takes in a bucket.
+    - ``num_bytes``: the bytes that go through the collectives of a step.
+    - ``is_apart``: whether its pieces go to an owner, so that it shares no bucket with parameters
+      that the optimizer takes as they lie.
+    - ``exchange``: the exchange of its whole tensor in that case. It comes on top of all this.
     """
 
     sum_s: float
@@ -71,9 +77,13 @@ class ParameterSync:
 
 @dataclass(frozen=True)
 class Reduction:
-    """``parameters``: every trained one by value name. ``num_sums``: of each gradient in a step.
-    ``bucket_bytes``: the most that a bucket holds. ``optimizer_s``: of the optimizer's pass.
-    ``accumulation_s``: of adding up the gradients of all microbatches, in place.
+    """What follows the backwards of a step, for all parameters of a rank.
+
+    - ``parameters``: every trained parameter, by name of the value.
+    - ``num_sums``: how often each gradient is summed over ranks in a step.
+    - ``bucket_bytes``: the most that a bucket holds.
+    - ``optimizer_s``: the seconds of the optimizer's pass.
+    - ``accumulation_s``: the seconds of adding up the gradients of all microbatches, in place.
     """
 
     parameters: Mapping[str, ParameterSync]
@@ -84,42 +94,42 @@ class Reduction:
 
     @property
     def sum_s(self) -> float:
-        """Of one sum of every gradient."""
+        """The seconds of summing every gradient once."""
         return sum(found.sum_s for found in self.parameters.values())
 
     @property
     def across_s(self) -> float:
-        """Of adding up what groups of ZeRO have summed."""
+        """The seconds of adding up what groups of ZeRO have summed."""
         return sum(found.across_s for found in self.parameters.values())
 
     @property
     def gathered_s(self) -> float:
-        """Of gathering all that was updated elsewhere."""
+        """The seconds of gathering everything that other ranks updated."""
         return sum(found.gather_s for found in self.parameters.values())
 
     @property
     def total_s(self) -> float:
-        """Of all sums and gatherings."""
+        """The seconds of all sums and gatherings of a step."""
         return self.num_sums * self.sum_s + self.across_s + self.gathered_s
 
     @property
     def exchange(self) -> Exchange:
-        """Of all whole tensors."""
+        """The exchange of all whole tensors together."""
         return sum((found.exchange for found in self.parameters.values()), NO_EXCHANGE)
 
     @property
     def end_s(self) -> float:
-        """Of everything that is added to the passes of the microbatches, one after the other."""
+        """The seconds that a step takes after its microbatches, if nothing overlaps."""
         return self.total_s + self.exchange.total_s + self.optimizer_s
 
     @property
     def total_bytes(self) -> float:
-        """Of all that is summed or gathered, each time counted."""
+        """The bytes of everything that is summed or gathered, as often as that happens."""
         return sum(found.num_bytes for found in self.parameters.values())
 
     @property
     def name(self) -> str:
-        """``"dp+units gradients"``: everything that gradients are summed over."""
+        """Everything that gradients are summed over, as a name: ``"dp+units gradients"``."""
         axes = {
             axis for found in self.parameters.values() if found.communicates for axis in found.axes
         }
@@ -127,7 +137,7 @@ class Reduction:
 
     @property
     def messages(self) -> dict[str, tuple[float, float]]:
-        """By what communicates, its seconds and bytes."""
+        """The seconds and bytes of everything that communicates, by its name."""
         found = {self.name: (self.total_s, self.total_bytes)} if self.total_s else {}
         exchange = self.exchange
         return found | (
@@ -135,8 +145,8 @@ class Reduction:
         )
 
     def after_sums(self, *, gathers_ahead: bool) -> list[tuple[str, float]]:
-        """What follows when all gradients are summed, and its seconds, one after the other.
-        ``gathers_ahead``: parameters are gathered beside the next forward.
+        """The parts of a step after the sums, in order, with their seconds. ``gathers_ahead``:
+        parameters are gathered beside the next forward, so they are not among these.
         """
         exchange = self.exchange
         parts = [
@@ -160,9 +170,12 @@ class Reduction:
         *,
         num_microbatches: int = 1,
     ) -> Reduction:
-        """``mesh``: on which tensors are stored. ``ranks``: the unit ranks of the mesh of operators
-        (default: all of the unit). ``shared``: by FQN of a parameter that other stages hold too,
-        their ranks. ``num_microbatches``: backwards of a step; with ZeRO-2 each of them is reduced.
+        """What follows the backwards of the parameters in ``declarations``.
+
+        - ``mesh``: the mesh on which tensors are stored.
+        - ``ranks``: the unit ranks of the mesh of operators (default: all ranks of the unit).
+        - ``shared``: the ranks of other stages that hold a parameter too, by its FQN.
+        - ``num_microbatches``: the backwards of a step. With ZeRO-2 each of them ends with sums.
         """
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         settings = ReductionSettings.of(config, config.num_units)
@@ -182,7 +195,7 @@ class Reduction:
             found[value.name] = where.sync(declaration, elsewhere)
             num_stages = 1 + len(elsewhere)
             step_s += update_s(declaration, mesh, config, hardware, optimizer, num_stages)
-            # of what stays
+            # With ZeRO-2 a rank adds to its slice of a gradient only, as nothing else stays.
             share = (
                 num_shards(declaration.layout, mesh, config, num_stages)
                 if settings.frees_gradients
@@ -195,7 +208,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """Where gradients are summed, and how. ``ranks``: of the unit."""
+    """Where gradients are summed, and how. ``ranks``: the ranks of the unit that hold them."""
 
     mesh: Mesh
     config: ComputeConfig
@@ -206,16 +219,16 @@ class _Where:
     optimizer: OptimizerMemory
 
     def sync(self, declaration: Declaration, elsewhere: Sequence[tuple[int, ...]]) -> ParameterSync:
-        """Of one parameter. ``elsewhere``: the unit ranks of other stages that hold it."""
+        """What one parameter sends. ``elsewhere``: the unit ranks of other stages that hold it."""
         value, layout, config, settings = (
             declaration.value,
             declaration.layout,
             self.config,
             self.settings,
         )
-        pieces = (
-            self.mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
-        )  # of units that hold different pieces
+        # With ZeRO-3 so many units hold different pieces of the parameter. Then its mesh goes over
+        # these units, and the sum only over the others.
+        pieces = self.mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
         held = (
             self.mesh
             if pieces > 1
@@ -264,10 +277,10 @@ class _Where:
     def _exchange(
         self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int, shards: int
     ) -> Exchange:
-        """Of one parameter, which lies on ``mesh`` over ``units`` units at a time. ``ranks``: of
-        the first of these.
+        """The exchange of one parameter, which lies on ``mesh`` over ``units`` units at a time.
 
-        ``shards``: how many split its state.
+        ``ranks``: the global ranks of the first of these. ``shards``: into how many parts its state
+        is split.
         """
         dtype, layout, config, settings = (
             declaration.value.dtype,
@@ -288,7 +301,7 @@ class _Where:
 def accumulated_bytes(
     declaration: Declaration, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory
 ) -> float:
-    """Of the gradient that those of further microbatches are added to."""
+    """The bytes of the gradient to which the gradients of further microbatches are added."""
     dtype = declaration.value.dtype
     return (
         local_bytes(declaration.layout, dtype, mesh)
@@ -298,8 +311,8 @@ def accumulated_bytes(
 
 
 def accumulation_s(sizes: Iterable[float], num_microbatches: int, hardware: Hardware) -> float:
-    """Seconds per step of adding to gradients of these sizes, in bytes: each microbatch but the
-    first does.
+    """Seconds per step of adding to gradients of these sizes, in bytes. Each microbatch but the
+    first adds to them.
     """
     return (num_microbatches - 1) * sum(
         hardware.device.memory_s(ADDITION_PASSES * size) for size in sizes
@@ -315,11 +328,11 @@ def parameter_s(
     ranks: tuple[int, ...],
     num_microbatches: int,
 ) -> tuple[float, float]:
-    """What the gradient and the update of one parameter take: seconds of each microbatch, and of
-    the end of the step.
+    """The seconds that the gradient and the update of one parameter take, per microbatch and at the
+    end of the step.
 
-    ``ranks``: of the unit; fewer than the unit has are those of a pipeline stage, which adds up
-    gradients whatever ZeRO does with them at the end.
+    ``ranks``: ranks of the unit. If they are fewer than the unit has, they are those of a pipeline
+    stage, which adds up whole gradients whatever ZeRO does with them at the end.
     """
     staged = len(ranks) < config.plan_ngpus
     found = Reduction.of(
@@ -346,8 +359,8 @@ def update_s(
     optimizer: OptimizerMemory,
     num_stages: int = 1,
 ) -> float:
-    """Seconds of the optimizer's pass over what this rank updates of one parameter, and of the
-    products in it. ``num_stages``: of a pipeline that hold the parameter.
+    """Seconds of the optimizer's pass over this rank's share of one parameter, the matrix products
+    of the optimizer included. ``num_stages``: how many stages of a pipeline hold the parameter.
     """
     dtype = declaration.value.dtype
     updated = Updated.of(declaration.layout, mesh, config, optimizer, num_stages)

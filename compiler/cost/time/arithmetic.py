@@ -1,5 +1,8 @@
-"""How much arithmetic operators do: the products that they are, and the seconds of these at the
-rates of a device.
+"""How much arithmetic operators do: the matrix products that they consist of, and the seconds of
+these at the rates of a device.
+
+Example: a linear layer ``[8, 768] x [768, 3072]`` is one product of 2 * 8 * 768 * 3072 operations
+forward. Its backward is one such product for the gradient of the input, one for that of the weight.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class _Product:
         return device.matmul_s(self.m, self.n, self.k, dtype, self.batch)
 
     def gradient_s(self, device: Device, dtype: str, *, left: bool) -> float:
-        """Of the gradient of one factor: ``[m, n] x [n, k]`` or ``[k, m] x [m, n]``."""
+        """Seconds of the gradient of one factor: the product ``[m, n] x [n, k]`` for the left one,
+        ``[k, m] x [m, n]`` for the right one.
+        """
         if left:
             return device.matmul_s(self.m, self.k, self.n, dtype, self.batch)
         return device.matmul_s(self.k, self.n, self.m, dtype, self.batch)
@@ -91,18 +96,19 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
     if target == ATTENTION:
         products_s = sum(product.seconds(device, dtype) for product in _attention_products(call))
         forward, backward = device.attention_efficiency
+        # Flash attention keeps no scores: its backward computes them again, five products for two.
         return products_s / forward, 2.5 * products_s / backward if wanted else 0.0
     if target in RECURRENT:
         products = [
             (product.seconds(device, dtype), index in wanted)
             for index, product in _recurrent_products(call).items()
         ]
-        backward = (
-            sum(seconds + (seconds if trained else 0.0) for seconds, trained in products)
-            if wanted
-            else 0.0
-        )
-        return sum(seconds for seconds, _ in products), backward
+        forward = sum(seconds for seconds, _ in products)
+        if not wanted:
+            return forward, 0.0
+        # The gradients of inputs and states need every product once, whichever of them is wanted;
+        # a weight that takes a gradient needs its product once more.
+        return forward, sum(2 * seconds if trained else seconds for seconds, trained in products)
     if target in CONVOLUTIONS:
         product, factors = _convolution(call), (0, 1)
     elif target in PRODUCTS and len(call.operands) > PRODUCTS[target][1]:
@@ -120,22 +126,20 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
 
 
 def _compute_dtype(call: LocalCall) -> str | None:
-    """The name of the dtype products are computed in; ``None`` where there is no rate for it, as
-    for integers.
+    """The name of the dtype in which products are computed; ``None`` for a dtype without a rate,
+    such as integers.
     """
     dtype = call.op.autocast or (call.results[0].dtype if call.results else None)
-    if dtype is None or not dtype.is_floating_point:
-        dtype = (
-            {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype)
-            if dtype is not None
-            else None
-        )
+    if dtype is not None and not dtype.is_floating_point:
+        dtype = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype)
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _matrix_product(call: LocalCall, left: int, right: int) -> _Product:
-    """By the factors of the rule: those of both operands and the result are a batch, those of both
-    operands alone summed.
+    """The product that the factors of a rule describe.
+
+    Factors of both operands and the result are a batch. Factors of both operands alone are summed
+    over. The others are rows (left operand) or columns (right operand).
     """
     rule = call.op.rule
     assert rule is not None
@@ -150,8 +154,8 @@ def _matrix_product(call: LocalCall, left: int, right: int) -> _Product:
 
 
 def _contraction(call: LocalCall) -> tuple[_Product, tuple[int, int]] | None:
-    """An operator of one's own whose annotation sums over a factor of two operands is a product of
-    these.
+    """The product that an operator of the user's own is, and its two operands; ``None`` if it is
+    none. It is one if its annotation sums over a factor of two operands.
     """
     rule = call.op.rule
     assert rule is not None
@@ -172,7 +176,11 @@ def factors_of(refs: TensorRefs) -> set[str]:
 
 
 def _convolution(call: LocalCall) -> _Product:
-    """As the product of unfolded blocks with the weight, one for each group of channels."""
+    """The product that a convolution is: unfolded blocks times the weight, for each group of
+    channels.
+    """
+    # Shapes: x [N, C, *places], weight [C_out, C / groups, *kernel]; transposed, the weight is
+    # [C, C_out / groups, *kernel], and each place of x makes a block of the result.
     x, weight = call.operands[:2]
     transposed = "transpose" in call.op.target
     groups = max(1, round(_channels(x, weight) / max(1, weight.shape[0 if transposed else 1])))
@@ -189,8 +197,11 @@ def _channels(x: LocalTensor, weight: LocalTensor) -> int:
 
 
 def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
-    """Scores and mixed values; a causal kernel skips what is masked, unless it has a part of the
-    queries: most ranks' are late ones, which see most keys, and all of them are given a mask.
+    """The products of attention: scores, and mixed values.
+
+    A causal kernel skips what is masked, which is half. It does not if the queries are split over
+    ranks: then all ranks are given a mask, and the queries of most ranks are late ones, which see
+    most of the keys.
     """
     query, key, value = call.operands[:3]
     skips = call.op.arg("is_causal", False) and query.shape[-2] == estimated_size(
@@ -202,12 +213,12 @@ def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
 
 
 def _recurrent_products(call: LocalCall) -> dict[int, _Product]:
-    """By the position of its weight: every weight matrix multiplies every step of every
-    sequence.
+    """The products of a recurrent layer, by the position of the weight among the operands. Every
+    weight matrix multiplies every step of every sequence.
     """
     x = call.operands[0]
     steps = x.num_elements / max(1, x.shape[-1])
-    states = set(leaves(call.op.arg("hx")))  # those of a cell have two dims, too
+    states = set(leaves(call.op.arg("hx")))  # the states of a cell have two dims, as weights do
     named = list(enumerate(zip(call.op.operands, call.operands, strict=True)))[1:]
     weights = {index: w for index, (value, w) in named if len(w.shape) == 2 and value not in states}
     return {index: _Product(steps, w.shape[0], w.shape[1]) for index, w in weights.items()}

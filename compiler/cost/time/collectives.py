@@ -52,9 +52,13 @@ def collective_s(hardware: Hardware, kind: str, num_bytes: float, ranks: Sequenc
     """Seconds of one collective over ``ranks``, while no other group communicates; 0.0 for one
     rank.
 
-    ``kind`` is one of :data:`COLLECTIVES`. ``num_bytes``: of the tensor (all_reduce, broadcast),
-    the gathered result (all_gather), what goes in on one rank (reduce_scatter), what one rank holds
-    (all_to_all), the message (send: from one of two ranks to the other).
+    ``kind`` is one of :data:`COLLECTIVES`. ``num_bytes`` are those of
+
+    - the tensor, for ``all_reduce`` and ``broadcast``;
+    - the gathered result, for ``all_gather``;
+    - what goes in on one rank, for ``reduce_scatter``;
+    - what one rank holds, for ``all_to_all``;
+    - the message, for ``send``, which goes from one of two ranks to the other.
 
     Raises:
         ConfigError: an unknown kind, a rank that the hardware does not have or that is named twice.
@@ -134,7 +138,7 @@ def _axes_lines(
 
 
 def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
-    """``[groups, ranks of a group]``."""
+    """The ranks of all groups along ``axes``, as an array ``[groups, ranks of a group]``."""
     grid = np.array(ranks, dtype=np.int64).reshape([size for _, size in mesh.axes])
     last = range(-len(axes), 0)
     return np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last).reshape(
@@ -143,11 +147,11 @@ def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
 
 
 def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:
-    """The lines of every distinct pattern among groups that communicate at once; no pattern if they
-    have one rank each.
+    """The lines of every distinct pattern among groups that communicate at once. Groups of one rank
+    have no pattern, as they send nothing.
 
     Two groups have one pattern if their devices fall into the same relative groups of every tier,
-    at the same rates.
+    at the same rates. Most meshes have one or two patterns, however many groups there are.
     """
     _check(hardware, kind, rows)
     if rows.shape[1] < 2:
@@ -156,11 +160,11 @@ def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line
     ids = np.stack([tier.group_of[rows] for tier in hardware.tiers])  # [tiers, groups, ranks]
     rates = _rates(hardware, kind, rows, ids)
     relative = ids - ids[:, :, :1]
-    keys = np.concatenate(
-        [*relative.astype(np.float64), *rates], axis=1
-    )  # [groups, 2 * tiers * ranks]
+    # [groups, 2 * tiers * ranks]
+    keys = np.concatenate([*relative.astype(np.float64), *rates], axis=1)
     firsts = np.unique(keys, axis=0, return_index=True)[1]
     links = [tier.link(kind) for tier in hardware.tiers]
+    # A dict, as a set would not keep the order.
     return tuple(
         {
             _lines(kind, _levels(links, ids[:, first], rates[:, first])): None
@@ -193,6 +197,7 @@ def _rates(hardware: Hardware, kind: str, rows: Ids, ids: Ids) -> npt.NDArray[np
     """
     rates = np.empty(ids.shape)
     for index, tier in enumerate(hardware.tiers):
+        # A rank uses this tier if its group has a member in another group of the tier inside.
         inner = hardware.tiers[index - 1].group_of if index else np.arange(hardware.num_devices)
         uses = _crosses(ids[index], inner[rows])
         rates[index] = tier.link(kind).bytes_per_s
@@ -221,17 +226,17 @@ def _crosses(outer: Ids, inner: Ids) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class _Level:
-    """What one group does on one tier whose links it uses. A *child* is a group of the tier inside
-    it, or a device.
+    """What one group of ranks does on one tier whose links it uses. A *child* is a group of the
+    tier inside this one, or a device of the innermost tier.
     """
 
     link: Link
-    fanout: int  # the most children joined by one group of this tier
-    hops: int  # of the ring over all members, those that run here
-    ring_rate: float  # of the child with the least: bytes/s of all its members together
-    rate: float  # of the member with the least
-    members: int  # the fewest in a child
-    peers: int  # the most that one member reaches over this tier
+    fanout: int  # the most children that one group of this tier joins
+    hops: int  # how many hops of the ring over all members run over this tier
+    ring_rate: float  # bytes/s of all members of a child together, in the slowest child
+    rate: float  # bytes/s of the slowest member
+    members: int  # the fewest members of a child
+    peers: int  # the most members that one member reaches over this tier
     even: bool  # whether all children, and all groups of this tier, are alike
 
 
@@ -239,9 +244,9 @@ def _levels(links: list[Link], ids: Ids, rates: npt.NDArray[np.float64]) -> tupl
     """The tiers that one group uses, innermost first; ``ids`` and ``rates`` are ``[tiers, ranks]``,
     ranks ascending.
     """
-    hop_tiers = (ids != np.roll(ids, -1, axis=1)).sum(
-        axis=0
-    )  # from each rank to the next, the last to the first
+    # Tier of the hop from each rank to the next one, and from the last to the first: the number of
+    # tiers, counted from the innermost, that do not have both in one group.
+    hop_tiers = (ids != np.roll(ids, -1, axis=1)).sum(axis=0)
     child_of, levels = np.arange(ids.shape[1]), []
     for index, link in enumerate(links):
         _, first, child, members = np.unique(
@@ -268,7 +273,11 @@ def _levels(links: list[Link], ids: Ids, rates: npt.NDArray[np.float64]) -> tupl
 
 
 def _lines(kind: str, levels: tuple[_Level, ...]) -> tuple[Line, ...]:
-    num_ranks = sum(level.hops for level in levels)
+    """The algorithms of one collective, by the formulas at the top of this file.
+
+    ``around`` is the latency of a ring, which passes every hop but one; ``deep`` that of a tree.
+    """
+    num_ranks = sum(level.hops for level in levels)  # a ring has as many hops as members
     share = (num_ranks - 1) / num_ranks
     around = sum(level.hops * level.link.latency_s for level in levels) - min(
         level.link.latency_s for level in levels
@@ -277,6 +286,7 @@ def _lines(kind: str, levels: tuple[_Level, ...]) -> tuple[Line, ...]:
     per_byte = 1 / min(level.ring_rate for level in levels)
     if kind in ("reduce_scatter", "all_gather", "all_reduce"):
         flat = (around, share * per_byte), (deep, per_byte)
+        # An all-reduce is a reduce-scatter and an all-gather.
         passes = 2 if kind == "all_reduce" else 1
         halves = *flat, _by_tier(levels, tree=False), _by_tier(levels, tree=True)
         return tuple((passes * latency, passes * seconds) for latency, seconds in halves)

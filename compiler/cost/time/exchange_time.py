@@ -1,11 +1,15 @@
 """The exchange that brings an optimizer whole tensors of parameters that the plan cuts: its seconds
 and bytes.
 
-Gradients and values of the pieces go to the owner of the whole, one of the ranks that hold them, in
-one all-to-all each; what it has updated goes back in a third (``runtime.zero.exchange``).
-Parameters travel in batches, one after the other, and nothing runs beside them. A batch waits for
-the rank that owns most of it: of a tensor that fills one by itself, the only owner. Owners are
-balanced over all parameters, so that a rank's bytes are those of the mean of all ranks.
+One of the ranks that hold the pieces of a parameter is its owner. Gradients and values of the
+pieces go to the owner in one all-to-all each. What the owner has updated goes back in a third one
+(``runtime/zero/whole_exchange.py``). Parameters travel in batches, one after the other, and nothing
+runs beside them. A batch takes as long as the rank needs that owns most of it; if one tensor fills
+the batch, that is its only owner. Owners are balanced over all parameters, so the bytes of a rank
+are those of the mean of all ranks.
+
+Example: 8 parameters of one size over 4 ranks are one batch, and each rank owns 2 of them. A single
+large parameter is a batch by itself: its owner receives everything, the other 3 ranks nothing.
 """
 
 from __future__ import annotations
@@ -23,24 +27,24 @@ from shardwright.compiler.cost.time.collectives import groups_collective_s
 from shardwright.runtime.layout import Layout, Mesh
 
 WHOLES = "wholes all_to_all"
-"""What the exchange is called, by what counters and their collective call it."""
+"""The name of the exchange: what its counter is called, and its collective."""
 
 GATHER_PASSES = 5, 3
-"""How often a rank reads or writes its pieces on their way to their owners, and an owner its
-wholes.
+"""How often a rank reads or writes its pieces on the way to their owners, and an owner its wholes.
 """
 
 SCATTER_PASSES = 2, 4
-"""The same on the way back."""
+"""How often a rank and an owner do so on the way back."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What parameters take of the exchange in a step. ``gather_s``: seconds of bringing gradients
-    and values to their owners, ``scatter_s`` of bringing back what these have updated.
-    ``num_bytes``: that a rank puts into the messages.
+    """What the exchange of one or several parameters takes in a step.
+
+    ``gather_s``: the seconds of bringing gradients and values to their owners. ``scatter_s``: those
+    of bringing back what owners have updated. ``num_bytes``: what one rank puts into the messages.
     """
 
     gather_s: float = 0.0
@@ -75,13 +79,15 @@ def exchange_of(
     bucket_bytes: float,
     num_shards: int,
 ) -> Exchange:
-    """Of one parameter that ``layout`` cuts over ``mesh``, its share of batches full of such
-    parameters.
+    """The exchange of one parameter that ``layout`` cuts over ``mesh``: its share of batches full
+    of such parameters.
 
-    ``ranks``: the global ranks of the first unit that the mesh lies on; unit ``u`` begins at ``u *
-    unit_size``.
-    ``bucket_bytes``: of gradients in a batch. ``num_shards``: the copies of a piece among which
-    ZeRO has split the state; one of them takes part.
+    - ``gradient``, ``values``: the dtypes in which these travel.
+    - ``ranks``: the global ranks of the first unit that the mesh lies on. Unit ``u`` begins at
+      ``u * unit_size``.
+    - ``bucket_bytes``: the bytes of gradients in a batch.
+    - ``num_shards``: the copies of a piece among which ZeRO has split the state; one of them takes
+      part.
     """
     axes = tuple(
         axis for axis in mesh.names if axis in layout.cut_axes and mesh.axis_size(axis) > 1
@@ -102,7 +108,7 @@ def exchange_of(
     def copies_s(passes: tuple[int, int], num_bytes: int) -> float:
         return (passes[0] * piece + passes[1] * owned) * num_bytes / hardware.device.bytes_per_s
 
-    flagged = size + num_ranks  # behind each piece stands whether there is one
+    flagged = size + num_ranks  # behind each piece stands a flag: whether the rank has a gradient
     gather_s = sum(
         message_s(flagged, dtype) + copies_s(GATHER_PASSES, dtype.itemsize)
         for dtype in (gradient, values)
@@ -115,9 +121,8 @@ def exchange_of(
 def message_bytes(
     layout: Layout, gradient: torch.dtype, values: torch.dtype, num_ranks: int, bucket_bytes: float
 ) -> int:
-    """Of a message of a batch full of such parameters, or of one alone if it is larger than
-    ``bucket_bytes``; counted as of an all-to-all in which each rank receives as much as the one
-    that owns most.
+    """The bytes of one all-to-all of a batch full of such parameters, or of one that is larger than
+    ``bucket_bytes`` alone. Each rank counts as if it received as much as the one that owns most.
     """
     size = math.prod(map(estimated_size, layout.shape))
     _, most = _batch(size, num_ranks, gradient, bucket_bytes)

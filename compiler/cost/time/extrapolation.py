@@ -1,5 +1,8 @@
-"""Which times rest on what a calibration did not measure: beyond its tables the nearest measured
-size counts, and the optimizer's pass has the rate of memory, at any size.
+"""Which times of a plan rest on sizes that the hardware's calibration did not measure.
+
+Outside of a table the nearest measured size counts. The optimizer's pass has the rate of memory at
+any size. Example: a table that ends at products of 4096 x 4096 x 4096, and a plan with one of
+``8192 x 4096 x 4096``: the text names this product.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from shardwright.runtime.zero.settings import ReductionSettings
 def largest_message(
     program: Program | PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
 ) -> int:
-    """The bytes of the largest message of a step: of an adapter, as collectives count them, of what
-    crosses to another stage, of a bucket of gradients, or of whole tensors that the optimizer
-    needs.
+    """The bytes of the largest message of a step.
+
+    It may be that of an adapter (as collectives count bytes), a value that crosses to another
+    stage, a bucket of gradients, or an exchange of whole tensors that the optimizer needs.
     """
     if isinstance(program, PipelineProgram):
         crossed = [
@@ -69,7 +73,7 @@ def largest_message(
 
 
 def _largest_exchanged(program: Program, config: ComputeConfig, optimizer: OptimizerMemory) -> int:
-    """Of the messages that bring whole tensors together."""
+    """The bytes of the largest message that brings whole tensors together."""
     mesh, settings = program.plan.storage_mesh, ReductionSettings.of(config, config.num_units)
     largest = total = 0
     for declaration in () if config.inference_only else _trained(program):
@@ -91,11 +95,11 @@ def extrapolated(
     times: OperatorTimes | None = None,
     optimizer: OptimizerMemory = ADAM,
 ) -> tuple[str, ...]:
-    """What lies outside the sizes that were measured on a machine: products and memory passes of
-    operators, each once, the products of the optimizer and its pass, and the largest message.
+    """What lies outside the sizes that were measured on a machine, in words: products and memory
+    passes of operators, each once, the products of the optimizer and its pass, the largest message.
 
-    Empty where nothing was measured: there everything is an assumption, which its file says.
-    Operators with measured ``times`` of their own do not count.
+    It is empty for hardware that nobody measured. There everything is an assumption, as its file
+    says. Operators with measured ``times`` of their own do not count.
     """
     programs = program.programs if isinstance(program, PipelineProgram) else (program,)
     found = _outside_tables(programs, config, hardware, times, optimizer)
@@ -107,9 +111,7 @@ def extrapolated(
 
 
 OPTIMIZER_PASS = "the optimizer's pass, whatever its size (by the rate of memory)"
-"""No calibration measures it
-(:func:`~shardwright.compiler.cost.time.operator_time.optimizer_s`).
-"""
+"""The words for the optimizer's pass, which no calibration measures (``optimizer_s``)."""
 
 
 def _trained(program: Program) -> list[Declaration]:
@@ -142,6 +144,7 @@ def _outside_tables(
 ) -> tuple[str, ...]:
     if not hardware.device.has_tables:
         return ()
+    # Ask for all times once more, of a device that writes down what it is asked.
     watched = _Watched.of(hardware.device)
     machine = replace(hardware, device=watched)
     for program in programs:
@@ -174,9 +177,8 @@ class _Watched(Device):
         return seconds
 
     def memory_s(self, num_bytes: float) -> float:
-        if (
-            self.streams is not None and num_bytes > self.streams.num_bytes[-1]
-        ):  # below the least size a launch counts
+        # Only sizes above the table count: below it, the time of a launch does.
+        if self.streams is not None and num_bytes > self.streams.num_bytes[-1]:
             self.passes.append(num_bytes)
         return super().memory_s(num_bytes)
 

@@ -1,10 +1,10 @@
 """Which weights stored in pieces the backward gathers again: those that an operator keeps.
 
-What an operator saves of a gathered weight is a handle, which gathers again
-(:mod:`shardwright.runtime.gathered_weights`). So a bias or a table of embeddings is gathered once,
-and so is the weight of a product of which no other operand takes a gradient; one that is frozen may
-be gathered twice. In a recompute region the gathers run again with the rest, and nothing is a
-handle.
+An operator that saves a gathered weight saves a handle instead, which gathers it again in backward
+(``runtime/gathered_weights.py``). What no operator saves is gathered once: a bias, a table of
+embeddings, the weight of a product whose other operand takes no gradient. A frozen weight may be
+gathered twice, as the gradient of the other operand needs it. In a recompute region the gathers run
+again with the rest, and nothing is a handle.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 
 VIEWS = frozenset(("grad_all_reduce", "grad_keep_one"))
-"""Adapters that change nothing in the forward: what they make is kept with what they are given."""
+"""Adapters that change nothing in the forward. Their result is a view of their operand, so what
+keeps the one keeps the other.
+"""
 
 
 def keepers(graph: IRGraph) -> frozenset[tuple[str, str]]:
-    """``(parameter, operator)``: those that read a parameter and keep it, or make a view of it that
-    another one keeps.
+    """The pairs ``(parameter, operator)`` in which the operator keeps the parameter for backward.
+
+    The operator is the one that reads the parameter. It counts also if it makes a view, and another
+    operator keeps this view.
     """
-    read = {
-        value.name: frozenset[tuple[str, str]]() for value in graph.parameters
-    }  # by parameter or view: who read it first
+    # For each parameter or view of one, the pairs that are found if something keeps it.
+    read = {value.name: frozenset[tuple[str, str]]() for value in graph.parameters}
     found: set[tuple[str, str]] = set()
     for op in graph.ops:
         if read.keys().isdisjoint(value.name for value in op.operands):
@@ -39,14 +42,15 @@ def keepers(graph: IRGraph) -> frozenset[tuple[str, str]]:
 
 
 def gathered_again(program: Program) -> frozenset[str]:
-    """The names of what adapters gather again for the backward, unless it is part of a region that
-    is computed again.
+    """The names of the gathered weights that are gathered again for the backward. A weight in a
+    recompute region may be among them; there the region gathers it again.
     """
     if not any(adapter.gathers_weight for adapter in program.adapters()):
         return frozenset()
     keeping = keepers(program.graph)
     kept: set[str] = set()
     found: set[str] = set()
+    # Readers come after the adapters that make what they read, so the way back meets them first.
     for instruction in reversed(program.body):
         if isinstance(instruction, Compute):
             original = instruction.original

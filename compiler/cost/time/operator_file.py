@@ -1,5 +1,5 @@
-"""Measured times of operators as a file beside that of the machine: ``laptop.operators.json`` for
-``laptop.json``.
+"""The file of measured times of operators. It lies beside the file of the machine:
+``laptop.operators.json`` beside ``laptop.json``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ FORMAT = 1
 
 
 def times_file(hardware: str) -> Path | None:
-    """Where the times measured on a machine are kept; ``None`` for a preset, which is no machine
-    anybody measured.
+    """The path of the times that were measured on a machine; ``None`` for a preset, which is no
+    machine that anybody measured.
     """
     return Path(hardware).with_suffix(".operators.json") if hardware.endswith(".json") else None
 

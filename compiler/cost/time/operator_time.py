@@ -2,9 +2,8 @@
 shapes.
 
 The time is that of the arithmetic or of the memory traffic, whichever is longer, and never less
-than one launch. A device that waits for its host adds the host's time, and its products fetch what
-they need before they compute (:class:`~shardwright.compiler.cost.machine.device.Device`). What
-counts:
+than one launch. On a device that waits for its host (a CPU) the host's time is added, and products
+fetch what they need before they compute (``Device``). What counts:
 
 - **products** (linear layers, matrix products, einsum, convolutions, attention, recurrent layers):
   ``2 m n k`` operations at the rate the device reaches at that size. The backward is one product
@@ -19,6 +18,10 @@ counts:
   more often.
 
 Measured times of single calls replace these estimates where there are any (:class:`OperatorTimes`).
+
+Example: a bfloat16 product of 4096 x 4096 x 4096 on a device of 100 TFLOP/s and 2 TB/s. Arithmetic
+takes 2 * 4096^3 / 1e14 = 1.37 ms, traffic 3 * 4096^2 * 2 / 2e12 = 0.05 ms, so the forward takes
+1.37 ms. An addition of two such matrices takes the 0.05 ms of its traffic.
 """
 
 from __future__ import annotations
@@ -82,9 +85,10 @@ class OperatorTimes:
 
 
 def call_key(call: LocalCall) -> str:
-    """What a measured time is known by: ``linear [[4, 8], "float32", true] [[16, 8], "float32",
-    true]``; attributes follow, and where some are sizes of the whole tensor, what the rank's
-    results are in their place.
+    """The key of a measured time: ``linear [[4, 8], "float32", true] [[16, 8], "float32", true]``.
+
+    Attributes follow the operands. Attributes that are sizes of the whole tensor are left out, and
+    the shapes of the rank's results stand in their place.
     """
     operands = (
         json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad])
@@ -107,7 +111,9 @@ def _holds_values(arg: Any) -> bool:
 
 
 def _in_numbers(leaf: Any) -> Any:
-    """With a number for a size: two calls that differ in a dynamic one take different times."""
+    """A leaf of an argument, with a number in the place of a dynamic size: calls of different sizes
+    take different times.
+    """
     if not isinstance(leaf, sympy.Expr):
         return leaf
     number = estimate(leaf)
@@ -115,8 +121,8 @@ def _in_numbers(leaf: Any) -> Any:
 
 
 def _is_size(name: str, arg: Any) -> bool:
-    """Sizes of the whole tensor, and bounds in it: they would tell apart calls that are alike on a
-    rank.
+    """Whether an argument has sizes of the whole tensor, or bounds in it. They would tell apart
+    calls that are alike on a rank.
     """
     return isinstance(arg, tuple) and name in SIZE_ARGUMENTS
 
@@ -124,8 +130,8 @@ def _is_size(name: str, arg: Any) -> bool:
 SIZE_ARGUMENTS = frozenset(
     ("shape", "size", "sizes", "split_size_or_sections", "index", "repeats", "bounds")
 )
-"""What the tables call such arguments. Strides, kernel sizes, dims and the like are tuples too, and
-time depends on them.
+"""The names of such arguments in the tables of operators. Strides, kernel sizes and dims are tuples
+too, but time depends on them.
 """
 
 
@@ -154,8 +160,8 @@ VIEWS = frozenset(
         "resolve_neg",
     )
 )
-"""Operators that move no data, nor do their gradients (a reshape of what does not lie in order
-does, once).
+"""Operators that move no data, neither forward nor backward. (A reshape of a tensor that is not
+contiguous copies it once; that is left out.)
 """
 
 SLICES = frozenset(
@@ -172,20 +178,21 @@ SLICES = frozenset(
         "imag",
     )
 )
-"""Views of parts: their gradients are put into zeros."""
+"""Views of parts of a tensor. Their gradients are written into a tensor of zeros."""
 
 EXPANSIONS = frozenset(("expand", "broadcast_tensors", "meshgrid"))
-"""Views that repeat: their gradients are summed."""
+"""Views that repeat elements. Their gradients are summed."""
 
 PASSES_ON = frozenset(("add", "sub", "clone", "contiguous", "to"))
-"""Their gradients are what came in, of an operand that was not broadcast."""
+"""Operators that pass a gradient on as it came in, to an operand that was not broadcast."""
 
 LOOKUPS = frozenset(
     ("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim")
 )
-"""Operators that read rows of a table: where the table stands is ``_TABLE``."""
+"""Operators that read rows of a table."""
 
 _TABLE = {"embedding": 1, "embedding_bag": 1}
+"""The position of the table among the operands, 0 for all others."""
 
 
 PASSES: Mapping[str, tuple[float, float]] = {
@@ -219,11 +226,11 @@ SPLIT_PASSES: Mapping[str, tuple[float, float]] = {
     "logsumexp": (5.0, 4.0),
     "batch_norm": (9.0, 12.0),
 }
-"""The same for forms that communicate inside: they are made of several operators."""
+"""How often parallel forms go over it, which communicate inside: they consist of several operators.
+"""
 
 _MESSAGES: Mapping[str, tuple[float, float, float]] = {
-    # all-reduces of the forward and of the backward, and elements of each relative to the reduced
-    # shape
+    # (all-reduces of the forward, of the backward, elements of each relative to the reduced shape)
     "cross_entropy": (2, 0, 1.5),
     "nll_loss": (2, 0, 1.0),
     "softmax": (2, 1, 1.0),
@@ -252,6 +259,7 @@ def op_time(
         ConfigError: the hardware has no rate for the dtype of a product.
     """
     if times is None or not times.entries:
+        # The cache lies on the hardware object and goes with it: no time outlives its rates.
         key = signature(op), tuple((axis, size, assignment.get(axis)) for axis, size in mesh.axes)
         if key not in hardware.call_times:
             call = local_call(op, assignment, mesh)
@@ -271,7 +279,7 @@ def op_time(
 def _measured(
     call: LocalCall, assignment: Assignment, mesh: Mesh, device: Device, times: OperatorTimes
 ) -> OpTime:
-    """As measured, where it was."""
+    """The time of a call as it was measured, or the estimate if it was not."""
     found = times.of(call)
     if found is None:
         return roofline(call, device, _communicates(call, assignment, mesh))
@@ -282,21 +290,23 @@ def _measured(
 
 
 def _host(call: LocalCall, device: Device) -> OpTime:
-    """What the program around a call adds to it."""
+    """The time that Python and autograd add to a call, on a device without a queue of launches."""
     forward_s, backward_s = device.host_s
     return OpTime(forward_s, backward_s if call.differentiated else 0.0)
 
 
 def optimizer_s(parameter_bytes: float, state_bytes: float, hardware: Hardware) -> float:
-    """Seconds of an optimizer's step over so many local bytes of parameters with ``state_bytes`` of
-    state: one that goes over parameter and state twice (read, write) and over the gradient once, in
-    torch's unfused form :data:`UNFUSED` times that.
+    """Seconds of an optimizer's step over ``parameter_bytes`` of parameters with ``state_bytes`` of
+    state on this rank.
+
+    A fused step goes over parameter and state twice (read, write), and over the gradient once.
+    Torch's unfused form takes :data:`UNFUSED` times that.
     """
     return UNFUSED * (3 * parameter_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
 
 
 UNFUSED = 2.5
-"""How much more than a fused one torch's optimizers move, which run one operator after the
+"""How much more memory torch's optimizers move than a fused one, as they run one operator after the
 other.
 """
 
@@ -320,6 +330,7 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
         )
     forward_bytes, backward_bytes = _traffic(call, wanted, communicates)
     forward_flops_s, backward_flops_s = arithmetic_s(call, wanted, device)
+    # Without a queue that prefetches, a product waits for its operands before it computes.
     if forward_flops_s:
         forward_flops_s += device.fetch_s(forward_bytes)
     if backward_flops_s:
@@ -351,6 +362,8 @@ def _traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tupl
     target, operands, results = call.op.target, call.operands, call.results
     made = _bytes(results)
     if target in LOOKUPS and len(operands) > 1:
+        # Forward reads the index and the rows it needs, and writes these. Backward reads index and
+        # incoming gradient, fills the whole table with zeros, and adds rows to it.
         table = _TABLE.get(target, 0)
         index = _bytes([x for i, x in enumerate(operands) if i != table])
         return index + 2 * made, index + 3 * made + operands[table].num_bytes if wanted else 0.0
@@ -361,9 +374,8 @@ def _traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tupl
         return passes[0] * largest + made * (passes[0] == 0), passes[1] * largest * bool(wanted)
     forward = _bytes(operands) + made
     if call.op.autocast is not None and target in PRODUCTS:
-        forward += (
-            2 * sum(x.num_elements for x in operands) * call.op.autocast.itemsize
-        )  # casts of the operands
+        # Autocast writes a cast copy of each operand, and the product reads it.
+        forward += 2 * sum(x.num_elements for x in operands) * call.op.autocast.itemsize
     if not wanted:
         return forward, 0.0
     if target in PRODUCTS or target in CONVOLUTIONS or target == ATTENTION:
@@ -378,7 +390,9 @@ def _traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tupl
 
 
 def _read_again(call: LocalCall, wanted: Sequence[int]) -> Sequence[int]:
-    """The operands a backward reads: none of those in which the call is linear together."""
+    """The operands that a backward reads. If the call is linear in all wanted operands together,
+    their gradients do not depend on them: it reads the others only.
+    """
     rule = call.op.rule
     assert rule is not None
     joint = next((found for found in rule.linear_sets if found >= set(wanted)), None)
@@ -434,8 +448,8 @@ def _messages(
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:
-    """The elements of the first operand without its split factor; of a loss without its rows, a
-    single one.
+    """The elements that one all-reduce of a parallel form sums: those of the first operand without
+    its split factor; one for a loss whose rows are split; one per channel for batch norm.
     """
     rule = call.op.rule
     assert rule is not None

@@ -1,16 +1,20 @@
-"""What runs beside a forward or a backward: gatherings of updated parameters, and sums of
-gradients, as timelines.
+"""Timelines of communication beside a forward or a backward: gatherings of updated parameters, and
+sums of gradients.
 
-One stream computes, adapters included; another one communicates, bucket by bucket, each as soon as
-it can. What uses the axes of a bucket under way waits for it, and the other way round: one message
-at a time on a link.
+One stream computes, adapters included. Another one communicates bucket by bucket, each as soon as
+it can. An adapter that uses the axes of a bucket under way waits for it, and a bucket waits for
+such an adapter: one message at a time on a link.
 
 - Sums (``use_async_reducer``, ``overlap_grad_sync``) begin when the gradients of their bucket are
-  there, from the last parameter on, and end before the step of the optimizer. With ZeRO-2 those of
-  each backward end before the next forward.
+  complete, from the last parameter on. They end before the step of the optimizer; with ZeRO-2 the
+  sums of each backward end before the next forward.
 - Gatherings (``overlap_param_sync``) all begin when the optimizer is done, in the order of first
-  use; the next forward waits for a bucket where it first reads one of its parameters. Every step
-  begins with those of the step before it.
+  use. The next forward waits for a bucket where it first reads one of its parameters. So every step
+  begins with the gatherings of the step before it.
+
+Example: two layers of 2 ms backward each, and a sum of 3 ms for each layer's bucket. Layer 2 ends
+at 2 ms, and its sum runs from 2 to 5. Layer 1 ends at 4 ms, and its sum runs from 5 to 8. So the
+step gets 4 ms longer than its backward, instead of 6.
 """
 
 from __future__ import annotations
@@ -22,21 +26,22 @@ from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.runtime.dealing import Entry, deal_buckets, in_use_order
 
 Part = tuple[str, float, float]
-"""A name, and when it starts and ends."""
+"""The name of a part of the step, and the seconds at which it starts and ends."""
 
 Bucket = list[str]
 """The names of its parameters."""
 
 
 def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> list[Part]:
-    """The first forward from 0 on, and the gatherings beside it, the forward first."""
+    """The first forward from second 0 on, then the gatherings that run beside it."""
     parts: list[Part] = []
-    arrival: dict[str, float] = {}
-    free_axes: dict[
-        str, float
-    ] = {}  # when the last bucket on an axis is there: all of them are under way from the start
+    arrival: dict[str, float] = {}  # when each parameter is there
+    # When the last bucket on an axis is there. All buckets are under way from the start, so an
+    # adapter on this axis waits until then.
+    free_axes: dict[str, float] = {}
     now = 0.0
     buckets = buckets_of(program, reduction)
+    # Buckets are filled from the last parameter on; the forward reads the first one first.
     for number in range(len(buckets) - 1, -1, -1):
         names = buckets[number]
         start, now = now, now + sum(reduction.parameters[name].gather_s for name in names)
@@ -45,7 +50,7 @@ def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> l
         free_axes |= dict.fromkeys(
             (axis for name in names for axis in reduction.parameters[name].axes), now
         )
-    awaited: dict[int, float] = {}  # by instruction
+    awaited: dict[int, float] = {}  # when everything is there that an instruction reads
     for name, index in _first_readers(program).items():
         awaited[index] = max(awaited.get(index, 0.0), arrival.get(name, 0.0))
     now = 0.0
@@ -60,8 +65,8 @@ def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> l
 def summed_beside(
     program: Program, body: BodyTime, reduction: Reduction, start_s: float, free_s: float = 0.0
 ) -> list[Part]:
-    """A backward from ``start_s`` on, and one sum of every gradient beside it, the backward first.
-    ``free_s``: from when on nothing else communicates beside it.
+    """A backward from ``start_s`` on, then the sums of all gradients that run beside it.
+    ``free_s``: when the communication before it ends.
     """
     first_reader = _first_readers(program)
     buckets = buckets_of(program, reduction)
@@ -70,6 +75,7 @@ def summed_beside(
     }
     waiting = list(buckets)
     now, free = start_s, free_s
+    # What is computed again is spread evenly over the backward.
     again = body.recomputed_s / max(1, len(body.instructions))
     parts: list[Part] = []
     under_way: list[tuple[set[str], float]] = []
@@ -103,11 +109,11 @@ def summed_beside(
 
 
 def _first_readers(program: Program) -> dict[str, int]:
-    """By source, the first instruction that needs it: its gradient is complete when the backward of
-    that one is done.
+    """The position of the first instruction that reads each source. The gradient of the source is
+    complete when the backward of this instruction is done.
     """
     first: dict[str, int] = {}
-    source: dict[str, str] = {}
+    source: dict[str, str] = {}  # what an adapted value was made of
     for index, instruction in enumerate(program.body):
         for value in reads(instruction):
             first.setdefault(source.get(value.name, value.name), index)
@@ -119,7 +125,7 @@ def _first_readers(program: Program) -> dict[str, int]:
 
 
 def buckets_of(program: Program, reduction: Reduction) -> list[Bucket]:
-    """The buckets of those that communicate, filled from the parameter on that is used last."""
+    """The buckets of all parameters that communicate, filled from the last one that is used."""
     dtypes = {
         declaration.value.name: declaration.value.dtype for declaration in program.declarations
     }

@@ -1,5 +1,9 @@
-"""The time of a pipeline: the real actions of its schedule, with the times of its stages and of the
-messages between them.
+"""The time of a pipeline: the actions of its schedule, simulated with the times of its stages and
+of the messages between them.
+
+Example: 2 stages of 1 ms forward and 2 ms backward, 4 microbatches, messages that take no time. In
+1F1B the last stage begins after 1 ms, computes 4 * 3 = 12 ms without a gap, and the first stage
+needs 2 ms more for its last backward: 15 ms. Each rank waits for 3 of these, so the bubble is 20 %.
 """
 
 from __future__ import annotations
@@ -47,11 +51,11 @@ def pipeline_cost(
 ) -> PlanCost:
     """The cost of one step of all microbatches.
 
-    After its last action each rank reduces its gradients, updates its parameters (and exchanges
-    whole tensors of them where the optimizer needs these), and gathers those that others updated.
-    Where the config overlaps them, the reduction of a stage begins with the end of that stage's
-    last backward, and a stage begins when its parameters are there, gathered one stage after the
-    other from the start.
+    After its last action each rank reduces its gradients, updates its parameters, and gathers those
+    that other ranks updated. If the optimizer needs whole tensors, they are exchanged around its
+    step. If the config overlaps communication, the reduction of a stage begins when the stage's
+    last backward ends. Parameters are then gathered from the start, one stage after the other, and
+    a stage begins when its own are there.
     """
     plan = program.plan
     schedule = schedule_of_step(plan, trains=not config.inference_only)
@@ -129,14 +133,15 @@ def pipeline_cost(
 
 
 def _ranks_of_positions(program: PipelineProgram) -> list[tuple[int, ...]]:
-    """In the order of the schedule."""
+    """The ranks of every position, in the order of the schedule."""
     return list(dict.fromkeys(stage.ranks for stage in program.plan.stages))
 
 
 @dataclass(frozen=True)
 class _Position:
-    """What the ranks of one position have besides actions. ``names``: by stage, the parameters that
-    no stage before it on this position has. ``asynchronous``: sums begin when a stage is done;
+    """What the ranks of one position do besides their actions.
+
+    ``names``: the parameters of each stage. ``asynchronous``: sums begin when a stage is done.
     ``gathers_ahead``: parameters are gathered from the start.
     """
 
@@ -172,15 +177,13 @@ class _Position:
 
     @property
     def begins_s(self) -> dict[int, float]:
-        """By stage, when all its parameters are there."""
-        return (
-            self._one_after_the_other({}, lambda found: found.gather_s)
-            if self.gathers_ahead
-            else {}
-        )
+        """When all parameters of each stage are there, in seconds from the start of the step."""
+        if not self.gathers_ahead:
+            return {}
+        return self._one_after_the_other({}, lambda found: found.gather_s)
 
     def after(self, spans: Sequence[Span]) -> tuple[list[Activity], float]:
-        """What follows the actions, and its end."""
+        """The parts of the step that follow the actions, and the second at which they end."""
         reduction, rank, last = self.reduction, self.ranks[0], spans[-1].end_s if spans else 0.0
         reduced = last + reduction.sum_s
         if self.asynchronous and len(self.stages) > 1:
@@ -204,8 +207,10 @@ class _Position:
     def _one_after_the_other(
         self, ready: Mapping[int, float], seconds: Callable[[ParameterSync], float]
     ) -> dict[int, float]:
-        """By stage, when what its parameters take is done, which begins when the stage is
-        ``ready``, one after the other.
+        """The end of the communication of each stage's parameters, one stage after the other.
+
+        It begins when the stage is ``ready`` and the one before is done. A parameter of several
+        stages counts with the first of them.
         """
         free, done, ends = 0.0, set[str](), {}
         for stage in sorted(self.stages, key=lambda stage: (ready.get(stage, 0.0), stage)):
@@ -222,7 +227,9 @@ class _Position:
 
 
 def _of_a_step(found: Mapping[tuple[int, int], float], num_microbatches: int) -> dict[str, float]:
-    """By ``"stage 0 to 1"``, what is found of one microbatch, of all of them."""
+    """What pairs of stages send in a step, from what they send of one microbatch. The keys of the
+    result are texts like ``"stage 0 to 1"``.
+    """
     return {
         f"stage {a} to {b}": num_microbatches * value
         for (a, b), value in sorted(found.items())
@@ -238,7 +245,7 @@ def stage_times(
     device: Device,
     added_s: float,
 ) -> StageTimes:
-    """One microbatch of a stage. ``added_s``: of adding to gradients."""
+    """The times of one microbatch of a stage. ``added_s``: seconds of adding to gradients."""
     own = program.programs[index]
     whole_s = body.backward_s + added_s
     kinds = {
@@ -259,8 +266,8 @@ def addition_s(
     hardware: Hardware,
     optimizer: OptimizerMemory,
 ) -> float:
-    """Seconds of adding to the gradients of a stage, spread over all microbatches although the
-    first adds to nothing.
+    """Seconds of adding to the gradients of a stage, per microbatch. They are spread over all
+    microbatches, although the first one adds to nothing.
     """
     mesh = program.plan.storage_mesh
     parameters = [
@@ -273,8 +280,8 @@ def addition_s(
 
 
 def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple[int, int], float]:
-    """By (sending stage, receiving stage): from when a stage is done until the slowest rank of the
-    other one has everything.
+    """The seconds of the messages of one microbatch, by (sending stage, receiving stage): from the
+    end of an action until the slowest receiving rank has everything.
     """
     found: dict[tuple[int, int], float] = {}
     for crossing in program.crossings:
@@ -288,8 +295,8 @@ def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple
 
 
 def transfer_bytes(program: PipelineProgram) -> dict[tuple[int, int], float]:
-    """By (sending stage, receiving stage): what the ranks of the other one receive of one
-    microbatch, all together.
+    """The bytes of the messages of one microbatch, by (sending stage, receiving stage): what all
+    receiving ranks get together.
     """
     found: dict[tuple[int, int], float] = {}
     for crossing in program.crossings:
@@ -305,8 +312,8 @@ def transfer_bytes(program: PipelineProgram) -> dict[tuple[int, int], float]:
 
 
 def crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> float:
-    """Until the slowest rank has all of a value, one piece received after the other; with
-    ``reverse`` of its gradient.
+    """Seconds until the slowest rank has all of a value, as a rank receives one piece after the
+    other. ``reverse``: the gradient of the value goes the other way.
     """
     received: dict[int, float] = {}
     for (sender, receiver), num_bytes in sent_bytes(crossing, reverse=reverse).items():
@@ -316,21 +323,21 @@ def crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> floa
 
 
 def sent_bytes(crossing: Crossing, *, reverse: bool) -> dict[tuple[int, int], int]:
-    """By (sender, receiver), the bytes of a value that go from one rank to another; with
-    ``reverse`` of its gradient.
+    """The bytes of a value that go from one rank to another, by (sender, receiver). ``reverse``:
+    those of its gradient, which goes the other way.
     """
     ends = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
     source, target = map(_in_numbers, ends)
-    return {
-        (sender, receiver): crossing.value.dtype.itemsize
-        * sum(math.prod(stop - start for start, stop in box) for _, box in boxes)
-        for (sender, receiver), boxes in pieces(source, target).items()
-        if sender != receiver
-    }
+    found = {}
+    for (sender, receiver), boxes in pieces(source, target).items():
+        if sender != receiver:  # a rank of both stages keeps its own piece
+            elements = sum(math.prod(stop - start for start, stop in box) for _, box in boxes)
+            found[sender, receiver] = crossing.value.dtype.itemsize * elements
+    return found
 
 
 def _in_numbers(held: Holding) -> Holding:
-    """With numbers for dynamic sizes, as estimates count them."""
+    """A holding with numbers in the place of dynamic sizes, as estimates count them."""
     if all(isinstance(size, int) for size in held.layout.shape):
         return held
     dims = tuple(

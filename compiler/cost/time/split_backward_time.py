@@ -1,9 +1,12 @@
 """The time of a backward in two parts, as ``runtime.pipeline.backward`` runs it.
 
-What depends on an input of the stage whose gradient goes on to another rank is *inner*. The first
-part computes the gradients of inner operands; an operator that has others too (a weight) runs once
-more in the second part, for these. Everything else waits for the second part: in the first stage of
-a pipeline, whose inputs take no gradient, that is all.
+A value is *inner* if it depends on an input of the stage whose gradient goes on to another rank.
+The first part computes the gradients of inner operands. An operator that has other operands too (a
+weight) runs once more in the second part, for these. Everything else waits for the second part. In
+the first stage of a pipeline, whose inputs take no gradient, that is everything.
+
+Example: a linear layer of 2 ms backward. Its input's gradient takes 1 ms in the first part, its
+weight's gradient 1 ms in the second.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from shardwright.compiler.plan.repeated_blocks import reads, writes
 from shardwright.runtime.layout import Mesh
 
 PartsOf = Callable[[Compute, OpTime, frozenset[int]], tuple[float, float]]
-"""From an inner operator and its inner operands, by number, to the seconds of their gradients, and
-of the others'.
+"""A function ``(operator, its time, its inner operands by number)`` that gives the seconds of the
+gradients of the inner operands, and of the others.
 """
 
 
@@ -31,12 +34,14 @@ def parts_of_backward(
     """Seconds of the input gradients of one microbatch, and of the weight gradients.
 
     ``body``: the times of ``program``. ``inputs``: the names of values whose gradients go on.
-    ``added_s``: of adding to the gradients of parameters. A backward that recomputes is not split:
-    all of it is in the first part.
+    ``added_s``: seconds of adding to the gradients of parameters. A backward that recomputes is not
+    split: all of it is in the first part.
     """
     if body.recomputes:
         return body.backward_s + added_s, 0.0
-    gathered_s = body.recomputed_s  # weights, for the gradients of what they were multiplied with
+    # Weights are gathered again for the gradients of what they were multiplied with, so that time
+    # belongs to the first part, if there is one.
+    gathered_s = body.recomputed_s
     input_s, weight_s = (gathered_s, added_s) if inputs else (0.0, added_s + gathered_s)
 
     def parts(instruction: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
@@ -70,13 +75,15 @@ def parts_of_instructions(
 def parts_of_operator(
     instruction: Compute, time: OpTime, inside: Collection[int], mesh: Mesh, device: Device
 ) -> tuple[float, float]:
-    """Of an inner operator: the gradients of its inner operands, which are ``inside``, and of the
-    others.
+    """Seconds of the gradients of an inner operator's inner operands (``inside``), and of those of
+    its other operands.
     """
     call = local_call(instruction.original, instruction.assignment, mesh)
     outside = set(call.differentiated) - set(inside)
     if not outside:
         return time.backward_s, 0.0
+    # The time may be a measured one. The roofline says only in which ratio it is split; both parts
+    # pay the host.
     alone_s = roofline(call, device).backward_s
     host_s = min(device.host_s[1], time.backward_s)
     shares = [

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Elements between which places begin: collectives are faster on aligned memory."""
+"""Every place begins at a multiple of this many elements, as collectives are faster on aligned
+memory.
+"""
 
 
 class Arena:
-    """A flat buffer of ``dtype``. Places are reserved first; it is made, of zeros, when the first
-    one of them is taken.
+    """A flat buffer of ``dtype`` with places for several users.
+
+    All places are reserved first. The buffer is made, of zeros, when the first place is taken.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -20,15 +23,15 @@ class Arena:
         self._buffer: Tensor | None = None
 
     def reserve(self, length: int) -> int:
-        """Where a place of ``length`` elements begins."""
+        """Reserve a place of ``length`` elements, and return the element at which it begins."""
         assert self._buffer is None, "places are reserved before the first one is taken"
         start = self._length
         self._length += -(-length // ALIGNMENT) * ALIGNMENT
         return start
 
     def take(self, start: int, length: int, device: torch.device) -> Tensor:
-        """The place that was reserved, on ``device``: on another one than before the buffer is made
-        again.
+        """The reserved place as a view [length] of the buffer on ``device``. On another device than
+        before, the buffer is made again.
         """
         if self._buffer is None or self._buffer.device != device:
             self._buffer = torch.zeros(self._length, dtype=self._dtype, device=device)

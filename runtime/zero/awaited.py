@@ -1,5 +1,5 @@
-"""Parameters that are on their way: whoever reads one from its module waits for it, and for nothing
-else.
+"""Parameters that are on their way: code that reads one from its module waits for this one, and for
+nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ class Arrival(Protocol):
 
 
 def await_parameters(module: nn.Module, arrivals: Sequence[Arrival]) -> None:
-    """From now on, reading a parameter of ``arrivals`` from the module that has it finishes its
-    arrival.
+    """Let every read of a parameter in ``arrivals`` from its module finish that arrival first.
 
-    That is the one moment that every forward has, whether it is generated, a user's or a hook's, so
-    that nobody has to be told which module runs next. When all have arrived the modules are what
-    they were.
+    Every forward reads its parameters from their modules, whether it is generated, a user's or a
+    hook's. So nobody has to be told which module runs next. When all parameters have arrived, the
+    modules are what they were.
     """
     by_parameter = {
         id(parameter): arrival for arrival in arrivals for parameter in arrival.parameters
@@ -49,8 +48,11 @@ def await_parameters(module: nn.Module, arrivals: Sequence[Arrival]) -> None:
 
 
 class _Awaited(dict[str, Any]):
-    """The parameters of ``module`` while those named in ``expected`` are on their way: the same,
-    but reading waits.
+    """A dict in the place of a module's ``_parameters`` while those named in ``expected`` are on
+    their way. It has the same entries, but reading one waits for it.
+
+    ``nn.Module`` reads single entries when an attribute is read. Everything else (``items``,
+    ``copy``, writing) waits for all of them and puts the module's own dict back.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class _Awaited(dict[str, Any]):
         self._module, self._original, self._expected = module, parameters, expected
 
     def restore(self) -> dict[str, Any]:
-        """Wait for all that are expected, and give the module back its own parameters."""
+        """Wait for everything that is expected, and give the module back its own dict."""
         for arrival in self._expected.values():
             arrival.finish()
+        # Somebody may have put another dict there meanwhile; that one stays.
         if self._module.__dict__["_parameters"] is self:
             self._module.__dict__["_parameters"] = self._original
         return self._original

@@ -32,16 +32,16 @@ def sharded_buckets(
 ) -> list[Bucket]:
     """The buckets of ``packed``, with this rank's shards of their parameters. Collective.
 
-    ``whole_parameters``: each parameter is updated by one rank; else ranks update equal slices of a
-    bucket. A parameter that no other rank has a copy of stays what it is. Without a stage each rank
-    updates all of every parameter, in its own shape.
+    ``whole_parameters``: each parameter is updated by one rank; otherwise ranks update equal slices
+    of a bucket. A parameter that no other rank has a copy of stays what it is. Without a stage of
+    ZeRO each rank updates all of every parameter, in its own shape.
 
-    ``exchanged``: names of parameters that the optimizer gets from several ranks, see
-    :mod:`exchange`; their shards are pieces on the way, with gradients in the dtype in which they
-    are reduced.
+    ``exchanged``: the names of parameters that the optimizer gets from several ranks
+    (``whole_exchange.py``). Their shards are only pieces on the way to an owner, so their gradients
+    stay in the dtype in which they are reduced.
 
-    Raises :class:`ConfigError` if masters are to be kept as remainders of parameters that cannot be
-    a part of them.
+    Raises :class:`ConfigError` if masters are to be kept as remainders, and a parameter's dtype is
+    no upper half of the master's.
     """
     sums = [item for members in packed for item in members]
     if settings.stores_remainders:
@@ -55,6 +55,7 @@ def sharded_buckets(
     leaders = _counting_ranks(world, sums)
     owners = _owners(sums, groups) if whole_parameters or not settings.stage else None
     laid = [_lay(members, groups[members[0].communicator.ranks], owners) for members in packed]
+    # All places are reserved before any is taken: an arena is as long as what all buckets need.
     parameters, gradients = Arenas(), Arenas()
     is_split = [settings.updates_shards(item.dtype, item.group.inside.size) for item in laid]
     places = [
@@ -84,8 +85,8 @@ def sharded_buckets(
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """The members of a bucket in the order in which they lie in it, and the slices of the ranks of
-    ``group.inside``.
+    """A bucket as it lies in memory: its members in order, and the size of the slice of each rank
+    of ``group.inside``, in elements.
     """
 
     members: Sequence[GradientSum]
@@ -110,6 +111,7 @@ def _lay(
             group,
             even_sizes(sum(item.parameter.numel() for item in members), group.inside.size),
         )
+    # What one rank owns lies together, so that it is the rank's slice.
     members = sorted(members, key=lambda item: owners[item.name])
     sizes = [item.parameter.numel() for item in members]
     return _Laid(
@@ -139,6 +141,8 @@ def _shards(
             remainder = Remainder(
                 torch.zeros(stop - start, dtype=torch.int16, device=tensor.device)
             )
+        # Several groups have copies of this part: the first one counts it, in the set of ranks that
+        # counts this piece of the parameter at all.
         is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(
             group.everyone.ranks
         )
@@ -193,7 +197,9 @@ def _check_remainders(world: World, sums: Sequence[GradientSum]) -> None:
 
 
 def _counting_ranks(world: World, sums: Sequence[GradientSum]) -> dict[str, set[int]]:
-    """By name, the ranks that count their piece of a parameter: one for each distinct piece."""
+    """The ranks that count their piece of each parameter, by its name: one rank for each distinct
+    piece.
+    """
     everyone = world.all_gather_object([item.name for item in sums if item.is_counted])
     leaders: dict[str, set[int]] = {item.name: set() for item in sums}
     for rank, names in enumerate(everyone):
@@ -205,8 +211,8 @@ def _counting_ranks(world: World, sums: Sequence[GradientSum]) -> dict[str, set[
 def _owners(
     sums: Sequence[GradientSum], groups: Mapping[tuple[int, ...], ZeroGroup]
 ) -> dict[str, int]:
-    """By name, the index of the rank that owns a parameter, balanced over all parameters of a
-    group.
+    """The index within its group of the rank that owns each parameter, by its name. Owners are
+    balanced over all parameters of a group.
     """
     by_group: dict[tuple[int, ...], list[GradientSum]] = {}
     for item in sums:

@@ -1,5 +1,8 @@
-"""Groups: the ranks that hold copies of a parameter, dealt into groups that each split the
-optimizer state among themselves.
+"""Groups of the ranks that hold copies of a parameter. Each group splits the optimizer state among
+its ranks.
+
+Example: 8 ranks hold copies, and ``zero_ngroups`` is 2. The groups are 0-3 and 4-7, and each rank
+has a quarter of the state. Rank 1 and rank 5 have the same quarter: these are the ranks across.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from shardwright.runtime.ranks.world import World
 class ZeroGroup:
     """One rank's place among the ranks ``everyone`` that hold copies of some parameters.
 
-    ``inside``: its group, whose ranks split the state. ``across``: the ranks of all groups that
-    hold the same part of it.
+    ``inside``: its group, whose ranks split the state. ``across``: the ranks, one of each group,
+    that hold the same part of the state.
     """
 
     everyone: Communicator
@@ -27,11 +30,11 @@ class ZeroGroup:
 def deal(
     world: World, communicators: Iterable[Communicator], num_groups: int
 ) -> dict[tuple[int, ...], ZeroGroup]:
-    """The groups within each of this rank's ``communicators``, by the ranks of it. Collective over
-    the world.
+    """The groups within each of this rank's ``communicators``, by its ranks. Collective over the
+    world.
 
-    Consecutive ranks form a group. Units are outermost in the order of ranks, so that a group is
-    made of whole units.
+    Consecutive ranks form a group. Units are outermost in the order of ranks, so a group consists
+    of whole units.
     """
     mine = {communicator.ranks: communicator for communicator in communicators}
     if num_groups == 1:
@@ -54,7 +57,7 @@ def deal(
 
 
 def undivided(communicators: Iterable[Communicator]) -> dict[tuple[int, ...], ZeroGroup]:
-    """The same where nothing is split: each rank is a group by itself."""
+    """The groups where nothing is split: each rank is a group by itself."""
     return {
         communicator.ranks: ZeroGroup(communicator, _alone(communicator), communicator)
         for communicator in communicators
@@ -62,5 +65,6 @@ def undivided(communicators: Iterable[Communicator]) -> dict[tuple[int, ...], Ze
 
 
 def _alone(communicator: Communicator) -> Communicator:
+    """A communicator of this rank alone, which sends nothing."""
     rank = communicator.ranks[communicator.index]
     return Communicator(None, (rank,), 0, communicator.name, communicator.counters)

@@ -1,5 +1,5 @@
-"""Gathering: after a step, what each rank has updated of a bucket's parameters goes to all ranks of
-the group.
+"""Gathering: after a step, all ranks of a group get what each of them has updated of a bucket's
+parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BucketGathering:
         return self._work is not None
 
     def start(self) -> None:
-        """Begin: what this rank updated is read now."""
+        """Begin to gather. What this rank updated is read now."""
         bucket = self._bucket
         if bucket.group.inside.size == 1:
             self._write()
@@ -45,6 +45,7 @@ class BucketGathering:
         first = bucket.members[0].parameter
         buffer = bucket.parameter_buffer
         if buffer is None or buffer.device != first.device:
+            # The module has moved since its parameters were made views of the buffer.
             buffer = first.detach().new_empty(bucket.length)
         mine = buffer[bucket.low : bucket.high]
         for shard, offset in zip(bucket.shards, bucket.offsets, strict=True):
@@ -62,7 +63,7 @@ class BucketGathering:
         )
 
     def _write(self) -> None:
-        """The parameters of which this rank has all of the optimizer's state."""
+        """Write the parameters of which this rank has all of the optimizer's state."""
         for shard in self._bucket.shards:
             if not shard.is_view and shard.num_elements:
                 shard.write(shard.parameter.detach())
@@ -87,9 +88,9 @@ class BucketGathering:
 class ParameterGathering:
     """The gathering of all buckets of ``module``.
 
-    At most :data:`EXCHANGES_UNDER_WAY` buckets are under way at a time, in their order; with
-    ``overlaps`` all of them are, those first that forward uses first, until :meth:`finish` is
-    called or somebody reads one of their parameters from the module that has it.
+    At most :data:`EXCHANGES_UNDER_WAY` buckets are under way at a time, in their order. With
+    ``overlaps`` all of them start at once, first those that forward uses first. A bucket then ends
+    when :meth:`finish` is called, or when somebody reads one of its parameters from its module.
     """
 
     def __init__(
@@ -105,9 +106,8 @@ class ParameterGathering:
         """Gather everything, or begin to. Collective."""
         self.finish()
         if self._overlaps:
-            for gathering in reversed(
-                self._gatherings
-            ):  # buckets come in the order of the backward
+            # Buckets come in the order of the backward; the forward needs the last one first.
+            for gathering in reversed(self._gatherings):
                 gathering.start()
             await_parameters(self._module, self._gatherings)
             return
@@ -125,9 +125,7 @@ class ParameterGathering:
 
 
 def make_contiguous(members: Sequence[GradientSum], buffer: Tensor) -> None:
-    """Move the parameters of ``members`` end to end into ``buffer``; they are views of it from then
-    on.
-    """
+    """Move the parameters of ``members`` end to end into ``buffer``, and make them views of it."""
     sizes = [member.parameter.numel() for member in members]
     for member, piece in zip(members, torch.split(buffer[: sum(sizes)], sizes), strict=True):
         view = piece.view(member.parameter.shape)
@@ -136,10 +134,11 @@ def make_contiguous(members: Sequence[GradientSum], buffer: Tensor) -> None:
 
 
 def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
-    """The reduced gradients by name of the parameter, on every rank all of its local piece.
+    """The reduced gradient of each parameter, by its name, whole on every rank that has a copy.
     Collective.
 
-    For looking at them: where gradients are scattered, this holds in memory what ZeRO saves.
+    This is for people and tests that look at gradients: if gradients are scattered, it holds in
+    memory what ZeRO saves.
     """
     gradients: dict[str, Tensor | None] = {}
     for bucket in buckets:

@@ -18,14 +18,16 @@ DEFAULT_BUCKET_CAP_MB = 25.0
 class ReductionSettings:
     """What a reducer and a distributed optimizer do.
 
-    ``divisor``: the number of units where gradients are averaged over them, else 1.
-    ``bucket_cap_mb``: MiB of gradients in a bucket. ``asynchronous``: buckets are reduced while
-    backward runs. ``stage``: of ZeRO, as far as the optimizer takes part in it: 0 without, and with
-    stage 3, where the parameters themselves lie in pieces on the ranks. ``num_groups``: of ranks
-    that split the state among themselves, if there is a stage. ``scatters``: gradients go to the
-    ranks that need them only.
-    ``table``: the options of the distributed optimizer, without which nothing changes its dtype and
-    parameters and gradients lie as they always do.
+    - ``divisor``: what summed gradients are divided by: the number of units for a mean, else 1.
+    - ``bucket_cap_mb``: MiB of gradients in a bucket.
+    - ``asynchronous``: buckets are reduced while backward runs.
+    - ``stage``: the stage of ZeRO as far as the optimizer takes part in it. It is 0 without ZeRO,
+      and with stage 3, where the plan itself stores parameters in pieces.
+    - ``num_groups``: the number of groups that each split the state among their ranks, if there is
+      a stage.
+    - ``scatters``: gradients go only to the ranks that need them.
+    - ``table``: the options of the distributed optimizer. Without it nothing changes its dtype, and
+      parameters and gradients lie as they always do.
     """
 
     divisor: int = 1
@@ -38,7 +40,7 @@ class ReductionSettings:
 
     @classmethod
     def of(cls, config: ComputeConfig | None, num_units: int) -> ReductionSettings:
-        """What ``config`` asks for, or what holds without one."""
+        """The settings that ``config`` asks for, or the default ones without a config."""
         if config is None:
             return cls()
         stage = 0 if config.zero_stage == 3 else config.zero_stage
@@ -68,9 +70,10 @@ class ReductionSettings:
         return self.stage > 0 or self.table is not None
 
     def updates_shards(self, dtype: torch.dtype, num_shards: int) -> bool:
-        """Whether the optimizer gets shards of a parameter of ``dtype``, and not the parameter.
-        ``num_shards``: among which its state is split; one alone is made for a master, or where the
-        table says how gradients lie.
+        """Whether the optimizer gets shards of a parameter of ``dtype`` instead of the parameter.
+
+        ``num_shards``: the number of ranks among which its state is split. If it is 1, there is a
+        shard only for a master, or without a stage, where the table says how gradients lie.
         """
         return self.makes_shards and (
             num_shards > 1 or not self.stage or self.state_dtype(dtype) != dtype
@@ -109,7 +112,7 @@ class ReductionSettings:
 
     @property
     def stores_remainders(self) -> bool:
-        """Whether masters of bfloat16 parameters are kept as what the parameters lack of them."""
+        """Whether masters of bfloat16 parameters are stored as remainders (``remainders.py``)."""
         return self.table is not None and self.table.store_param_remainders
 
     @property
@@ -118,7 +121,7 @@ class ReductionSettings:
         return self.table is not None and self.table.overlap_param_sync
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the gradient of a parameter of ``dtype`` is held and reduced, where the
+        """The dtype in which the gradient of a parameter of ``dtype`` is held and reduced, if the
         optimizer updates shards.
         """
         if self.table is None or self.table.grad_sync_dtype is None:
@@ -126,7 +129,7 @@ class ReductionSettings:
         return _dtype(self.table.grad_sync_dtype)
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the optimizer sees a parameter of ``dtype``, and keeps its state."""
+        """The dtype in which the optimizer sees a parameter of ``dtype`` and keeps its state."""
         if self.table is None:
             return dtype
         if self.table.dtype in (None, "float32"):

@@ -1,4 +1,8 @@
-"""Buckets whose sums go to the ranks that update the parameters."""
+"""Buckets whose sums go to the ranks that update the parameters.
+
+Example: a bucket of 10 elements on 4 ranks has slices of 3 elements, so it is padded to 12. Rank 3
+has elements 9 to 11: one of the last parameter, and two of padding.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +29,24 @@ from shardwright.runtime.zero.shards import ParameterShard
 
 
 class ShardedBucket(Bucket):
-    """A bucket of which each rank of ``group.inside`` updates a slice: rank ``i`` the one of
-    ``slice_sizes[i]``.
+    """A bucket of which each rank of ``group.inside`` updates a slice: rank ``i`` has the one of
+    ``slice_sizes[i]`` elements.
 
-    ``shards``: what this rank updates of each member. Their gradients are pieces of its slice, of
-    the sum over ``group.everyone``. The sum is made in one of two ways:
+    ``shards``: what this rank updates of each member. The gradient of a shard is a piece of this
+    rank's slice of the sum over ``group.everyone``. The sum is made in one of two ways:
 
-    - *reduced*: all ranks get all of it, as views in the parameters' ``grad`` too;
+    - *reduced*: all ranks get all of it. The ``grad`` of the parameters are views of it, too.
     - *scattered* (``settings.scatters``): each rank gets its slice only, summed inside the group
-      first and then across the groups. A parameter's ``grad`` is ``None`` from then on; with stage
-      2 the buffer is freed with it. Then several backward passes may each be reduced
-      (:meth:`end_round`): what they bring is added up in the slice.
+      first and then across the groups. From then on the ``grad`` of a parameter is ``None``. With
+      stage 2 the buffer is freed as well, so that several backward passes may each be reduced
+      (:meth:`end_round`): their sums are added up in the slice.
 
     With ``settings.contiguous_gradients`` gradients are views of the buffer as they arrive, in the
     dtype in which they are reduced. Otherwise they stay tensors of their own in the dtype of the
-    parameter, and the buffer exists while they are reduced only.
+    parameter, and the buffer exists only while they are reduced.
 
-    ``parameter_buffer``: what the parameters are views of, if they are. ``arena``: where the buffer
-    of the gradients lies, if it shares memory with those of other buckets.
+    ``parameter_buffer``: the buffer that the parameters are views of, if they are. ``arena``: where
+    the buffer of the gradients lies, if it shares memory with those of other buckets.
     """
 
     def __init__(
@@ -66,21 +70,22 @@ class ShardedBucket(Bucket):
         self.slice_sizes = list(slice_sizes)
         self.length = sum(slice_sizes)
         self._arena = arena
+        # Behind the gradients lies a flag for each member: whether any rank used it.
         self._place = 0 if arena is None else arena.reserve(self.length + len(members))
         self.shards = shards
         self._scatters = settings.scatters
         self._frees = settings.frees_gradients
         bounds = [0, *itertools.accumulate(slice_sizes)]
         self.low, self.high = bounds[group.inside.index : group.inside.index + 2]
+        # Where the shard of each member begins in this rank's slice.
         starts = itertools.accumulate(self.sizes, initial=0)
         self.offsets = [
             start + shard.start - self.low for start, shard in zip(starts, shards, strict=False)
         ]
-        self._mine: Tensor | None = (
-            None  # this rank's slice of the sum, over all backward passes that have been reduced
-        )
-        self._used: set[int] = set()  # members that some rank used
-        self._is_published = False  # the shards have their gradients
+        # This rank's slice of the sum, over all backward passes that have been reduced.
+        self._mine: Tensor | None = None
+        self._used: set[int] = set()  # the members that some rank used
+        self._is_published = False  # whether the shards have their gradients
 
     @property
     def is_local(self) -> bool:
@@ -88,8 +93,8 @@ class ShardedBucket(Bucket):
 
     @property
     def holders(self) -> list[Named]:
-        """See :attr:`Bucket.holders`. Where a shard's gradient is a view of a parameter's, that one
-        is it.
+        """See :attr:`Bucket.holders`. If a shard's gradient is a view of a parameter's, the
+        parameter holds it.
         """
         if self._scatters:
             return [(shard.name, shard.tensor) for shard in self.shards]
@@ -133,12 +138,13 @@ class ShardedBucket(Bucket):
     def _launch(self, buffer: Tensor) -> list[Work]:
         if not self._scatters:
             return super()._launch(buffer)
+        # Every rank needs all flags, so these are all-reduced beside the gradients.
         work = self.group.inside.reduce_scatter_async_(buffer[: self.length], self.slice_sizes)
         return [work, self.communicator.all_reduce_async(buffer[self.length :])]
 
     def end_round(self) -> None:
-        """Wait for the sums under way; from then on the parameters have no gradients, and memory is
-        this rank's slice.
+        """Wait for the sums under way. From then on the parameters have no gradients, and this
+        rank's slice is all that is held.
         """
         if not self._works or not self._scatters:
             return
@@ -148,6 +154,7 @@ class ShardedBucket(Bucket):
         for member in self.members:
             member.parameter.grad = None
         if self._frees or not self._is_contiguous:
+            # Without the clone the slice, a view, would keep the whole buffer alive.
             self._buffer, self._views = None, []
             arriving = arriving.clone() if self._mine is None else arriving
         self._mine = arriving if self._mine is None else self._mine.add_(arriving)
@@ -160,10 +167,11 @@ class ShardedBucket(Bucket):
             mine = gradients = self._mine
             with concerning(self._subject):
                 self.group.across.all_reduce_(mine, phase="gradients")
-            gradients = mine[: max(0, sum(self.sizes) - self.low)]
+            gradients = mine[: max(0, sum(self.sizes) - self.low)]  # without the padding
         else:
             self.wait()
-            self._used = set()  # where module.zero_grad() has cleared, that of the last time
+            # After ``module.zero_grad()``, which no bucket sees, the last step's are still there.
+            self._used = set()
             self._note_used()
             gradients = self.gradients
             mine = self._allocated()[self.low : self.high]
@@ -173,8 +181,8 @@ class ShardedBucket(Bucket):
         self._publish(mine if self._scatters or self._is_contiguous else mine.clone())
 
     def clear(self, set_to_none: bool) -> None:
-        """Forget the gradients of parameters and shards. Without ``set_to_none`` those that had one
-        keep one of zeros.
+        """Forget the gradients of parameters and shards. Without ``set_to_none`` parameters that
+        had a gradient get one of zeros.
         """
         used = {
             index for index, member in enumerate(self.members) if member.parameter.grad is not None
@@ -207,7 +215,10 @@ class ShardedBucket(Bucket):
         )
 
     def _publish(self, mine: Tensor) -> None:
-        """Hand out the gradients. ``mine``: this rank's slice of their sum."""
+        """Give parameters and shards their gradients. ``mine``: this rank's slice of the sum.
+
+        A member that no rank used gets none, as in training on one device.
+        """
         if not self._scatters:
             for index in self._used:
                 parameter, view = self.members[index].parameter, self._views[index]

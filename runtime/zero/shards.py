@@ -18,19 +18,22 @@ from shardwright.runtime.zero.remainders import Remainder, is_rounded, placehold
 class ParameterShard:
     """What the optimizer of this rank updates of one trained parameter.
 
-    ``name``: the parameter's FQN in the module. ``parameter``: what the module holds of it on this
-    rank, a piece as ``layout`` says, here called the local piece. ``tensor``: what the optimizer
-    sees: elements ``start`` to ``stop`` of the flattened local piece [stop - start], or all of it
-    in its own shape where optimizers need whole tensors. It shares the memory of the local piece
-    where ``is_view``; otherwise it is a copy, such as a float32 master of a bfloat16 parameter.
-    Where ``remainder`` holds what the parameter lacks of the master, ``tensor`` has values while
-    the optimizer steps only.
-
-    ``pieces``: the same range of every rank that has a part of the state of this local piece,
-    ``(rank, start, stop)`` by rank of the world; together they tile it. ``copies``: the ranks of
-    the world that have exactly this rank's part, ascending; more than one where ``zero_ngroups`` is
-    above 1. ``is_counted``: this rank counts its part where every distinct element of the model is
-    counted once.
+    - ``name``: the parameter's FQN in the module.
+    - ``parameter``: what the module holds of it on this rank: its *local piece*, as ``layout``
+      says.
+    - ``tensor``: what the optimizer sees. It is elements ``start`` to ``stop`` of the flattened
+      local piece [stop - start], or all of it in its own shape for optimizers that need whole
+      tensors.
+    - ``is_view``: whether ``tensor`` shares the memory of the local piece. Otherwise it is a copy,
+      such as a float32 master of a bfloat16 parameter.
+    - ``remainder``: what the parameter lacks of the master, if that is how it is stored. Then
+      ``tensor`` has values only while the optimizer steps.
+    - ``pieces``: the range of every rank that has a part of the state of this local piece, as
+      ``(rank of the world, start, stop)``. Together these ranges tile the local piece.
+    - ``copies``: the ranks of the world that have exactly this rank's part, ascending. They are
+      more than one if ``zero_ngroups`` is above 1.
+    - ``is_counted``: whether this rank counts its part, when every distinct element of the model is
+      to be counted once.
     """
 
     name: str
@@ -51,7 +54,9 @@ class ParameterShard:
 
     @property
     def value(self) -> Tensor:
-        """What the optimizer updates, as it is now: where there is a remainder a new tensor."""
+        """The values that the optimizer updates, as they are now. If there is a remainder, this is
+        a new tensor.
+        """
         if self.remainder is not None and self.remainder.is_current:
             return self.remainder.joined(self._mine()).view(self.tensor.shape)
         return self.tensor.detach()
@@ -65,7 +70,7 @@ class ParameterShard:
             self.remainder.is_current = False
 
     def read(self) -> None:
-        """Take over the values of the parameter, after somebody else than the optimizer has set
+        """Take over the values of the parameter, after something else than the optimizer has set
         them.
 
         Raises :class:`UsageError` if the parameter is of another dtype or on another device by now.
@@ -81,10 +86,12 @@ class ParameterShard:
             self.tensor.data = mine.view(self.tensor.shape)
 
     def refresh(self) -> None:
-        """Make ``tensor`` what the optimizer is to step on. A view is seen to be one still: the
-        parameter may have been given other memory. A copy takes over what somebody else has written
-        into the parameter since, where that is not just its own value, rounded; where there is a
-        remainder, it is added to what was written.
+        """Prepare ``tensor`` for a step of the optimizer.
+
+        - A view is made anew if the parameter has been given other memory.
+        - A copy takes over the elements that something else has written into the parameter since
+          the last step. An element that is just the copy's own value, rounded, keeps that value.
+        - A remainder is added to the parameter, whatever has been written there.
         """
         if self.is_view:
             self.read()
@@ -97,14 +104,14 @@ class ParameterShard:
             note_written(self.parameter)
 
     def write(self, target: Tensor) -> None:
-        """Round what the optimizer has updated into ``target``, which has as many elements."""
+        """Round the values that the optimizer has updated into ``target``, of as many elements."""
         if self.remainder is not None:
             self.remainder.split(self.tensor.detach(), target)
         else:
             fill(target, self.tensor.detach().view(target.shape))
 
     def settle(self) -> None:
-        """After a step whose values were written: let go of what can be made again."""
+        """Let go of what can be made again, after the values of a step were written."""
         if self.remainder is not None:
             self._let_go()
 
@@ -114,15 +121,14 @@ class ParameterShard:
         self.tensor.data = placeholder(self.tensor)
 
     def _mine(self) -> Tensor:
-        """What the parameter has in the range, flat."""
+        """The parameter's elements of this shard's range, flat."""
         data = self.parameter.detach()
-        dtype = (
-            self.tensor.dtype
-            if self.is_view
-            else data.dtype
-            if self.remainder is None
-            else torch.bfloat16
-        )
+        # Only a copy can follow a parameter into another dtype.
+        dtype = data.dtype
+        if self.is_view:
+            dtype = self.tensor.dtype
+        elif self.remainder is not None:
+            dtype = torch.bfloat16
         if data.device != self.tensor.device or data.dtype != dtype:
             raise UsageError(
                 f"parameter {self.name!r} has moved since the optimizer was built",
@@ -152,10 +158,10 @@ def fill(target: Tensor, source: Tensor) -> None:
 def shard_tensor(
     parameter: nn.Parameter, start: int, stop: int, dtype: torch.dtype, *, flat: bool
 ) -> tuple[nn.Parameter, bool]:
-    """What an optimizer updates of a local piece, and whether it is a view of it.
+    """The tensor that an optimizer updates of a local piece, and whether it is a view of the piece.
 
-    ``flat``: one-dimensional; else the whole piece in its shape, or nothing of it with as many
-    dims.
+    ``flat``: the tensor has one dim. Otherwise it is the whole piece in its shape, or an empty
+    tensor with as many dims.
     """
     data = parameter.detach()
     shape = (stop - start,) if flat else tuple(data.shape)

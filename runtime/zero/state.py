@@ -32,9 +32,9 @@ def with_masters(state_dict: StateDict, optimizer: ParallelOptimizer) -> StateDi
 
 
 def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) -> StateDict:
-    """What the optimizer itself loads.
+    """The part of a state dict that the optimizer itself loads.
 
-    Raises :class:`CheckpointError` if the state is of other shards than the optimizer's.
+    Raises :class:`CheckpointError` if the state belongs to other shards than the optimizer's.
     """
     for saved, group in zip(param_groups_of(state_dict), optimizer.param_groups, strict=False):
         there, here = saved.get("param_shards"), group.get("param_shards")
@@ -45,6 +45,8 @@ def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer)
                 hint="load it on the rank that saved it, under the same plan, number of units and "
                 "options of use_zero",
             )
+    # An entry with nothing but a master goes: the optimizer has no state there before its first
+    # step.
     masters = {number for number, _ in _masters(optimizer)}
     state = {
         number: {key: value for key, value in values.items() if key != MASTER}
@@ -61,8 +63,8 @@ def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer)
 
 
 def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) -> None:
-    """Give the shards the masters of ``state_dict``; those that it lacks are the parameters as they
-    are.
+    """Give the shards the masters of ``state_dict``. A master that it lacks becomes what the
+    parameter is.
     """
     for number, owner in _masters(optimizer):
         master = state_dict["state"].get(number, {}).get(MASTER)
@@ -73,8 +75,8 @@ def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) ->
 
 
 def _masters(optimizer: ParallelOptimizer) -> Iterator[tuple[int, ParameterShard | WholeParameter]]:
-    """The shards that are no views and the whole tensors that stay, with the numbers of their
-    tensors in a state dict.
+    """Everything that has a master, with the number of its tensor in a state dict: shards that are
+    no views, and whole tensors that stay between steps.
     """
     owners: dict[int, ParameterShard | WholeParameter] = {
         id(shard.tensor): shard

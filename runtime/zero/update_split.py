@@ -1,9 +1,13 @@
-"""Splits: which part of a bucket each rank of a group updates.
+"""Which part of a bucket each rank of a group updates.
 
-The parameters of a bucket lie end to end in one flat buffer; rank ``i`` of the group updates the
-``i``-th slice of it. For optimizers that treat every element by itself the slices are equal,
-whatever parameters they cut. Others update whole parameters: each is owned by one rank, the bucket
-holds them in the order of their owners, and slices differ in size.
+The parameters of a bucket lie end to end in one flat buffer, and rank ``i`` of the group updates
+the ``i``-th slice of it. For optimizers that treat every element by itself the slices are equal,
+whatever parameters they cut. Other optimizers update whole parameters: one rank owns each of them,
+the bucket holds them in the order of their owners, and slices differ in size.
+
+Example: parameters of 6 and 2 elements on 2 ranks. Equal slices give rank 0 the first 4 elements of
+the first parameter; rank 1 has its other 2 and the second parameter. With owners, rank 0 has the
+first parameter, rank 1 the second.
 """
 
 from __future__ import annotations
@@ -30,14 +34,14 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         "Rprop",
     )
 )
-"""Optimizers whose update of an element depends on that element's gradients only, so that they work
-on any shard.
+"""The optimizers that work on any shard: the update of an element depends on the gradients of that
+element only.
 """
 
 
 def owned_sizes(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
-    """The sizes of the slices of parameters of ``sizes``, which lie in the order of their
-    ``owners``.
+    """The size of each rank's slice, in elements, if ranks own whole parameters. ``sizes`` and
+    ``owners``: those of the parameters, in the order in which they lie.
     """
     assert list(owners) == sorted(owners), (
         f"parameters of {list(owners)} do not lie in the order of their owners"
@@ -49,8 +53,8 @@ def owned_sizes(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> 
 
 
 def pieces(sizes: Sequence[int], slice_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """By parameter, then by rank: ``(start, stop)`` within the flat parameter of what lies in the
-    rank's slice.
+    """The range ``(start, stop)`` of each flat parameter that lies in each rank's slice: a row for
+    each parameter, with an entry for each rank. A range may be empty.
     """
     bounds = [0, *itertools.accumulate(slice_sizes)]
     starts = [0, *itertools.accumulate(sizes)]

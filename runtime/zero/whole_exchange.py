@@ -1,9 +1,12 @@
 """The exchange between the ranks that hold pieces of parameters and the owners of the whole
 tensors.
 
-Gradients come to the owner after the reducer has summed each piece, values before a step; the
-result goes back after it. All pieces of a batch of parameters travel in one all-to-all, so that a
+Gradients come to the owner when the reducer has summed each piece. Values come before a step, and
+the result goes back after it. All pieces of a batch of parameters travel in one all-to-all, so a
 rank sends and receives each of its elements once.
+
+Example: ranks 0 and 1 hold halves of two matrices, and own one each. Rank 0 sends its half of the
+second matrix and receives the other half of the first.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ Ranks = tuple[int, ...]
 class Batch:
     """Parameters of one dtype whose pieces lie on the same ranks, in one order on all of them.
 
-    ``pieces``: this rank's of each, the parameter itself or under ZeRO the shard that has its
-    gradient.
+    ``pieces``: this rank's piece of each: the parameter itself, or under ZeRO the shard that has
+    its gradient.
     """
 
     communicator: Communicator
@@ -51,11 +54,14 @@ class Batch:
     def gather(
         self, tensor_of: Callable[[Tensor], Tensor | None], dtype: torch.dtype
     ) -> Iterator[tuple[WholeParameter, Any]]:
-        """What this rank owns: of each the whole of ``tensor_of`` its pieces, ``None`` where no
-        rank has one. Collective.
+        """Bring pieces to their owners. Yields each member that this rank owns, with its whole.
+
+        The whole is put together of ``tensor_of`` each piece. It is ``None`` if no rank has one.
+        Collective.
         """
         ranks, owned, device = self.communicator.ranks, self.owned, self.pieces[0].device
-        # Behind each piece a flag: whether there is one.
+        # One message for each owner: its members' pieces end to end, [elements, flag] of each. The
+        # flag is 1 if this rank has a tensor there; zeros stand for one that it lacks.
         sent = {
             rank: torch.zeros(self._size_of(rank), dtype=dtype, device=device) for rank in ranks
         }
@@ -89,7 +95,7 @@ class Batch:
             yield member, whole
 
     def scatter(self) -> None:
-        """Write into all pieces what the owners have. Collective."""
+        """Write the owners' values into all pieces. Collective."""
         ranks, owned, sent = self.communicator.ranks, self.owned, []
         for rank in ranks:
             regions = [member.pieces[rank] for member in owned]
@@ -118,11 +124,11 @@ class Batch:
                 piece.copy_(part.view(piece.shape))
 
     def _subject(self) -> str:
-        """What the exchange is for, in messages."""
+        """What the exchange is for, as error messages say it."""
         return f"the exchange with the owners of {listed([member.name for member in self.members])}"
 
     def _size_of(self, owner: int) -> int:
-        """Elements that this rank sends to one owner, with the flags."""
+        """The number of elements that this rank sends to one owner, flags included."""
         return sum(
             p.numel() + 1
             for m, p in zip(self.members, self.pieces, strict=True)
@@ -131,9 +137,7 @@ class Batch:
 
 
 class WholeParameters:
-    """The whole tensors of this rank's optimizer, in ``members``; those that other ranks own
-    too.
-    """
+    """The whole tensors of this rank's optimizer. ``members`` has those of other owners, too."""
 
     def __init__(
         self, members: Sequence[WholeParameter] = (), batches: Sequence[Batch] = ()
@@ -143,11 +147,11 @@ class WholeParameters:
 
     @property
     def pieces(self) -> Iterator[Tensor]:
-        """What this rank holds of them, see :class:`Batch`."""
+        """The pieces that this rank holds of them, see :class:`Batch`."""
         return (piece for batch in self._batches for piece in batch.pieces)
 
     def take_gradients(self) -> None:
-        """Bring the reduced gradients to the owners; ``None`` where no rank used the parameter.
+        """Bring the reduced gradients to the owners. A parameter that no rank used gets ``None``.
         Collective.
         """
         for batch in self._batches:
@@ -163,7 +167,7 @@ class WholeParameters:
                 member.receive(values)
 
     def give_values(self) -> None:
-        """Bring what the owners have to all ranks, in the dtype of the parameters. Collective."""
+        """Bring the owners' values to all ranks, in the dtype of the parameters. Collective."""
         for batch in self._batches:
             batch.scatter()
 
@@ -182,8 +186,9 @@ def whole_parameters(
     """The whole tensors of the parameters ``cut``. Owners are balanced over all ranks, the largest
     first. Collective.
 
-    ``shards``: all of this rank. Under ZeRO the copies of a piece have one shard that is all of it,
-    and so have those of the other pieces, on the same ranks: between these the exchange runs.
+    ``shards``: all shards of this rank. Under ZeRO one rank among the copies of a piece has a shard
+    that is the whole piece. The same ranks have those of the other pieces, and the exchange runs
+    between these ranks.
 
     Raises :class:`ConfigError`, on all ranks, if masters are to be kept as remainders of the
     parameters.
@@ -213,8 +218,8 @@ def whole_parameters(
     for item, piece in sorted(zip(cut, pieces, strict=True), key=lambda pair: pair[0].name):
         ranks, dtype = tuple(item.pieces()), item.parameter.dtype
         owner = owners.get((item.name, ranks))
-        # Where copies split the state, the unit that counts the piece need not be the one that has
-        # the state.
+        # If copies split the state, the unit that counts the piece need not be the unit that has
+        # the state. Then the shard says whether its rank counts.
         is_counted = by_name[item.name].is_counted if item.name in by_name else item.is_counted
         members.append(WholeParameter(item, owner, settings.state_dtype(dtype), is_counted))
         if owner is not None:
@@ -239,11 +244,11 @@ def whole_parameters(
 def _owners(
     tables: Sequence[tuple[int, Sequence[tuple[str, Sequence[int], int]]]],
 ) -> dict[tuple[str, Ranks], int]:
-    """By name and ranks that hold pieces, who owns the whole. ``tables``: by rank, its load and the
-    elements it holds.
+    """The rank that owns each whole, by the parameter's name and the ranks that hold its pieces.
 
-    Where all hold nothing they are the ranks that have copies for use only, and nobody owns
-    anything.
+    ``tables``: of each rank, its load and ``(name, ranks, elements)`` of what it holds. If all of
+    some ranks hold no element of a parameter, they have copies for use only, and nobody among them
+    owns it.
     """
     loads = {rank: load for rank, (load, _) in enumerate(tables)}
     sizes: dict[tuple[str, Ranks], int] = {}
@@ -254,5 +259,5 @@ def _owners(
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Consecutive parts; none of nothing, of which torch would make one."""
+    """Consecutive parts of a flat tensor. No sizes give no parts, where torch would make one."""
     return torch.split(flat, list(sizes)) if sizes else ()

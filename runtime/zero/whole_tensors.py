@@ -1,8 +1,8 @@
 """Whole tensors of parameters that the plan cuts, for optimizers that need them.
 
-Such a parameter has one *owner* among the ranks that hold its pieces: the optimizer sees the whole
-tensor there, and an empty one on the others, so that state exists once. :mod:`exchange` brings
-gradients and values to the owner and the result back; nothing is computed on the way, so that the
+Such a parameter has one *owner* among the ranks that hold its pieces. The optimizer sees the whole
+tensor there, and an empty one on the other ranks, so its state exists once. ``whole_exchange.py``
+brings gradients and values to the owner, and the result back. Nothing is computed on the way: the
 optimizer sees what it would see if the parameter had never been cut.
 """
 
@@ -24,10 +24,10 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutParameter:
-    """A trained parameter of which this rank holds a piece. ``ranks``: its place on the mesh that
-    ``layout`` refers to.
+    """A trained parameter of which this rank holds a piece.
 
-    ``is_counted``: this rank counts its piece where every distinct element is counted once.
+    ``ranks``: this rank's place on the mesh that ``layout`` refers to. ``is_counted``: whether this
+    rank counts its piece, when every distinct element is to be counted once.
     """
 
     name: str
@@ -37,8 +37,8 @@ class CutParameter:
     is_counted: bool
 
     def pieces(self) -> dict[int, Region]:
-        """By rank of the world, ascending: the pieces that together are the whole, this rank's
-        among them.
+        """The pieces that make up the whole, this rank's among them, by rank of the world,
+        ascending.
         """
         mesh, unit_start = self.ranks.mesh, self.ranks.unit * self.ranks.unit_size
         mine = mesh.rank(self.ranks.coords)
@@ -53,12 +53,14 @@ class CutParameter:
 class WholeParameter:
     """A cut parameter as the optimizer of this rank sees it.
 
-    ``tensor``: all of it in its own shape on the owner, nothing of it with as many dims on the
-    others. It has values while a step runs; then it keeps its shape only, unless it is a master
-    (``has_master``): of another dtype than the parameter, into which it is rounded. ``parameter``:
-    this rank's piece in the module. ``pieces``: what each rank of the world holds.
-    ``is_counted``: this rank counts the whole, where every distinct element of the model is counted
-    once.
+    - ``tensor``: all of it in its own shape on the owner; an empty tensor with as many dims on the
+      other ranks. It has values while a step runs. After that only its shape stays, unless it is a
+      master.
+    - ``has_master``: whether ``tensor`` is a master: of another dtype than the parameter, into
+      which it is rounded.
+    - ``parameter``: this rank's piece in the module. ``pieces``: what each rank of the world holds.
+    - ``is_counted``: whether this rank counts the whole, when every distinct element of the model
+      is to be counted once.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class WholeParameter:
         self.is_owner = owner == cut.ranks.world.rank
         self.is_counted = self.is_owner and is_counted
         self.has_master = self.is_owner and dtype != cut.parameter.dtype
-        self._is_known = False
+        self._is_known = False  # whether the master has values, which the parameter's may confirm
         shape = self.shape if self.has_master else (0, *self.shape[1:])
         self.tensor = nn.Parameter(cut.parameter.detach().new_empty(shape, dtype=dtype))
         self.release()
 
     @property
     def value(self) -> Tensor:
-        """What the optimizer updates, as it is now."""
+        """The values that the optimizer updates, as they are now."""
         return self.tensor.detach()
 
     def read(self) -> None:
@@ -92,8 +94,8 @@ class WholeParameter:
         self._is_known = True
 
     def receive(self, values: Tensor) -> None:
-        """Called with the values of the parameter. A master keeps its own where they are just that,
-        rounded.
+        """Take the values of the parameter. An element of a master keeps its own value if the
+        parameter's is just that one, rounded.
         """
         if not self.has_master:
             self.tensor.data = values
@@ -103,6 +105,6 @@ class WholeParameter:
         self._is_known = True
 
     def release(self) -> None:
-        """Let go of the values. Who reads the tensor nevertheless reads that there is nothing."""
+        """Let go of the values. Code that reads the tensor nevertheless reads NaN."""
         if self.is_owner and not self.has_master:
             self.tensor.data = placeholder(self.tensor.detach().new_empty(()).expand(self.shape))

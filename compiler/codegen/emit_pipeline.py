@@ -1,5 +1,18 @@
 """Emit the files of a pipelined program: one class per rank, with a method for each of its stages
 and its schedule as data.
+
+The file of rank 1 of two stages has these parts, in short:
+
+    class GPT(PipelineModule):
+        stages = (Stage(Mesh(()), (0,)), Stage(Mesh(()), (1,)))
+        actions = {"train": "1F0 1B0 1F1 1B1", "infer": "1F0 1F1"}
+        segments = {1: Segment(reads=("labels",), receives=(Transfer("blocks_1_add", ...),), ...)}
+
+        def stage1(self, labels, blocks_1_add): ...
+
+Names: a *body* is one form of the program, for training or for evaluation (``_eval`` behind names).
+A *crossing* is a value that goes from one stage to another. A *symbol* is a size that varies
+between samples.
 """
 
 from __future__ import annotations
@@ -60,11 +73,14 @@ def emit_pipeline(
     seed: int = 0,
     rng: str = "fast",
 ) -> dict[str, str]:
-    """``gencode<rank>.py`` for every rank of the unit. Ranks with the same stages share their code;
-    what they send to whom differs.
+    """The sources of all ranks of the unit, by file name ``gencode<rank>.py``.
+
+    ``train``, ``infer``: the schedules of both modes. Ranks with the same stages share their code.
+    What they send to whom differs, and is written for each of them.
     """
     template = template_named("pipeline.py.jinja")
     positions = pipeline_positions(program)
+    # The parts of a file that do not depend on the rank, by the stages that it runs.
     writers: dict[tuple[int, ...], dict[str, Any]] = {}
     files = {}
     for rank in range(num_ranks):
@@ -97,8 +113,8 @@ def emit_pipeline(
 
 
 def pipeline_positions(program: PipelineProgram) -> dict[int, int]:
-    """Unit rank to its position in the pipeline: ranks with the same stages are one position of the
-    schedule.
+    """The position of each unit rank in the pipeline. Ranks with the same stages are one position,
+    which has one line of the schedule.
     """
     order: dict[tuple[int, ...], int] = {}
     for stage in program.plan.stages:
@@ -107,8 +123,9 @@ def pipeline_positions(program: PipelineProgram) -> dict[int, int]:
 
 
 def wrap_actions(text: str, width: int = 104, longest: int = 108) -> list[str]:
-    """Actions in lines, as the parts of one string literal; in one of ``longest``, which has no
-    brackets around it.
+    """A rank's actions in lines of at most ``width`` columns, as parts of one string literal.
+
+    A text of at most ``longest`` columns is one line, which needs no brackets around it.
     """
     if len(text) <= longest:
         return [text]
@@ -123,6 +140,8 @@ def wrap_actions(text: str, width: int = 104, longest: int = 108) -> list[str]:
 
 @dataclass
 class _PipelineWriter(BodyWriter):
+    """Writes the parts of a file that ranks with the stages ``own`` share."""
+
     pipeline: PipelineProgram | None = None
     own: tuple[int, ...] = ()
 
@@ -131,9 +150,12 @@ class _PipelineWriter(BodyWriter):
         return [body.programs[index] for body in self.pipeline.bodies for index in self.own]
 
     def fields(self, origin: Origin) -> dict[str, Any]:
+        """The fields of the template, without those that :func:`emit_pipeline` adds for a rank."""
         assert self.pipeline is not None
         program, plan = self.pipeline, self.pipeline.plan
         named = _named_bodies(program)
+        # Bodies first: writing them finds out which imports and helper methods they need, which are
+        # read below.
         bodies = [
             self._stage_lines(p, index, f"stage{index}{body}")
             for body, p in named
@@ -143,18 +165,23 @@ class _PipelineWriter(BodyWriter):
             f"output{body}": (_output_sizes(p), self._result_lines(p.graph.output))
             for body, p in named
         }
-        sizes = {f"output_sizes{body}": _output_sizes(p) for body, p in named}
+        output_sizes: list[str] = []
+        for body, p in named:
+            if found := _output_sizes(p):
+                output_sizes += assigned(f"output_sizes{body}", names_text(found))
+        size_methods: list[list[str]] = []
+        for body, p in named:
+            size_methods += self._size_methods(p, body)
         self.imports |= set(PIPELINE_IMPORTS)
         dims = program.graph.dims
+        meshes = (stage.mesh.over_units(plan.zero) for stage in plan.stages)
+        axes = (axis for mesh in meshes for axis in mesh.names)
         return {
             "origin": origin,
             "mesh": (
                 f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches"
             ),
-            "axis": next(
-                (axis for stage in plan.stages for axis in stage.mesh.over_units(plan.zero).names),
-                "",
-            ),
+            "axis": next(axes, ""),
             "stages": [
                 line for index in range(len(plan.stages)) for line in _stage_lines(program, index)
             ],
@@ -165,7 +192,7 @@ class _PipelineWriter(BodyWriter):
             "inputs": self._input_lines(program.graph),
             "arguments": _argument_lines(program.graph, _symbols(program)),
             "training_only": program.graph.training_only,
-            "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
+            "size_methods": size_methods,
             "output_stages": {body: _output_lines(p) for body, p in named},
             "left_out": _left_out(program),
             "by_parameter": {
@@ -179,12 +206,7 @@ class _PipelineWriter(BodyWriter):
             "declarations": self._declarations(),
             "bodies": bodies,
             "outputs": outputs,
-            "output_sizes": [
-                line
-                for name, found in sizes.items()
-                if found
-                for line in assigned(name, names_text(found))
-            ],
+            "output_sizes": output_sizes,
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
@@ -193,6 +215,7 @@ class _PipelineWriter(BodyWriter):
         }
 
     def _stage_lines(self, pipeline: PipelineProgram, index: int, name: str) -> list[str]:
+        """The method of one stage: what it reads and receives comes in, what it sends goes out."""
         program, stage = pipeline.programs[index], pipeline.stages[index]
         scope = Scope(self._reserved(program))
         symbols = _symbols_of(pipeline, index)
@@ -204,6 +227,8 @@ class _PipelineWriter(BodyWriter):
             arguments.append(scope.name(value))
         body = self._statements(program, scope)
         if program.whole_output is not None:
+            # A training step returns here, without what only dropped outputs need; the rest of the
+            # method is for evaluation.
             step = Line(self._returned(program.output, scope), LEAVES_OUT, ("if self.trains",))
             body += [step, *self._tail(program, scope)]
         body.append(Line(self._returned(program.whole_output or program.output, scope)))
@@ -212,20 +237,23 @@ class _PipelineWriter(BodyWriter):
         return [*head, *layout_lines([*self._axis_lines(body, scope, program), *body], 8)]
 
     def _returned(self, output: Tree, scope: Scope) -> str:
-        """What a stage returns; ``None`` for what a training step leaves out."""
+        """The return statement of a stage, with ``None`` for results that a training step leaves
+        out. A stage returns a tuple, also of one result.
+        """
         leaves = [None if isinstance(value, LeftOut) else value for _, value in output.leaves()]
         results = ", ".join(self._output(Tree("leaf", value), scope) for value in leaves)
         return f"return ({results}{',' if len(leaves) == 1 else ''})"
 
     def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
-        """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these
-        vary.
+        """The methods ``layouts`` and ``output_shapes``, which say what depends on the sizes of a
+        sample. There are none if no size varies.
         """
         symbols = _symbols(program)
         if not symbols:
             return []
         arguments = ", ".join(["self", *symbols])
         layouts = [f"    def layouts{ending}({arguments}):"]
+        # Every sample is checked against the conditions under which the program was made.
         for text in map(to_python, program.graph.conditions):
             layouts += layout_lines([Line(f"self.require({text}, {quoted(text)})")], 8)
             self.imports |= {"import math"} if "math." in text else set()
@@ -247,7 +275,7 @@ class _PipelineWriter(BodyWriter):
         return [[*layouts, "        }"], [*shapes, "        }"]]
 
     def _result_lines(self, tree: Tree) -> list[str]:
-        """The body of ``output``: the result structure over its leaves by path."""
+        """The body of the method ``output``, which puts the leaves of the result together again."""
         text = self._output(_by_path(tree, ""), _Leaves(set()))
         self.imports |= {"import math"} if "math." in text else set()
         return layout_lines([Line(f"return {text}")], 8)
@@ -258,31 +286,31 @@ class _PipelineWriter(BodyWriter):
 
 
 def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]:
-    """What is run in training, and in evaluation if that is something else, with the ending of its
-    names.
+    """The bodies with the ending of their names: ``""`` for training, and ``"_eval"`` for
+    evaluation, if that runs something else.
     """
     return list(zip(("", "_eval"), program.bodies, strict=False))
 
 
 def _symbols(program: PipelineProgram) -> tuple[str, ...]:
-    """The names of the sizes that vary between samples."""
+    """The names of the sizes that vary between samples, in a fixed order."""
     return tuple(dict.fromkeys(dim.symbol for dim in program.graph.dynamic_dims))
 
 
 def _output_sizes(program: PipelineProgram) -> tuple[str, ...]:
-    """The dynamic sizes that the result of the whole module speaks of."""
+    """The varying sizes that the module returns itself, as ``return loss, x.shape[0]`` does."""
     used = output_symbols(program.graph.output)
     return tuple(symbol for symbol in _symbols(program) if symbol in used)
 
 
 def _symbols_of(program: PipelineProgram, stage: int) -> tuple[str, ...]:
-    """Those of them that the code of a stage speaks of."""
+    """The varying sizes that the code of a stage needs."""
     used = used_symbols(program.programs[stage])
     return tuple(symbol for symbol in _symbols(program) if symbol in used)
 
 
 def _layout_source(layout: Layout) -> str:
-    """The text of a layout as source, with expressions for sizes that vary."""
+    """The source of a layout's text: ``"[8, 64/tp]"``, or ``f"[{b}, 64/tp]"`` if a size varies."""
 
     def atom_text(atom: Atom) -> str:
         sizes = (
@@ -296,8 +324,8 @@ def _layout_source(layout: Layout) -> str:
 
 
 def _output_stages(program: PipelineProgram) -> list[tuple[str, int, tuple[Any, ...], str]]:
-    """The results that all ranks get: path, stage that makes it, shape and dtype. A sharded one
-    stays where it is made.
+    """The results that all ranks get, in the order of the output: ``(path, stage that makes it,
+    shape, dtype)``. A sharded result stays where it is made.
     """
     rows = []
     for stage in program.stages:
@@ -309,9 +337,7 @@ def _output_stages(program: PipelineProgram) -> list[tuple[str, int, tuple[Any, 
 
 
 def _left_out(program: PipelineProgram) -> list[str]:
-    """The lines that name the results which a training step leaves out; none where it leaves out
-    nothing.
-    """
+    """The lines that name the results which a training step leaves out; none if there are none."""
     paths = [
         path
         for path, _, _, _ in _output_stages(program)
@@ -321,13 +347,16 @@ def _left_out(program: PipelineProgram) -> list[str]:
 
 
 class _Leaves(Scope):
-    """In ``output``, a leaf is read by its path."""
+    """The scope of the method ``output``, where the name of a leaf is how it is read by its path:
+    ``leaves["1"]``.
+    """
 
     def name(self, value: IRValue) -> str:
         return value.name
 
 
 def _by_path(tree: Tree, path: str) -> Tree:
+    """The tree with values that :class:`_Leaves` writes, in the place of the program's own."""
     if tree.kind == "leaf":
         if isinstance(tree.value, IRValue):
             return Tree("leaf", IRValue(f"leaves[{quoted(path)}]", (), torch.float32))
@@ -337,20 +366,20 @@ def _by_path(tree: Tree, path: str) -> Tree:
 
 
 def _owned_text(layouts: Mapping[int, Layout]) -> str:
-    """The layouts of a parameter by stage."""
-    return (
-        "{" + ", ".join(f'{stage}: "{layout}"' for stage, layout in sorted(layouts.items())) + "}"
-    )
+    """The layouts of a parameter by stage, as source: ``{0: "[64, 8/tp]", 3: "[64, 8]"}``."""
+    entries = ", ".join(f'{stage}: "{layout}"' for stage, layout in sorted(layouts.items()))
+    return f"{{{entries}}}"
 
 
 def _joined_axes(program: PipelineProgram, stage: int) -> tuple[tuple[str, ...], ...]:
-    """The sets of axes that adapters of a stage go over, in all its bodies."""
+    """The sets of axes that single collectives of a stage go over, in all its bodies."""
     return tuple(
         dict.fromkeys(axes for body in program.bodies for axes in body.programs[stage].joined_axes)
     )
 
 
 def _stage_lines(program: PipelineProgram, index: int) -> list[str]:
+    """The source of a :class:`Stage`: its mesh and ranks."""
     stage, joined = program.plan.stages[index], _joined_axes(program, index)
     words = [mesh_text(stage.mesh), tuple_text(map(str, stage.ranks))]
     words += [f"joined_axes={joined_text(joined)}"] if joined else []
@@ -358,14 +387,14 @@ def _stage_lines(program: PipelineProgram, index: int) -> list[str]:
 
 
 def _argument_lines(graph: IRGraph, symbols: tuple[str, ...]) -> list[str]:
-    """Class attributes: what a sample gives, and the sizes that vary between samples."""
+    """The class attributes that name a sample's arguments, and the sizes that vary."""
     lines = assigned("arguments", names_text(sample_arguments(graph)))
     return lines + (assigned("sizes", names_text(symbols)) if symbols else [])
 
 
 def _output_lines(program: PipelineProgram) -> list[str]:
-    """The entries of ``output_stages``. Where sizes vary, ``output_shapes`` has those that are not
-    of a scalar.
+    """The entries of ``output_stages``: ``(stage, shape, dtype)`` by path. If sizes vary, the shape
+    is ``None``, but for a scalar, and the method ``output_shapes`` has it.
     """
     varies = bool(_symbols(program))
     rows = _output_stages(program)
@@ -380,7 +409,7 @@ def _output_lines(program: PipelineProgram) -> list[str]:
 
 
 def _entries(items: Iterable[tuple[str, str]], indent: int = 8) -> list[str]:
-    """Entries of a dict: names, and the source of what belongs to them."""
+    """The lines of a dict's entries. ``items``: names, and the source of what belongs to them."""
     return [
         line for name, text in items for line in wrap(f"{quoted(name)}: {text},", WIDTH - indent)
     ]
@@ -392,27 +421,19 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
     names = {value.name: path for path, value in _input_paths(program)}
     symbols = _symbols_of(program, index)
     varies = bool(_symbols(program))
+    receives: list[str] = []
+    for value, source in stage.receives:
+        crossing = _crossing(program, value, source, index)
+        receives.append(_transfer(crossing, rank, arriving=True, varies=varies))
+    sends: list[str] = []
+    for value, target in stage.sends:
+        crossing = _crossing(program, value, index, target)
+        sends.append(_transfer(crossing, rank, arriving=False, varies=varies))
     return {
         "stage": index,
         "reads": _named_tuple("reads", (names[value.name] for value in stage.reads)),
-        "receives": _transfers(
-            "receives",
-            [
-                _transfer(
-                    _crossing(program, value, source, index), rank, arriving=True, varies=varies
-                )
-                for value, source in stage.receives
-            ],
-        ),
-        "sends": _transfers(
-            "sends",
-            [
-                _transfer(
-                    _crossing(program, value, index, target), rank, arriving=False, varies=varies
-                )
-                for value, target in stage.sends
-            ],
-        ),
+        "receives": _transfers("receives", receives),
+        "sends": _transfers("sends", sends),
         "outputs": [
             *_named_tuple("outputs", (path for path, _ in stage.outputs)),
             *(_named_tuple("sizes", symbols) if symbols else []),
@@ -421,11 +442,12 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
 
 
 def _named_tuple(name: str, texts: Iterable[str]) -> list[str]:
-    """An argument of a :class:`Segment` that is a tuple of names."""
+    """The source of a :class:`Segment`'s argument that is a tuple of names."""
     return wrap(f"{name}={names_text(texts)},", WIDTH - 12)
 
 
 def _input_paths(program: PipelineProgram) -> list[tuple[str, IRValue]]:
+    """The inputs of the module, each with its path in the arguments."""
     leaves = (leaf for name, tree in program.graph.signature for leaf in tree.leaves(name))
     return [(path, value) for path, value in leaves if isinstance(value, IRValue)]
 
@@ -452,8 +474,10 @@ def _transfers(name: str, texts: list[str]) -> list[str]:
 
 
 def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) -> str:
-    """The source of a :class:`Transfer` as one rank sees it; where sizes vary, ``layouts`` has the
-    rest.
+    """The source of a :class:`Transfer` as one rank sees it.
+
+    It says which boxes of the value this rank exchanges with which peers. If sizes vary, these are
+    left out: the runtime computes them for each sample from the method ``layouts``.
     """
     words = [
         quoted(crossing.value.name),

@@ -130,9 +130,8 @@ def compile_graph(
     does not fit.
     """
     manager = manager or pass_manager()
-    imported = names_bound(
-        statement for body in graph.bodies for op in body.ops for statement in imports_of(op)
-    )
+    ops = (op for body in graph.bodies for op in body.ops)
+    imported = names_bound(statement for op in ops for statement in imports_of(op))
     graph = replace(graph, name=class_name(graph.name, imported))
     if config.inference_only:
         graph = manager.run(FunctionPass("inference", without_gradients), graph)

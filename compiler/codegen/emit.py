@@ -109,7 +109,9 @@ def mesh_text(mesh: Mesh) -> str:
 
 def gathering_lines(zero: int, *, gathers: bool) -> list[str]:
     """Class attributes of a module that stores parameters in pieces and uses them whole."""
-    return ["gathers_weights = True", *([f"zero = {zero}"] if zero > 1 else [])] if gathers else []
+    if not gathers:
+        return []
+    return ["gathers_weights = True", *([f"zero = {zero}"] if zero > 1 else [])]
 
 
 def random_lines(seed: int, rng: str) -> list[str]:

@@ -74,13 +74,13 @@ RUNTIME_IMPORTS = {
 }
 BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
-"""What bodies read by these names."""
+"""Names that bodies read, so that no variable may have them."""
 LEAVES_OUT = "a training step: see ComputeConfig.outputs"
 
 
 @dataclass
 class _Method:
-    """A repeated block as a method: its text, and its name."""
+    """A repeated block as a method: its name, and its source."""
 
     name: str
     lines: list[str]
@@ -89,19 +89,20 @@ class _Method:
 
 @dataclass
 class BodyWriter:
-    """What the files of plans with and without pipeline stages have in common. Collects what they
-    must import.
+    """Writes what the files of plans with and without pipeline stages have in common.
+
+    ``imports``: the import statements that the bodies written so far need. ``methods``: the methods
+    of repeated blocks, by :attr:`Run.key`.
     """
 
     program: Program
     imports: set[str] = field(default_factory=set)
     methods: dict[Any, _Method] = field(default_factory=dict)
     _imported: set[str] | None = None
-    _axes: dict[int, dict[tuple[str, ...], str]] = field(
-        default_factory=dict
-    )  # variables of axes by the id of a program
+    # The variables of axes, by the id of a program.
+    _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)
     _container: str = ""  # the path of the module whose method is being written
-    _train_only: set[str] = field(default_factory=set)
+    _train_only: set[str] = field(default_factory=set)  # values that exist in training only
 
     def _need(self, *names: str) -> None:
         self.imports |= {RUNTIME_IMPORTS[name] for name in names}
@@ -138,7 +139,7 @@ class BodyWriter:
         return self._imported
 
     def _axis_variables(self, program: Program) -> dict[tuple[str, ...], str]:
-        """What the bodies of a program call the groups of its axes."""
+        """The variables that stand for the groups of a program's axes: ``tp``, ``tp_tp2``."""
         if id(program) not in self._axes:
             graph = program.graph
             taken = RESERVED | self._imports_read() | {dim.symbol for dim in graph.dynamic_dims}
@@ -148,8 +149,8 @@ class BodyWriter:
         return self._axes[id(program)]
 
     def _with_axes(self, program: Program) -> Callable[[Any], Any]:
-        """What puts the variables of axes into an argument or a size, where they are not the usual
-        ones.
+        """A function that puts the variables of axes into an argument or a size. It changes nothing
+        if all of them have their usual names.
         """
         variables = self._axis_variables(program)
         renamed = {
@@ -166,13 +167,13 @@ class BodyWriter:
         return replaced if renamed else _as_it_is
 
     def _source_of(self, program: Program) -> Callable[[Size], str]:
-        """What writes sizes."""
+        """A function that writes the source of a size."""
         replaced = self._with_axes(program)
         return to_python if replaced is _as_it_is else lambda size: to_python(replaced(size))
 
     def _input_lines(self, graph: IRGraph) -> list[str]:
-        """What calls are checked against, as lines of a dict: path and shape, or value, of every
-        leaf of the arguments.
+        """The lines of the dict against which calls are checked: for the path of every leaf of the
+        arguments its shape and dtype, or its value.
         """
         lines, known = [], dict(graph.constant_inputs)
         for path, leaf in input_leaves(graph):
@@ -201,6 +202,7 @@ class BodyWriter:
                 instances.setdefault(item.key, []).append(item)
         kept = _held_at_the_end(program)
         over, readers = gathered_until(items, kept), readers_of(items, kept)
+        # An item is a loop over several runs, a single run, or one instruction.
         position = 0
         while position < len(items):
             item, loop = items[position], loop_at(items, position, readers, over)
@@ -214,6 +216,7 @@ class BodyWriter:
             body += self._drop(over.get(position, ()), scope)
             position += 1
         body = with_headings(body, program.graph.name)
+        # Methods of blocks update their own buffers; the others are updated here.
         done = {
             before.name for item in items if isinstance(item, Run) for before, _ in item.updates
         }
@@ -222,7 +225,9 @@ class BodyWriter:
         ]
 
     def _tail(self, program: Program, scope: Scope) -> list[Line]:
-        """What makes the outputs that a training step leaves out, after it has returned."""
+        """The statements behind the return of a training step: they make the outputs that it leaves
+        out.
+        """
         over = gathered_until(program.tail, program.results())
         lines: list[Line] = []
         for position, instruction in enumerate(program.tail):
@@ -231,7 +236,7 @@ class BodyWriter:
         return lines
 
     def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
-        """Let go of weights that were gathered."""
+        """The statements that let go of gathered weights: ``del weight_tp_whole``."""
         lines = []
         for value in weights:
             guards = ("if self.training",) if value.name in self._train_only else ()
@@ -239,7 +244,7 @@ class BodyWriter:
         return lines
 
     def _update(self, update: Update, scope: Scope) -> Line:
-        """Give a buffer its new value."""
+        """The statement that gives a buffer its new value."""
         before, after = update
         name = source(named(before.fqn, scope.block))
         guards = ("if self.training",) if after.name in self._train_only else ()
@@ -260,6 +265,7 @@ class BodyWriter:
             return named(replaced(renamed(leaf, variables)), scope.block, identifier)
 
         code = call_source(op.map_args(written), scope.name, to_python)
+        # Results get their names after the call was written, so that it reads the old ones.
         for value in op.results:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in op.results)
@@ -361,8 +367,12 @@ class BodyWriter:
     def _call_loop(
         self, loop: Loop, instances: list[Run], scope: Scope, program: Program
     ) -> list[Line]:
-        """Layers one after another: variables that each gives the next, and the call of one of
-        them.
+        """Layers one after another as a loop: first the variables that each layer hands to the next
+        get their values, then comes the call of one layer.
+
+            x = embedding
+            for layer in range(12):
+                x = self._h_block(self.h[layer], x)
         """
         first, last = loop.runs[0], loop.runs[-1]
         assert first.container is not None and last.container is not None
@@ -390,8 +400,8 @@ class BodyWriter:
     def _call(
         self, run: Run, instances: list[Run], words: tuple[str, str, list[str]], program: Program
     ) -> str:
-        """The call of a block. ``words``: the sources of the container, of its number, and of the
-        inputs.
+        """The call of a block's method. ``words``: the sources of the container, of its number, and
+        of the inputs.
         """
         method = self.methods.get(run.key) or self._write_method(instances, program)
         block, number, inputs = words
@@ -488,9 +498,9 @@ class BodyWriter:
         return argument_source(arg, scope.name, to_python)
 
     def _axis_lines(self, lines: Iterable[Line], scope: Scope, program: Program) -> list[Line]:
-        """``tp = self.axis("tp")`` for the axes of a program that the lines use; ``tp_tp2 =
-        self.axis("tp", "tp2")``. And the sizes of pieces that the scope has variables for:
-        ``local_heads = tp.local_size(4)``.
+        """The lines that bind the variables of axes which ``lines`` use: ``tp = self.axis("tp")``,
+        ``tp_tp2 = self.axis("tp", "tp2")``; and those of the sizes of pieces that the scope has
+        variables for: ``local_heads = tp.local_size(4)``.
         """
         text = self._source_of(program)
         sizes = [Line(f"{name} = {text(size)}") for (size, _), name in scope.sizes.items()]
@@ -510,8 +520,10 @@ _DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
 
 
 def _input_names(instances: list[Run]) -> list[str]:
-    """What a method calls its inputs: the first run's words for what all share, the second's for
-    what one run makes for the next (the first run's input comes from before the layers).
+    """The names of a method's inputs.
+
+    An input that all runs share has its own name. An input that one run makes for the next has the
+    name that a later run reads it by, as the first run's input comes from before the layers.
     """
     names = []
     for values in zip(*(run.inputs for run in instances), strict=True):
@@ -521,15 +533,14 @@ def _input_names(instances: list[Run]) -> list[str]:
             name = re.sub(
                 r"_\d+$", "", name.removeprefix(f"{identifier(container_path(container))}_")
             )
-            name = (
-                name if registry.get(name) is None else "x"
-            )  # named after an operator, as the user gave it no name
+            # The name of an operator means that the user gave the value no name.
+            name = name if registry.get(name) is None else "x"
         names.append(name)
     return names
 
 
 def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
-    """Path and value of every leaf of the arguments that calls are checked against."""
+    """Path and value of every leaf of the arguments against which calls are checked."""
     found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
     return [
         (path, leaf)
@@ -539,7 +550,7 @@ def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
 
 
 _SHOWN_VALUES = 16
-"""How many values of a constant input are written out."""
+"""The most values of a constant input that are written out."""
 
 
 def _values_text(tensor: torch.Tensor) -> str:
@@ -554,8 +565,8 @@ def _shape_text(value: IRValue) -> str:
 
 
 def op_path(instruction: Compute, container: str) -> str:
-    """The path of the module that an operator belongs to, below the container whose method is being
-    written.
+    """The path of the module to which an operator belongs, below the ``container`` whose method is
+    being written.
     """
     path = instruction.original.module_path
     inside = not container or path == container or path.startswith(f"{container}.")
@@ -563,13 +574,13 @@ def op_path(instruction: Compute, container: str) -> str:
 
 
 def _held_at_the_end(program: Program) -> list[IRValue]:
-    """What a body still needs after its last instruction."""
+    """The values that a body still needs after its last instruction."""
     later = [value for instruction in program.tail for value in reads(instruction)]
     return [*program.results(), *later, *(after for _, after in program.buffer_updates)]
 
 
 def output_symbols(tree: Tree) -> set[str]:
-    """The names of dynamic sizes that a result speaks of: numbers among its leaves."""
+    """The names of the dynamic sizes that a result returns itself: ``return x, x.shape[0]``."""
     return {
         name
         for _, leaf in tree.leaves()
@@ -579,7 +590,7 @@ def output_symbols(tree: Tree) -> set[str]:
 
 
 def used_symbols(program: Program) -> set[str]:
-    """The names of dynamic sizes that the body and its results speak of."""
+    """The names of the dynamic sizes in a body and its results."""
     used = output_symbols(program.output)
     if program.whole_output is not None:
         used |= output_symbols(program.whole_output)
@@ -602,8 +613,8 @@ def _as_it_is(leaf: Any) -> Any:
 
 
 def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
-    """Whether the adapter finds this cut by itself: even contiguous pieces, or one whole segment
-    that is there to be cut.
+    """Whether the adapter finds this cut by itself, so that it need not be written: even contiguous
+    pieces, or one whole segment that is still to be cut.
     """
     if cut.outer != 1 or len(cut.segments) != 1:
         return False

@@ -24,20 +24,21 @@ from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.runtime.layout import Layout, Mesh
 
 MAX_EXACT = 4
-"""Up to so many copies the cheapest tree is found by trying all of them; more are reached one by
+"""The most copies for which all trees are tried. With more of them the copies are reached one by
 one, cheapest first.
 """
 
 STEP_WEIGHT = 1e-3
-"""What a step counts as beside its elements: of trees that send the same, the shortest."""
+"""The weight of a step beside its elements, so that of trees that send the same the shortest wins.
+"""
 
 Weights = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One copy: the steps that make it from the copy ``start`` (the value as produced, or another
-    goal).
+    """How one copy is made: the steps from ``start``, which is the value as produced or another
+    copy.
     """
 
     start: Layout
@@ -54,9 +55,8 @@ def routes(
 ) -> Mapping[Layout, Route]:
     """A route to every target that is not the source itself, by target in canonical form.
 
-    ``differentiable``: whether a gradient may come back, so that copies differ in what theirs are;
-    ``takes_gradient``: whether one does where the caller asks for none, so that what sends it
-    counts.
+    ``differentiable``: whether a gradient may come back, so that R and G are different layouts.
+    ``takes_gradient``: whether one does come back, so that what sends it counts.
     """
     source = canonical(source, mesh, differentiable=differentiable)
     goals = goals_of(
@@ -73,7 +73,9 @@ def _routes(
     differentiable: bool,
     takes_gradient: bool,
 ) -> Mapping[Layout, Route]:
-    """The same of layouts in canonical form; values alike have them, layer by layer."""
+    """:func:`routes` of layouts in canonical form, by goal. Values of the layers of a model have
+    the same layouts, so the cache answers for most of them.
+    """
     stops = (source, *goals)
     steps = {
         (a, b): convert(a, b, mesh, differentiable=differentiable)
@@ -94,27 +96,28 @@ def _routes(
 
 
 def goals_of(source: Layout, targets: Iterable[Layout]) -> tuple[Layout, ...]:
-    """The copies to be made: distinct targets other than the source, in one order whoever asks. All
-    in canonical form.
+    """The copies to be made: the distinct targets other than the source, in an order that does not
+    depend on that of the readers. All layouts are in canonical form.
     """
     goals = {target for target in targets if target != source}
     return tuple(sorted(goals, key=str) if len(goals) > 1 else goals)
 
 
 def weight(steps: Sequence[AdapterStep], mesh: Mesh, *, takes_gradient: bool) -> float:
-    """What trees are compared by: the elements a rank sends, of the value and of any gradient."""
+    """The weight of a conversion: the elements that a rank sends, those of a gradient included."""
     return steps_elements(steps, mesh, differentiable=takes_gradient) + STEP_WEIGHT * len(steps)
 
 
 @functools.cache
 def trees(num_goals: int) -> tuple[tuple[int, ...], ...]:
-    """All trees over the goals, as the parent of each: another goal, or -1 for the source. Cayley:
-    (n + 1) ** (n - 1) of them.
+    """All trees over the goals. A tree is the parent of each goal: another goal, or -1 for the
+    source. By Cayley's formula there are (n + 1) ** (n - 1) of them.
 
     The star from the source comes first.
     """
 
     def rooted(parents: tuple[int, ...]) -> bool:
+        """Whether every goal comes to the source in at most as many steps as there are goals."""
         for goal in range(num_goals):
             for _ in range(num_goals):
                 goal = parents[goal] if goal >= 0 else goal
@@ -126,8 +129,8 @@ def trees(num_goals: int) -> tuple[tuple[int, ...], ...]:
 
 
 def tree_weights(from_source: Weights, between: Weights) -> Weights:
-    """``[..., trees]``: the weight of every tree. ``from_source``: [..., goals]; ``between``: [...,
-    goals, goals].
+    """The weight of every tree, ``[..., trees]``, from the weights of conversions: ``from_source``
+    [..., goals], and ``between`` [..., goals, goals] from the first to the second.
     """
     num_goals = from_source.shape[-1]
     columns = []
@@ -140,12 +143,14 @@ def tree_weights(from_source: Weights, between: Weights) -> Weights:
 
 
 def best_tree(from_source: Weights, between: Weights) -> tuple[int, ...]:
-    """The parent of every goal in the lightest tree, the first of equal ones. As
-    :func:`tree_weights`, without leading dims.
+    """The parent of every goal in the lightest tree, the first one among equals. The arguments are
+    those of :func:`tree_weights`, without leading dims.
     """
     num_goals = len(from_source)
     if num_goals <= MAX_EXACT:
         return trees(num_goals)[int(np.argmin(tree_weights(from_source, between)))]
+    # Prim's algorithm: add the goal that is nearest to the tree. (For weights that depend on the
+    # direction this is a heuristic.)
     parents = [-1] * num_goals
     reach = from_source.copy()
     left = set(range(num_goals))

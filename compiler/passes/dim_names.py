@@ -60,7 +60,7 @@ _MOVING = frozenset(
 
 
 def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
-    """The same dims with a name for every class."""
+    """Give every class a name. The first rule that has a name for a class wins."""
     names: dict[int, str] = {}
 
     def give(indices: tuple[int, ...], name: str) -> None:
@@ -99,9 +99,8 @@ def _name_by_operators(
             if value.ndim < 4:
                 continue
             for indices, word in zip(dims.values[value.name][-3:], words, strict=True):
-                if (
-                    word == "heads" and len(indices) == 2
-                ):  # several query heads share each head of key and value
+                # Several query heads share each head of key and value.
+                if word == "heads" and len(indices) == 2:
                     give(indices[:1], "kv_heads")
                     give(indices[1:], "heads_per_kv")
                 else:
@@ -113,9 +112,8 @@ def _name_by_operators(
             weight = op.arg("weight")
             if weight.kind is ValueKind.PARAMETER and not is_data(op.arg("input"), graph):
                 give(dims.values[weight.name][0], "positions")
-            elif (
-                weight.kind is ValueKind.PARAMETER and weight.shape[0] >= weight.shape[1]
-            ):  # not a handful of token types
+            # A vocabulary has many rows; a table of token types has a handful.
+            elif weight.kind is ValueKind.PARAMETER and weight.shape[0] >= weight.shape[1]:
                 give(dims.values[weight.name][0], "vocab")
 
 
@@ -125,8 +123,8 @@ def _name_logits(
     give: Callable[[tuple[int, ...], str], None],
     names: Mapping[int, str],
 ) -> None:
-    """What a loss chooses from: the vocabulary if it has the size of one that is looked up, or else
-    classes.
+    """Name what a loss chooses from: the vocabulary if it has the size of one that is looked up,
+    else classes.
     """
     vocabularies = [dims.classes[index].size for index, name in names.items() if name == "vocab"]
     for op in graph.ops:
@@ -139,8 +137,8 @@ def _name_logits(
 
 
 def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) -> None:
-    """Query, key and value in one product: ``qkv x heads x head_dim``, or ``qkv_heads x head_dim``
-    of unequal parts.
+    """Name the dims of query, key and value in one product: ``qkv x heads x head_dim``, or
+    ``qkv_heads x head_dim`` of unequal parts.
     """
     for value in graph.parameters:
         for indices in dims.values[value.name]:
@@ -174,7 +172,7 @@ def is_data(value: IRValue, graph: IRGraph) -> bool:
 
 
 def _name_hidden(dims: ModelDims, names: dict[int, str]) -> None:
-    """The class that most parameters have is the width of the residual stream."""
+    """Name the class that most parameters have: it is the width of the residual stream."""
     counts = Counter(
         {c.index: len(c.parameters) for c in dims.classes if c.index not in names and c.parameters}
     )

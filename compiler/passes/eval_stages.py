@@ -15,7 +15,12 @@ from shardwright.compiler.ir.value import ValueKind
 
 
 def stage_of_eval_ops(graph: IRGraph, stages: Mapping[str, int], body: IRGraph) -> dict[str, int]:
-    """Operator of ``body`` to stage; ``stages`` are those of the operators of ``graph``."""
+    """The stage of each operator of ``body``, by its name. ``stages``: those of the operators of
+    ``graph``.
+
+    An operator goes to the stage that holds its weights. One without weights goes to the stage of
+    the same operator in training, or of any operator of its module.
+    """
     of_module: dict[str, list[IROp]] = {}
     holder: dict[str, int] = {}
     for op in graph.ops:

@@ -27,16 +27,20 @@ from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.render import call_source, imports_of
 
 MAX_CONSTANT_BYTES = 2**20
-"""Larger results are cheaper to compute than to ship to every rank and to keep."""
+"""The most bytes of a result that is folded. It is cheaper to compute a larger one than to ship it
+to every rank and keep it.
+"""
 
 MAX_COMPUTED_BYTES = 2**26
-"""Nothing larger is made while compiling."""
+"""The most bytes of a tensor that is made while compiling."""
 
 
 def fold_constants(graph: IRGraph) -> IRGraph:
     """``graph``, and its body for evaluation, with the results of folded operators as constants."""
-    taken = {value.name for body in graph.bodies for value in body.sources}
-    taken |= {result.name for body in graph.bodies for op in body.ops for result in op.results}
+    taken: set[str] = set()  # names that no constant may get
+    for body in graph.bodies:
+        taken |= {value.name for value in body.sources}
+        taken |= {result.name for op in body.ops for result in op.results}
     taken |= {(value.fqn or "").partition(".")[0] for value in graph.sources}
     folded = _folded(graph, taken)
     return (

@@ -1,11 +1,14 @@
 """Lower a planned graph to the program of its ranks: local calls, and the adapters between them.
 
-Every value has the layout its producer gives it. Each use asks for the layout its operator's
-strategy needs. Uses that ask for the same layout share one adapter, so that their gradients are
-summed before the one backward collective; a layout that is cheaper to reach from another copy (S ->
-G -> R) is reached from there (:mod:`shardwright.compiler.passes.copy_trees`). A weight that is
-stored in pieces is the exception: each module that uses it gathers it for itself, as nothing holds
-it whole in between.
+Every value has the layout that its producer gives it. Each use asks for the layout that its
+operator's strategy needs. Uses that ask for the same layout share one adapter, so their gradients
+are summed before the one backward collective. A layout that is cheaper to reach from another copy
+(S -> G -> R) is reached from there (``copy_trees.py``). A weight that is stored in pieces is the
+exception: each module that uses it gathers it for itself, as nothing holds it whole in between.
+
+Example, on ``tp=2``: ``up`` is split by its columns, and reads ``x`` [8, 16] as G. ``x`` is made as
+R. So the program is ``x_tp_in = grad_all_reduce(x, tp)``, then ``up = linear(x_tp_in, weight)``
+with a result of [8, 64/tp].
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ from shardwright.runtime.structure import join
 def lower(
     graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset(), *, delivers: bool = False
 ) -> Program:
-    """The program of ``graph`` under ``plan``. ``whole_in_units``: parameters that ZeRO-3 does not
-    cut. ``delivers``: whether outputs go to other ranks than those that run the program, so that
-    whole ones have a price too.
+    """The program of ``graph`` under ``plan``.
+
+    ``whole_in_units``: parameters that ZeRO-3 does not cut. ``delivers``: whether outputs go to
+    other ranks than those that run the program, so that even an output that is whole already has a
+    price.
 
     Raises :class:`PlanError` for strategies that its operators do not have.
     """
@@ -47,6 +52,7 @@ def lower(
     program = without_strided_views(_Lowering(graph, plan, whole_in_units, delivers).run())
     if graph.eval_graph is None:
         return program
+    # Both bodies run on one set of weights, so evaluation takes the layouts of training.
     stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}
     given = {path: "whole" if wish == "eval" else wish for path, wish in plan.outputs.items()}
     own = replace(plan, stored={**plan.stored, **stored}, outputs=given)
@@ -59,6 +65,18 @@ Place = tuple[str, str | None]
 
 @dataclass
 class _Lowering:
+    """The state of one lowering.
+
+    - ``body``: the instructions so far.
+    - ``operand_layouts``: the layouts that each operator needs its operands in.
+    - ``produced``: the layout in which each value is made or stored.
+    - ``wanted``: the layouts in which each value is read.
+    - ``routes``: how each of these is made of the value, as a tree of copies.
+    - ``versions``: the copies of each value that the program has made so far. A gathered weight is
+      a copy for one :data:`Place` only; any other copy is there for all, under ``None``.
+    - ``names``: all names of values, so that new ones are different.
+    """
+
     graph: IRGraph
     plan: Plan
     whole_in_units: Set[str] = frozenset()
@@ -70,21 +88,23 @@ class _Lowering:
     routes: dict[str, Mapping[Layout, Route]] = field(default_factory=dict)
     versions: dict[str, dict[tuple[Layout, Place | None], IRValue]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
-    _over_units: set[str] = field(
-        default_factory=set
-    )  # the parameters stored in pieces over the units
+    # The names of the parameters that are stored in pieces over the units.
+    _over_units: set[str] = field(default_factory=set)
 
     @property
     def mesh(self) -> Mesh:
-        """What operators are split over."""
+        """The mesh over which operators are split."""
         return self.plan.mesh
 
     @property
     def storage_mesh(self) -> Mesh:
-        """What adapters work on: the same, and with ZeRO-3 the axis over units."""
+        """The mesh on which adapters work: with ZeRO-3 it has one more axis, over units."""
         return self.plan.storage_mesh
 
     def run(self) -> Program:
+        """Lower the graph. A training step runs ``early`` operators alone. The ``late`` ones, which
+        serve only outputs that it leaves out, come behind them as the program's tail.
+        """
         needed = in_training(self.graph, self.plan.outputs)
         early = [op for op in self.graph.ops if op.name in needed]
         late = [op for op in self.graph.ops if op.name not in needed]
@@ -99,6 +119,8 @@ class _Lowering:
             )
             for value, layout in zip(op.results, results, strict=True):
                 self.produced[value.name] = layout
+        # ``wanted`` has the uses of training alone while these are lowered, so that what only the
+        # tail reads makes no training step dearer. Storage suits training first of all.
         self.wanted = self._wanted_by(early)
         declarations = self._place_sources({**self._wanted_by(late), **self.wanted})
         leaves = [
@@ -110,6 +132,7 @@ class _Lowering:
         for before, after in graph.buffer_updates:
             self.wanted.setdefault(after.name, []).append(self.produced[before.name])
         self._compute(early)
+        # An output of evaluation that is there anyway costs nothing, so it is not left out.
         made = {result.name for op in late for result in op.results}
         left_out = {
             path
@@ -135,7 +158,7 @@ class _Lowering:
         return replace(program, tail=tuple(self.body[len(program.body) :]), whole_output=whole)
 
     def _wanted_by(self, ops: list[IROp]) -> dict[str, list[Layout]]:
-        """The layouts that operators need each value in."""
+        """The layouts in which these operators need each value."""
         wanted: dict[str, list[Layout]] = {}
         for op in ops:
             for value, layout in zip(op.operands, self.operand_layouts[op.name], strict=True):
@@ -156,7 +179,11 @@ class _Lowering:
     # sources
 
     def _place_sources(self, wanted: Mapping[str, list[Layout]]) -> tuple[Declaration, ...]:
-        """Decide how inputs, parameters, buffers and constants are held."""
+        """Decide how inputs, parameters, buffers and constants are held.
+
+        A plan's own layout comes first. Otherwise a parameter is stored as its uses need it, and a
+        buffer that an operator updates in place as that operator writes it.
+        """
         updated = {
             op.operands[i].name: layouts(_rule(op), self.plan.assignment(op.name), self.mesh)[0][i]
             for op in self.graph.ops
@@ -183,7 +210,7 @@ class _Lowering:
         return tuple(declarations)
 
     def _is_stored_in_pieces(self, value: IRValue) -> bool:
-        """Whether ZeRO-3 cuts it."""
+        """Whether ZeRO-3 cuts this tensor."""
         if (
             not self.plan.zero
             or value.kind is not ValueKind.PARAMETER
@@ -194,9 +221,10 @@ class _Lowering:
 
     def _in_pieces(self, value: IRValue, layout: Layout, uses: list[Layout]) -> Layout:
         """The layout of a parameter under ZeRO-3: cut along the axes on which it is whole and its
-        gradient a summand.
+        gradient is a summand.
 
-        A frozen one has no gradient: there all its uses must have it so.
+        A frozen parameter has no gradient that says so. It is cut along the axes on which all its
+        uses are G.
         """
         summed = layout.grad_partial if value.requires_grad else self.mesh.names
         axes = (
@@ -214,8 +242,8 @@ class _Lowering:
         return in_pieces(layout, axes, self.mesh, self.plan.zero)
 
     def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
-        """The layout of a parameter that costs its uses the least; gradient reductions count, ties
-        go to the smaller one.
+        """The layout of a parameter that costs its uses the least. Reductions of its gradient
+        count, and of two equal layouts the one with smaller pieces is taken.
         """
         whole = Layout.whole(value.shape)
         return _best_storage(
@@ -226,21 +254,22 @@ class _Lowering:
     # adapters
 
     def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
-        """The value in the layout a use needs, made now if it is not there yet."""
+        """The value in the layout that a use needs. Adapters that make it are appended now, unless
+        the program has it already.
+        """
         goal = self._canonical(value, self._needed(value, target))
         if value.name not in self.versions:
             self.versions[value.name] = {
                 (self._canonical(value, self.produced[value.name]), None): value
             }
             self.routes[value.name] = self._routes(value)
-        if (
-            goal not in self.routes[value.name]
-        ):  # wanted after what training needs, which keeps its routes
+        # The tail wants another layout. The routes of training stay as they are.
+        if goal not in self.routes[value.name]:
             self.routes[value.name] = {**self._routes(value), **self.routes[value.name]}
         return self._version(value, goal, op)
 
     def _routes(self, value: IRValue) -> Mapping[Layout, Route]:
-        """How the layouts that a value is wanted in are reached."""
+        """The routes to all layouts in which a value is wanted."""
         return routes(
             self.produced[value.name],
             [self._needed(value, layout) for layout in self.wanted[value.name]],
@@ -256,6 +285,10 @@ class _Lowering:
         return goal == made or (goal, None) in self.versions.get(value.name, {})
 
     def _version(self, value: IRValue, goal: Layout, op: IROp | None) -> IRValue:
+        """The copy of a value in a layout in canonical form, for ``op`` or for the program's end.
+
+        The copy from which it is made comes first, by recursion.
+        """
         versions = self.versions[value.name]
         place = (op.module_path, op.region) if op else ("", None)
         found = versions.get((goal, None), versions.get((goal, place)))
@@ -263,6 +296,7 @@ class _Lowering:
             return found
         route = self.routes[value.name][goal]
         start = self._version(value, route.start, op)
+        # A copy is there for all readers, unless a weight was gathered on the way to it.
         is_everywhere = (route.start, None) in versions
         for step in route.steps:
             result = replace(
@@ -278,13 +312,14 @@ class _Lowering:
         return start
 
     def _needed(self, value: IRValue, target: Layout) -> Layout:
-        """What a use needs, on the mesh that adapters work on."""
+        """The layout that a use needs, on the mesh on which adapters work."""
         return over_units(target) if value.name in self._over_units else target
 
     def _canonical(self, value: IRValue, layout: Layout) -> Layout:
         return canonical(layout, self.storage_mesh, differentiable=value.requires_grad)
 
     def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
+        """A new name that says what an adapter makes: ``x_tp_whole``, ``y_tp_sum_2``."""
         words = {
             "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard",
             "all_reduce": "sum", "grad_all_reduce": "in",
@@ -302,15 +337,15 @@ class _Lowering:
     # outputs
 
     def _output_layout(self, path: str, value: IRValue) -> Layout:
-        """How an output leaves the program."""
+        """The layout in which an output leaves the program."""
         wish = self.plan.outputs.get(path, "whole")
         if wish == "sharded":
             return self.produced[value.name]
         return wish if isinstance(wish, Layout) else Layout.whole(value.shape)
 
     def _output(self, tree: Tree, path: str, left_out: Set[str]) -> Tree:
-        """The result over the program's values. A part of which all tensors are left out is left
-        out as one.
+        """The result structure over the program's values. A part is left out as a whole if all its
+        tensors are.
         """
         if tree.kind == "leaf":
             if not isinstance(tree.value, IRValue):
@@ -333,6 +368,7 @@ class _Lowering:
 def _best_storage(
     whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_grad: bool, takes_gradient: bool
 ) -> Layout:
+    # By text, so that equal layouts count once and the order is the same in every process.
     candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
     targets = {str(use): use for use in uses}.values()
 
@@ -345,11 +381,9 @@ def _best_storage(
             if takes_gradient
             else 0.0
         )
-        return (
-            moved + 0.99 * reduced,
-            elements,
-            str(layout),
-        )  # the reducer buckets what adapters would do one by one
+        # At equal size a reduction is cheaper than an adapter, as the reducer puts many into one
+        # bucket.
+        return moved + 0.99 * reduced, elements, str(layout)
 
     return min(candidates.values(), key=cost)
 

@@ -1,7 +1,10 @@
 """Lower a plan with stages: each stage on its own mesh, and what crosses between them.
 
-A value crosses as slices or copies, never partial: then its gradient is whole on every rank that
-holds a copy, and each rank can send home exactly what its counterpart needs.
+A value crosses as slices or copies, never as partial sums. So its gradient is whole on every rank
+that holds a copy, and each rank can send back exactly what its counterpart needs.
+
+Example: stage 0 on ``tp=2`` makes ``h`` as [8/tp, 16], and stage 1 on ``tp=4`` reads it whole. Each
+rank of stage 0 sends its half to all four ranks of stage 1.
 """
 
 from __future__ import annotations
@@ -53,6 +56,9 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     )
     cut = place_unused(graph, cut, weights_used((*cut, *eval_cut)))
     _check_updated_buffers((*cut, *eval_cut))
+    # A parameter of several stages is *shared* if their meshes are equal: then every stage holds it
+    # in one layout, and gradients are summed rank by rank. Otherwise it is *copied*: its first
+    # stage owns it, and the others get copies in layouts of their own.
     holders = _holders((*cut, *eval_cut))
     stored = _stored_by_mesh(plan, holders)
     several = {
@@ -77,7 +83,7 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
 
 
 def _holders(stages: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
-    """By FQN of a parameter, the stages that hold it, ascending."""
+    """The stages that hold each parameter, ascending, by its FQN."""
     found: dict[str, set[int]] = {}
     for stage in stages:
         for value in stage.graph.parameters:
@@ -87,12 +93,12 @@ def _holders(stages: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
 
 
 Stored = dict[Mesh, dict[str, Layout]]
-"""By the mesh of a stage and FQN, how a tensor is held there."""
+"""The layouts of tensors by FQN, for each mesh of a stage."""
 
 
 def _stored_by_mesh(plan: Plan, holders: Mapping[str, tuple[int, ...]]) -> Stored:
-    """What the plan says of it: a layout is one on the mesh of the first stage that holds the
-    tensor.
+    """The layouts that the plan names. Each is a layout on the mesh of the first stage that holds
+    the tensor.
     """
     meshes = dict.fromkeys(stage.mesh for stage in plan.stages)
     return {
@@ -144,7 +150,9 @@ def _lower_body(
 
 
 def check_stages(graph: IRGraph, plan: Plan) -> None:
-    """Stages that cannot be."""
+    """Refuse stages that cannot be: more stages than operators, or ranks and meshes that do not
+    fit.
+    """
     if len(plan.stages) > len(graph.ops):
         raise PlanError(
             f"the plan has {len(plan.stages)} stages, but the graph has only "
@@ -168,13 +176,14 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
 
 
 def verify_pipeline(program: PipelineProgram) -> None:
-    """Every stage holds the invariant, and every crossing delivers each element of each piece
-    exactly once, both ways.
+    """Prove a pipeline: every stage keeps the invariant, and every crossing delivers each element
+    of each piece exactly once, in both directions.
     """
     if program.eval_program is not None:
         verify_pipeline(program.eval_program)
     for stage in program.programs:
         verify_program(stage)
+    # Dynamic sizes are tried with a few different numbers, odd ones among them.
     symbols = sorted({dim.symbol for dim in program.graph.dynamic_dims})
     examples = [
         dict(zip(symbols, itertools.count(first), strict=False))
@@ -240,8 +249,8 @@ def _lower_stage(
 
 
 def _leading_to_outputs(graph: IRGraph) -> set[str]:
-    """Names of the values that a gradient of what the model returns may come back to: to no code
-    that was rounded to, say.
+    """The names of the values to which a gradient of the model's results may come back. It comes to
+    no value that was rounded to integers on the way, for example.
     """
     leading = {
         value.name
@@ -262,8 +271,8 @@ def _crossing(
     made: dict[str, Layout],
     plan: Plan,
 ) -> Crossing:
-    """A value keeps its layout where both stages have the same mesh; else it arrives as its first
-    reader needs it.
+    """How a value crosses to a stage. It keeps its layout if both stages have the same mesh;
+    otherwise it arrives as its first reader needs it.
     """
     here, there = plan.stages[source], plan.stages[stage.index]
     sent = made[value.name]
@@ -290,7 +299,9 @@ def _whole_gradients(layout: Layout) -> Layout:
 
 
 def _check_updated_buffers(stages: Sequence[StageGraph]) -> None:
-    """A buffer that changes has one home: copies in other stages would keep their old values."""
+    """Refuse a buffer that changes and that several stages hold: the copies in other stages would
+    keep their old values.
+    """
     holders: dict[str, set[int]] = {}
     updated: dict[str, int] = {}
     for stage in stages:

@@ -17,8 +17,8 @@ from shardwright.compiler.ops.shapes import segmented_slice_rule, slice_of
 
 
 def attach_rules(graph: IRGraph) -> IRGraph:
-    """The same graph with ``rule`` set on every operator. Operators without one are replicated,
-    with a warning.
+    """Set ``rule`` on every operator of a graph. An operator without one is replicated, with a
+    warning.
     """
     unknown: dict[str, IROp] = {}
     ops = []
@@ -35,8 +35,8 @@ def attach_rules(graph: IRGraph) -> IRGraph:
 
 
 def opaque_rule(op: IROp) -> OpRule:
-    """Nothing may be split. An unknown function may not differentiate itself, so its gradients must
-    be whole: R only.
+    """The rule of an unknown operator: nothing may be split. Its backward may not be linear in the
+    gradient, so this must be whole: every operand is R, never G.
     """
     factors: list[Factor] = []
 

@@ -1,9 +1,9 @@
 """Cut a planned graph into pipeline stages.
 
-Every operator belongs to the stage its place in the graph gives it, but for those that only make
-values out of nothing (positions, masks, rotary tables): each stage that needs such a value makes
-its own. Graph inputs are read where they are needed. Any other value that a later stage needs is
-sent there by the stage that makes it, directly, once.
+Every operator belongs to the stage that its place in the graph gives it. The exception are
+operators that make values out of nothing (positions, masks, rotary tables): each stage that needs
+such a value makes its own. Inputs of the graph are read where they are needed. Any other value that
+a later stage needs is sent there once, directly from the stage that makes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwright.runtime.errors import PlanError
 
 
 def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
-    """Operator name to stage, by place. Raises :class:`PlanError` for boundaries out of order or
-    inside a recompute region.
+    """The stage of each operator, by its name, as its place in the graph says. Raises
+    :class:`PlanError` for boundaries out of order or inside a recompute region.
     """
     positions = {op.name: index for index, op in enumerate(graph.ops)}
     starts = [0]
@@ -58,9 +58,9 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
 
 
 def from_nothing(graph: IRGraph, updated: Set[str] = frozenset()) -> set[str]:
-    """The operators that every stage may compute for itself: their values come from sizes,
-    constants and buffers that nobody updates, need no gradient and no random numbers. ``updated``:
-    buffers that another body of the model updates.
+    """The operators that every stage may compute for itself. Their values come from sizes,
+    constants and buffers that nobody updates; they need no gradient and no random numbers.
+    ``updated``: buffers that another body of the model updates.
     """
     updated = updated | names_of_updated(graph)
     free = {value.name for value in graph.buffers if value.name not in updated} | {
@@ -80,8 +80,8 @@ def from_nothing(graph: IRGraph, updated: Set[str] = frozenset()) -> set[str]:
 
 
 def names_of_updated(graph: IRGraph) -> set[str]:
-    """The names of the buffers that get new values, in training or evaluation, be it that an
-    operator changes them in place.
+    """The names of the buffers that get new values in training or evaluation, those included that
+    an operator changes in place.
     """
     in_place = (
         op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates
@@ -94,9 +94,9 @@ def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[st
     """Where each ``updated`` buffer is read as it was before the call, and where its new value is
     made, by its name.
 
-    ``at`` says where each operator is: its stage, or its place in the graph. A stage sends the new
-    value to any other that reads it, but nobody sends the old one: all these uses belong in one
-    stage.
+    ``at`` says where each operator is: its stage, or its place in the graph. All these uses belong
+    in one stage: a stage sends the new value to any other that reads it, but nobody sends the old
+    one.
     """
     free = from_nothing(graph, updated)
     made = {
@@ -118,8 +118,8 @@ def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[st
 def split_stages(
     graph: IRGraph, stages: Mapping[str, int], num_stages: int, updated: Set[str] = frozenset()
 ) -> tuple[StageGraph, ...]:
-    """The graph cut as ``stages`` tells of every operator. Unneeded outputs have been dropped
-    before.
+    """The graph cut into stages, where ``stages`` has the stage of every operator. Outputs that
+    nobody needs have been dropped before.
 
     ``updated``: buffers that another body of the model updates.
     """
@@ -145,9 +145,9 @@ def split_stages(
         wanted = {v.name for op in own for v in op.operands} | {v.name for _, v in outputs[index]}
         wanted |= {after.name for _, after in updates.get(index, ())}
         found = _with_free(graph, own, free, wanted)
-        ops = tuple(
-            op if stages[op.name] == index else replace(op, region=None) for op in found
-        )  # regions are of one stage
+        # A recompute region belongs to one stage. A free operator of it that another stage computes
+        # too is outside of any region there.
+        ops = tuple(op if stages[op.name] == index else replace(op, region=None) for op in found)
         receives = tuple(
             (value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index
         )
@@ -163,8 +163,8 @@ def split_stages(
 def _outputs(
     graph: IRGraph, made_in: dict[str, int], num_stages: int
 ) -> dict[int, list[tuple[str, IRValue]]]:
-    """Result leaves by the stage that makes them; what no operator makes comes from the last
-    stage.
+    """The leaves of the result by the stage that makes them. A leaf that no operator makes comes
+    from the last stage.
     """
     outputs: dict[int, list[tuple[str, IRValue]]] = {index: [] for index in range(num_stages)}
     for path, value in graph.output.leaves():
@@ -176,8 +176,8 @@ def _outputs(
 def _buffer_updates(
     graph: IRGraph, uses: Mapping[str, Set[int]], made_in: Mapping[str, int]
 ) -> dict[int, tuple[tuple[IRValue, IRValue], ...]]:
-    """The buffers that each stage updates: where the new value is made, or else where the old one
-    is read.
+    """The buffers that each stage updates. It is the stage that makes the new value, or else one
+    that reads the old one.
     """
     updates: dict[int, tuple[tuple[IRValue, IRValue], ...]] = {}
     for before, after in graph.buffer_updates:
@@ -189,9 +189,7 @@ def _buffer_updates(
 def _with_free(
     graph: IRGraph, own: list[IROp], free: set[str], wanted: set[str]
 ) -> tuple[IROp, ...]:
-    """The stage's operators and those made from nothing that they need, in the order of the
-    graph.
-    """
+    """The stage's own operators, and the free ones that they need, in the order of the graph."""
     kept = {op.name for op in own}
     wanted = set(wanted)
     for op in reversed(graph.ops):
@@ -243,7 +241,7 @@ def weights_used(stages: Iterable[StageGraph]) -> set[str]:
 def place_unused(
     graph: IRGraph, stages: tuple[StageGraph, ...], used: Set[str]
 ) -> tuple[StageGraph, ...]:
-    """Weights that are not ``used`` live in the first stage, so that every checkpoint is
+    """Put weights that are not ``used`` into the first stage, so that every checkpoint is
     complete.
     """
     first = stages[0].graph

@@ -17,7 +17,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 
 KEEPS_STRIDES = frozenset(("grad_all_reduce", "grad_keep_one"))
-"""Adapters that hand on the tensor they get."""
+"""Adapters that hand on the tensor that they get, strides included."""
 
 MAKES_STRIDES = frozenset(("linear", "bmm", "addmm", "embedding", "layer_norm", "contiguous"))
 """Operators whose results lie in the order of their dims, whatever the strides of their
@@ -26,8 +26,8 @@ operands.
 
 
 def without_strided_views(program: Program) -> Program:
-    """``program`` with ``reshape`` in the place of each ``view`` of what an adapter, a parallel
-    form or another stage made.
+    """``program`` with ``reshape`` in the place of every ``view`` that reads what an adapter, a
+    parallel form or another stage made.
     """
     given = {
         leaf.name
@@ -49,8 +49,8 @@ def without_strided_views(program: Program) -> Program:
 
 
 def _computed(instruction: Compute, moved: set[str]) -> Compute:
-    """The operator as it must be; its results join ``moved`` where their strides may differ from
-    those on one device.
+    """The operator, as a ``reshape`` if it must be one. Its results join ``moved`` if their strides
+    may differ from those on one device.
     """
     op = instruction.op
     reads_moved = any(value.name in moved for value in op.operands)

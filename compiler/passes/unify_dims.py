@@ -1,15 +1,19 @@
 """Find the dims of the whole model by unifying the factors of all operators, and refine the rules
 accordingly.
 
-A dim is a list of **nodes**, outermost first. Where a value is produced with one list and used with
-another, the two lists are walked together: nodes of equal size become one; of unequal nodes the
-larger is refined into a product, outermost first (768 -> 12 x 64). A node may be a
-**concatenation** of nodes (fused query, key and value); when all its parts end in the same inner
-node, it becomes (concatenation of the outer parts) x inner. Nodes of size 1 carry nothing. Shapes
-never decide identity, so equal sizes are harmless.
+A dim is a list of **nodes**, outermost first. A value is produced with one list and used with
+another, and the two lists are walked together. Nodes of equal size become one. Of two unequal nodes
+the larger is refined into a product, outermost first. A node may be a **concatenation** of nodes
+(fused query, key and value). When all its parts end in the same inner node, it becomes
+(concatenation of the outer parts) x inner. Nodes of size 1 carry nothing. Dims become one because a
+value flows from one to the other, never because they have equal sizes.
 
 Afterwards every factor that was refined is replaced in its rule by the product of its pieces, so
 that layouts of producers and consumers are written in the same atoms.
+
+Example: a linear layer makes ``[8, 768]``, a view reads it as ``[8, 12, 64]``. Walking (768) and
+(12, 64) together refines the 768 into 12 x 64. So the layer's rule gets two factors in the place of
+one, and splitting its first factor splits whole heads.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ from shardwright.compiler.passes.dim_names import name_classes
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One dim, or a product (``kids``) or a concatenation (``parts``) of dims. ``parent``: it was
-    found to be that one.
+    """One dim, or a product (``kids``) or a concatenation (``parts``) of dims. ``parent``: the node
+    that this one was found to be.
     """
 
     size: Size
@@ -45,7 +49,7 @@ class Node:
     parts: list[Node] = field(default_factory=list)
 
     def root(self) -> Node:
-        """What the node was found to be in the end: itself, or another one."""
+        """The node that this one was found to be in the end: itself, or another one."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -81,9 +85,11 @@ class Unifier:
     def unify(self, left: list[Node], right: list[Node], where: str) -> None:
         """Make two descriptions of one dim the same, refining where sizes differ."""
         a, b = flatten(left), flatten(right)
+        # Invariant: what stands before ``a`` and ``b`` is the same dims on both sides. Each round
+        # makes their first nodes one, or refines the larger of them, and tries again.
         while a and b:
             x, y = a[0].root(), b[0].root()
-            if x.kids or y.kids:  # refined meanwhile
+            if x.kids or y.kids:  # a node may occur twice, and was refined the first time
                 a, b = flatten(a), flatten(b)
                 continue
             if x is not y and x.size == y.size:
@@ -94,6 +100,7 @@ class Unifier:
                     return
             elif x is not y:
                 larger, smaller = (x, y) if divides(y.size, x.size) else (y, x)
+                # A concatenation cannot be refined, and 12 and 64 have no product in common.
                 if larger.parts or not divides(smaller.size, larger.size):
                     self.conflicts.append(
                         f"{where}: {[n.size for n in a]} against {[n.size for n in b]}"
@@ -104,12 +111,13 @@ class Unifier:
             a, b = a[1:], b[1:]
 
     def _merge(self, x: Node, y: Node) -> bool:
-        """Let two nodes of one size be one; False where they are different concatenations."""
+        """Let two nodes of one size be one; false if they are different concatenations."""
         if x.parts and y.parts:
             if [p.size for p in x.parts] != [p.size for p in y.parts]:
                 return False
             for p, q in zip(x.parts, y.parts, strict=True):
                 self.unify([p], [q], "parts")
+        # The concatenation stays, as it says more than a plain node.
         if y.parts:
             x, y = y, x
         y.parent = x
@@ -117,9 +125,10 @@ class Unifier:
 
     def factor_out(self) -> None:
         """Turn concatenations whose parts all end in one inner dim into (concatenation of outer
-        parts) x inner. A part may be that very dim, as where queries lie beside keys and values:
-        heads + 2 x heads are (1 + 2) x heads.
+        parts) x inner. A part may be that very dim: of queries beside keys and values,
+        heads + 2 x heads becomes (1 + 2) x heads.
         """
+        # Again and again: one inner dim factored out may bring another concatenation's to its end.
         changed = True
         while changed:
             changed = False
@@ -128,12 +137,15 @@ class Unifier:
                     changed = True
 
     def _factor_out(self, node: Node) -> bool:
+        """Factor the inner dim out of one concatenation; false if its parts have none in common."""
         parts = [flatten([part]) for part in node.parts]
         if (
             any(not part or part[-1].parts for part in parts)
             or len({part[-1].size for part in parts}) != 1
         ):
             return False
+        # Parts that are products of equal inner size are taken to have one inner dim (head_dim of
+        # query, key and value). A part that is a plain node must be that very node.
         lengths, is_one = set(map(len, parts)), all(part[-1] is parts[0][-1] for part in parts)
         if max(lengths) < 2 or (min(lengths) < 2 and not is_one):
             return False
@@ -158,6 +170,7 @@ def _sizes(node: Node) -> str:
 def infer_dims(graph: IRGraph) -> IRGraph:
     """The graph with refined rules and ``dims`` filled in."""
     unifier = Unifier()
+    # A node for each factor of each operator, and for each value the nodes of its dims.
     factor_nodes: dict[tuple[str, str], Node] = {}
     value_nodes: dict[str, list[list[Node]]] = {
         v.name: [[Node(size)] for size in v.shape] for v in graph.sources
@@ -180,6 +193,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     unifier.factor_out()
     _tie_loop_ends(graph, unifier, value_nodes)
 
+    # The roots that are left are the dims of the model; they are numbered as they are met.
     indices: dict[int, int] = {}
     roots: list[Node] = []
 
@@ -202,10 +216,10 @@ def infer_dims(graph: IRGraph) -> IRGraph:
                 piece_names(factor, pieces[factor.name]), pieces[factor.name] or [], strict=False
             ):
                 factors[op.name, name] = index_of(node)
-    values = {
-        name: tuple(tuple(index_of(node) for node in flatten(nodes)) for nodes in dims)
-        for name, dims in value_nodes.items()
-    }
+    values: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for name, dims_nodes in value_nodes.items():
+        dims_indices = [map(index_of, flatten(nodes)) for nodes in dims_nodes]
+        values[name] = tuple(map(tuple, dims_indices))
     parameters: dict[int, list[str]] = {}
     for value in graph.parameters:
         for dim, indices_ in enumerate(values[value.name]):
@@ -226,7 +240,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
 
 
 def warn_of_lost_batch(graph: IRGraph) -> None:
-    """Warn where every input has one row: dims of size 1 have no class, so no plan can split that
+    """Warn if every input has one row. Dims of size 1 have no class, so no plan can split the
     batch.
     """
     rows = [value.shape[0] for value in graph.inputs if value.ndim]
@@ -244,7 +258,7 @@ def warn_of_lost_batch(graph: IRGraph) -> None:
 def _tie_loop_ends(
     graph: IRGraph, unifier: Unifier, value_nodes: dict[str, list[list[Node]]]
 ) -> None:
-    """A buffer and the value it is updated to have the same dims."""
+    """Unify the dims of every buffer with those of its new value."""
     for before, after in graph.buffer_updates:
         for left, right in zip(value_nodes[before.name], value_nodes[after.name], strict=True):
             unifier.unify(left, right, f"update of {before.fqn}")
@@ -256,6 +270,7 @@ def _rule(op: IROp) -> OpRule:
 
 
 def _nodes(op: IROp, refs: DimRefs, factor_nodes: dict[tuple[str, str], Node]) -> list[Node]:
+    """The nodes of one dim of an operator's tensor, as its rule refers to factors and segments."""
     nodes = []
     for ref in refs:
         node = factor_nodes[op.name, ref.factor]
@@ -268,16 +283,16 @@ def _nodes(op: IROp, refs: DimRefs, factor_nodes: dict[tuple[str, str], Node]) -
 
 
 def piece_names(factor: Factor, pieces: list[Node]) -> list[str]:
-    """The names of the factors that replace ``factor``; its own name where it stays one."""
+    """The names of the factors that replace ``factor``; its own name if it stays one."""
     return [factor.name] if len(pieces) <= 1 else [f"{factor.name}.{i}" for i in range(len(pieces))]
 
 
 def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
-    """The rule with every factor replaced by the product of its pieces (and given their segments).
+    """The rule with every factor replaced by the product of its pieces, and given their segments.
 
-    Of a factor of the parallel form, only the outermost piece keeps the form, and only if it has
-    one segment; the others are frozen, as a rank would hold scattered parts of the factor, unless
-    the form takes pieces from ``anywhere``.
+    A parallel form may name the factor. Then only the outermost piece keeps the form, and only if
+    it has one segment. The other pieces are frozen: splitting them would give a rank scattered
+    parts of the factor. A form that takes pieces from ``anywhere`` keeps them all.
     """
     factors: list[Factor] = []
     renamed: dict[str, list[str]] = {}

@@ -15,8 +15,8 @@ from shardwright.runtime.structure import join
 
 
 def needed(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-    """``graph`` without the outputs that ``config`` drops or leaves out of training steps, and its
-    body for evaluation without those that it drops: what is left is computed.
+    """``graph`` with only what is computed under ``config``: without the outputs that it drops or
+    leaves out of training steps; its body for evaluation without those that it drops.
 
     Raises :class:`PlanError` if the config names an output that the model does not return.
     """
@@ -29,10 +29,8 @@ def needed(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 
 def in_training(graph: IRGraph, wishes: Mapping[str, object]) -> set[str]:
-    """The names of the operators that a training step needs: not those that only serve outputs it
-    leaves out.
-
-    Regions that are recomputed stay whole.
+    """The names of the operators that a training step needs. Operators that serve only outputs
+    which it leaves out are not among them. Regions that are recomputed stay whole.
     """
     outputs = (
         value for path, value in graph.output.leaves() if wishes.get(path, "whole") != "eval"

@@ -46,15 +46,15 @@ def verify_program(program: Program) -> None:
 
 
 class _Walk:
-    """The program executed with layouts in place of tensors. ``held``: the layout of each value
-    made so far; ``origin``: the traced value that it is a version of.
+    """A run of the program with layouts in the place of tensors. ``held``: the layout of each value
+    made so far. ``origin``: the traced value of which it is a version.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.mesh, self.storage_mesh = program.plan.mesh, program.plan.storage_mesh
-        # Units run the program on batches of their own: whatever they store together is whole where
-        # it is used, and its gradient a summand.
+        # Units run the program on batches of their own. A parameter that they store together is
+        # whole where it is used, and its gradient is a summand: G over the units.
         self.over_units = {d.value.name for d in program.declarations if ZERO in d.layout.cut_axes}
         self.held: dict[str, Layout] = {}
         self.origin: dict[str, str] = {}
@@ -102,7 +102,7 @@ class _Walk:
         self.held[value.name], self.origin[value.name] = layout, origin or value.name
 
     def now(self, value: IRValue) -> Layout:
-        """What is held of a value."""
+        """The layout in which a value is held, in canonical form."""
         if value.name not in self.held:
             raise InternalError(f"{value.name} is used before it is made")
         return self.canonical(self.held[value.name], value)
@@ -118,7 +118,7 @@ class _Walk:
         reader: str,
         where: str | None = None,
     ) -> None:
-        """``reader`` gets a version of the right value, in the layout it needs."""
+        """Check that ``reader`` gets a version of ``original``, in the layout that it needs."""
         held = self.now(value)
         if original.name in self.over_units:
             needed = replace(needed, grad_partial=(*needed.grad_partial, ZERO))
@@ -162,9 +162,8 @@ class _Walk:
         if self.origin[value.name] != instruction.of.name:
             raise InternalError(f"{name} gets {self.origin[value.name]}")
         known = TABLE.get((step.kind, step.backward), ("", ""))
-        blur = (
-            str.maketrans("G", "R") if not value.requires_grad else {}
-        )  # without a gradient R and G are one
+        # Without a gradient R and G are the same.
+        blur = str.maketrans("G", "R") if not value.requires_grad else {}
         if len(set(step.axes)) != max(1, len(step.axes)) or ("S" in known and len(step.axes) > 1):
             raise InternalError(f"{name} cannot go over {_axes_text(step.axes)}")
         for axis in step.axes:
@@ -183,7 +182,7 @@ class _Walk:
         self.define(instruction.result, step.after, instruction.of.name)
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
-        """What an adapter is told of the dims it joins and cuts is what their layouts say."""
+        """Check that an adapter is told of the dims it joins and cuts what their layouts say."""
         joined = (
             [(step.before, step.dim, step.cut)] if step.kind in (*GATHERS, "all_to_all") else []
         )
@@ -228,7 +227,7 @@ class _Walk:
             )
 
     def check_updates(self) -> None:
-        """Buffers get values laid out as they are."""
+        """Check that buffers get new values in their own layouts."""
         stored = {
             declaration.value.name: declaration.layout for declaration in self.program.declarations
         }
@@ -240,7 +239,7 @@ class _Walk:
 
 
 def _axes_text(axes: tuple[str, ...]) -> str:
-    """For messages."""
+    """Axes in words, for messages: ``tp and tp2``."""
     return " and ".join(axes) or "no axis"
 
 

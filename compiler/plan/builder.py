@@ -223,13 +223,13 @@ class PlanBuilder:
 
     @checked
     def pieces(self, op: IROp) -> dict[str, int]:
-        """In how many pieces an operator's strategies so far cut its factors."""
+        """The number of pieces into which an operator's strategies so far cut each factor."""
         found = factor_axes(self._strategies.get(op.name, {}), self.mesh)
         return {factor: math.prod(map(self.mesh.axis_size, axes)) for factor, axes in found.items()}
 
     @checked
     def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
-        """Leave a word for ``inspect``."""
+        """Leave a note that ``shardwright inspect`` prints."""
         self._notes.append(
             Note(op.name, op.module_path, op.source.portable if op.source else "", axis, reason)
         )

@@ -1,6 +1,8 @@
-"""What a certificate is of: the plan as it was found, for parameters and inputs of these shapes and
-dtypes on so many ranks; dynamic sizes are those of the dummy arguments. Of an edited plan, or of
-one used for another model, batch or cluster, it says nothing.
+"""Bind a plan's certificate to what it certifies.
+
+A certificate is about one plan as the search found it, for parameters and inputs of certain shapes
+and dtypes, on a certain number of ranks. Dynamic sizes count as in the dummy arguments. It says
+nothing of an edited plan, nor of a plan used for another model, batch or cluster.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.config import ComputeConfig
 
 NOT_COVERED = ("certificate", "dims", "notes", "policy", "zero")
-"""Parts of a plan that people or the config say again: they decide nothing of its cost."""
+"""Parts of a plan that do not decide its cost, as people or the config say them again."""
 
 
 def certified(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
-    """The plan with a certificate that is known to be of it."""
+    """The plan with its certificate bound to it."""
     assert plan.certificate is not None
     return replace(
         plan, certificate=replace(plan.certificate, digest=certified_digest(plan, graph, config))
@@ -27,14 +29,14 @@ def certified(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
 
 
 def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Plan:
-    """The plan without its certificate, if that is of something else."""
+    """The plan, without its certificate if that certifies something else."""
     if plan.certificate is None or plan.certificate.digest == certified_digest(plan, graph, config):
         return plan
     return replace(plan, certificate=None)
 
 
 def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:
-    """Of what a certificate is of."""
+    """The digest of everything that a certificate depends on."""
     covered = {key: value for key, value in plan.to_json().items() if key not in NOT_COVERED}
     # A step runs the same program whether an output is dropped, or left out of training.
     covered["outputs"] = {
@@ -45,11 +47,9 @@ def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:
         (value.name, [str(size) for size in value.shape], str(value.dtype), value.requires_grad)
         for value in given
     ]
+    expressions = (expression for value in given for expression in value.shape)
     counted = {
-        size.name: size.example
-        for value in given
-        for expression in value.shape
-        for size in dynamic_sizes(expression)
+        size.name: size.example for expression in expressions for size in dynamic_sizes(expression)
     }
     text = json.dumps([covered, tensors, config.runtime_ngpus, counted], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,9 +1,11 @@
-"""From one layout to another: the adapters that a value needs between producer and consumer. Each
-step converts one mesh axis, or several by one sum.
+"""Convert one layout into another: the adapters that a value needs between producer and consumer.
+Each step converts one mesh axis, or several axes by one sum.
 
-Both layouts are brought to a canonical form first (:mod:`shardwright.compiler.plan.layout_cuts`);
-which axis is converted when says :mod:`shardwright.compiler.plan.layout_moves`. Here the moves get
-their sizes.
+Both layouts are brought to a canonical form first (``layout_cuts.py``). ``layout_moves.py`` says
+which axis is converted when. Here the moves get their sizes.
+
+Example, on ``tp=4``: from ``[8, 768/tp]`` to ``[8, 768]`` is one step, an ``all_gather`` of dim 1
+whose backward slices. From ``[8/tp, 768]`` to ``[8, 768/tp]`` it is one ``all_to_all``.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ GATHERS, SLICES = ("all_gather", "pad"), ("narrow", "reduce_scatter")
 
 @dataclass(frozen=True, slots=True)
 class CutSizes:
-    """The uncut form of a dim as a rank sees it, in size expressions: ``outer x segments x inner``
-    (see ``layout.Cut``).
+    """The form of a dim on a rank, without the cut that an adapter makes or joins. It is ``outer x
+    segments x inner``, in size expressions (see ``layout.Cut``).
     """
 
     segments: tuple[Size, ...]
@@ -33,8 +35,13 @@ class CutSizes:
 
 @dataclass(frozen=True, slots=True)
 class AdapterStep:
-    """One call of ``shardwright.runtime.adapters``. ``before`` and ``after`` are the whole layouts
-    around it. ``axes``: those over which it goes, several only where it cuts and joins nothing.
+    """One call of ``shardwright.runtime.adapters``.
+
+    - ``axes``: the axes over which it goes. Several are possible only for a step that neither cuts
+      nor joins a dim.
+    - ``before``, ``after``: the layouts of the value around it.
+    - ``dim``, ``cut``: the dim that it joins or cuts. An all-to-all joins ``dim`` and cuts
+      ``to_dim``.
     """
 
     kind: str
@@ -49,21 +56,21 @@ class AdapterStep:
 
     @property
     def axis(self) -> str:
-        """The only one, of a step that cuts or joins."""
+        """The only axis of a step that cuts or joins a dim."""
         (axis,) = self.axes
         return axis
 
     @property
     def transition(self) -> str:
-        """The placement on each of its axes, before and after."""
+        """The placement on each of its axes before and after, for people: ``P -> R``."""
         axis = self.axes[0]
         return f"{self.before.placement(axis)} -> {self.after.placement(axis)}"
 
 
 @functools.lru_cache(maxsize=65536)
 def canonical(layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> Layout:
-    """One way to write each layout: axes of size 1 gone, even cuts reduced to their pieces, no G
-    where no gradient flows.
+    """The one way to write a layout: without axes of size 1, with even cuts as products of their
+    pieces, and without G if no gradient flows.
     """
     return _build(layout.shape, State.of(layout, mesh, differentiable=differentiable))
 
@@ -88,6 +95,9 @@ def convert(
 
 
 def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
+    """A move with its sizes. A rank describes the dim that it joins as it lies before the step, and
+    the dim that it cuts as it lies behind it.
+    """
     dim = cut = to_dim = to_cut = None
     if move.source is not None:
         dim, cut = (
@@ -105,14 +115,16 @@ def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
 
 
 def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str) -> CutSizes:
-    """The local form of a dim around one cut atom, uncut along ``exclude`` but cut along everything
-    else.
+    """The local form of a dim around one cut atom: without the cut along ``exclude``, with all
+    other cuts. ``count``: how many axes of the atom itself are applied.
     """
     dim = key[0]
     outer: Size = 1
     sizes: list[Size] = []
     found: tuple[Size, ...] | None = None
     seen_outer: Size = 1
+    # Atoms before the one that is sought multiply to ``outer``, those behind it to ``inner``.
+    # ``seen_outer`` is the product of their uncut sizes, by which the atom is known.
     for atom in layout.dims[dim]:
         if found is None and atom.axes and seen_outer == key[1] and atom.segments == key[2]:
             found = _local_segments(atom, mesh, atom.axes[:count])
@@ -127,8 +139,8 @@ def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str)
 
 
 def cut_sizes(layout: Layout, dim: int, axis: str, mesh: Mesh) -> CutSizes:
-    """The local form of a dim of ``layout`` (in canonical form) as it is without its innermost cut,
-    that along ``axis``.
+    """The local form of a dim of ``layout`` without its innermost cut, which is along ``axis``. The
+    layout is in canonical form.
     """
     place = next(
         place for place in cut_places(layout, mesh) if place.dim == dim and place.axes[-1] == axis
@@ -148,6 +160,9 @@ def _local_segments(atom: Atom, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Size
 
 
 def _build(shape: tuple[Size, ...], state: State) -> Layout:
+    """The layout of a tensor of ``shape`` that is cut as ``state`` says. What lies between two cut
+    atoms of a dim is one uncut atom.
+    """
     dims: list[Dim] = []
     for dim, size in enumerate(shape):
         atoms: list[Atom] = []

@@ -1,8 +1,11 @@
-"""Where a layout is cut, in canonical form.
+"""The places where a layout is cut, in canonical form.
 
-In it a cut atom is known by where it stands in its dim: the product of what is outside it, its
-segments, and the product of what is inside it. An evenly cut atom becomes exactly its pieces, so
-that ``12/tp * 64`` and ``768/tp`` are the same layout when tp divides 12.
+A cut atom is known by its place in its dim: the product of the sizes outside it, its segments, and
+the product of the sizes inside it. An evenly cut atom becomes exactly its pieces, so ``12/tp * 64``
+and ``768/tp`` are the same layout if tp divides 12.
+
+Example, on ``tp=4``: both are the place ``outer=1, segments=(4,)``, which says that the dim is
+``4/tp * 192``. On ``tp=8`` they differ: 12 over 8 ranks is uneven, so that atom stays 12.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from shardwright.compiler.ir.size import Size, divides, product
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
 PlaceKey = tuple[int, Size, tuple[Size, ...]]
-"""A place whatever cuts it: dim, what is outside, segments."""
+"""A place, whichever axes cut it: dim, size outside, segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A cut atom of one dim: its size stands between ``outer`` and the rest."""
+    """A cut atom of one dim. ``outer``: the product of the sizes of the atoms outside it."""
 
     dim: int
     outer: Size
@@ -33,7 +36,7 @@ class Place:
 
     @property
     def key(self) -> PlaceKey:
-        """What makes two cuts the same place, whichever axes make them."""
+        """The place without its axes: equal for two cuts of one place."""
         return self.dim, self.outer, self.segments
 
 
@@ -51,8 +54,8 @@ def cut_places(layout: Layout, mesh: Mesh) -> list[Place]:
 
 
 def _single_elements(places: list[Place], mesh: Mesh) -> list[Place]:
-    """One place for all axes that cut the same single element: in whatever order, only index 0 of
-    each holds it.
+    """Merge the axes that cut one single element into one place. Their order means nothing, as only
+    the rank at index 0 of each of them holds the element.
     """
     merged: dict[PlaceKey, Place] = {}
     for place in places:
@@ -67,7 +70,9 @@ def _single_elements(places: list[Place], mesh: Mesh) -> list[Place]:
 def _even_pieces(
     dim: int, outer: Size, atom: Atom, axes: tuple[str, ...], mesh: Mesh
 ) -> list[Place]:
-    """A single segment that divides evenly is the product of its pieces, one atom for each axis."""
+    """The places of one cut atom. A single segment that divides evenly is the product of its
+    pieces, with one place for each axis.
+    """
     places = []
     size = atom.size
     if len(atom.segments) == 1 and isinstance(size, int):
@@ -80,8 +85,8 @@ def _even_pieces(
 
 
 def in_order(places: Iterable[Place]) -> tuple[Place, ...]:
-    """By dim, and outermost first; sizes may be symbolic, so that divisibility says what is
-    outside.
+    """The places by dim, outermost first. Sizes may be symbolic and cannot be compared, so
+    divisibility says which place is outside of which.
     """
     by_dim: dict[int, list[Place]] = {}
     for place in places:

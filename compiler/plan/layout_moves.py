@@ -1,16 +1,20 @@
-"""The order of a conversion: which axis is added, moved or dropped next, until a layout is another.
+"""The order of a conversion: which axis is added, moved or dropped next, until one layout has
+become the other.
 
-Axes that cut the same place on both sides stay; others that cut go one at a time, cheapest data
-first: slices and reduce-scatters shrink the tensor, so they go before all-reduces, and gathers go
-last. A minor axis of a place is dropped before its major one and added after it. Nothing here
-depends on the shape of the tensor.
+Axes that cut the same place on both sides stay. Other axes that cut go one at a time. Slices and
+reduce-scatters shrink the tensor, so they go before all-reduces; gathers go last. A minor axis of a
+place is dropped before its major one, and added after it. Nothing here depends on the shape of the
+tensor.
 
-[Note: One sum over several axes] What keeps the shape goes over all its axes at once: one sum over
-4 x 2 ranks sends 7/4 of the tensor, one over 4 and then one over 2 send 6/4 + 1. Where the axes lie
-on different tiers of a machine the one collective is free to be hierarchical, and then sends less
-between the nodes as well: by the cost model it is never the slower choice, but for small tensors in
-groups that lie unevenly on nodes. Gathers and reduce-scatters gain nothing so: of nested pieces a
-second one sends what the first has left.
+Example: from ``[8/dp, 768] P(tp)`` to ``[8, 768/tp]`` the reduce-scatter over tp comes first, then
+the all-gather over dp, which has to move a quarter of the tensor if tp is 4.
+
+[Note: One sum over several axes] A conversion that keeps the shape goes over all its axes at once.
+One sum over 4 x 2 ranks sends 7/4 of the tensor; a sum over 4 and then one over 2 send 6/4 + 1. If
+the axes lie on different tiers of a machine, the one collective may be hierarchical, and then sends
+less between the nodes too. By the cost model it is never the slower choice, but for small tensors
+in groups that lie unevenly on nodes. Gathers and reduce-scatters gain nothing this way: of nested
+pieces a second one sends only what the first has left.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ from shardwright.runtime.layout import Layout, Mesh
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A layout without its sizes: its places in order, and the axes of more than one rank that it
-    is P and G on, sorted.
+    """A layout without its sizes: its places in order, and the axes on which it is P and G, sorted.
+    Axes of one rank are left out.
     """
 
     places: tuple[Place, ...]
@@ -35,17 +39,14 @@ class State:
 
     @classmethod
     def of(cls, layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> State:
-        """No G where no gradient flows."""
-        return cls(
-            in_order(cut_places(layout, mesh)),
-            tuple(sorted(a for a in layout.partial if mesh.axis_size(a) > 1)),
-            tuple(sorted(a for a in layout.grad_partial if mesh.axis_size(a) > 1))
-            if differentiable
-            else (),
-        )
+        """The state of a layout. Without a gradient (not ``differentiable``) it is G on no axis."""
+        partial = sorted(a for a in layout.partial if mesh.axis_size(a) > 1)
+        grad_partial = sorted(a for a in layout.grad_partial if mesh.axis_size(a) > 1)
+        places = in_order(cut_places(layout, mesh))
+        return cls(places, tuple(partial), tuple(grad_partial) if differentiable else ())
 
     def letters(self) -> dict[str, str]:
-        """The axes that it is S, P or G on; it is R on all others."""
+        """The placement on each axis where it is S, P or G. It is R on all others."""
         found = {axis: "S" for place in self.places for axis in place.axes}
         found.update(dict.fromkeys(self.partial, "P"))
         found.update(dict.fromkeys(self.grad_partial, "G"))
@@ -54,8 +55,10 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One adapter; of several axes only where it cuts nothing. ``source``: the place whose last
-    axis goes; ``to``: the place that it cuts then, after ``count`` others.
+    """One adapter, over several axes only if it neither cuts nor joins a dim.
+
+    ``source``: the place whose last axis it joins. ``to``: the place that it cuts, after ``count``
+    other axes that cut it. ``after``: the state that it leaves.
     """
 
     kind: str
@@ -71,6 +74,7 @@ def moves(source: State, goal: State, mesh: Mesh) -> tuple[Move, ...]:
     """The moves from one state to another; none when they are equal."""
     found: list[Move] = []
     now = source
+    # No conversion takes this many moves; the bound makes an endless one an error.
     for _ in range(8 * max(1, len(mesh.axes))):
         if now == goal:
             return tuple(found)
@@ -82,8 +86,11 @@ def moves(source: State, goal: State, mesh: Mesh) -> tuple[Move, ...]:
 
 
 def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
+    """The next move towards the goal, the cheapest kind first."""
     letters, wanted = now.letters(), goal.letters()
     kept = _kept(now.places, goal.places)
+    # Axes that may cut next: the first one of each place of the goal that does not cut it yet.
+    # Axes that may be joined next: the last one of each place that must not stay.
     addable = {
         place.axes[count]: (place, count)
         for place in goal.places
@@ -93,7 +100,7 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
     droppable = {
         place.axes[-1]: place for place in now.places if len(place.axes) > kept.get(place.key, 0)
     }
-    # slices and reduce-scatters
+    # Slices and reduce-scatters.
     for axis, (place, count) in addable.items():
         letter = letters.get(axis, "R")
         if letter != "S" and fits(place, now.places):
@@ -108,7 +115,7 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
                 to=place,
                 count=count,
             )
-    # all-to-alls
+    # All-to-alls, for an axis that cuts another place now.
     for axis, (place, count) in addable.items():
         if axis in droppable:
             rest = _without(now, droppable[axis])
@@ -122,7 +129,7 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
                     place,
                     count,
                 )
-    # conversions that keep the shape
+    # Conversions that keep the shape.
     changes = {axis: (letters.get(axis, "R"), wanted.get(axis, "R")) for axis in mesh.names}
     changes = {
         axis: change
@@ -131,7 +138,7 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
     }
     if changes:
         return _shapeless_move(now, changes)
-    # gathers; an axis that could not move yet is gathered and cut again
+    # Gathers. An axis that is wanted S, but could not move, is gathered last and cut again.
     for place in sorted(droppable.values(), key=lambda p: wanted.get(p.axes[-1]) == "S"):
         axis = place.axes[-1]
         letter = wanted.get(axis, "R")
@@ -144,6 +151,7 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
     raise InternalError(f"no step from {now} towards {goal} on mesh {mesh}")
 
 
+# The adapter and its backward for a conversion of an axis that keeps the shape.
 _SHAPELESS = {
     ("R", "G"): ("grad_all_reduce", None),
     ("R", "P"): ("keep_one", "identity"),
@@ -155,12 +163,12 @@ _SHAPELESS = {
 
 
 def _shapeless_move(now: State, changes: Mapping[str, tuple[str, str]]) -> Move:
-    """The first of the conversions that keep the shape; ``changes``: the letter of each axis, and
+    """The first of the conversions that keep the shape. ``changes``: the letter of each axis, and
     the one that it gets.
 
-    Sums come first: of the value over all axes on which it is P, then of its gradient over all on
-    which that is to be G; in one adapter where these are the same axes. [Note: One sum over several
-    axes]
+    Sums come first: that of the value over all axes on which it is P, then that of its gradient
+    over all axes on which it is to be G. If these are the same axes, one adapter does both.
+    [Note: One sum over several axes]
     """
     made_whole = tuple(axis for axis, (a, _) in changes.items() if a == "P")
     grad_summed = tuple(axis for axis, (_, b) in changes.items() if b == "G")
@@ -180,8 +188,8 @@ def _shapeless_move(now: State, changes: Mapping[str, tuple[str, str]]) -> Move:
 def _step_between(
     letters: tuple[str, str, str], leaving: tuple[str, ...], arriving: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, str]]:
-    """The next step of axes from the first letter over R to the last: all that leave the first one,
-    then all that arrive.
+    """The next step of axes that go from the first letter over R to the last: first all axes that
+    leave the first letter, then all that arrive at the last.
     """
     first, middle, last = letters
     if leaving == arriving:
@@ -190,7 +198,7 @@ def _step_between(
 
 
 def _kept(now: Sequence[Place], then: Sequence[Place]) -> dict[PlaceKey, int]:
-    """Per place, how many of its axes (majors first) are the same on both sides."""
+    """How many axes of each place, from the major one on, are the same on both sides."""
     wanted = {place.key: place.axes for place in then}
     kept = {}
     for place in now:
@@ -204,14 +212,13 @@ def _kept(now: Sequence[Place], then: Sequence[Place]) -> dict[PlaceKey, int]:
 
 
 def _present(place: Place, now: Sequence[Place]) -> int:
-    """How many axes of ``place`` cut it already; all of them when others cut it (then nothing can
-    be added yet).
+    """How many axes of ``place`` cut it already. If other axes cut it, that is all of them, so that
+    none is added yet.
     """
     for other in now:
         if other.key == place.key:
-            return (
-                len(other.axes) if place.axes[: len(other.axes)] == other.axes else len(place.axes)
-            )
+            count = len(other.axes)
+            return count if place.axes[:count] == other.axes else len(place.axes)
     return 0
 
 

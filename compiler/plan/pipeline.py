@@ -47,12 +47,16 @@ class Crossing:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a
-    parameter, if several do on meshes of one shape. ``owned``: where the shapes differ, FQN to the
-    layout in each stage; the first of them owns it.
+    """The programs of all stages.
 
-    ``eval_program``: the same for evaluation, where the model runs other operators then. Its stages
-    are on the ranks of the training ones; ``shared`` and ``owned`` speak of both.
+    - ``programs[k]`` is the program of ``stages[k]``.
+    - ``crossings``: the values that go from one stage to another.
+    - ``shared``: the stages that hold a parameter, by FQN, if several stages do and their meshes
+      have one shape.
+    - ``owned``: the layout of a parameter in each stage that holds it, by FQN, if the shapes of
+      their meshes differ. The first of these stages owns it.
+    - ``eval_program``: the program of evaluation, if the model runs other operators there. Its
+      stages lie on the ranks of the training ones; ``shared`` and ``owned`` hold for both.
     """
 
     graph: IRGraph
@@ -91,7 +95,7 @@ class PipelineProgram:
         return tuple(index for index, stage in enumerate(self.plan.stages) if rank in stage.ranks)
 
     def holders_elsewhere(self, ranks: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """By FQN, the ranks of other stages that hold a parameter of the stages on ``ranks``."""
+        """The ranks of other stages that hold parameters of the stages on ``ranks``, by FQN."""
         found = {}
         for fqn, holders in self.shared.items():
             on = dict.fromkeys(self.plan.stages[index].ranks for index in holders)

@@ -20,8 +20,10 @@ from shardwright.runtime.layout import Layout
 
 @dataclass(frozen=True)
 class Compute:
-    """An operator on local tensors. ``op`` is the local call (its operands are the adapted values);
-    ``original`` the op as traced; ``layouts`` are those of its results.
+    """An operator on local tensors.
+
+    ``op``: the local call, whose operands are the adapted values. ``original``: the operator as
+    traced. ``layouts``: those of its results.
     """
 
     op: IROp
@@ -32,8 +34,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Adapt:
-    """One adapter step: ``result`` is ``value`` (a piece of the same original value ``of``) in
-    another layout.
+    """One adapter step: ``result`` is ``value`` in another layout. Both are versions of the traced
+    value ``of``.
     """
 
     value: IRValue
@@ -45,8 +47,8 @@ class Adapt:
 
     @property
     def gathers_weight(self) -> bool:
-        """Whether a parameter stored in pieces is made whole: held for its uses only, and made
-        again for the backward of what keeps it.
+        """Whether the step makes a parameter whole that is stored in pieces. Such a weight is held
+        for its uses only, and gathered again for the backward of an operator that keeps it.
         """
         return self.step.kind == "all_gather" and self.of.kind is ValueKind.PARAMETER
 
@@ -64,12 +66,18 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Program:
-    """``body`` in order; ``output`` is the result structure over the program's values;
-    ``input_layouts`` by value name.
+    """What the ranks of one stage execute.
+
+    - ``declarations``: the tensors that a rank holds, and ``input_layouts`` the layouts of the
+      inputs, by name of the value.
+    - ``body``: the instructions in order.
+    - ``output``: the structure of the result, over the program's values.
+    - ``buffer_updates``: pairs of a buffer and its new value.
+    - ``eval_program``: the program of evaluation, if the model runs other operators there.
 
     Outputs may be left out of training steps. Then ``output`` has :class:`LeftOut` in their places,
-    ``tail`` is what makes them after the body, and ``whole_output`` the result with all of them. A
-    step of training runs the body alone.
+    ``tail`` makes them after the body, and ``whole_output`` is the result with all of them. A step
+    of training runs the body alone.
     """
 
     graph: IRGraph

@@ -199,7 +199,7 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """With the name that is nearest, if one is near."""
+    """A sentence about an unknown name, with the nearest known one if any is near."""
     near = difflib.get_close_matches(name, tuple(known), n=1, cutoff=0.8)
     return f"the model has no {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 

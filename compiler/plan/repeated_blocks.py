@@ -26,18 +26,22 @@ from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Progr
 
 _CONTAINER = re.compile(r"(?s)^(?:(?P<prefix>.*?)\.)?(?P<index>0|[1-9][0-9]*)(?:\.|\Z)")
 MIN_RUN = 6
-"""Shorter runs stay inline: a call would not make the file shorter."""
+"""The fewest instructions of a run. Shorter ones stay inline, as a call would make no file shorter.
+"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of the body.
+    """A stretch of the body that becomes a method.
 
-    ``inputs``: values from outside in the order of their first use, among them weights of other
-    modules than the container.
-    ``outputs``: values made here and read later. ``symbols``: size names used. ``container`` is
-    ``None`` outside of numbered modules. ``updates``: buffers of the container that get a value
-    made here.
+    - ``container``: the numbered module that it belongs to, ``None`` outside of such modules.
+    - ``recompute``: whether backward computes it again.
+    - ``inputs``: values from outside in the order of their first use, among them weights of other
+      modules than the container.
+    - ``outputs``: values made here and read later.
+    - ``symbols``: the names of sizes that it uses.
+    - ``key``: equal for runs that one method can serve.
+    - ``updates``: the buffers of the container that get a value made here.
     """
 
     container: tuple[str, int] | None
@@ -55,12 +59,12 @@ Update = tuple[IRValue, IRValue]
 
 
 Item = Instruction | Run
-"""What a body is made of once repeated runs are found."""
+"""A part of a body once repeated runs are found."""
 
 
 def container_of(module_path: str) -> tuple[str, int] | None:
-    """``transformer.h.0.attn`` -> ``("transformer.h", 0)``; None of ``down.conv1``: a number that
-    is only part of a name.
+    """The container of a module path: ``transformer.h.0.attn`` -> ``("transformer.h", 0)``. It is
+    ``None`` for ``down.conv1``, where the number is only a part of a name.
     """
     match = _CONTAINER.match(module_path)
     return (match["prefix"] or "", int(match["index"])) if match else None
@@ -91,19 +95,18 @@ def region_of(instruction: Instruction) -> str | None:
 
 
 def container_path(container: tuple[str, int] | None) -> str:
-    """``("transformer.h", 0)`` -> ``transformer.h.0``."""
+    """The path of a container: ``("transformer.h", 0)`` -> ``transformer.h.0``."""
     return f"{container[0]}.{container[1]}".lstrip(".") if container else ""
 
 
 def layered(
     text: str, container: tuple[str, int] | None, write: Callable[[str], str] = str
 ) -> str | tuple[str, str]:
-    """What stands before and after the container's number in a name that starts with a container,
-    or lies in it.
+    """The two parts of a name of a layer: before and after the container's number. A name that does
+    not start with the container stays as it is.
 
-    ``write`` makes the start of such a name from the container's path: of
-    ``transformer_h_0_dropout`` the parts are ``transformer_h_`` and ``_dropout``. Other names stay
-    as they are.
+    ``write`` makes the start of such a name from the container's path. With ``identifier``, the
+    parts of ``transformer_h_0_dropout`` are ``transformer_h_`` and ``_dropout``.
     """
     start = write(container_path(container)) if container else ""
     if not start or not re.match(rf"{re.escape(start)}(\W|_|$)", text):
@@ -112,8 +115,8 @@ def layered(
 
 
 def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None:
-    """The name of a parameter or buffer below its container instance; None if it is not one of this
-    instance.
+    """The name of a parameter or buffer below its container, ``attn.weight`` say; ``None`` if it
+    does not belong to this container.
     """
     if (
         value.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER)
@@ -126,8 +129,8 @@ def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None
 
 
 def group_blocks(program: Program) -> list[Item]:
-    """The body with repeated runs gathered. A container that occurs once, or never twice alike,
-    stays inline.
+    """The body with the instructions of repeated runs put together. A container that occurs once,
+    or never twice alike, stays inline.
     """
     stretches = _stretches(program.body)
     updates = _updates_inside(program, stretches)
@@ -151,16 +154,16 @@ def group_blocks(program: Program) -> list[Item]:
 
 
 Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]
-"""(container, recompute region) and consecutive instructions of it."""
+"""A pair (container, recompute region), and consecutive instructions that belong to it."""
 
 
 def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
-    """Consecutive instructions of one container instance, or of one recompute region, which is
-    recomputed as a whole.
+    """The body in stretches: consecutive instructions of one container, or of one recompute region,
+    which is recomputed as a whole.
 
-    Adapters of values from outside are moved in front of a block, so that the first layer, whose
-    input is made in another way, is like the others. Gathers that only a recompute region needs
-    stay in it: what is made inside is not kept.
+    Adapters of values from outside are moved in front of a block. So the first layer, whose input
+    is made in another way, is like the others. Gathers that only a recompute region needs stay in
+    it, as nothing that is made inside is kept.
     """
     stretches: list[Stretch] = []
     for region, in_region in groupby(body, region_of):
@@ -201,9 +204,10 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
 def in_front(
     instructions: Sequence[Instruction], is_read_later: Callable[[str], bool], *, recompute: bool
 ) -> list[Instruction]:
-    """The adapters of a stretch that run in front of it: of values from outside, but for those of
-    weights, and of gathers in a recompute region, that only the stretch needs. ``is_read_later``:
-    whether anything after the stretch reads a value.
+    """The adapters of a stretch that run in front of it: those of values from outside.
+
+    Two kinds stay inside if nothing but the stretch needs them: adapters of weights, and gathers in
+    a recompute region. ``is_read_later``: whether anything after the stretch reads a value.
     """
     made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
     front: list[Instruction] = []
@@ -220,8 +224,8 @@ def in_front(
 
 
 def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, list[IRValue]]:
-    """By position, the gathered weights that are not needed after that item. Those in ``kept`` are
-    needed to the end.
+    """The gathered weights that are not needed after an item, by its position. Weights in ``kept``
+    are needed to the end.
     """
     last: dict[str, int] = {}
     for position, item in enumerate(items):
@@ -236,7 +240,7 @@ def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, 
 
 
 def _copies_of(adapter: Adapt, instructions: Iterable[Instruction]) -> set[str]:
-    """The names of what this adapter, and chains of adapters after it, make."""
+    """The names of the values that an adapter, and chains of adapters after it, make."""
     names = {adapter.result.name}
     for instruction in instructions:
         if isinstance(instruction, Adapt) and instruction.value.name in names:
@@ -245,10 +249,9 @@ def _copies_of(adapter: Adapt, instructions: Iterable[Instruction]) -> set[str]:
 
 
 def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tuple[Update, ...]]:
-    """By stretch, the updates of buffers that it can do itself: of its own container, which nothing
-    after it reads.
-
-    Not in a recompute region, which runs twice.
+    """The updates of buffers that a stretch can do itself, by its position: updates of its own
+    container's buffers, which nothing after it reads. A recompute region does none, as it runs
+    twice.
     """
     made: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -269,8 +272,8 @@ def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tup
 def _last_reads(
     program: Program, stretches: list[Stretch], updates: Mapping[int, tuple[Update, ...]]
 ) -> dict[str, int]:
-    """The last stretch that reads each value; behind all of them for what the program returns or
-    updates at its end.
+    """The position of the last stretch that reads each value. A value that the program returns, or
+    with which it updates a buffer at its end, is read behind all of them.
     """
     last = {}
     for position, (_, instructions) in enumerate(stretches):
@@ -298,7 +301,11 @@ def _run(
     last_read: dict[str, int],
     updates: tuple[Update, ...],
 ) -> Run:
-    """The run of a stretch, with what tells it apart from others."""
+    """The run of a stretch, with its key.
+
+    Values in the key are replaced by tokens that two layers share: the number of a value made in
+    the run, the name of a weight below the container, or the position of an input.
+    """
     made: dict[str, int] = {}
     inputs: dict[str, IRValue] = {}
     symbols: set[str] = set()
@@ -349,8 +356,8 @@ def instruction_key(
     container: tuple[str, int] | None,
     symbols: set[str],
 ) -> Hashable:
-    """What an instruction does, with values replaced by tokens: equal for the same step of two
-    layers.
+    """The key of an instruction, with values replaced by tokens: equal for one step of two layers.
+    Adds the names of its sizes to ``symbols``.
     """
     if isinstance(instruction, Adapt):
         step = instruction.step

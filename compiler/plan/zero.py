@@ -1,11 +1,14 @@
 """ZeRO-3: parameters stored in pieces over the units, on top of what the plan stores in pieces
 anyway.
 
-Units run copies of the program on batches of their own, so along them every parameter is used whole
-and its gradient is a summand: G. Stored S over the units, as if they were one more mesh axis, it is
-gathered before its uses, and its gradient arrives reduce-scattered: what is left to the reducer are
-the groups of units that hold copies. The same holds for the axes of the plan on which a parameter
-is G.
+Units run copies of the program on batches of their own. So along the units every parameter is used
+whole, and its gradient is a summand: G. ZeRO-3 stores it S over the units, as if they were one more
+mesh axis. Then it is gathered before its uses, and its gradient arrives reduce-scattered. The
+reducer is left with the sums over groups of units that hold copies. The axes of the plan on which a
+parameter is G are treated alike.
+
+Example: a weight [768, 768] on 4 units is stored as [768/zero, 768], a quarter on each, and used as
+[768, 768] G(zero).
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 LARGE_VECTOR = 2**16
-"""Vectors of fewer elements stay whole: norms and biases are a thousandth of a model, and each
-would be a collective.
+"""The fewest elements of a vector that is cut. Norms and biases are a thousandth of a model, and
+each of them would need a collective.
 """
 
 NEARLY_BEST = 1.1
-"""Among the ways to cut a tensor whose largest pieces are at most this much above the smallest, the
-first dim is taken.
+"""How much larger than the smallest the pieces may be if an earlier dim is cut (see
+:func:`cut_further`).
 """
 
 
 def settled_config(plan: Plan, config: ComputeConfig) -> ComputeConfig:
-    """The config with the stage of ZeRO that the plan says, where it leaves it to the plan.
+    """The config with its stage of ZeRO, which the plan says if the config leaves it to the plan.
 
     Raises:
         PlanError: the plan says none, or another one than the config.
@@ -58,38 +61,35 @@ def settled_config(plan: Plan, config: ComputeConfig) -> ComputeConfig:
 
 
 def units_of_storage(config: ComputeConfig) -> int:
-    """Over how many units the config has parameters stored: ``Plan.zero``."""
+    """The number of units over which the config stores parameters, for ``Plan.zero``."""
     return config.num_units // config.zero_ngroups if config.use_zero == 3 else 0
 
 
 def in_pieces(layout: Layout, axes: Sequence[str], mesh: Mesh, num_units: int) -> Layout:
-    """How a parameter is stored: ``layout`` cut along ``axes`` of ``mesh``, on which it is whole
-    and its gradient a summand, and over the units. The result is a layout of
+    """The layout in which a parameter is stored: ``layout`` cut along ``axes`` of ``mesh``, on
+    which it is whole and its gradient a summand, and over the units. The result is a layout of
     ``mesh.over_units(num_units)``.
     """
-    if (
-        num_units > 1 and ZERO not in layout.cut_axes
-    ):  # a stage that shares it, or the training body, was first
+    # A stage that shares it, or the training body, may have cut it over the units already.
+    if num_units > 1 and ZERO not in layout.cut_axes:
         axes = (*axes, ZERO)
     kept = tuple(axis for axis in layout.grad_partial if axis not in axes)
-    return (
-        cut_further(replace(layout, grad_partial=kept), axes, mesh.over_units(num_units))
-        if axes
-        else layout
-    )
+    if not axes:
+        return layout
+    return cut_further(replace(layout, grad_partial=kept), axes, mesh.over_units(num_units))
 
 
 def is_large(value: IRValue) -> bool:
-    """Whether it is worth cutting: matrices and what has more dims, and large vectors."""
+    """Whether a tensor is worth cutting: a large vector, or anything of two or more dims."""
     return len(value.shape) > 1 or prod(value.shape) >= LARGE_VECTOR
 
 
 def cut_further(layout: Layout, axes: Sequence[str], mesh: Mesh) -> Layout:
-    """``layout`` with ``axes`` cutting too, as the minor ones of the atom where that gives the
-    smallest pieces.
+    """``layout`` with ``axes`` cutting too. They become the minor axes of the atom where that gives
+    the smallest pieces.
 
-    Of dims that do about as well the first one is taken: its pieces lie end to end, so that they
-    are gathered in place.
+    Of dims that do about as well the first one is taken: its pieces lie end to end, so they can be
+    gathered in place.
     """
     layout = layout.normalized()
     first = dict.fromkeys(mesh.names, 0)  # its pieces are the largest
@@ -104,5 +104,7 @@ def cut_further(layout: Layout, axes: Sequence[str], mesh: Mesh) -> Layout:
 
 
 def over_units(layout: Layout) -> Layout:
-    """Where a tensor stored over the units is used: whole, its gradient a summand."""
+    """The layout in which a tensor that is stored over the units is used: whole, and its gradient a
+    summand.
+    """
     return replace(layout, grad_partial=tuple(sorted({*layout.grad_partial, ZERO})))

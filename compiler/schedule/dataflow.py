@@ -1,10 +1,10 @@
 """Which stages use what a stage produces.
 
 Most pipelines are chains: each stage feeds the next. Encoder states, long skips and masks go
-further. What a later stage uses goes there directly, in a message of its own, once per rank: stages
-of one rank run a microbatch in ascending order, so that a value is received with the first of them
-that uses it, and its gradient, summed over all of them, is sent after the backward of that first
-one.
+further. A value that a later stage uses goes there directly, in a message of its own, once per
+rank. The stages of one rank run a microbatch in ascending order. So a value is received with the
+first of them that uses it. Its gradient, summed over all of them, is sent after the backward of
+that first one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Dataflow:
         consumers: Mapping[int, Collection[int]],
         without_gradient: Collection[StagePair] = (),
     ) -> Dataflow:
-        """From a map of stages to the later stages that receive from them.
+        """The dataflow in which each stage feeds the ``consumers`` that are named for it.
 
         Args:
             num_stages: the number of all stages.
@@ -78,17 +78,17 @@ class Dataflow:
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the earlier stages whose activations it uses, ascending."""
+        """The earlier stages whose activations each stage uses, ascending."""
         return _grouped(self.num_stages, ((target, source) for source, target in self.activations))
 
     @cached_property
     def gradient_sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the later stages that it gets gradients from, ascending."""
+        """The later stages from which each stage gets gradients, ascending."""
         return _grouped(self.num_stages, self.gradients)
 
 
 def _grouped(num_stages: int, pairs: Iterable[StagePair]) -> tuple[tuple[int, ...], ...]:
-    """For each stage, the second elements of the pairs that start with it."""
+    """The second elements of the pairs that start with each stage, ascending."""
     grouped: list[list[int]] = [[] for _ in range(num_stages)]
     for stage, other in pairs:
         grouped[stage].append(other)

@@ -1,5 +1,5 @@
-"""How many activations the ranks of a schedule hold at once: this depends on the order alone, not
-on times.
+"""How many activations the ranks of a schedule hold at once. This depends on the order of actions
+alone, not on times.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ RELEASES = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT})
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most that each rank holds at once of activations between their forward and their last
-    gradient, counted in (stage, microbatch).
+    """The most activations that each rank holds at once, counted in (stage, microbatch), from a
+    forward to the last gradient of it.
 
     A split backward is taken to release nothing before its weight gradient. Without backward
     nothing is held.
@@ -41,12 +41,14 @@ def held_after(actions: Iterable[ScheduleAction]) -> Iterable[tuple[ScheduleActi
 def held_together(
     schedule: Schedule, *, in_any_case: bool = False
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """By rank, how many microbatches it holds at once of each of its stages, in their order: at
-    every moment at which no other has as many of all of them. As :func:`peak_in_flight` counts.
+    """The numbers of microbatches that each rank holds at once, one number for each of its stages.
 
-    ``in_any_case``: no more than any plan holds beside the gradients of all its parameters: only of
-    moments at which every stage of the rank has gradients; and with its input gradient a microbatch
-    is gone, as it is where a stage computes again.
+    There is an entry for every moment at which they are most: no other moment has as many of all
+    stages. They are counted as in :func:`peak_in_flight`.
+
+    ``in_any_case``: a lower bound of what any plan holds beside the gradients of all parameters.
+    Then only moments count at which every stage of the rank has gradients, and the input gradient
+    releases a microbatch, as in a stage that recomputes.
     """
     if not schedule.trains:
         return tuple(((0,) * len(schedule.stages_of(rank)),) for rank in range(schedule.num_ranks))
@@ -56,7 +58,7 @@ def held_together(
     found = []
     for rank, actions in enumerate(schedule.actions):
         held = dict.fromkeys(schedule.stages_of(rank), 0)
-        without = set(held) if in_any_case else set()  # gradients so far
+        without = set(held) if in_any_case else set()  # stages that have no gradients yet
         moments: dict[tuple[int, ...], None] = {}
         for action in actions:
             held[action.stage] += (action.kind is ActionKind.FORWARD) - (action.kind in releases)
@@ -69,9 +71,9 @@ def held_together(
 
 
 def _largest(moments: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those that no other exceeds or equals in all its counts."""
-    return tuple(
-        own
-        for own in moments
-        if not any(o != own and all(a >= b for a, b in zip(o, own, strict=True)) for o in moments)
-    )
+    """The moments that no other moment exceeds or equals in all counts."""
+
+    def is_covered(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        return other != own and all(a >= b for a, b in zip(other, own, strict=True))
+
+    return tuple(own for own in moments if not any(is_covered(own, other) for other in moments))

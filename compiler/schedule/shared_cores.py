@@ -1,4 +1,8 @@
-"""Ranks that share the cores of a machine: each is the faster the fewer of them compute."""
+"""Ranks that share the cores of a machine: the fewer of them compute, the faster each is.
+
+Example: 4 ranks on 2 cores. While all compute, each has half a core. While 3 compute each is 4/3 as
+fast, and while 2 or fewer do, twice as fast.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """``num_cores`` of one machine run its ``num_ranks`` ranks. Times are those of a rank while all
-    of them compute.
+    """A machine whose ``num_cores`` cores run ``num_ranks`` ranks. All times are those of a rank
+    while all ranks compute.
 
-    While no more than ``num_cores`` ranks compute, each has a core for itself, and a rank that
-    waits leaves its own to others.
+    While no more than ``num_cores`` ranks compute, each has a core for itself. A rank that waits
+    leaves its core to others.
     """
 
     num_ranks: int
     num_cores: int
 
     def speed(self, computing: int) -> float:
-        """How much faster than with all ranks at work each of ``computing`` ranks is."""
+        """The speed of each of ``computing`` ranks, where 1 is the speed with all ranks at work."""
         return self.num_ranks / max(self.num_cores, min(computing, self.num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMachines:
-    """The machines under a pipeline. ``beside[p][q]``: ranks of position ``q`` on the machine of
-    position ``p``.
+    """The machines under a pipeline. ``beside[p][q]``: the number of ranks of position ``q`` on the
+    machine of position ``p``.
     """
 
     sharing: Sharing
@@ -36,8 +40,8 @@ class SharedMachines:
     def of(
         cls, sharing: Sharing, positions: Sequence[Sequence[int]], unit_size: int, num_units: int
     ) -> SharedMachines:
-        """``positions``: the ranks of each in the first unit, which stand for those of all
-        units.
+        """The machines under ``positions``, given as the ranks of each in the first unit. They
+        stand for the ranks of all units.
         """
         size = sharing.num_ranks
         machines = [
@@ -47,5 +51,5 @@ class SharedMachines:
         return cls(sharing, [[found.count(own[0]) for found in machines] for own in machines])
 
     def speeds(self, computing: Sequence[int]) -> list[float]:
-        """Of the positions that compute, one for each."""
+        """The speed of each position that computes, in the order of ``computing``."""
         return [self.sharing.speed(sum(self.beside[p][q] for q in computing)) for p in computing]

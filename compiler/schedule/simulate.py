@@ -1,4 +1,4 @@
-"""When everything happens in a schedule, given how long each stage takes."""
+"""The times at which everything happens in a schedule, given how long each stage takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StageTimes:
     """How long one microbatch takes in a stage, in any unit of time. The default is what papers
     assume: F = I = W, B = 2F.
 
-    ``backward_s``: of a backward that is not split, where that takes another time than its two
+    ``backward_s``: the time of a backward that is not split, if it differs from the sum of the two
     parts.
     """
 
@@ -65,12 +65,12 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the start of the first action to the end of the last one."""
+        """The time from the start of the schedule to the end of its last action."""
         return max(span.end_s for spans in self.spans for span in spans)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """The time for which each rank computes."""
         return tuple(sum(span.end_s - span.start_s for span in spans) for spans in self.spans)
 
     @property
@@ -108,12 +108,13 @@ def simulate(
     Args:
         schedule: a complete schedule.
         times: of each stage, or of all.
-        transfer_s: from when a stage has made something until another rank has it; for all pairs of
-            stages, or by (sending stage, receiving stage), where a pair that is not named takes no
-            time. A gradient's sender is the later stage.
-        dataflow: which stages feed which; each the next one if not given.
-        machines: where ranks share cores; ``times`` are those while all ranks of a machine compute.
-        begins_s: by stage, when its parameters are there, if not from the start.
+        transfer_s: the time from when a stage has made something until another rank has it. It is
+            one number for all pairs of stages, or one for each (sending stage, receiving stage); a
+            pair that is not named takes no time. A gradient's sender is the later stage.
+        dataflow: which stages feed which; by default each stage feeds the next.
+        machines: the machines whose cores ranks share. Then ``times`` are those while all ranks of
+            a machine compute.
+        begins_s: when the parameters of a stage are there, by stage, if not from the start.
 
     Raises:
         PlanError: the schedule deadlocks.
@@ -132,7 +133,7 @@ def simulate(
 
 
 class _Run:
-    """The actions of a schedule, and ``spans``, by rank, of those that have run."""
+    """The run of a schedule so far. ``spans[rank]``: the actions of the rank that have run."""
 
     def __init__(
         self,
@@ -147,8 +148,8 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
     def alone(self, order: Iterable[Position]) -> None:
-        """Every rank has a device for itself, so what others do does not change how long an action
-        takes.
+        """Run where every rank has a device for itself, so that no other rank changes how long an
+        action takes.
         """
         for rank, _ in order:
             start = self._ready_s(rank)
@@ -157,13 +158,13 @@ class _Run:
             self.spans[rank].append(Span(action, start, start + seconds))
 
     def beside(self, machines: SharedMachines) -> None:
-        """From moment to moment: an action ends, or what a rank waits for is there, and the others
-        go on at another speed.
+        """Run where ranks share cores, from moment to moment. A moment is when an action ends, or
+        when something arrives that a rank waits for. After it the others go on at another speed.
         """
-        now, running = (
-            0.0,
-            dict[int, tuple[float, float]](),
-        )  # by rank, when its action began and the seconds left of it
+        now = 0.0
+        # For each rank that computes, when its action began, and the seconds of it that are left at
+        # the speed of all ranks at work.
+        running: dict[int, tuple[float, float]] = {}
         while True:
             waiting = (rank for rank in range(len(self.spans)) if rank not in running)
             coming = {rank: at for rank in waiting if (at := self._ready_s(rank)) is not None}
@@ -190,8 +191,8 @@ class _Run:
         return action, self.times[action.stage].of(action.kind)
 
     def _ready_s(self, rank: int) -> float | None:
-        """When all is there that the next action uses; ``None`` if there is none, or something has
-        not been made.
+        """The time at which everything is there that the next action uses. It is ``None`` if there
+        is no next action, or if something has not been made yet.
         """
         index = len(self.spans[rank])
         if index == len(self.schedule.actions[rank]):

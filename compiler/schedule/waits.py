@@ -126,8 +126,8 @@ def _first_open(waits: list[Position], counts: Sequence[int]) -> Position | None
 def _positions(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, int], Position], dict[tuple[int, int], Position]]:
-    """By stage and microbatch, where its forward is, and where the gradients of its inputs are
-    made.
+    """The positions of each forward, and of the action that makes the gradients of its inputs, both
+    by stage and microbatch.
     """
     forward: dict[tuple[int, int], Position] = {}
     input_gradient: dict[tuple[int, int], Position] = {}
@@ -141,7 +141,7 @@ def _positions(
 
 
 def _neighbours(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
-    """For stages that have one: the previous and the following stage of the same rank."""
+    """The previous and the following stage on the same rank, for stages that have one."""
     following: dict[int, int] = {}
     for rank in range(schedule.num_ranks):
         following.update(itertools.pairwise(schedule.stages_of(rank)))

@@ -54,10 +54,10 @@ class GPT(ParallelModule):
         tokens_dp_shard = narrow(tokens, dp, dim=0, backward="all_gather")  # dp: R -> S(0)
 
         # GPT
-        token = F.embedding(tokens_dp_shard, self.token.weight)  # [batch/dp, seq, hidden]  tiny_gpt.py:51
-        arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
-        position = F.embedding(arange, self.position.weight)  # [seq, hidden] G(dp)  tiny_gpt.py:51
-        x = token + position  # [batch/dp, seq, hidden]  tiny_gpt.py:51
+        token = F.embedding(tokens_dp_shard, self.token.weight)  # [batch/dp, seq, hidden]  tiny_gpt.py:53
+        arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:53
+        position = F.embedding(arange, self.position.weight)  # [seq, hidden] G(dp)  tiny_gpt.py:53
+        x = token + position  # [batch/dp, seq, hidden]  tiny_gpt.py:53
 
         # blocks
         blocks_add = x
@@ -65,12 +65,12 @@ class GPT(ParallelModule):
             blocks_add = self.blocks_block(self.blocks[layer], layer, blocks_add)
 
         # GPT
-        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:54
-        head = F.linear(norm, self.token.weight)  # [batch/dp, seq, vocab]  tiny_gpt.py:54
-        flatten_1 = head.flatten(end_dim=1)  # [batch/dp * seq, vocab]  tiny_gpt.py:55
+        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:56
+        head = F.linear(norm, self.token.weight)  # [batch/dp, seq, vocab]  tiny_gpt.py:56
+        flatten_1 = head.flatten(end_dim=1)  # [batch/dp * seq, vocab]  tiny_gpt.py:57
         labels_dp_shard = narrow(labels, dp, dim=0, backward="all_gather")  # dp: R -> S(0)
-        flatten_2 = labels_dp_shard.flatten()  # [batch/dp * seq]  tiny_gpt.py:55
-        # [] P(dp)  tiny_gpt.py:55
+        flatten_2 = labels_dp_shard.flatten()  # [batch/dp * seq]  tiny_gpt.py:57
+        # [] P(dp)  tiny_gpt.py:57
         cross_entropy_1 = cross_entropy(flatten_1, flatten_2, row_axes=(dp,), num_classes=30, count=32)
         cross_entropy_dp_sum = all_reduce(cross_entropy_1, dp)  # dp: P -> R
         if self.trains:
@@ -84,29 +84,29 @@ class GPT(ParallelModule):
         local_batch = dp.local_size(4)
 
         # block
-        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:36
+        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:38
 
         # attention
-        # [batch/dp, seq, qkv * heads * head_dim]  tiny_gpt.py:21
+        # [batch/dp, seq, qkv * heads * head_dim]  tiny_gpt.py:23
         attention_qkv = F.linear(norm1, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(local_batch, 8, 3, 4, 4)  # [batch/dp, seq, qkv, heads, head_dim]  tiny_gpt.py:21
-        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch/dp, heads, seq, head_dim]  tiny_gpt.py:22
-        # each [batch/dp, heads, seq, head_dim]  tiny_gpt.py:22
+        attention_qkv_1 = attention_qkv.view(local_batch, 8, 3, 4, 4)  # [batch/dp, seq, qkv, heads, head_dim]  tiny_gpt.py:23
+        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch/dp, heads, seq, head_dim]  tiny_gpt.py:24
+        # each [batch/dp, heads, seq, head_dim]  tiny_gpt.py:24
         attention_query, attention_key, attention_value = attention_permute.unbind()
-        # [batch/dp, heads, seq, head_dim]  tiny_gpt.py:23
+        # [batch/dp, heads, seq, head_dim]  tiny_gpt.py:25
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
-        attention_transpose = attention_mixed.transpose(1, 2)  # [batch/dp, seq, heads, head_dim]  tiny_gpt.py:24
-        attention_reshape = attention_transpose.reshape(local_batch, 8, 16)  # [batch/dp, seq, heads * head_dim]  tiny_gpt.py:24
-        # [batch/dp, seq, hidden]  tiny_gpt.py:24
+        attention_transpose = attention_mixed.transpose(1, 2)  # [batch/dp, seq, heads, head_dim]  tiny_gpt.py:26
+        attention_reshape = attention_transpose.reshape(local_batch, 8, 16)  # [batch/dp, seq, heads * head_dim]  tiny_gpt.py:26
+        # [batch/dp, seq, hidden]  tiny_gpt.py:26
         attention_out = F.linear(attention_reshape, block.attention.out.weight, block.attention.out.bias)
 
         # block
-        x_1 = x + attention_out  # [batch/dp, seq, hidden]  tiny_gpt.py:36
-        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:37
-        up = F.linear(norm2, block.up.weight, block.up.bias)  # [batch/dp, seq, up_dim]  tiny_gpt.py:37
-        gelu = F.gelu(up)  # [batch/dp, seq, up_dim]  tiny_gpt.py:37
-        down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:37
-        # [batch/dp, seq, hidden]  tiny_gpt.py:37
+        x_1 = x + attention_out  # [batch/dp, seq, hidden]  tiny_gpt.py:38
+        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:39
+        up = F.linear(norm2, block.up.weight, block.up.bias)  # [batch/dp, seq, up_dim]  tiny_gpt.py:39
+        gelu = F.gelu(up)  # [batch/dp, seq, up_dim]  tiny_gpt.py:39
+        down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:39
+        # [batch/dp, seq, hidden]  tiny_gpt.py:39
         dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", axes=("dp",))
-        add = x_1 + dropout_1  # [batch/dp, seq, hidden]  tiny_gpt.py:37
+        add = x_1 + dropout_1  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         return add

@@ -49,10 +49,10 @@ class GPT(ParallelModule):
         self.check_inputs({"tokens": tokens, "labels": labels})
 
         # GPT
-        token = F.embedding(tokens, self.token.weight)  # [batch, seq, hidden]  tiny_gpt.py:51
-        arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
-        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  tiny_gpt.py:51
-        x = token + position  # [batch, seq, hidden]  tiny_gpt.py:51
+        token = F.embedding(tokens, self.token.weight)  # [batch, seq, hidden]  tiny_gpt.py:53
+        arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:53
+        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  tiny_gpt.py:53
+        x = token + position  # [batch, seq, hidden]  tiny_gpt.py:53
 
         # blocks
         blocks_add = x
@@ -60,39 +60,39 @@ class GPT(ParallelModule):
             blocks_add = self.blocks_block(self.blocks[layer], layer, blocks_add)
 
         # GPT
-        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:54
-        head = F.linear(norm, self.token.weight)  # [batch, seq, vocab]  tiny_gpt.py:54
-        flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:55
-        flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
-        cross_entropy = F.cross_entropy(flatten_1, flatten_2)  # []  tiny_gpt.py:55
+        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:56
+        head = F.linear(norm, self.token.weight)  # [batch, seq, vocab]  tiny_gpt.py:56
+        flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:57
+        flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:57
+        cross_entropy = F.cross_entropy(flatten_1, flatten_2)  # []  tiny_gpt.py:57
         return (cross_entropy, head)
 
     def blocks_block(self, block, layer, x):
         """``block`` is one of ``blocks``, number ``layer``."""
         # block
-        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:36
+        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:38
 
         # attention
-        # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:21
+        # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:23
         attention_qkv = F.linear(norm1, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(4, 8, 3, 4, 4)  # [batch, seq, qkv, heads, head_dim]  tiny_gpt.py:21
-        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads, seq, head_dim]  tiny_gpt.py:22
-        # each [batch, heads, seq, head_dim]  tiny_gpt.py:22
+        attention_qkv_1 = attention_qkv.view(4, 8, 3, 4, 4)  # [batch, seq, qkv, heads, head_dim]  tiny_gpt.py:23
+        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads, seq, head_dim]  tiny_gpt.py:24
+        # each [batch, heads, seq, head_dim]  tiny_gpt.py:24
         attention_query, attention_key, attention_value = attention_permute.unbind()
-        # [batch, heads, seq, head_dim]  tiny_gpt.py:23
+        # [batch, heads, seq, head_dim]  tiny_gpt.py:25
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
-        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:24
-        attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  tiny_gpt.py:24
-        # [batch, seq, hidden]  tiny_gpt.py:24
+        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:26
+        attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  tiny_gpt.py:26
+        # [batch, seq, hidden]  tiny_gpt.py:26
         attention_out = F.linear(attention_reshape, block.attention.out.weight, block.attention.out.bias)
 
         # block
-        x_1 = x + attention_out  # [batch, seq, hidden]  tiny_gpt.py:36
-        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
-        up = F.linear(norm2, block.up.weight, block.up.bias)  # [batch, seq, up_dim]  tiny_gpt.py:37
-        gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:37
-        down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
-        # [batch, seq, hidden]  tiny_gpt.py:37
+        x_1 = x + attention_out  # [batch, seq, hidden]  tiny_gpt.py:38
+        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
+        up = F.linear(norm2, block.up.weight, block.up.bias)  # [batch, seq, up_dim]  tiny_gpt.py:39
+        gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:39
+        down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
+        # [batch, seq, hidden]  tiny_gpt.py:39
         dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
-        add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:37
+        add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

@@ -81,51 +81,51 @@ class GPT(PipelineModule):
 
     def stage1(self, labels, blocks_1_add):
         # blocks.2
-        # [batch, seq, hidden]  tiny_gpt.py:36
+        # [batch, seq, hidden]  tiny_gpt.py:38
         blocks_2_norm1 = F.layer_norm(blocks_1_add, (16,), self.blocks[2].norm1.weight, self.blocks[2].norm1.bias)
 
         # blocks.2.attention
-        # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:21
+        # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:23
         blocks_2_attention_qkv = F.linear(
             blocks_2_norm1, self.blocks[2].attention.qkv.weight, self.blocks[2].attention.qkv.bias
         )
-        # [batch, seq, qkv, heads, head_dim]  tiny_gpt.py:21
+        # [batch, seq, qkv, heads, head_dim]  tiny_gpt.py:23
         blocks_2_attention_qkv_1 = blocks_2_attention_qkv.view(4, 8, 3, 4, 4)
-        # [qkv, batch, heads, seq, head_dim]  tiny_gpt.py:22
+        # [qkv, batch, heads, seq, head_dim]  tiny_gpt.py:24
         blocks_2_attention_permute = blocks_2_attention_qkv_1.permute(2, 0, 3, 1, 4)
-        # each [batch, heads, seq, head_dim]  tiny_gpt.py:22
+        # each [batch, heads, seq, head_dim]  tiny_gpt.py:24
         blocks_2_attention_query, blocks_2_attention_key, blocks_2_attention_value = blocks_2_attention_permute.unbind()
-        # [batch, heads, seq, head_dim]  tiny_gpt.py:23
+        # [batch, heads, seq, head_dim]  tiny_gpt.py:25
         blocks_2_attention_mixed = F.scaled_dot_product_attention(
             blocks_2_attention_query, blocks_2_attention_key, blocks_2_attention_value, is_causal=True
         )
-        blocks_2_attention_transpose = blocks_2_attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:24
-        # [batch, seq, heads * head_dim]  tiny_gpt.py:24
+        blocks_2_attention_transpose = blocks_2_attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:26
+        # [batch, seq, heads * head_dim]  tiny_gpt.py:26
         blocks_2_attention_reshape = blocks_2_attention_transpose.reshape(4, 8, 16)
-        # [batch, seq, hidden]  tiny_gpt.py:24
+        # [batch, seq, hidden]  tiny_gpt.py:26
         blocks_2_attention_out = F.linear(
             blocks_2_attention_reshape, self.blocks[2].attention.out.weight, self.blocks[2].attention.out.bias
         )
 
         # blocks.2
-        blocks_2_x = blocks_1_add + blocks_2_attention_out  # [batch, seq, hidden]  tiny_gpt.py:36
-        # [batch, seq, hidden]  tiny_gpt.py:37
+        blocks_2_x = blocks_1_add + blocks_2_attention_out  # [batch, seq, hidden]  tiny_gpt.py:38
+        # [batch, seq, hidden]  tiny_gpt.py:39
         blocks_2_norm2 = F.layer_norm(blocks_2_x, (16,), self.blocks[2].norm2.weight, self.blocks[2].norm2.bias)
-        # [batch, seq, up_dim]  tiny_gpt.py:37
+        # [batch, seq, up_dim]  tiny_gpt.py:39
         blocks_2_up = F.linear(blocks_2_norm2, self.blocks[2].up.weight, self.blocks[2].up.bias)
-        blocks_2_gelu = F.gelu(blocks_2_up)  # [batch, seq, up_dim]  tiny_gpt.py:37
-        # [batch, seq, hidden]  tiny_gpt.py:37
+        blocks_2_gelu = F.gelu(blocks_2_up)  # [batch, seq, up_dim]  tiny_gpt.py:39
+        # [batch, seq, hidden]  tiny_gpt.py:39
         blocks_2_down = F.linear(blocks_2_gelu, self.blocks[2].down.weight, self.blocks[2].down.bias)
-        # [batch, seq, hidden]  tiny_gpt.py:37
+        # [batch, seq, hidden]  tiny_gpt.py:39
         blocks_2_dropout = dropout(blocks_2_down, p=0.1, training=self.training, rng=self.rng, draw="blocks_2_dropout")
-        blocks_2_add = blocks_2_x + blocks_2_dropout  # [batch, seq, hidden]  tiny_gpt.py:37
+        blocks_2_add = blocks_2_x + blocks_2_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
 
         # GPT
-        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:54
-        head = F.linear(norm, self.token.weight)  # [batch, seq, vocab]  tiny_gpt.py:54
-        flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:55
-        flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
-        cross_entropy = F.cross_entropy(flatten_1, flatten_2)  # []  tiny_gpt.py:55
+        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:56
+        head = F.linear(norm, self.token.weight)  # [batch, seq, vocab]  tiny_gpt.py:56
+        flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:57
+        flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:57
+        cross_entropy = F.cross_entropy(flatten_1, flatten_2)  # []  tiny_gpt.py:57
         if self.trains:
             return (cross_entropy, None)  # a training step: see ComputeConfig.outputs
         return (cross_entropy, head)

@@ -53,12 +53,12 @@ class GPT(ParallelModule):
         tp = self.axis("tp")
 
         # GPT
-        # [batch, seq, hidden] P(tp)  tiny_gpt.py:51
+        # [batch, seq, hidden] P(tp)  tiny_gpt.py:53
         token = embedding(tokens, self.token.weight, vocab_axes=(tp,), start=tp.offset(30), num_embeddings=30)
-        arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
-        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  tiny_gpt.py:51
+        arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:53
+        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  tiny_gpt.py:53
         token_tp_sum = all_reduce(token, tp)  # tp: P -> R
-        x = token_tp_sum + position  # [batch, seq, hidden]  tiny_gpt.py:51
+        x = token_tp_sum + position  # [batch, seq, hidden]  tiny_gpt.py:53
 
         # blocks
         blocks_add = x
@@ -66,12 +66,12 @@ class GPT(ParallelModule):
             blocks_add = self.blocks_block(self.blocks[layer], layer, blocks_add)
 
         # GPT
-        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:54
+        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:56
         norm_tp_in = grad_all_reduce(norm, tp)  # tp: R -> G
-        head = F.linear(norm_tp_in, self.token.weight)  # [batch, seq, vocab/tp]  tiny_gpt.py:54
-        flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab/tp]  tiny_gpt.py:55
-        flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
-        # []  tiny_gpt.py:55
+        head = F.linear(norm_tp_in, self.token.weight)  # [batch, seq, vocab/tp]  tiny_gpt.py:56
+        flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab/tp]  tiny_gpt.py:57
+        flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:57
+        # []  tiny_gpt.py:57
         cross_entropy_1 = cross_entropy(flatten_1, flatten_2, class_axes=(tp,), start=tp.offset(30), num_classes=30, count=32)
         if self.trains:
             return (cross_entropy_1, self.left_out("1"))  # a training step: see ComputeConfig.outputs
@@ -84,36 +84,36 @@ class GPT(ParallelModule):
         local_heads = tp.local_size(4)
 
         # block
-        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:36
+        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:38
         norm1_tp_in = grad_all_reduce(norm1, tp)  # tp: R -> G
 
         # attention
-        # [batch, seq, qkv * heads/tp * head_dim]  tiny_gpt.py:21
+        # [batch, seq, qkv * heads/tp * head_dim]  tiny_gpt.py:23
         attention_qkv = F.linear(norm1_tp_in, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(4, 8, 3, local_heads, 4)  # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:21
-        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads/tp, seq, head_dim]  tiny_gpt.py:22
-        # each [batch, heads/tp, seq, head_dim]  tiny_gpt.py:22
+        attention_qkv_1 = attention_qkv.view(4, 8, 3, local_heads, 4)  # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:23
+        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
+        # each [batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
         attention_query, attention_key, attention_value = attention_permute.unbind()
-        # [batch, heads/tp, seq, head_dim]  tiny_gpt.py:23
+        # [batch, heads/tp, seq, head_dim]  tiny_gpt.py:25
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
-        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads/tp, head_dim]  tiny_gpt.py:24
-        # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:24
+        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads/tp, head_dim]  tiny_gpt.py:26
+        # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:26
         attention_reshape = attention_transpose.reshape(4, 8, 4 * local_heads)
         attention_out_bias_tp_once = keep_one(block.attention.out.bias, tp)  # tp: R -> P
-        # [batch, seq, hidden] P(tp)  tiny_gpt.py:24
+        # [batch, seq, hidden] P(tp)  tiny_gpt.py:26
         attention_out = F.linear(attention_reshape, block.attention.out.weight, attention_out_bias_tp_once)
         attention_out_tp_sum = all_reduce(attention_out, tp)  # tp: P -> R
 
         # block
-        x_1 = x + attention_out_tp_sum  # [batch, seq, hidden]  tiny_gpt.py:36
-        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
+        x_1 = x + attention_out_tp_sum  # [batch, seq, hidden]  tiny_gpt.py:38
+        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:39
         norm2_tp_in = grad_all_reduce(norm2, tp)  # tp: R -> G
-        up = F.linear(norm2_tp_in, block.up.weight, block.up.bias)  # [batch, seq, up_dim/tp]  tiny_gpt.py:37
-        gelu = F.gelu(up)  # [batch, seq, up_dim/tp]  tiny_gpt.py:37
+        up = F.linear(norm2_tp_in, block.up.weight, block.up.bias)  # [batch, seq, up_dim/tp]  tiny_gpt.py:39
+        gelu = F.gelu(up)  # [batch, seq, up_dim/tp]  tiny_gpt.py:39
         down_bias_tp_once = keep_one(block.down.bias, tp)  # tp: R -> P
-        down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:37
+        down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:39
         down_tp_sum = all_reduce(down, tp)  # tp: P -> R
-        # [batch, seq, hidden]  tiny_gpt.py:37
+        # [batch, seq, hidden]  tiny_gpt.py:39
         dropout_1 = dropout(down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
-        add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:37
+        add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

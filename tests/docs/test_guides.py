@@ -16,6 +16,7 @@ import transformers
 import zoo
 
 import shardwright
+from shardwright.frontend.cli.main import main
 from shardwright.policies import registry
 from shardwright.runtime.ranks.threads import run_ranks
 
@@ -94,12 +95,16 @@ def test_paths_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_first_compile_of_getting_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_as_module(
-        tmp_path, monkeypatch, blocks("docs/getting-started.md")[0], "guide_first_compile"
-    )
-    assert len(list(tmp_path.rglob("gencode*.py"))) == 2
+    page = "docs/getting-started.md"
+    run_as_module(tmp_path, monkeypatch, blocks(page)[0], "my_module")
+    first, _ = sorted(tmp_path.rglob("gencode*.py"))
+    assert main(["inspect", str(first.parent)]) == 0
+    printed = first.read_text() + capsys.readouterr().out
+    for text in re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL):
+        for line in text.splitlines():
+            assert line in printed
 
 
 def test_the_policies_of_the_guide(

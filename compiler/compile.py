@@ -1,50 +1,43 @@
-"""The compile itself: from a traced graph to the files of all ranks. Nothing here touches weights,
-disks or processes.
+"""The compile itself: the list of passes from a traced graph to the files of all ranks. It touches
+neither weights nor disks nor processes.
 """
 
 from __future__ import annotations
 
-import unicodedata
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.compiler.codegen.emit import Origin, class_name, emit
-from shardwright.compiler.codegen.emit_pipeline import emit_pipeline
+from shardwright.compiler.codegen.emit import class_name
+from shardwright.compiler.codegen.emit_files import Emit, EmittedFiles, print_files, verify_files
 from shardwright.compiler.cost.work_share import WorkShare, work_share
-from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.graph_grammar import verify
 from shardwright.compiler.ir.printer import print_graph
-from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
-from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.pass_manager import AnyPass, CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.decide import Decide, PolicyFunction
 from shardwright.compiler.passes.draws import draw_pieces
 from shardwright.compiler.passes.identities import without_identities
-from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
+from shardwright.compiler.passes.lower_planned import lower_planned
+from shardwright.compiler.passes.lower_stages import verify_pipeline
 from shardwright.compiler.passes.print_program import print_program
-from shardwright.compiler.passes.proved_schedule import schedule_of
-from shardwright.compiler.passes.recompute_regions import mark_recompute
+from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.rules import attach_rules
-from shardwright.compiler.passes.stages import stage_of_ops
-from shardwright.compiler.passes.unify_dims import infer_dims, warn_of_lost_batch
+from shardwright.compiler.passes.settle import SettleOutputs, SettleZero
+from shardwright.compiler.passes.unify_dims import infer_dims
 from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names
-from shardwright.compiler.plan.named import split_dim_names
-from shardwright.compiler.plan.outputs import settled_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
-from shardwright.compiler.plan.zero import settled_config, units_of_storage
-from shardwright.compiler.schedule.planned import inference_like
+from shardwright.compiler.plan.zero import settled_config
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError, on_lines
-from shardwright.runtime.layout import ZERO
-
-PolicyFunction = Callable[[Any, ComputeConfig], Any]
+from shardwright.runtime.errors import on_lines
 
 
 @dataclass(frozen=True)
@@ -84,20 +77,56 @@ def pass_manager(**options: Any) -> PassManager:
     return PassManager(
         verifiers={
             IRGraph: verify,
-            PlannableGraph: verify,
+            PlannableGraph: _verify_planned,
             Program: verify_program,
             PipelineProgram: verify_pipeline,
+            EmittedFiles: verify_files,
         },
         printers={
             IRGraph: print_graph,
-            PlannableGraph: print_graph,
+            PlannableGraph: _print_planned,
             Program: print_program,
             PipelineProgram: lambda program: "\n\n".join(
                 print_program(p) for body in program.bodies for p in body.programs
             ),
+            EmittedFiles: print_files,
         },
         **options,
     )
+
+
+def _verify_planned(graph: PlannableGraph) -> None:
+    # Of the passes that know a plan, only recompute changes the graph beside it.
+    if graph.plan is None or graph.plan.recompute:
+        verify(graph)
+    if graph.plan is not None:
+        check_names(graph, graph.plan)
+        check_batch(graph, graph.plan)
+
+
+def _print_planned(graph: PlannableGraph) -> str:
+    plan = "" if graph.plan is None else f"plan {graph.plan.dumps()}"
+    return print_graph(graph) + plan
+
+
+def _in_both_modes(function: Callable[[IRGraph], IRGraph]) -> Callable[[IRGraph], IRGraph]:
+    """Apply a pass to the training body and to the evaluation body."""
+
+    def apply(graph: IRGraph) -> IRGraph:
+        done = function(graph)
+        return replace(done, eval_graph=function(graph.eval_graph)) if graph.eval_graph else done
+
+    return apply
+
+
+ANNOTATE: tuple[AnyPass, ...] = (
+    FunctionPass("identities", _in_both_modes(without_identities)),
+    FunctionPass("rules", _in_both_modes(attach_rules)),
+    FunctionPass("dims", lambda graph: PlannableGraph.of(_in_both_modes(infer_dims)(graph))),
+)
+"""The passes that leave out what computes nothing, and say of every operator what its dims are:
+what policies see.
+"""
 
 
 def annotate(graph: IRGraph, manager: PassManager) -> PlannableGraph:
@@ -106,10 +135,32 @@ def annotate(graph: IRGraph, manager: PassManager) -> PlannableGraph:
     """
     if isinstance(graph, PlannableGraph):
         return graph
-    graph = manager.run(FunctionPass("identities", _both(without_identities)), graph)
-    graph = manager.run(FunctionPass("rules", _both(attach_rules)), graph)
-    graph = manager.run(FunctionPass("dims", _both(infer_dims)), graph)
-    return PlannableGraph.of(graph)
+    annotated = manager.run_all(ANNOTATE, graph)
+    assert isinstance(annotated, PlannableGraph)
+    return annotated
+
+
+def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
+    """The passes of a compile, in order. Each is verified, timed and, with ``dump=DIR``, written
+    down.
+
+    A graph that policies can read already (:class:`PlannableGraph`) has its rules and dims.
+    """
+    config = decide.config
+    inference: tuple[AnyPass, ...] = (FunctionPass("inference", without_gradients),)
+    draws: tuple[AnyPass, ...] = (FunctionPass("draws", draw_pieces),)
+    return (
+        FunctionPass("name", _with_class_name),
+        *(inference if config.inference_only else ()),
+        *(() if isinstance(graph, PlannableGraph) else ANNOTATE),
+        decide,
+        SettleZero(config),
+        SettleOutputs(config),
+        FunctionPass("recompute", mark_planned),
+        FunctionPass("lower", lower_planned),
+        *(draws if config.rng == "fast" else ()),
+        emit,
+    )
 
 
 def compile_graph(
@@ -130,48 +181,15 @@ def compile_graph(
     does not fit.
     """
     manager = manager or pass_manager()
-    ops = (op for body in graph.bodies for op in body.ops)
-    imported = names_bound(statement for op in ops for statement in imports_of(op))
-    graph = replace(graph, name=class_name(graph.name, imported))
-    if config.inference_only:
-        graph = manager.run(FunctionPass("inference", without_gradients), graph)
-    planned: IRGraph = annotate(graph, manager)
-    if config.plan_ngpus > 1:
-        warn_of_lost_batch(planned)
-    if plan is None:
-        with manager.measure("policy"):
-            plan = plan_of(policy(planned, config), policy_name)
-    check_mesh(plan, config)
-    config = settled_config(plan, config)
-    plan = replace(plan, zero=units_of_storage(config))
-    plan = replace(
-        plan,
-        outputs=settled_wishes(graph, config, plan.outputs),
-        dims=split_dim_names(planned, plan),
-    )
-    check_names(planned, plan)
-    check_batch(planned, plan)
-    if plan.recompute:
-        stages = stage_of_ops(planned, plan) if plan.stages else {}
-        planned = manager.run(
-            FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute, stages)), planned
-        )
-    program: Program | PipelineProgram
-    if plan.stages:
-        check_end2end(graph)
-        program = manager.run(FunctionPass("lower", lambda g: lower_stages(g, plan)), planned)
-    else:
-        program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
-    if config.rng == "fast":
-        program = manager.run(FunctionPass("draws", draw_pieces), program)
+    decide = Decide(policy, policy_name, config, plan)
+    emit = Emit(config, version, digest, unproved(graph))
+    emitted: EmittedFiles = manager.run_all(passes(graph, decide, emit), graph)
+    program = emitted.program
     work = work_share(program) if config.plan_ngpus > 1 else None
     if work is not None and work.is_uneven:
-        warn_of_work(graph.name, work)
-    with manager.measure("emit"):
-        origin = Origin(version, graph.name, plan.policy, digest, unproved(graph))
-        files = _emit(program, origin, config)
-        files["plan.json"] = plan.dumps()
-    return Compiled(program, files, config, manager.report, work)
+        warn_of_work(program.graph.name, work)
+    settled = settled_config(program.plan, config)
+    return Compiled(program, dict(emitted.files), settled, manager.report, work)
 
 
 def warn_of_work(name: str, work: WorkShare) -> None:
@@ -184,118 +202,10 @@ def warn_of_work(name: str, work: WorkShare) -> None:
     )
 
 
-def _emit(
-    program: Program | PipelineProgram, origin: Origin, config: ComputeConfig
-) -> dict[str, str]:
-    if isinstance(program, Program):
-        return emit(
-            program,
-            origin,
-            config.plan_ngpus,
-            seed=config.seed,
-            rng=config.rng,
-            end2end=config.use_end2end,
-        )
-    train = schedule_of(program)
-    infer = inference_like(train)
-    return emit_pipeline(
-        program, train, infer, origin, config.plan_ngpus, seed=config.seed, rng=config.rng
+def _with_class_name(graph: IRGraph) -> IRGraph:
+    """The graph under the name of the class that is generated, which no import may hide."""
+    imported = names_bound(
+        statement for body in graph.bodies for op in body.ops for statement in imports_of(op)
     )
-
-
-def check_end2end(graph: IRGraph) -> None:
-    """The first result of a pipelined module is its loss, a scalar."""
-    first = next((value for _, value in graph.output.leaves() if isinstance(value, IRValue)), None)
-    if first is None or first.shape != ():
-        raise PlanError(
-            "the first result of the model is not a scalar loss",
-            why=f"its shape is {tuple(first.shape)}"
-            if first is not None
-            else "it returns no tensor",
-            hint="end2end modules return the loss first, as transformers models do when they are "
-            "given labels",
-        )
-
-
-def plan_of(returned: Any, policy_name: str) -> Plan:
-    """The plan in what a policy returned."""
-    plan = returned.plan if isinstance(returned, PlannableGraph) else returned
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            f"policy {policy_name!r} returned no plan",
-            why=f"it returned {type(returned).__name__}",
-            hint="return what builder.build() gives, or a Plan",
-        )
-    return plan
-
-
-def check_mesh(plan: Plan, config: ComputeConfig) -> None:
-    """Refuse a plan for another number of ranks, or with an axis called ``zero`` or by what is no
-    name. Raises :class:`PlanError`.
-    """
-    if plan.mesh.size != config.plan_ngpus:
-        raise PlanError(
-            "the plan's mesh has another number of ranks than plan_ngpus",
-            why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
-            hint="make the product of the axes equal to plan_ngpus",
-        )
-    axes = dict.fromkeys(
-        axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names
-    )
-    for axis in axes:
-        if not axis.isidentifier() or unicodedata.normalize("NFKC", axis) != axis:
-            raise PlanError(
-                f"the plan's mesh has an axis called {axis!r}",
-                why="layouts and generated code write the names of axes, so they are identifiers "
-                "(in the normal form NFKC)",
-                hint="give the axis another name",
-            )
-    if ZERO in axes:
-        raise PlanError(
-            f"no axis of a plan's mesh is called {ZERO!r}",
-            why="the axis of that name runs over units: along it ZeRO-3 stores parameters in "
-            "pieces",
-            hint="give the axis another name",
-        )
-
-
-def without_gradients(graph: IRGraph) -> IRGraph:
-    """The graph for inference: nothing requires a gradient, so R and G are one and no backward is
-    planned.
-    """
-
-    def frozen(value: Any) -> Any:
-        return (
-            replace(value, requires_grad=False, takes_gradient=False)
-            if isinstance(value, IRValue)
-            else value
-        )
-
-    def tree(node: Tree) -> Tree:
-        return replace(
-            node,
-            value=frozen(node.value),
-            children=tuple((key, tree(child)) for key, child in node.children),
-        )
-
-    return replace(
-        graph,
-        inputs=tuple(map(frozen, graph.inputs)),
-        parameters=tuple(map(frozen, graph.parameters)),
-        ops=tuple(
-            replace(op.map_args(frozen), results=tuple(map(frozen, op.results))) for op in graph.ops
-        ),
-        output=tree(graph.output),
-        signature=tuple((name, tree(node)) for name, node in graph.signature),
-        eval_graph=graph.eval_graph and without_gradients(graph.eval_graph),
-    )
-
-
-def _both(function: Callable[[IRGraph], IRGraph]) -> Callable[[IRGraph], IRGraph]:
-    """Apply a pass to the training body and to the evaluation body."""
-
-    def apply(graph: IRGraph) -> IRGraph:
-        done = function(graph)
-        return replace(done, eval_graph=function(graph.eval_graph)) if graph.eval_graph else done
-
-    return apply
+    name = class_name(graph.name, imported)
+    return graph if name == graph.name else replace(graph, name=name)

@@ -8,17 +8,20 @@ A pass takes one immutable form of the program and returns another. After each o
    ``01-rules.txt``, ...),
 3. verifies it. A form that does not hold its invariants is a defect of the pass; the error names
    the pass and the dump.
+
+A pass that has nothing to do returns the very form it was given. That one was written and verified
+before, so the manager does neither again, and the pass is not in the report.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from shardwright.runtime.errors import InternalError, ShardwrightError
 from shardwright.runtime.swap import writing
@@ -38,7 +41,7 @@ class Pass(Protocol[Before, After]):
     def name(self) -> str:
         """The word it goes by in dumps and reports."""
 
-    def __call__(self, before: Before) -> After:
+    def __call__(self, before: Before, /) -> After:
         """The next form. ``before`` is not changed."""
 
 
@@ -51,6 +54,10 @@ class FunctionPass(Generic[In, Out]):
 
     def __call__(self, before: In) -> Out:
         return self.function(before)
+
+
+AnyPass: TypeAlias = Pass[Any, Any]
+"""A pass of a list, where each takes what the one before it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +113,12 @@ class PassManager:
 
     def run(self, step: Pass[In, Out], before: In) -> Out:
         """Run one pass on ``before`` and return what it makes, checked."""
-        with self.measure(step.name):
-            after = step(before)
+        start = time.perf_counter()
+        after = step(before)
+        is_new: bool = after is not before
+        if not is_new:
+            return after
+        self._count(step.name, start)
         printer, verifier = self.printers.get(type(after)), self.verifiers.get(type(after))
         dumped = (
             self._write(self.dump, step.name, printer(after)) if printer and self.dump else None
@@ -117,11 +128,21 @@ class PassManager:
                 self._verify(verifier, step.name, after, dumped)
         return after
 
+    def run_all(self, passes: Iterable[AnyPass], first: Any) -> Any:
+        """Run passes one after another, each on what the one before it made."""
+        form = first
+        for step in passes:
+            form = self.run(step, form)
+        return form
+
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Count what happens inside as a step. One that raises is not counted."""
         start = time.perf_counter()
         yield
+        self._count(name, start)
+
+    def _count(self, name: str, start: float) -> None:
         self._steps.append(Step(name, time.perf_counter() - start))
 
     def _verify(

@@ -46,6 +46,7 @@ def parallelize(
     module_fn: Callable[[], nn.Module] | None = None,
     init_module_params: bool = True,
     broadcast_strategy: BroadcastGenFilesStrategy | str = BroadcastGenFilesStrategy.NONE,
+    dump: str | Path | None = None,
 ) -> ParallelModule | type[ParallelModule] | None:
     """Compile a module for ``compute_config.plan_ngpus`` ranks, and load the part of the calling
     rank.
@@ -72,6 +73,9 @@ def parallelize(
     uninitialised.
     ``broadcast_strategy``: which files go to nodes that do not have them, see
     :class:`BroadcastGenFilesStrategy`.
+    ``dump``: a folder for what every pass of the compile returned, as numbered text files
+    (``00-trace.txt``, ``01-rules.txt``, ...). Rank 0 writes them. Where the files of an earlier
+    call serve, the passes that make files do not run, and dump nothing.
 
     In a job all ranks call it alike. Rank 0 compiles, the others wait for it; an error on one rank
     is raised on all. A compile that fails leaves the files of an earlier one untouched.
@@ -108,6 +112,7 @@ def parallelize(
             directory=generated_directory(gen_savedir, source.cls, instance_name),
             reuse=_choice("reuse", reuse, ReuseType),
             module_dtype=module_dtype,
+            dump=None if dump is None else Path(dump),
         )
         return order, strategy
 

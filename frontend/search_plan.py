@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.compiler.compile import annotate, pass_manager, without_gradients
+from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.passes.fold import fold_constants
+from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.named import split_dim_names

@@ -41,7 +41,6 @@ def class_name(name: str, imported: Collection[str] = ()) -> str:
     """What the class made of a user's class is called: the same, unless that is no name, or
     generated code reads something else by it, such as what it has ``imported``.
     """
-    registry.load_tables()
     functions = {op.rpartition(".")[2] for op in registry.OPS if op.startswith(RUNTIME)}
     taken = (
         RESERVED

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwright.compiler.ops.registry import Normalise
+from shardwright.compiler.ops.definitions import Normalise
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

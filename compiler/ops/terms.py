@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from shardwright.compiler.ir.op import Arg, IROp, RankRng, WhenTraining
 from shardwright.compiler.ir.size import Size, is_static, product
-from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
     DimRefs,
     FactorKind,
@@ -88,7 +88,7 @@ def define_form(name: str, signature: str) -> str:
     def no_rule(op: IROp) -> NoReturn:
         raise InternalError(f"{op.target} is made by lowering and has no rule")
 
-    return registry.define(f"{RUNTIME}.{name}", signature, f"{RUNTIME}.{name}", no_rule).name
+    return define(f"{RUNTIME}.{name}", signature, f"{RUNTIME}.{name}", no_rule).name
 
 
 def over_count(target: str, factors: Iterable[str], count: Size) -> ParallelForm:

@@ -8,8 +8,19 @@ from fnmatch import fnmatchcase
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import suggestion
 from shardwright.runtime.errors import PlanError
+
+
+def mark_planned(graph: PlannableGraph) -> IRGraph:
+    """The graph with the modules that its plan computes again in the backward marked."""
+    plan = graph.decided
+    if not plan.recompute:
+        return graph
+    stages = stage_of_ops(graph, plan) if plan.stages else {}
+    return mark_recompute(graph, plan.recompute, stages)
 
 
 def mark_recompute(

@@ -40,6 +40,12 @@ class PlannableGraph(IRGraph):
 
     plan: Plan | None = None
 
+    @property
+    def decided(self) -> Plan:
+        """The plan, after a policy has made it."""
+        assert self.plan is not None, f"there is no plan for {self.name} yet"
+        return self.plan
+
     def __str__(self) -> str:
         """One line per operator, with the names of its dims and its rule."""
         return print_graph(self)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import unicodedata
 from collections.abc import Iterable
 
 from shardwright.compiler.ir.dims import ModelDims
@@ -15,13 +16,44 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, allowed, factor_axes, strategies
 from shardwright.compiler.plan.plan import Plan
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 NAMES_SHOWN = 5
 """Of those that a wrong name is part of, or is least unlike."""
 FEW = 20
 """So many names are all shown."""
+
+
+def check_mesh(plan: Plan, config: ComputeConfig) -> None:
+    """Refuse a plan for another number of ranks, or with an axis called ``zero`` or by what is no
+    name. Raises :class:`PlanError`.
+    """
+    if plan.mesh.size != config.plan_ngpus:
+        raise PlanError(
+            "the plan's mesh has another number of ranks than plan_ngpus",
+            why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
+            hint="make the product of the axes equal to plan_ngpus",
+        )
+    axes = dict.fromkeys(
+        axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names
+    )
+    for axis in axes:
+        if not axis.isidentifier() or unicodedata.normalize("NFKC", axis) != axis:
+            raise PlanError(
+                f"the plan's mesh has an axis called {axis!r}",
+                why="layouts and generated code write the names of axes, so they are identifiers "
+                "(in the normal form NFKC)",
+                hint="give the axis another name",
+            )
+    if ZERO in axes:
+        raise PlanError(
+            f"no axis of a plan's mesh is called {ZERO!r}",
+            why="the axis of that name runs over units: along it ZeRO-3 stores parameters in "
+            "pieces",
+            hint="give the axis another name",
+        )
 
 
 def check_names(graph: IRGraph, plan: Plan) -> None:

@@ -13,7 +13,6 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops import registry
 from shardwright.compiler.trace.calls.time_loops import warn_of_unrolled
 from shardwright.compiler.trace.context.autocast_regions import one_autocast, surrounding_dtype
 from shardwright.compiler.trace.context.fakes import (
@@ -71,7 +70,6 @@ def run_once(
     ``known``: inputs whose values it may read. ``dummies``: values that stand for those of some
     dummy arguments, by the names of the inputs, where ``questions`` lets forward look at them.
     """
-    registry.load_tables()  # before tracing replaces functions of torch itself
     with unchanged(module), caches_without_fakes():
         module.train(training)
         run = _Run(module, arguments, dynamic_dims, known, name, questions)

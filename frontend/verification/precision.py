@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shardwright.compiler.ops.tables  # noqa: F401  (they know torch's functions by what their names mean now)
 import shardwright.frontend.parallelize  # noqa: F401  (no table of dtypes may be made while the names are rebound)
-from shardwright.compiler.ops.registry import load_tables
 from shardwright.runtime.arguments import checked
 
 
@@ -68,7 +68,6 @@ def float64_casts(*models: nn.Module) -> Iterator[None]:
     ``def f(x, dtype=torch.float32)``) is reached in the files that the classes of ``models`` come
     from, and nowhere else; C++ code is not, apart from the default dtype.
     """
-    load_tables()  # they know torch's functions by what their names mean now
     names = {name: getattr(torch, name) for name in _WIDER}
     default = torch.get_default_dtype()
     grouped_mm = F.grouped_mm

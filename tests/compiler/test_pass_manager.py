@@ -52,6 +52,19 @@ def test_dumps_are_numbered_and_steps_timed(tmp_path):
     assert all(step.seconds >= 0 for step in manager.report.steps)
 
 
+def test_a_pass_with_nothing_to_do_leaves_no_trace(tmp_path):
+    """What it returns was verified and written before."""
+    given = Number(12)
+    manager = PassManager({Number: check}, {Number: show}, tmp_path / "dump")
+    assert manager.run_all([FunctionPass("same", lambda number: number)] * 2, given) is given
+    assert manager.report.steps == () and not (tmp_path / "dump").exists()
+    assert manager.run_all([Add(-9), FunctionPass("same", lambda n: n), Add(2)], given) == Number(5)
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == [
+        "00-add.txt",
+        "01-add.txt",
+    ]
+
+
 def test_no_dump_folder_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     PassManager({Number: check}, {Number: show}).run(Add(1), Number(1))

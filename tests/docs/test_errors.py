@@ -27,7 +27,6 @@ EXAMPLES = [match.groups() for match in PARTS if match]
 @pytest.fixture(autouse=True)
 def own_place(tmp_path, monkeypatch):
     """A folder to work in, and the registry as it was."""
-    registry.load_tables()
     monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
     monkeypatch.setattr(registry, "CALLABLES", dict(registry.CALLABLES))
     monkeypatch.chdir(tmp_path)

@@ -92,6 +92,24 @@ def test_offline_and_then_loaded(tmp_path):
     assert snapshot(folder) == before
 
 
+def test_every_form_is_written_down(tmp_path):
+    """With a pass that has something to do for every setting; and nothing where files are found."""
+    fields = {"inference_only": True, "constant_folding": True, "outputs": {"": "sharded"}}
+    for folder in ("first", "second"):
+        parallelize(
+            net(), {"x": X}, "tp", config(**fields), gen_savedir=tmp_path, load_module=False,
+            dump=str(tmp_path / folder),
+        )  # fmt: skip
+    written = {
+        folder: [path.name.removesuffix(".txt") for path in sorted((tmp_path / folder).iterdir())]
+        for folder in ("first", "second")
+    }
+    names = "trace fold inference rules dims policy outputs lower emit".split()
+    assert written["first"] == [f"{number:02}-{name}" for number, name in enumerate(names)]
+    assert written["second"] == written["first"][:2]
+    assert '"": "sharded"' not in (tmp_path / "first/05-policy.txt").read_text()
+
+
 def test_a_module_gives_an_object_and_a_class_gives_a_class(tmp_path):
     model = net().eval()
     for module in load_on_ranks(tmp_path, model, act=lambda module: module):

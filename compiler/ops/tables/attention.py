@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import divides, quotient
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
     LocalSizes,
     OpRule,

@@ -23,7 +23,7 @@ from shardwright.compiler.ops.aliases import (
     through,
     without,
 )
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import RuleBuilder, linear_sets
 from shardwright.compiler.ops.tables.pointwise import LINEAR

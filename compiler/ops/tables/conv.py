@@ -13,7 +13,7 @@ from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import quotient
 from shardwright.compiler.ops.aliases import callables
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import annotation, indices, names

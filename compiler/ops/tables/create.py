@@ -13,7 +13,7 @@ import torch
 
 from shardwright.compiler.ir.op import IROp, RankDevice
 from shardwright.compiler.ops.aliases import Kwargs, rewriting, without
-from shardwright.compiler.ops.registry import Normalise, define
+from shardwright.compiler.ops.definitions import Normalise, define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import RuleBuilder, linear_sets, whole_rule
 from shardwright.compiler.ops.terms import local_size

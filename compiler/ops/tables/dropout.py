@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import Normalise, define
+from shardwright.compiler.ops.definitions import Normalise, define
 from shardwright.compiler.ops.rule import OpRule, TensorRefs
 from shardwright.compiler.ops.rule_builder import dim_of, linear_sets
 from shardwright.compiler.ops.terms import (

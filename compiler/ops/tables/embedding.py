@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
 from shardwright.compiler.ops.rule_builder import linear_sets, whole_rule
 from shardwright.compiler.ops.terms import define_form, start_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.stand_ins import all_chosen, only_finite, unclamped
 from shardwright.compiler.ops.tables.pointwise import NONLINEAR
 from shardwright.compiler.ops.terms import RUNTIME

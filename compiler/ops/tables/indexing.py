@@ -15,9 +15,9 @@ import torch
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ops.aliases import Kwargs, callables, methods, rewriting, through
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.index_expressions import Item, pick, read_index, slice_bounds
 from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.rule_builder import (
     FROZEN,

@@ -11,7 +11,7 @@ import torch
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, is_static
 from shardwright.compiler.ops.aliases import callables, functions
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
     DimRefs,
     FactorRef,

@@ -8,7 +8,7 @@ import torch
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, through, without
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import RuleBuilder, broadcast, linear_sets, whole_rule
 

@@ -15,7 +15,7 @@ from torch.nn import _reduction
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, functions, methods, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import annotation, broadcast, indices, names

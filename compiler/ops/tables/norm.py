@@ -12,7 +12,7 @@ from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import product, quotient
 from shardwright.compiler.ops.aliases import callables, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
 from shardwright.compiler.ops.rule_builder import dim_of, linear_sets
 from shardwright.compiler.ops.terms import annotation, define_form, indices, may_be, names

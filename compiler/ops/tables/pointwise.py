@@ -20,8 +20,8 @@ from shardwright.compiler.ops.aliases import (
     through,
     without,
 )
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import RuleBuilder, broadcast, linear_sets
 

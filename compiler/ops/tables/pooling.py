@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, through, without
 from shardwright.compiler.ops.annotation import parse_rule
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import annotation, names

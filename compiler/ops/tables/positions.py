@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, methods, through
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import FROZEN, RuleBuilder, all_dims, dim_of, linear_sets
 

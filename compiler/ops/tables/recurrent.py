@@ -9,7 +9,7 @@ import torch
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.rule_builder import whole_rule
 from shardwright.compiler.ops.terms import DRAWN, RUNTIME, annotation, define_form, drawn, may_be

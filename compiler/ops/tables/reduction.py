@@ -18,8 +18,8 @@ from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.aliases import callables, functions, through, without
 from shardwright.compiler.ops.annotation import parse_rule
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule, ParallelFactor, ParallelForm
 from shardwright.compiler.ops.rule_builder import RuleBuilder, all_dims, dim_of, linear_sets
 from shardwright.compiler.ops.terms import annotation, broadcast, define_form, names, over_count

@@ -12,8 +12,8 @@ import torch
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ops.aliases import Kwargs, callables, getter, methods, rewriting, through
+from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.opdef import RuleMaker
-from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, Localise, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.rule_builder import (
     FROZEN,

@@ -19,9 +19,9 @@ from odd_text import AWKWARD, AXES, CONSTANTS, NAMES, PLAIN, Texts
 from torch import Tensor, nn
 
 from shardwright.compiler.codegen.literals import source
-from shardwright.compiler.compile import check_mesh
 from shardwright.compiler.ir.identifier import axis_variable, identifier
 from shardwright.compiler.ir.quote import comment, docstring, quoted, quoted_with_layer
+from shardwright.compiler.plan.check import check_mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, TraceError

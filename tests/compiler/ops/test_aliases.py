@@ -99,7 +99,6 @@ OWN_ARGUMENTS: dict[Any, tuple[Any, ...]] = {
 
 
 def aliases() -> list[Any]:
-    registry.load_tables()
     tables = [
         f"shardwright.compiler.ops.tables.{name}"
         for name in ("shape", "joining", "positions", "indexing", "cast")

@@ -126,7 +126,6 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
 
 
 def pointwise_aliases() -> list[Any]:
-    registry.load_tables()
     table = "shardwright.compiler.ops.tables.pointwise"
     names = {name for name, opdef in registry.OPS.items() if opdef.rule.__module__ == table}
     found = [

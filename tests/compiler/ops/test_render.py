@@ -28,7 +28,6 @@ def text(arg: object) -> str:
 
 
 def call(opdef: OpDef, **args: object) -> tuple[str, set[str]]:
-    registry.load_tables()
     registry.OPS["test_op"] = opdef
     try:
         op = IROp("o", "test_op", tuple(args.items()), (X,))

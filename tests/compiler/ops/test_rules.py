@@ -108,7 +108,6 @@ def test_rule_holds_on_two_axes(
 
 
 def test_every_operator_has_an_example() -> None:
-    registry.load_tables()
     operators = {
         name
         for name, opdef in registry.OPS.items()

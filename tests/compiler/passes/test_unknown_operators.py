@@ -37,7 +37,6 @@ class Doubled(nn.Module):
 @pytest.fixture
 def registered(monkeypatch):
     """Forget afterwards what a test registers."""
-    registry.load_tables()
     monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
     monkeypatch.setattr(registry, "CALLABLES", dict(registry.CALLABLES))
 

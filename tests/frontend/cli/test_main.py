@@ -133,8 +133,11 @@ def test_compile_and_load(run, folder):
         "00-trace.txt",
         "01-rules.txt",
         "02-dims.txt",
-        "03-lower.txt",
+        "03-policy.txt",
+        "04-lower.txt",
+        "05-emit.txt",
     ]
+    assert Path("passes/05-emit.txt").read_text().startswith("==== gencode0.py\n")
     model = net()  # made once: the ranks are threads, and draw from one generator
     results = run_ranks(2, lambda rank: parallelize(model, {"x": X}, "tp", config())(X))
     torch.testing.assert_close(results[0], model(X), rtol=0, atol=1e-12)

@@ -201,7 +201,6 @@ def test_the_order_of_arguments_is_in_the_key() -> None:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget afterwards what a test registers."""
-    registry.load_tables()
     monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
     monkeypatch.setattr(registry, "CALLABLES", dict(registry.CALLABLES))
 

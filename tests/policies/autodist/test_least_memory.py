@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from plans import annotated, traced, zoo_graph
 from torch import Tensor, nn
 
-from shardwright.compiler.compile import compile_graph, without_gradients
+from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.rank_memory import CATEGORIES
+from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.candidates.found import Found

@@ -9,20 +9,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwright.runtime.original_names import ORIGINAL_FUNCTION_NAMES
+
 if TYPE_CHECKING:
+    from shardwright.compiler.cost.machine.hardware import load_hardware
     from shardwright.compiler.ir.graph import IRGraph
     from shardwright.compiler.ops.register import register_op
     from shardwright.compiler.plan.plan import Plan
     from shardwright.frontend.parallelize import parallelize
     from shardwright.frontend.search_plan import search_plan
+    from shardwright.frontend.verification.verify import verify
     from shardwright.policies.registry import register_policy
     from shardwright.runtime.checkpoint.deduped import deduped_state_dict, load_deduped_state_dict
     from shardwright.runtime.checkpoint.load import load_checkpoint
     from shardwright.runtime.checkpoint.merge_files import merge_checkpoint, read_checkpoint
+    from shardwright.runtime.checkpoint.merged import load_merged_state_dicts, merge_state_dicts
     from shardwright.runtime.checkpoint.merged import (
-        load_merged_state_dict,
-        load_merged_state_dicts,
-        merge_state_dicts,
+        load_merged_state_dicts as load_merged_state_dict,
     )
     from shardwright.runtime.checkpoint.pretrained import export_pretrained, load_pretrained
     from shardwright.runtime.checkpoint.save import save_checkpoint
@@ -87,6 +90,7 @@ __all__ = [
     "load_checkpoint",
     "load_class",
     "load_deduped_state_dict",
+    "load_hardware",
     "load_merged_state_dict",
     "load_merged_state_dicts",
     "load_pretrained",
@@ -99,6 +103,7 @@ __all__ = [
     "run_ranks",
     "save_checkpoint",
     "search_plan",
+    "verify",
 ]
 
 _MODULES = {
@@ -133,6 +138,7 @@ _MODULES = {
     "load_checkpoint": "shardwright.runtime.checkpoint.load",
     "load_class": "shardwright.runtime.loader",
     "load_deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
+    "load_hardware": "shardwright.compiler.cost.machine.hardware",
     "load_merged_state_dict": "shardwright.runtime.checkpoint.merged",
     "load_merged_state_dicts": "shardwright.runtime.checkpoint.merged",
     "load_pretrained": "shardwright.runtime.checkpoint.pretrained",
@@ -145,6 +151,7 @@ _MODULES = {
     "run_ranks": "shardwright.runtime.ranks.threads",
     "save_checkpoint": "shardwright.runtime.checkpoint.save",
     "search_plan": "shardwright.frontend.search_plan",
+    "verify": "shardwright.frontend.verification.verify",
 }
 
 
@@ -152,7 +159,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    value = getattr(import_module(_MODULES[name]), ORIGINAL_FUNCTION_NAMES.get(name, name))
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,83 @@ from shardwright.runtime.ranks.threads import ThreadWorld
 from shardwright.runtime.ranks.world import World, current_world, world_of_thread
 
 Choice = TypeVar("Choice", bound=Enum)
+
+
+# What comes back depends on what is given: a module, a class, or nothing to be loaded.
+@overload
+def parallelize(
+    module_or_module_class: nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | PolicyFunction,
+    compute_config: ComputeConfig | Mapping[str, Any],
+    *,
+    gen_savedir: str | Path = ...,
+    reuse: ReuseType | str = ...,
+    instance_name: str | None = ...,
+    load_module: Literal[True] = ...,
+    module_dtype: torch.dtype | None = ...,
+    module_fn: Callable[[], nn.Module] | None = ...,
+    init_module_params: bool = ...,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
+    dump: str | Path | None = ...,
+) -> ParallelModule: ...
+
+
+@overload
+def parallelize(
+    module_or_module_class: type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | PolicyFunction,
+    compute_config: ComputeConfig | Mapping[str, Any],
+    *,
+    gen_savedir: str | Path = ...,
+    reuse: ReuseType | str = ...,
+    instance_name: str | None = ...,
+    load_module: Literal[True] = ...,
+    module_dtype: torch.dtype | None = ...,
+    module_fn: Callable[[], nn.Module] | None = ...,
+    init_module_params: bool = ...,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
+    dump: str | Path | None = ...,
+) -> type[ParallelModule]: ...
+
+
+@overload
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | PolicyFunction,
+    compute_config: ComputeConfig | Mapping[str, Any],
+    *,
+    gen_savedir: str | Path = ...,
+    reuse: ReuseType | str = ...,
+    instance_name: str | None = ...,
+    load_module: Literal[False],
+    module_dtype: torch.dtype | None = ...,
+    module_fn: Callable[[], nn.Module] | None = ...,
+    init_module_params: bool = ...,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
+    dump: str | Path | None = ...,
+) -> None: ...
+
+
+@overload
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | PolicyFunction,
+    compute_config: ComputeConfig | Mapping[str, Any],
+    *,
+    gen_savedir: str | Path = ...,
+    reuse: ReuseType | str = ...,
+    instance_name: str | None = ...,
+    load_module: bool = ...,
+    module_dtype: torch.dtype | None = ...,
+    module_fn: Callable[[], nn.Module] | None = ...,
+    init_module_params: bool = ...,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
+    dump: str | Path | None = ...,
+) -> ParallelModule | type[ParallelModule] | None: ...
 
 
 @checked

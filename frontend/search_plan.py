@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
-from shardwright.frontend.files.module_source import in_dtype
+from shardwright.frontend.files.module_source import ModuleSource, in_dtype
 from shardwright.policies.autodist.candidates.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import (
@@ -103,21 +103,25 @@ class SearchedPlan:
     """
 
     plan: Plan
-    dummy_args: Mapping[str, Any]
+    dummy_forward_args: Mapping[str, Any]
     variant: Variant
 
 
 @checked
 def search_plan(
-    module: nn.Module,
-    dummy_args: Mapping[str, Any],
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     module_dtype: torch.dtype | None = None,
+    module_fn: Callable[[], nn.Module] | None = None,
 ) -> SearchedPlan:
     """Search for the best plan, as policy ``autodist`` with the options in ``pas_config`` of
-    ``compute_config`` does, and compile nothing. ``module_dtype``: as if the module had been cast
-    to this dtype; the module given stays as it is.
+    ``compute_config`` does, and compile nothing.
+
+    The arguments are those of :func:`parallelize`. ``module_dtype``: as if the module had been cast
+    to this dtype; the module given stays as it is. ``module_fn``: makes the module where a class is
+    given.
 
     With the option ``global_batch``, the samples of a step, the size of a microbatch is searched
     too: the module is traced once for every size, with the dummy arguments repeated or cut to it.
@@ -125,10 +129,10 @@ def search_plan(
     they divide a unit's share). ``batch_dims`` says which dim of an input counts samples,
     ``{"input_ids": 0, "labels": 0}``, where it cannot be told. What is found is used as in::
 
-        found = search_plan(model, dummy_args, config)
+        found = search_plan(model, dummy_forward_args, config)
         Path("plan.json").write_text(found.plan.dumps())
         saved = replace(config, pas_config={"load_plan": "plan.json"})
-        parallelize(model, found.dummy_args, "saved", saved)
+        parallelize(model, found.dummy_forward_args, "saved", saved)
 
     and a step has ``found.plan.batch.num_microbatches`` microbatches of
     ``found.plan.batch.samples`` samples on every unit.
@@ -139,7 +143,10 @@ def search_plan(
         PlanError: nothing fits, or constraints name what the model does not have.
     """
     asked = PlanSearch.of(
-        module, dummy_args, ComputeConfig.of(compute_config), module_dtype=module_dtype
+        ModuleSource.of(module_or_module_class, module_fn).make(),
+        dummy_forward_args,
+        ComputeConfig.of(compute_config),
+        module_dtype=module_dtype,
     )
     found = asked.settled(asked.run())
     save(asked.options, found.plan)

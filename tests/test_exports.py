@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardwright
+from shardwright.runtime.original_names import ORIGINAL_FUNCTION_NAMES
 
 SOURCE = Path(__file__).resolve().parent.parent / "__init__.py"
 
@@ -26,7 +27,10 @@ def test_every_public_name_is_there(name):
 def test_the_three_lists_of_names_agree():
     tree = ast.parse(SOURCE.read_text())
     typed = next(node for node in tree.body if isinstance(node, ast.If))
-    from_imports = {alias.name: node.module for node in typed.body for alias in node.names}
+    aliases = [(alias, node.module) for node in typed.body for alias in node.names]
+    from_imports = {alias.asname or alias.name: module for alias, module in aliases}
+    renamed = {alias.asname: alias.name for alias, _ in aliases if alias.asname}
+    assert renamed == ORIGINAL_FUNCTION_NAMES
     assert from_imports == shardwright._MODULES
     assert sorted({*shardwright._MODULES, "__version__"}) == sorted(shardwright.__all__)
 

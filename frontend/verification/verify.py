@@ -158,10 +158,10 @@ MOST_STEPS = 10_000
 
 @checked
 def verify(
-    model: nn.Module,
-    dummy_args: Mapping[str, Any],
-    policy: str | PolicyFunction,
-    config: ComputeConfig | Mapping[str, Any],
+    module: nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | PolicyFunction,
+    compute_config: ComputeConfig | Mapping[str, Any],
     *,
     inputs_per_unit: Sequence[Mapping[str, Any]] | None = None,
     steps: int = 3,
@@ -169,11 +169,12 @@ def verify(
     directory: Path | None = None,
     num_samples: int | None = None,
 ) -> VerifyReport:
-    """Train ``model`` for ``steps`` steps under the plan and on one device, and compare.
+    """Train ``module`` for ``steps`` steps under the plan and on one device, and compare.
 
     ``inputs_per_unit``: the inputs of every unit (default: the dummy ones, rolled along the batch).
+    ``optimizer``: a function of the parameters to train with (default: AdamW).
     ``directory``: where the files go (default: a temporary folder). ``num_samples``: how many a
-    step of an end2end module accumulates (default: two, or what its schedule says). The model is
+    step of an end2end module accumulates (default: two, or what its schedule says). The module is
     left as it was.
 
     Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values, or
@@ -194,13 +195,13 @@ def verify(
                 f"{name}={brief(number)} is too many to compare",
                 hint=f"compare at most {MOST_STEPS:,}",
             )
-    config = ComputeConfig.of(config)
-    model = model_in_float64(model)
-    dummy_args = in_float64(dummy_args)
+    config = ComputeConfig.of(compute_config)
+    model = model_in_float64(module)
+    dummy_args = in_float64(dummy_forward_args)
     units = config.runtime_ngpus // config.plan_ngpus
     with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
         folder = directory or Path(temporary)
-        compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
+        compiled = compile_into(folder / "plan", model, dummy_args, pas_policy, config)
         num_samples = _num_samples(compiled, config) if num_samples is None else num_samples
         given = inputs_per_unit or [
             rolled(dummy_args, unit, config.constants) for unit in range(units)
@@ -223,7 +224,7 @@ def verify(
         if _random_state() != before:
             compared_with = "its program on one rank, as the model draws random numbers"
             config = replace(config, rng="plan_independent")
-            compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
+            compiled = compile_into(folder / "plan", model, dummy_args, pas_policy, config)
             single = replace(
                 config, plan_ngpus=1, runtime_ngpus=units, rank_order=None, pas_config={}
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.runtime.module.original_names import parameter_names
+from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region

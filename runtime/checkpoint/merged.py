@@ -114,10 +114,6 @@ def load_merged_state_dicts(
         optimizer.load_state_dict(own_state)
 
 
-load_merged_state_dict = load_merged_state_dicts
-"""The same function, under its singular name."""
-
-
 class _RankState:
     """One rank's state dict of a module, with what its extra states say about the pieces."""
 

@@ -22,7 +22,7 @@ from shardwright.runtime.arguments import checked
 from shardwright.runtime.bucket import Named
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.module.original_names import parameter_names
+from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.ranks.failures import concerning
 from shardwright.runtime.training.clipping import clip_by_norm
 from shardwright.runtime.training.gradients import TrainedModel

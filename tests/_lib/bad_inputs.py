@@ -712,11 +712,13 @@ def compile_targets(folder: Path) -> list[Target]:
         "gen_savedir": folder / "compiled", "reuse": "moo", "load_module": False,
     }  # fmt: skip
     search = {
-        "module": model,
-        "dummy_args": ARGS,
+        "module_or_module_class": model,
+        "dummy_forward_args": ARGS,
         "compute_config": {**CONFIG, "pas_config": {"hardware": "cpu"}},
     }
-    check = {"model": model, "dummy_args": ARGS, "policy": "dp", "config": config, "steps": 1}
+    check = {
+        "module": model, "dummy_forward_args": ARGS, "pas_policy": "dp", "compute_config": config, "steps": 1,
+    }  # fmt: skip
     return [
         Target("compile", "parallelize", shardwright.parallelize, lambda: dict(compile_good)),
         Target("compile", "search_plan", shardwright.search_plan, lambda: dict(search)),

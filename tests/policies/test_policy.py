@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from shardwright.policies.original_names import ORIGINAL_OPTION_NAMES
+from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES
 from shardwright.policies.policy import NoOptions, Policy, read_options
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

@@ -62,7 +62,7 @@ def searched(name: str, config: ComputeConfig) -> SearchedPlan:
 
 
 def compiled(name: str, found: SearchedPlan, config: ComputeConfig) -> Compiled:
-    graph = shared_trace(name, zoo.get(name).build(), found.dummy_args)
+    graph = shared_trace(name, zoo.get(name).build(), found.dummy_forward_args)
     return compile_graph(graph, lambda g, c: found.plan, config, policy_name="autodist")
 
 
@@ -148,11 +148,11 @@ def test_microbatches_chosen_train_like_one_device(tmp_path: Path) -> None:
     found = searched("gpt2", config)
     assert found.plan.stages and found.plan.batch is not None and found.plan.num_microbatches == 2
     report = verify(
-        entry.build(), found.dummy_args, lambda graph, config: found.plan, config, steps=2
+        entry.build(), found.dummy_forward_args, lambda graph, config: found.plan, config, steps=2
     )
     assert report.ok, str(report)
     (tmp_path / "plan.json").write_text(found.plan.dumps())
-    graph = planning.graph_of(entry.build(), dict(found.dummy_args))
+    graph = planning.graph_of(entry.build(), dict(found.dummy_forward_args))
     plan = load_plan(
         SavedOptions(load_plan=str(tmp_path / "plan.json"), num_microbatches=6), graph, config
     )
@@ -178,11 +178,11 @@ def test_a_plan_in_a_file_keeps_its_stage_and_its_microbatches(tmp_path: Path) -
         (directory,) = {file.parent for file in tmp_path.rglob("manifest.json")}
         return Manifest.read(directory)
 
-    assert compile_saved("auto", found.dummy_args).zero_stage == 2
-    made = compile_saved(2, found.dummy_args)
+    assert compile_saved("auto", found.dummy_forward_args).zero_stage == 2
+    made = compile_saved(2, found.dummy_forward_args)
     assert made.zero_stage is None and made.config is not None and made.config.zero_stage == 2
     with pytest.raises(PlanError) as caught:
-        compile_saved(0, found.dummy_args)
+        compile_saved(0, found.dummy_forward_args)
     assert str(caught.value) == (
         "the plan was chosen for stage 2 of ZeRO\n"
         "  why:   use_zero is 0, and time and memory of the plan are those of stage 2\n"

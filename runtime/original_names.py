@@ -1,8 +1,17 @@
-"""What nnScaler calls the options of ``pas_config``, for those who come from there."""
+"""What nnScaler calls things that have another name here, for those who come from there. This is
+the only place that knows such names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+ORIGINAL_FUNCTION_NAMES: Mapping[str, str] = {
+    "load_merged_state_dict": "load_merged_state_dicts",
+}
+"""nnScaler's names of functions: ``shardwright.load_merged_state_dict`` is the function that is
+called ``load_merged_state_dicts`` here.
+"""
 
 ORIGINAL_OPTION_NAMES: Mapping[str, str] = {
     "pipeline_nmicros": "num_microbatches",

@@ -23,7 +23,7 @@ from shardwright.compiler.passes.draws import draw_pieces
 from shardwright.compiler.passes.identities import without_identities
 from shardwright.compiler.passes.lower_planned import lower_planned
 from shardwright.compiler.passes.lower_stages import verify_pipeline
-from shardwright.compiler.passes.print_program import print_program
+from shardwright.compiler.passes.print_program import print_pipeline, print_program
 from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.settle import SettleOutputs, SettleZero
@@ -86,9 +86,7 @@ def pass_manager(**options: Any) -> PassManager:
             IRGraph: print_graph,
             PlannableGraph: _print_planned,
             Program: print_program,
-            PipelineProgram: lambda program: "\n\n".join(
-                print_program(p) for body in program.bodies for p in body.programs
-            ),
+            PipelineProgram: print_pipeline,
             EmittedFiles: print_files,
         },
         **options,

@@ -6,6 +6,7 @@ from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import call_source
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Adapt, Program
 
 
@@ -38,6 +39,22 @@ def print_program(program: Program) -> str:
     if program.eval_program is not None:
         lines += ["in evaluation:", print_program(program.eval_program)]
     return "\n".join(lines)
+
+
+def print_pipeline(pipeline: PipelineProgram) -> str:
+    """The programs of all stages, each under its number and its ranks, and what goes where."""
+    blocks = []
+    for stage, program, planned in zip(
+        pipeline.stages, pipeline.programs, pipeline.plan.stages, strict=True
+    ):
+        ranks = f"rank{'s' if len(planned.ranks) > 1 else ''} {', '.join(map(str, planned.ranks))}"
+        lines = [f"stage {stage.index} on {ranks}"]
+        lines += [f"  receive {value.name} from stage {source}" for value, source in stage.receives]
+        lines += [f"  send {value.name} to stage {target}" for value, target in stage.sends]
+        blocks.append("\n".join((*lines, print_program(program))))
+    if pipeline.eval_program is not None:
+        blocks += ["in evaluation:", print_pipeline(pipeline.eval_program)]
+    return "\n\n".join(blocks)
 
 
 def _returned(output: Tree) -> str:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from live_bytes import kept_by, peak_mib
 from models import GPT
 from pairs import compare
 from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from step_time import LEARNING_RATE, SEQ_LENGTH, VOCAB_SIZE, Step, make_batch, stepper
+from storage_bytes import kept_by, peak_mib
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE
 
 PolicyFunction = Callable[[PlannableGraph, ComputeConfig], Any]
 """Takes the graph, with rules and dims, and the config; returns the graph with its plan applied, or

@@ -8,7 +8,7 @@ import math
 
 from shardwright.compiler.schedule.simulate import Timeline
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.schedule import ScheduleAction
+from shardwright.runtime.schedule_actions import ScheduleAction
 
 IDLE = "·"
 

@@ -28,7 +28,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.json_text import parse_json
-from shardwright.runtime.schedule import ScheduleAction, parse_action
+from shardwright.runtime.schedule_actions import ScheduleAction, parse_action
 
 FORMAT = 1
 """The version of the JSON form."""

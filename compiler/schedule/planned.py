@@ -8,7 +8,7 @@ from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction, parse_actions
 
 
 def planned_schedule(plan: Plan) -> Schedule:

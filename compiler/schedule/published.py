@@ -28,7 +28,7 @@ from shardwright.compiler.schedule.schedule import (
 )
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, brief, did_you_mean
-from shardwright.runtime.schedule import MOST_CELLS, ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import MOST_CELLS, ActionKind, ScheduleAction
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.runtime.arguments import checked_fields
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 RankActions = tuple[ScheduleAction, ...]
 """What one rank does, in order."""

@@ -12,7 +12,7 @@ from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.waits import Position, Waits, run_order, waits_of
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 
 @checked_fields

@@ -12,7 +12,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.waits import run_order, waits_of
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, brief
-from shardwright.runtime.schedule import MOST_CELLS, ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import MOST_CELLS, ActionKind, ScheduleAction
 
 MAX_LISTED = 8
 """How many missing actions an error names."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 Position = tuple[int, int]
 """A rank and the index of one of its actions."""

@@ -20,7 +20,12 @@ from rich.text import Text
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
-from shardwright.frontend.cli.request import add_model, make_console, read_dtype, read_plan_request
+from shardwright.frontend.cli.model_arguments import (
+    add_model,
+    make_console,
+    read_dtype,
+    read_plan_request,
+)
 from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.files.cache import generated_directory, read_plan
 from shardwright.frontend.files.module_files import Generated, Order, generate

@@ -14,15 +14,15 @@ import torch
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.time.operator_file import dumps_times, load_times, times_file
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace import trace
 from shardwright.frontend.calibrate.profile import profile
-from shardwright.frontend.cli.request import (
+from shardwright.frontend.cli.model_arguments import (
     add_machine,
     add_model,
     make_console,

@@ -12,7 +12,7 @@ from rich.table import Table
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Certificate
-from shardwright.frontend.cli.request import (
+from shardwright.frontend.cli.model_arguments import (
     add_machine,
     add_model_target,
     add_ranks,

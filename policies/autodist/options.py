@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.candidates import AXIS_NAMES
 from shardwright.policies.autodist.candidates.degrees import check_degrees

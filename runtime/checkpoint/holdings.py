@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region
 

@@ -15,7 +15,7 @@ from shardwright.runtime.pipeline.backward import SplitBackward
 from shardwright.runtime.pipeline.segment import Transfer
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
 from shardwright.runtime.recompute import num_recomputed
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 from shardwright.runtime.training.reducer import Reducer
 
 Leaves = dict[str, Tensor]

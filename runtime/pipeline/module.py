@@ -74,7 +74,7 @@ from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import UNITS, AxisGroup, RankMesh
 from shardwright.runtime.ranks.messages import STAGES, Messages
 from shardwright.runtime.ranks.world import World
-from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction, parse_actions
 from shardwright.runtime.training.gradnorm import counts_here
 
 

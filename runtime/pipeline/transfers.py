@@ -4,7 +4,7 @@ between stages of one rank.
 Messages from one rank to another are one channel (see :mod:`~shardwright.runtime.ranks.messages`).
 The sender sends what an action made right after it, in the order of ``(receiving stage, name,
 box)``. A receiver knows the actions of its peers, so it posts the receives of each channel in the
-order in which its peer sends, as far ahead as :data:`~shardwright.runtime.schedule.AHEAD` says, and
+order in which its peer sends, as far ahead as :data:`~shardwright.runtime.schedule_actions.AHEAD` says, and
 further where a message it needs comes after others of the channel.
 
 What is sent must live until it is gone, and not every transport tells when that is: gloo does so to
@@ -28,7 +28,7 @@ from shardwright.runtime.pipeline.segment import Segment, Transfer, box_shape, p
 from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.messages import Messages, Sending
-from shardwright.runtime.schedule import AHEAD, PAYLOADS, Payload, ScheduleAction
+from shardwright.runtime.schedule_actions import AHEAD, PAYLOADS, Payload, ScheduleAction
 from shardwright.runtime.transfer import Box
 
 

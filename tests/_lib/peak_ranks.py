@@ -21,8 +21,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
 from shardwright.compiler.cost.memory.step_memory import program_memory
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.parallelize import parallelize

@@ -10,7 +10,7 @@ from random import Random
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -6,11 +6,11 @@ from typing import Literal
 
 import pytest
 
-from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES
 from shardwright.policies.policy import NoOptions, Policy, read_options
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.schedule.planned import schedule_of_step
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT_GRADIENT, WEIGHT_GRADIENT = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

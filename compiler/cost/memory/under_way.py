@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.runtime.schedule import AHEAD, PAYLOADS, Payload, ScheduleAction
+from shardwright.runtime.schedule_actions import AHEAD, PAYLOADS, Payload, ScheduleAction
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.compiler.cost.local_calls import estimated_size, local_shape
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_step import STEP_TEMPORARIES, StepProduct
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Layout, Mesh

@@ -36,7 +36,7 @@ from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import Span, StageTimes, simulate
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Atom
-from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.schedule_actions import ActionKind
 from shardwright.runtime.transfer import Holding, pieces
 from shardwright.runtime.zero.settings import ReductionSettings
 

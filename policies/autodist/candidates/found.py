@@ -14,7 +14,7 @@ from shardwright.policies.autodist.candidates.space import Placed, Wish
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.schedule_actions import ActionKind
 
 Whereabouts = tuple[int, Mesh, int]
 """A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""

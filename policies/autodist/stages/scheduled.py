@@ -44,7 +44,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.waits import run_order, waits_of
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.menu import Tables, ranges
-from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.schedule_actions import ActionKind
 
 MAX_ROUNDS = 120
 """How many splits are looked at for one bound."""

@@ -18,7 +18,7 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import simulate
 from shardwright.compiler.schedule.validate import validate
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.schedule_actions import ActionKind
 
 
 def approx(value: float) -> object:

@@ -18,7 +18,7 @@ from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.validate import validate
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ScheduleAction, parse_actions
+from shardwright.runtime.schedule_actions import ScheduleAction, parse_actions
 
 seeds = st.integers(0, 2**32 - 1).map(Random)
 

@@ -8,7 +8,7 @@ from shardwright.runtime.pipeline.segment import Transfer
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
 from shardwright.runtime.ranks.messages import Messages
 from shardwright.runtime.ranks.world import SoloWorld
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction
 
 
 def test_a_value_that_another_device_casts_and_the_cpu_does_not() -> None:

@@ -16,8 +16,8 @@ from zero_training import Muonlike
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_step import StepProduct, work_of_step
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

@@ -21,8 +21,8 @@ from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.cost.memory.trained import Trained, most_state_bytes, updated_shares
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.time.exchange_time import WHOLES, Exchange, exchange_of
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.zero import units_of_storage

@@ -15,8 +15,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.extrapolation import OPTIMIZER_PASS, largest_message
 from shardwright.compiler.passes.lower import lower

@@ -17,8 +17,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.books import Books
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.overlap import buckets_of
 from shardwright.compiler.plan.program import Program

@@ -21,7 +21,7 @@ from shardwright.compiler.schedule.simulate import StageTimes
 from shardwright.compiler.trace.entry import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.schedule_actions import ActionKind
 
 FLOPS, BYTES = 1e9, 1e9
 HARDWARE = Hardware(

@@ -9,8 +9,8 @@ import pytest
 from planning import mesh_of, slow_machine
 from plans import zoo_graph
 
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.time.exchange_time import WHOLES
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.outputs import output_wishes

@@ -15,7 +15,7 @@ from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import Stage
-from shardwright.runtime.schedule import ActionKind
+from shardwright.runtime.schedule_actions import ActionKind
 
 Choice = list[int | None]
 """By block the way in which it is computed again."""

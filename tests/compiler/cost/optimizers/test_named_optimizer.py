@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.memory.step_memory import program_memory
+from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory, state_bytes
-from shardwright.compiler.cost.optimizers.optimizer_state import NamedOptimizer
 from shardwright.policies.autodist.placement.place import Placement, place
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

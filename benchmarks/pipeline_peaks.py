@@ -1,7 +1,7 @@
 """What a pipelined training step holds at most, beside ``torch.distributed.pipelining`` with the
 same schedule and stages.
 
-    python benchmarks/pipeline_memory.py [--ranks 2] [--only 1f1b]
+    python benchmarks/pipeline_peaks.py [--ranks 2] [--only 1f1b]
 
 The model and the settings are those of ``pipeline_step.py``. Peak bytes of live tensors on each
 rank, counted at every operator of the third step: parameters, gradients, optimizer state, samples,
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from pipeline_step import PEERS, ours, peers
+from storage_bytes import LiveBytes
 from torch import Tensor
 
 

@@ -1,7 +1,7 @@
 """What a training step with split optimizer state costs, beside the same step made with PyTorch's
 own parts.
 
-    python benchmarks/optimizer_step.py [--pairs 20] [--only zero1-ddp]
+    python benchmarks/split_optimizer_step.py [--pairs 20] [--only zero1-ddp]
 
 The model, the batch and the rules are those of step_time.py: 2 ranks, policy dp, AdamW, float32,
 gloo, one thread per rank.
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from live_bytes import kept_by, peak_mib
 from pairs import compare
 from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from step_time import LEARNING_RATE, Step, make_batch, make_model, stepper
+from storage_bytes import kept_by, peak_mib
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer

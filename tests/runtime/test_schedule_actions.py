@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_action, parse_actions
+from shardwright.runtime.schedule_actions import (
+    ActionKind,
+    ScheduleAction,
+    parse_action,
+    parse_actions,
+)
 
 numbers = st.integers(0, 2000)
 drawn = st.builds(ScheduleAction, st.sampled_from(ActionKind), numbers, numbers)

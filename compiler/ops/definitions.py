@@ -1,6 +1,7 @@
 """The operators as the tables define them: by canonical name, and by the callables that mean them.
 
-Whoever looks an operator up asks :mod:`shardwright.compiler.ops.registry`, which has read the tables.
+Those who look an operator up ask :mod:`shardwright.compiler.ops.registry`, which has read the
+tables.
 """
 
 from __future__ import annotations

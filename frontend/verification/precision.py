@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import shardwright.compiler.ops.tables  # noqa: F401  (they know torch's functions by what their names mean now)
+import shardwright.compiler.ops.tables  # (they know torch's functions by what their names mean now)
 import shardwright.frontend.parallelize  # noqa: F401  (no table of dtypes may be made while the names are rebound)
 from shardwright.runtime.arguments import checked
 

@@ -104,7 +104,7 @@ def test_every_form_is_written_down(tmp_path):
         folder: [path.name.removesuffix(".txt") for path in sorted((tmp_path / folder).iterdir())]
         for folder in ("first", "second")
     }
-    names = "trace fold inference rules dims policy outputs lower emit".split()
+    names = ["trace", "fold", "inference", "rules", "dims", "policy", "outputs", "lower", "emit"]
     assert written["first"] == [f"{number:02}-{name}" for number, name in enumerate(names)]
     assert written["second"] == written["first"][:2]
     assert '"": "sharded"' not in (tmp_path / "first/05-policy.txt").read_text()

@@ -31,7 +31,7 @@ from shardwright.compiler.plan.program import Program
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief
-from shardwright.runtime.schedule import MOST_CELLS
+from shardwright.runtime.schedule_actions import MOST_CELLS
 from shardwright.runtime.zero.settings import ReductionSettings
 
 __all__ = ["Activity", "PlanCost", "RankCost", "audit"]

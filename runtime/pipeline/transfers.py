@@ -4,7 +4,7 @@ between stages of one rank.
 Messages from one rank to another are one channel (see :mod:`~shardwright.runtime.ranks.messages`).
 The sender sends what an action made right after it, in the order of ``(receiving stage, name,
 box)``. A receiver knows the actions of its peers, so it posts the receives of each channel in the
-order in which its peer sends, as far ahead as :data:`~shardwright.runtime.schedule_actions.AHEAD` says, and
+order in which its peer sends, as far ahead as ``schedule_actions.AHEAD`` says, and
 further where a message it needs comes after others of the channel.
 
 What is sent must live until it is gone, and not every transport tells when that is: gloo does so to

@@ -717,7 +717,8 @@ def compile_targets(folder: Path) -> list[Target]:
         "compute_config": {**CONFIG, "pas_config": {"hardware": "cpu"}},
     }
     check = {
-        "module": model, "dummy_forward_args": ARGS, "pas_policy": "dp", "compute_config": config, "steps": 1,
+        "module": model, "dummy_forward_args": ARGS, "pas_policy": "dp", "compute_config": config,
+        "steps": 1,
     }  # fmt: skip
     return [
         Target("compile", "parallelize", shardwright.parallelize, lambda: dict(compile_good)),

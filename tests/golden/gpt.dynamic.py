@@ -83,6 +83,7 @@ class GPT(ParallelModule):
     def blocks_block(self, block, layer, x, batch, seq):
         """``block`` is one of ``blocks``, number ``layer``."""
         dp = self.axis("dp")
+        local_batch = dp.local_size(batch)
 
         # block
         norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:38
@@ -90,8 +91,7 @@ class GPT(ParallelModule):
         # attention
         # [batch/dp, seq, qkv * heads * head_dim]  tiny_gpt.py:23
         attention_qkv = F.linear(norm1, block.attention.qkv.weight, block.attention.qkv.bias)
-        # [batch/dp, seq, qkv, heads, head_dim]  tiny_gpt.py:23
-        attention_qkv_1 = attention_qkv.view(dp.local_size(batch), seq, 3, 4, 4)
+        attention_qkv_1 = attention_qkv.view(local_batch, seq, 3, 4, 4)  # [batch/dp, seq, qkv, heads, head_dim]  tiny_gpt.py:23
         attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch/dp, heads, seq, head_dim]  tiny_gpt.py:24
         # each [batch/dp, heads, seq, head_dim]  tiny_gpt.py:24
         attention_query, attention_key, attention_value = attention_permute.unbind()
@@ -99,7 +99,7 @@ class GPT(ParallelModule):
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
         attention_transpose = attention_mixed.transpose(1, 2)  # [batch/dp, seq, heads, head_dim]  tiny_gpt.py:26
         # [batch/dp, seq, heads * head_dim]  tiny_gpt.py:26
-        attention_reshape = attention_transpose.reshape(dp.local_size(batch), seq, 16)
+        attention_reshape = attention_transpose.reshape(local_batch, seq, 16)
         # [batch/dp, seq, hidden]  tiny_gpt.py:26
         attention_out = F.linear(attention_reshape, block.attention.out.weight, block.attention.out.bias)
 
@@ -110,14 +110,6 @@ class GPT(ParallelModule):
         gelu = F.gelu(up)  # [batch/dp, seq, up_dim]  tiny_gpt.py:39
         down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         # [batch/dp, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(
-            down,
-            p=0.1,
-            training=self.training,
-            rng=self.rng,
-            draw=f"blocks_{layer}_dropout",
-            layout="[batch/dp, seq, 16]",
-            sizes=(("batch", batch), ("seq", seq)),
-        )
+        dropout_1 = dropout(down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", axes=("dp",))
         add = x_1 + dropout_1  # [batch/dp, seq, hidden]  tiny_gpt.py:39
         return add

@@ -82,6 +82,7 @@ class GPT(ParallelModule):
     def blocks_block(self, block, layer, x):
         """``block`` is one of ``blocks``, number ``layer``."""
         tp = self.axis("tp")
+        local_heads = tp.local_size(4)
 
         # block
         norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:38
@@ -90,14 +91,15 @@ class GPT(ParallelModule):
         # attention
         # [batch, seq, qkv * heads/tp * head_dim]  tiny_gpt.py:23
         attention_qkv = F.linear(norm1_tp_in, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(4, 8, 3, 2, 4)  # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:23
+        attention_qkv_1 = attention_qkv.view(4, 8, 3, local_heads, 4)  # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:23
         attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
         # each [batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
         attention_query, attention_key, attention_value = attention_permute.unbind()
         # [batch, heads/tp, seq, head_dim]  tiny_gpt.py:25
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
         attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads/tp, head_dim]  tiny_gpt.py:26
-        attention_reshape = attention_transpose.reshape(4, 8, 8)  # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:26
+        # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:26
+        attention_reshape = attention_transpose.reshape(4, 8, 4 * local_heads)
         attention_out_bias_tp_once = keep_one(block.attention.out.bias, tp)  # tp: R -> P
         # [batch, seq, hidden] P(tp)  tiny_gpt.py:26
         attention_out = F.linear(attention_reshape, block.attention.out.weight, attention_out_bias_tp_once)
@@ -113,8 +115,6 @@ class GPT(ParallelModule):
         down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:39
         down_tp_sum = all_reduce(down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        dropout_1 = dropout(
-            down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", layout="[4, 8, 16]"
-        )
+        dropout_1 = dropout(down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout")
         add = x_1 + dropout_1  # [batch, seq, hidden]  tiny_gpt.py:39
         return add

@@ -84,6 +84,7 @@ class GPT(PipelineModule):
 
     def stage1(self, labels, blocks_0_add):
         tp = self.axis("tp")
+        local_heads = tp.local_size(4)
 
         # blocks.1
         # [batch, seq, hidden]  tiny_gpt.py:38
@@ -96,7 +97,7 @@ class GPT(PipelineModule):
             blocks_1_norm1_tp_in, self.blocks[1].attention.qkv.weight, self.blocks[1].attention.qkv.bias
         )
         # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:23
-        blocks_1_attention_qkv_1 = blocks_1_attention_qkv.view(4, 8, 3, 2, 4)
+        blocks_1_attention_qkv_1 = blocks_1_attention_qkv.view(4, 8, 3, local_heads, 4)
         # [qkv, batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
         blocks_1_attention_permute = blocks_1_attention_qkv_1.permute(2, 0, 3, 1, 4)
         # each [batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
@@ -108,7 +109,7 @@ class GPT(PipelineModule):
         # [batch, seq, heads/tp, head_dim]  tiny_gpt.py:26
         blocks_1_attention_transpose = blocks_1_attention_mixed.transpose(1, 2)
         # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:26
-        blocks_1_attention_reshape = blocks_1_attention_transpose.reshape(4, 8, 8)
+        blocks_1_attention_reshape = blocks_1_attention_transpose.reshape(4, 8, 4 * local_heads)
         blocks_1_attention_out_bias_tp_once = keep_one(self.blocks[1].attention.out.bias, tp)  # tp: R -> P
         # [batch, seq, hidden] P(tp)  tiny_gpt.py:26
         blocks_1_attention_out = F.linear(
@@ -129,9 +130,7 @@ class GPT(PipelineModule):
         blocks_1_down = F.linear(blocks_1_gelu, self.blocks[1].down.weight, blocks_1_down_bias_tp_once)
         blocks_1_down_tp_sum = all_reduce(blocks_1_down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        blocks_1_dropout = dropout(
-            blocks_1_down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw="blocks_1_dropout", layout="[4, 8, 16]"
-        )
+        blocks_1_dropout = dropout(blocks_1_down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw="blocks_1_dropout")
         blocks_1_add = blocks_1_x + blocks_1_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
 
         # GPT

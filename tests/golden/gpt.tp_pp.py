@@ -83,6 +83,7 @@ class GPT(PipelineModule):
 
     def stage0(self, tokens):
         tp = self.axis("tp")
+        local_heads = tp.local_size(4)
 
         # GPT
         # [batch, seq, hidden] P(tp)  tiny_gpt.py:53
@@ -103,7 +104,7 @@ class GPT(PipelineModule):
             blocks_0_norm1_tp_in, self.blocks[0].attention.qkv.weight, self.blocks[0].attention.qkv.bias
         )
         # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:23
-        blocks_0_attention_qkv_1 = blocks_0_attention_qkv.view(4, 8, 3, 2, 4)
+        blocks_0_attention_qkv_1 = blocks_0_attention_qkv.view(4, 8, 3, local_heads, 4)
         # [qkv, batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
         blocks_0_attention_permute = blocks_0_attention_qkv_1.permute(2, 0, 3, 1, 4)
         # each [batch, heads/tp, seq, head_dim]  tiny_gpt.py:24
@@ -115,7 +116,7 @@ class GPT(PipelineModule):
         # [batch, seq, heads/tp, head_dim]  tiny_gpt.py:26
         blocks_0_attention_transpose = blocks_0_attention_mixed.transpose(1, 2)
         # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:26
-        blocks_0_attention_reshape = blocks_0_attention_transpose.reshape(4, 8, 8)
+        blocks_0_attention_reshape = blocks_0_attention_transpose.reshape(4, 8, 4 * local_heads)
         blocks_0_attention_out_bias_tp_once = keep_one(self.blocks[0].attention.out.bias, tp)  # tp: R -> P
         # [batch, seq, hidden] P(tp)  tiny_gpt.py:26
         blocks_0_attention_out = F.linear(
@@ -136,9 +137,7 @@ class GPT(PipelineModule):
         blocks_0_down = F.linear(blocks_0_gelu, self.blocks[0].down.weight, blocks_0_down_bias_tp_once)
         blocks_0_down_tp_sum = all_reduce(blocks_0_down, tp)  # tp: P -> R
         # [batch, seq, hidden]  tiny_gpt.py:39
-        blocks_0_dropout = dropout(
-            blocks_0_down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw="blocks_0_dropout", layout="[4, 8, 16]"
-        )
+        blocks_0_dropout = dropout(blocks_0_down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw="blocks_0_dropout")
         blocks_0_add = blocks_0_x + blocks_0_dropout  # [batch, seq, hidden]  tiny_gpt.py:39
         return (blocks_0_add,)
 

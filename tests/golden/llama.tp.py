@@ -71,6 +71,7 @@ class LlamaForCausalLM(ParallelModule):
             },
         )
         tp = self.axis("tp")
+        local_vocab = tp.local_size(32)
 
         # model
         # [batch, seq, hidden] P(tp)  modeling_llama.py:370
@@ -78,8 +79,7 @@ class LlamaForCausalLM(ParallelModule):
             input_ids, self.model.embed_tokens.weight, vocab_axes=(tp,), start=tp.offset(32), num_embeddings=32
         )
         model_arange = torch.arange(8, device=self.device)  # [seq]  modeling_llama.py:377
-        model_position_ids = model_arange + 0  # [seq]  modeling_llama.py:377
-        model_position_ids_1 = model_position_ids.unsqueeze(0)  # [1, seq]  modeling_llama.py:378
+        model_position_ids_1 = model_arange.unsqueeze(0)  # [1, seq]  modeling_llama.py:378
 
         # model.rotary_emb
         with torch.no_grad():
@@ -89,16 +89,14 @@ class LlamaForCausalLM(ParallelModule):
             # [1, seq, head_dim]  modeling_llama.py:112
             model_rotary_emb_emb = torch.cat((model_rotary_emb_freqs, model_rotary_emb_freqs), dim=-1)
             model_rotary_emb_cos = torch.cos(model_rotary_emb_emb)  # [1, seq, head_dim]  modeling_llama.py:113
-            model_rotary_emb_cos_1 = model_rotary_emb_cos * 1.0  # [1, seq, head_dim]  modeling_llama.py:113
             model_rotary_emb_sin = torch.sin(model_rotary_emb_emb)  # [1, seq, head_dim]  modeling_llama.py:114
-            model_rotary_emb_sin_1 = model_rotary_emb_sin * 1.0  # [1, seq, head_dim]  modeling_llama.py:114
         model_embed_tokens_tp_sum = all_reduce(model_embed_tokens, tp)  # tp: P -> R
 
         # model.layers
         model_layers_hidden_states = model_embed_tokens_tp_sum
         for layer in range(2):
             model_layers_hidden_states = self.model_layers_block(
-                self.model.layers[layer], model_layers_hidden_states, model_rotary_emb_cos_1, model_rotary_emb_sin_1
+                self.model.layers[layer], model_layers_hidden_states, model_rotary_emb_cos, model_rotary_emb_sin
             )
 
         # model.norm
@@ -108,15 +106,14 @@ class LlamaForCausalLM(ParallelModule):
         model_norm_rsqrt = torch.rsqrt(model_norm_add)  # [batch, seq, 1]  modeling_llama.py:65
         model_norm_hidden_states = model_layers_hidden_states * model_norm_rsqrt  # [batch, seq, hidden]  modeling_llama.py:65
         model_norm_mul = self.model.norm.weight * model_norm_hidden_states  # [batch, seq, hidden]  modeling_llama.py:66
+        model_norm_mul_tp_in = grad_all_reduce(model_norm_mul, tp)  # tp: R -> G
 
         # LlamaForCausalLM
-        getitem = model_norm_mul[:, 0:, :]  # [batch, seq, hidden]  modeling_utils.py:5118
-        getitem_tp_in = grad_all_reduce(getitem, tp)  # tp: R -> G
-        lm_head = F.linear(getitem_tp_in, self.lm_head.weight)  # [batch, seq, vocab/tp]  modeling_llama.py:468
+        lm_head = F.linear(model_norm_mul_tp_in, self.lm_head.weight)  # [batch, seq, vocab/tp]  modeling_llama.py:468
         labels_1 = F.pad(labels, (0, 1), value=-100)  # [batch, 9]  loss_utils.py:65
         getitem_1 = labels_1[..., 1:]  # [batch, seq]  loss_utils.py:66
         shift_labels = getitem_1.contiguous()  # [batch, seq]  loss_utils.py:66
-        logits = lm_head.view(32, 16)  # [batch * seq, vocab/tp]  loss_utils.py:69
+        logits = lm_head.view(32, local_vocab)  # [batch * seq, vocab/tp]  loss_utils.py:69
         shift_labels_1 = shift_labels.view(-1)  # [batch * seq]  loss_utils.py:70
         # []  loss_utils.py:42
         loss = cross_entropy(logits, shift_labels_1, class_axes=(tp,), start=tp.offset(32), num_classes=32, count=32)
@@ -128,9 +125,10 @@ class LlamaForCausalLM(ParallelModule):
         lm_head_tp_whole = all_gather(lm_head, tp, dim=2, backward="slice")  # tp: S(2) -> R
         return rebuild("transformers.modeling_outputs:CausalLMOutputWithPast", {"loss": loss, "logits": lm_head_tp_whole})
 
-    def model_layers_block(self, block, hidden_states, model_rotary_emb_cos_1, model_rotary_emb_sin_1):
+    def model_layers_block(self, block, hidden_states, model_rotary_emb_cos, model_rotary_emb_sin):
         """``block`` is one of ``model.layers``."""
         tp = self.axis("tp")
+        local_kv_heads = tp.local_size(2)
 
         # input_layernorm
         input_layernorm_pow = hidden_states**2  # [batch, seq, hidden]  modeling_llama.py:64
@@ -147,19 +145,21 @@ class LlamaForCausalLM(ParallelModule):
         # [batch, seq, kv_heads/tp * heads_per_kv * head_dim]  modeling_llama.py:243
         self_attn_q_proj = F.linear(input_layernorm_mul_tp_in, block.self_attn.q_proj.weight)
         # [batch, seq, kv_heads/tp * heads_per_kv, head_dim]  modeling_llama.py:243
-        self_attn_view = self_attn_q_proj.view(4, 8, 2, 4)
+        self_attn_view = self_attn_q_proj.view(4, 8, 2 * local_kv_heads, 4)
         # [batch, kv_heads/tp * heads_per_kv, seq, head_dim]  modeling_llama.py:243
         self_attn_query_states = self_attn_view.transpose(1, 2)
         # [batch, seq, kv_heads/tp * head_dim]  modeling_llama.py:244
         self_attn_k_proj = F.linear(input_layernorm_mul_tp_in, block.self_attn.k_proj.weight)
-        self_attn_view_1 = self_attn_k_proj.view(4, 8, 1, 4)  # [batch, seq, kv_heads/tp, head_dim]  modeling_llama.py:244
+        # [batch, seq, kv_heads/tp, head_dim]  modeling_llama.py:244
+        self_attn_view_1 = self_attn_k_proj.view(4, 8, local_kv_heads, 4)
         self_attn_key_states = self_attn_view_1.transpose(1, 2)  # [batch, kv_heads/tp, seq, head_dim]  modeling_llama.py:244
         # [batch, seq, kv_heads/tp * value_dim]  modeling_llama.py:245
         self_attn_v_proj = F.linear(input_layernorm_mul_tp_in, block.self_attn.v_proj.weight)
-        self_attn_view_2 = self_attn_v_proj.view(4, 8, 1, 4)  # [batch, seq, kv_heads/tp, value_dim]  modeling_llama.py:245
+        # [batch, seq, kv_heads/tp, value_dim]  modeling_llama.py:245
+        self_attn_view_2 = self_attn_v_proj.view(4, 8, local_kv_heads, 4)
         self_attn_value_states = self_attn_view_2.transpose(1, 2)  # [batch, kv_heads/tp, seq, value_dim]  modeling_llama.py:245
-        self_attn_cos = model_rotary_emb_cos_1.unsqueeze(1)  # [1, 1, seq, head_dim]  modeling_llama.py:145
-        self_attn_sin = model_rotary_emb_sin_1.unsqueeze(1)  # [1, 1, seq, head_dim]  modeling_llama.py:146
+        self_attn_cos = model_rotary_emb_cos.unsqueeze(1)  # [1, 1, seq, head_dim]  modeling_llama.py:145
+        self_attn_sin = model_rotary_emb_sin.unsqueeze(1)  # [1, 1, seq, head_dim]  modeling_llama.py:146
         # [batch, kv_heads/tp * heads_per_kv, seq, head_dim]  modeling_llama.py:147
         self_attn_mul = self_attn_query_states * self_attn_cos
         self_attn_x1 = self_attn_query_states[:, :, :, :2]  # [batch, kv_heads/tp * heads_per_kv, seq, 2]  modeling_llama.py:121
@@ -184,17 +184,15 @@ class LlamaForCausalLM(ParallelModule):
             self_attn_q_embed, self_attn_k_embed, self_attn_value_states, is_causal=True, scale=0.5, enable_gqa=True
         )
         # [batch, kv_heads/tp * heads_per_kv, seq, value_dim]  sdpa_attention.py:205
-        self_attn_attn_output_1 = self_attn_attn_output.reshape(4, 2, 8, 4)
+        self_attn_attn_output_1 = self_attn_attn_output.reshape(4, 2 * local_kv_heads, 8, 4)
         # [batch, seq, kv_heads/tp * heads_per_kv, value_dim]  sdpa_attention.py:206
         self_attn_transpose = self_attn_attn_output_1.transpose(1, 2)
         # [batch, seq, kv_heads/tp * heads_per_kv, value_dim]  sdpa_attention.py:206
         self_attn_attn_output_2 = self_attn_transpose.contiguous()
         # [batch, seq, kv_heads/tp * heads_per_kv * value_dim]  modeling_llama.py:268
-        self_attn_reshape = self_attn_attn_output_2.reshape(4, 8, 8)
-        # [batch, seq, kv_heads/tp * heads_per_kv * value_dim]  modeling_llama.py:268
-        self_attn_attn_output_3 = self_attn_reshape.contiguous()
+        self_attn_reshape = self_attn_attn_output_2.reshape(4, 8, 8 * local_kv_heads)
         # [batch, seq, hidden] P(tp)  modeling_llama.py:269
-        self_attn_o_proj = F.linear(self_attn_attn_output_3, block.self_attn.o_proj.weight)
+        self_attn_o_proj = F.linear(self_attn_reshape, block.self_attn.o_proj.weight)
         self_attn_o_proj_tp_sum = all_reduce(self_attn_o_proj, tp)  # tp: P -> R
 
         # block

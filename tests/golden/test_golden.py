@@ -148,7 +148,7 @@ def test_the_form_after_every_pass(tmp_path: Path, golden: Callable[[str, str], 
     case.compile(graph, manager)
     written = sorted(tmp_path.iterdir())
     assert " ".join(path.stem.partition("-")[2] for path in written) == (
-        "trace fold rules dims policy zero outputs recompute lower emit"
+        "trace fold rules dims policy zero outputs recompute lower draws emit"
     )
     for path in written:
         golden(f"gpt.passes.{path.name}", path.read_text())

@@ -38,11 +38,11 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
-from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search_variants, settled
+from shardwright.policies.autodist.policy import search_each, settled
 from shardwright.policies.autodist.search.batches import batches
-from shardwright.policies.autodist.search.variants import Variants
+from shardwright.policies.autodist.search.subsearches import Subsearches
 from shardwright.policies.pipelines import PipelineOptions, add_stages
 from shardwright.runtime.config import ComputeConfig
 
@@ -182,16 +182,16 @@ def searched(
     *,
     sizes: bool,
     zero: bool,
-) -> Found:
+) -> SearchResult:
     """What autodist finds, with what it may choose besides."""
     config = replace(case.config, use_zero="auto") if zero else case.config
     if not sizes:
         options = AutodistOptions(num_microbatches=case.num_microbatches, time_limit_s=limit_s)
-        return search_variants(Variants.of({None: graph}, config, None), options, hardware)
+        return search_each(Subsearches.of({None: graph}, config, None), options, hardware)
     wanted = batches(config, case.batch, None, {"tokens": 1, "labels": 1})
     graphs = {batch: graph_of(replace(case, microbatch=batch.samples)) for batch in wanted}
     options = AutodistOptions(global_batch=case.batch, time_limit_s=limit_s)
-    return search_variants(Variants.of(graphs, config, None), options, hardware)
+    return search_each(Subsearches.of(graphs, config, None), options, hardware)
 
 
 def compare(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:

@@ -19,17 +19,17 @@ from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
 from shardwright.frontend.files.module_source import ModuleSource, in_dtype
-from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import (
     check_save,
     options_of,
     save,
-    search_variants,
+    search_each,
     settled,
 )
 from shardwright.policies.autodist.search.batches import batch_dims, batches
-from shardwright.policies.autodist.search.variants import Variant, Variants
+from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
 from shardwright.runtime import structure
 from shardwright.runtime.arguments import checked
@@ -41,7 +41,7 @@ from shardwright.runtime.errors import ConfigError
 class PlanSearch:
     """What is searched, for the model as it was traced: a graph for every size of a microbatch."""
 
-    variants: Variants
+    variants: Subsearches
     config: ComputeConfig
     options: AutodistOptions
     hardware: Hardware
@@ -73,13 +73,15 @@ class PlanSearch:
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         with in_dtype(module, module_dtype):
             graphs = _graphs(module, dummy_args, config, options)
-        return cls(Variants.of(graphs, config, options.zero), config, options, hardware, dummy_args)
+        return cls(
+            Subsearches.of(graphs, config, options.zero), config, options, hardware, dummy_args
+        )
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search."""
-        return search_variants(self.variants, self.options, self.hardware)
+        return search_each(self.variants, self.options, self.hardware)
 
-    def settled(self, found: Found) -> SearchedPlan:
+    def settled(self, found: SearchResult) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""
         plan = settled(found, self.config, self.hardware)
         graph = self.variants.chosen(plan).graph
@@ -91,7 +93,7 @@ class PlanSearch:
         )
         return SearchedPlan(plan, dummy_args, self.variants.chosen(plan))
 
-    def options_for(self, variant: Variant) -> AutodistOptions:
+    def options_for(self, variant: Subsearch) -> AutodistOptions:
         """The options with all chosen that tells a variant from the others."""
         return options_of(variant, self.options, self.options.time_limit_s)
 
@@ -104,7 +106,7 @@ class SearchedPlan:
 
     plan: Plan
     dummy_forward_args: Mapping[str, Any]
-    variant: Variant
+    variant: Subsearch
 
 
 @checked

@@ -27,9 +27,11 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks
-from shardwright.policies.autodist.candidates.found import Attempt, Offer
-from shardwright.policies.autodist.candidates.space import Placed, Space
+from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.results import CutRequest, LoweredPlacement
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.stage_places import num_places
@@ -92,18 +94,20 @@ def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0
     Raises:
         PlanError: there are fewer places to cut than stages need.
     """
-    space = Space(
+    space = SearchSpace(
         meshes={},
         num_microbatches=schedule.num_microbatches,
         recompute=(),
         tolerance=CLEARLY,
         block_share=FINELY,
     )
-    pace = Pace(schedule.name, schedule.num_stages // schedule.num_ranks)
+    named_schedule = NamedSchedule(schedule.name, schedule.num_stages // schedule.num_ranks)
     by_hand = None if schedule.name in SCHEDULES else schedule
-    offer = Offer(Placed(walk.program.plan, 0.0, "", ""), walk)
-    attempt = Attempt("stages", (offer,), schedule.num_ranks, pace, pp_place, by_hand=by_hand)
-    starts = Cutter(graph, space).starts(attempt)
+    lowered = LoweredPlacement(PlacedModel(walk.program.plan, 0.0, "", ""), walk)
+    cut_request = CutRequest(
+        "stages", (lowered,), schedule.num_ranks, named_schedule, pp_place, by_hand=by_hand
+    )
+    starts = Cutter(graph, space).starts(cut_request)
     if starts is None:
         raise PlanError(
             f"the graph cannot be cut into {schedule.num_stages} stages",

@@ -26,7 +26,7 @@ from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch
-from shardwright.policies.autodist.candidates.found import Candidate, Found
+from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.policy import save
 from shardwright.policies.autodist.questions.explain import (
     MOST,
@@ -315,7 +315,7 @@ hundreds of plans.
 """
 
 
-def candidate_table(found: Found, most: int = MOST_SHOWN) -> Table:
+def candidate_table(found: SearchResult, most: int = MOST_SHOWN) -> Table:
     """What a search tried, best first: at most ``most`` candidates, and as many of what was
     refused.
     """
@@ -347,7 +347,7 @@ def certificate_section(certificate: Certificate) -> Section:
     )
 
 
-def candidate_section(found: Found) -> Section:
+def candidate_section(found: SearchResult) -> Section:
     """The same on a page."""
     ended = f" The search ended by {found.interrupted}." if found.interrupted else ""
     text = (
@@ -362,14 +362,17 @@ def candidate_section(found: Found) -> Section:
 CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")
 
 
-def candidate_rows(found: Found) -> list[tuple[str, ...]]:
+def candidate_rows(found: SearchResult) -> list[tuple[str, ...]]:
     """A row for the candidates of every title, the best of them, and for what was refused."""
     rows: list[tuple[str, ...]] = []
     by_title: dict[str, list[Candidate]] = {}
     for candidate in found.tried:
         by_title.setdefault(candidate.title, []).append(candidate)
     for title, (best, *others) in by_title.items():
-        step, least = amount(best.step_s, "s"), amount(max(best.bound_s, found.floor_s), "s")
+        step, least = (
+            amount(best.step_s, "s"),
+            amount(max(best.bound_s, found.arithmetic_bound_s), "s"),
+        )
         peak, how = (
             ("", "predicted")
             if best.cost is None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.schedule.published import SCHEDULES
-from shardwright.policies.autodist.candidates.candidates import AXIS_NAMES
 from shardwright.policies.autodist.candidates.degrees import check_degrees
+from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh

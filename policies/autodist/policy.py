@@ -15,19 +15,23 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.published import SCHEDULES
-from shardwright.policies.autodist.candidates.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.degrees import meshes_with
-from shardwright.policies.autodist.candidates.floor import FLOOR
-from shardwright.policies.autodist.candidates.found import Candidate, Found
-from shardwright.policies.autodist.candidates.space import Space
-from shardwright.policies.autodist.candidates.words import first_of, refusals
+from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
+from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
+from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.candidates.titles import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.search.batches import BATCH, own_batch
 from shardwright.policies.autodist.search.placer import Placer, Pricings, constraints_on
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.variants import Variant, Variants
+from shardwright.policies.autodist.search.subsearches import (
+    Subsearch,
+    Subsearches,
+    only_new_objects,
+)
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved_plan import SavedOptions, load_plan
@@ -54,9 +58,9 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         batch = own_batch(
             graph, config, options.global_batch, options.microbatch, options.batch_dims
         )
-    variants = Variants.of({batch: graph}, config, options.zero)
-    plan = settled(search_variants(variants, options, hardware), config, hardware)
-    plan = certified(plan, variants.chosen(plan).graph, config)
+    subsearches = Subsearches.of({batch: graph}, config, options.zero)
+    plan = settled(search_each(subsearches, options, hardware), config, hardware)
+    plan = certified(plan, subsearches.chosen(plan).graph, config)
     save(options, plan)
     return plan
 
@@ -80,7 +84,7 @@ def check_save(options: AutodistOptions) -> None:
         check_target(Path(options.save_plan), "save_plan")
 
 
-def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
+def settled(found: SearchResult, config: ComputeConfig, hardware: Hardware) -> Plan:
     """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing
     fits.
     """
@@ -114,7 +118,7 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
     )
 
 
-def _least_in_words(found: Found) -> list[str]:
+def _least_in_words(found: SearchResult) -> list[str]:
     """What nothing that was tried is below."""
     num_bytes, title, parts = found.least
     least = amount(num_bytes, "B", digits=4)
@@ -127,16 +131,18 @@ def _least_in_words(found: Found) -> list[str]:
 
 def search(
     graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware
-) -> Found:
+) -> SearchResult:
     """What a search with these options finds for one graph, with every stage of ZeRO that the
     config leaves to it.
 
-    Raises what :func:`search_variants` raises.
+    Raises what :func:`search_each` raises.
     """
-    return search_variants(Variants.of({None: graph}, config, options.zero), options, hardware)
+    return search_each(Subsearches.of({None: graph}, config, options.zero), options, hardware)
 
 
-def search_variants(variants: Variants, options: AutodistOptions, hardware: Hardware) -> Found:
+def search_each(
+    subsearches: Subsearches, options: AutodistOptions, hardware: Hardware
+) -> SearchResult:
     """What searches with these options find, with the times of operators measured on the machine if
     there are any.
 
@@ -144,24 +150,26 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         ConfigError: options that contradict each other or the config; a file of times that is none.
         PlanError: constraints or stages that the model does not have.
     """
-    for variant in variants.listed:
-        check_pipeline(variant.config, options)
-        _check_names(variant.graph, options)
+    for subsearch in subsearches.listed:
+        check_pipeline(subsearch.config, options)
+        _check_names(subsearch.graph, options)
     times = load_times(options.hardware)
     pricings: Pricings = {}
 
-    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
-        chosen = options_of(variant, options, time_limit_s)
-        space = replace(_space(variant.graph, variant.config, chosen, hardware), worth_s=worth_s)
+    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
+        chosen = options_of(subsearch, options, time_limit_s)
+        space = replace(
+            _space(subsearch.graph, subsearch.config, chosen, hardware), worth_s=worth_s
+        )
         clock = Clock(time_limit_s)
-        placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings, clock)
+        placer = Placer(subsearch.graph, subsearch.config, chosen, hardware, times, pricings, clock)
         return Search(
-            variant.graph, variant.config, hardware, space, placer,
+            subsearch.graph, subsearch.config, hardware, space, placer,
             optimizer=chosen.optimizer_memory, times=times, clock=clock, least=placer.least_s,
         ).run()  # fmt: skip
 
     with only_new_objects():
-        return variants.search(one, options.time_limit_s)
+        return subsearches.search(one, options.time_limit_s)
 
 
 def _check_size(graph: PlannableGraph, options: AutodistOptions) -> None:
@@ -191,8 +199,10 @@ def _check_names(graph: PlannableGraph, options: AutodistOptions) -> None:
     mark_recompute(graph, options.recompute or ())
 
 
-def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) -> AutodistOptions:
-    """The options of the search of one variant, with all chosen that tells it from the others."""
+def options_of(
+    subsearch: Subsearch, options: AutodistOptions, time_limit_s: float
+) -> AutodistOptions:
+    """The options of the search of one subsearch, with all chosen that tells it from the others."""
     chosen = replace(
         options,
         time_limit_s=time_limit_s,
@@ -201,10 +211,10 @@ def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) 
         microbatch=None,
         batch_dims={},
     )
-    if variant.batch is None:
+    if subsearch.batch is None:
         return chosen
-    name = "num_microbatches" if variant.config.use_end2end else "update_freq"
-    return replace(chosen, **{name: variant.batch.num_microbatches})  # type: ignore[arg-type]
+    name = "num_microbatches" if subsearch.config.use_end2end else "update_freq"
+    return replace(chosen, **{name: subsearch.batch.num_microbatches})  # type: ignore[arg-type]
 
 
 LAYERS_WORTH = 0.002
@@ -216,21 +226,25 @@ EVERY = "every plan of so many ranks"
 """The space of a bound that is the floor."""
 
 
-def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificate:
+def certificate(found: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
     """What is certain of the best plan."""
-    space = f"{best.title}; {EVERY if found.is_at_floor else best.placed[0].space}"
-    if best.is_mixed and not found.is_at_floor:
-        assert best.attempt is not None
-        space = f"{best.title}; {len(best.attempt.offers)} placements offered to every stage"
+    space = f"{best.title}; {EVERY if found.rests_on_arithmetic else best.placed[0].space}"
+    if best.is_mixed and not found.rests_on_arithmetic:
+        assert best.cut_request is not None
+        space = (
+            f"{best.title}; {len(best.cut_request.placements)} placements offered to every stage"
+        )
     sharing = hardware.device.sharing
     fastest = 1.0 if sharing is None else sharing.speed(1)
-    proof = [FLOOR] if found.is_at_floor else _proof(found, best)
+    proof = [ARITHMETIC] if found.rests_on_arithmetic else _proof(found, best)
     if found.searched:
         proof += [f"searched one by one: {found.searched}"]
     if found.interrupted is not None:
         proof += [f"the search was ended by {found.interrupted}"]
         proof[-1] += (
-            "" if found.is_at_floor else ": meshes that it did not come to are not in the bound"
+            ""
+            if found.rests_on_arithmetic
+            else ": meshes that it did not come to are not in the bound"
         )
     if found.not_compared:
         which = f"those on {first_of(found.not_compared)}" if found.is_compared else "any of them"
@@ -243,8 +257,10 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     least_s, least = found.least_bounded
     if least_s < best.bound_s:
         proof += [f"what the bound is of: {least}"]
-    if found.floor_s > 0 and not found.is_at_floor:
-        proof += [f"no plan at all takes less than {amount(found.floor_s / fastest, 's')}, {FLOOR}"]
+    if found.arithmetic_bound_s > 0 and not found.rests_on_arithmetic:
+        proof += [
+            f"no plan at all takes less than {amount(found.arithmetic_bound_s / fastest, 's')}, {ARITHMETIC}"
+        ]
     if sharing is not None:
         proof += [
             (
@@ -252,7 +268,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
                 "core for itself"
             )
         ]
-    bounds = [(c, max(c.bound_s, found.floor_s)) for c in found.tried]
+    bounds = [(c, max(c.bound_s, found.arithmetic_bound_s)) for c in found.tried]
     tried = [
         f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(bound, 's', digits=6)}"
         for c, bound in bounds
@@ -266,7 +282,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     return Certificate(best.step_s, bound_s, tuple(proof), space, hardware.name, tuple(tried))
 
 
-def _proof(found: Found, best: Candidate) -> list[str]:
+def _proof(found: SearchResult, best: Candidate) -> list[str]:
     """Why nothing that was searched is below the bound."""
     own = best.placed[0].proof
     if best.is_mixed:
@@ -297,7 +313,7 @@ def _proof(found: Found, best: Candidate) -> list[str]:
     return [*proof, *_not_in_bound(found)]
 
 
-def _not_in_bound(found: Found) -> list[str]:
+def _not_in_bound(found: SearchResult) -> list[str]:
     if not found.unbounded:
         return []
     return [
@@ -310,7 +326,7 @@ def _not_in_bound(found: Found) -> list[str]:
 
 def _space(
     graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware
-) -> Space:
+) -> SearchSpace:
     """The options as what is searched."""
     check_options(config, options)
     _check_size(graph, options)
@@ -322,7 +338,7 @@ def _space(
     schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
     if options.schedule is not None:
         schedules = [options.schedule]
-    return Space(
+    return SearchSpace(
         meshes=_meshes(config, options),
         num_microbatches=options.num_microbatches or options.update_freq or 1,
         num_positions=_num_positions(config, options),

@@ -13,7 +13,8 @@ import math
 from collections.abc import Mapping
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.policies.autodist.candidates.candidates import ROLES, meshes, role_of
+from shardwright.policies.autodist.candidates.axis_names import ROLES, role_of
+from shardwright.policies.autodist.candidates.meshes import meshes
 from shardwright.runtime.errors import ConfigError, did_you_mean
 from shardwright.runtime.layout import Mesh
 

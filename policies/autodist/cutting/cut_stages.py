@@ -1,4 +1,4 @@
-"""Cut an attempt into stages: the chains that the model is seen as, what their blocks cost, and the
+"""Cut an cut request into stages: the chains that the model is seen as, what their blocks cost, and the
 plan of the best cut.
 """
 
@@ -13,15 +13,20 @@ from fnmatch import fnmatchcase
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.schedule.live_microbatches import held_together, peak_in_flight
-from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks, staged
-from shardwright.policies.autodist.candidates.found import Attempt, Candidate
-from shardwright.policies.autodist.candidates.hidden import left_in_bound
-from shardwright.policies.autodist.candidates.space import Space
-from shardwright.policies.autodist.candidates.words import again_in_words, paced_title, stages_title
+from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.results import Candidate, CutRequest
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.candidates.titles import (
+    recompute_title,
+    scheduled_title,
+    stages_title,
+)
 from shardwright.policies.autodist.cutting.join_stages import joined
-from shardwright.policies.autodist.cutting.moving import moved
+from shardwright.policies.autodist.cutting.move_starts import even_stages, evened, moved
 from shardwright.policies.autodist.cutting.predicting import Prediction
-from shardwright.policies.autodist.stages.block_costs import Costs, block_costs, operator_times
+from shardwright.policies.autodist.stages.block_costs import BlockCosts, block_costs, operator_times
 from shardwright.policies.autodist.stages.boundaries import Messages, RanksOf
 from shardwright.policies.autodist.stages.chain import (
     Part,
@@ -31,8 +36,6 @@ from shardwright.policies.autodist.stages.chain import (
     layer_pattern,
     nested_starts,
 )
-from shardwright.policies.autodist.stages.evening import even_stages, evened
-from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import (
@@ -43,6 +46,7 @@ from shardwright.policies.autodist.stages.split_chain import (
     may_take_less,
     split_stages,
 )
+from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
 from shardwright.policies.autodist.stages.walk import Walk
 
 Chain = tuple[list[int], Mapping[int, str]]
@@ -83,14 +87,16 @@ memory.
 
 
 class Cutter:
-    """Cuts attempts on one graph into stages."""
+    """Cuts cut requests on one graph into stages."""
 
-    def __init__(self, graph: PlannableGraph, space: Space) -> None:
+    def __init__(self, graph: PlannableGraph, space: SearchSpace) -> None:
         self.graph, self.space = graph, space
         self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
-        self._costs: dict[tuple[Walk, tuple[int, ...], bool], Costs] = {}
+        self._costs: dict[tuple[Walk, tuple[int, ...], bool], BlockCosts] = {}
         self._fine: dict[tuple[Walk, int], list[int]] = {}
-        self._waits: dict[tuple[Pace, int], Chains] = {}  # by schedule and number of positions
+        self._waits: dict[
+            tuple[NamedSchedule, int], Chains
+        ] = {}  # by schedule and number of positions
 
     @functools.cached_property
     def _by_layer(self) -> tuple[list[int], dict[int, str]]:
@@ -104,43 +110,50 @@ class Cutter:
     def _layer_parts(self) -> Mapping[int, Sequence[Part]]:
         return layer_parts(self.graph, *self._by_layer)
 
-    def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
-        """The best stages for the schedule of an attempt that take no more than ``memory_bytes`` by
+    def cut(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | NoFit | NoGain:
+        """The best stages for the schedule of an cut request that take no more than ``memory_bytes`` by
         the model of stages.
         """
-        found = self._cut(attempt, memory_bytes)
+        found = self._cut(cut_request, memory_bytes)
         if isinstance(found, NoFit):
             return found
-        bound, config = found.bound_s, attempt.offers[0].walk.setting.config
-        bound *= left_in_bound(
-            config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches
+        bound, config = found.bound_s, cut_request.placements[0].walk.setting.config
+        bound *= share_despite_overlap(
+            config,
+            cut_request.num_positions,
+            cut_request.named_schedule.chunks,
+            self.space.num_microbatches,
         )
         if found.chosen is None:
             return NoGain(bound)
         return replace(self._candidate(found.chosen), split_bound_s=bound)
 
-    def starts(self, attempt: Attempt) -> list[int] | None:
+    def starts(self, cut_request: CutRequest) -> list[int] | None:
         """The places at which stages 1, 2, ... begin, whatever memory they take; None where there
         are too few places.
         """
-        found = self._cut(attempt, float("inf"))
+        found = self._cut(cut_request, float("inf"))
         if isinstance(found, NoFit) or found.chosen is None:
             return None
         return [
             found.chosen.prediction.starts[stage.start] for stage in found.chosen.split.stages[1:]
         ]
 
-    def _cut(self, attempt: Attempt, memory_bytes: float) -> _Cuts | NoFit:
+    def _cut(self, cut_request: CutRequest, memory_bytes: float) -> _Cuts | NoFit:
         """The best stages of every chain, and which of them is chosen."""
         needed = float("inf")
         bounds: list[
             float
         ] = []  # of every chain: what the best one says nothing of may be in another
         found: list[_Cut] = []
-        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_stages):
-            costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
-            messages = self._messages_of(attempt, starts)
-            prediction = Prediction(attempt, costs, starts, messages, self.space.num_microbatches)
+        for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
+            costs = [
+                self._costs_of(lowered.walk, starts, layers) for lowered in cut_request.placements
+            ]
+            messages = self._messages_of(cut_request, starts)
+            prediction = Prediction(
+                cut_request, costs, starts, messages, self.space.num_microbatches
+            )
             split = self._stages(prediction, memory_bytes)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
@@ -154,89 +167,103 @@ class Cutter:
         return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
 
     def scheduled_bound_s(
-        self, attempt: Attempt, enough_s: float, is_over: Callable[[], bool]
+        self, cut_request: CutRequest, enough_s: float, is_over: Callable[[], bool]
     ) -> float:
-        """Seconds that no cut of an attempt takes less than, as its stages wait for one another on
+        """Seconds that no cut of an cut request takes less than, as its stages wait for one another on
         its schedule and share the memory of their positions. No better bound is looked for than
         ``enough_s``.
         """
-        pace, count = attempt.pace, self.space.num_microbatches
-        schedule = attempt.schedule(count)
-        if (key := (pace, attempt.num_positions)) not in self._waits:
+        named_schedule, count = cut_request.named_schedule, self.space.num_microbatches
+        schedule = cut_request.schedule(count)
+        if (key := (named_schedule, cut_request.num_positions)) not in self._waits:
             self._waits[key] = Chains(schedule)
-        config, alone = attempt.offers[0].walk.setting.config, _alone(attempt, count)
-        share = left_in_bound(config, attempt.num_positions, pace.chunks, count)
+        config, alone = cut_request.placements[0].walk.setting.config, _alone(cut_request, count)
+        share = share_despite_overlap(
+            config, cut_request.num_positions, named_schedule.chunks, count
+        )
         found = []
-        for starts, layers in self._chains(attempt.offers[0].walk, schedule.num_stages):
-            costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
-            messages, memory = self._messages_of(attempt, starts), self.space.memory_bytes
+        for starts, layers in self._chains(cut_request.placements[0].walk, schedule.num_stages):
+            costs = [
+                self._costs_of(lowered.walk, starts, layers) for lowered in cut_request.placements
+            ]
+            messages, memory = self._messages_of(cut_request, starts), self.space.memory_bytes
             placements = [
                 Least(
-                    Tables(menu, count, False),
+                    StageCosts(placement, count, False),
                     messages.relief_by_side_s(number),
-                    _inputs_s(offer.walk, starts),
+                    _inputs_s(lowered.walk, starts),
                     alone,
                     memory,
                 )
-                for number, (offer, menu) in enumerate(
-                    zip(attempt.offers, self._menus(attempt, costs), strict=True)
+                for number, (lowered, placement) in enumerate(
+                    zip(
+                        cut_request.placements, self._placed_blocks(cut_request, costs), strict=True
+                    )
                 )
             ]
             bound = least_step_s(
-                self._waits[key], placements, self._num_devices(attempt), enough_s / share, is_over
+                self._waits[key],
+                placements,
+                self._num_devices(cut_request),
+                enough_s / share,
+                is_over,
             )
             found.append(share * bound)
         return min(found)
 
-    def leanest(self, attempt: Attempt) -> Candidate | None:
+    def leanest(self, cut_request: CutRequest) -> Candidate | None:
         """The stages that take least memory by the model of stages, whether they fit or not."""
-        found = self.cut(attempt, 0.0)
+        found = self.cut(cut_request, 0.0)
         if isinstance(found, NoFit) and found.needed_bytes < float("inf"):
-            found = self.cut(attempt, found.needed_bytes * (1 + 1e-9))
+            found = self.cut(cut_request, found.needed_bytes * (1 + 1e-9))
         return found if isinstance(found, Candidate) else None
 
-    def saving(self, attempt: Attempt) -> list[Candidate]:
+    def saving(self, cut_request: CutRequest) -> list[Candidate]:
         """The stages that take least memory by the model of stages, and some on the way from there
         to nothing computed again: what is computed again takes memory at that moment, so that more
         of it may need more.
         """
-        least, free = self.leanest(attempt), self.cut(attempt, float("inf"))
+        least, free = self.leanest(cut_request), self.cut(cut_request, float("inf"))
         if least is None or not isinstance(free, Candidate):
             return []
         found = {least.plan.recompute: least}
         for share in SHARES:
             between = self.cut(
-                attempt, least.used_bytes + share * (free.used_bytes - least.used_bytes)
+                cut_request, least.used_bytes + share * (free.used_bytes - least.used_bytes)
             )
             if isinstance(between, Candidate):
                 found.setdefault(between.plan.recompute, between)
         return list(found.values())
 
-    def could_help(self, attempt: Attempt, sizes: Sequence[int]) -> bool:
-        """Whether an attempt could come below its ``below_s`` with placements on ``sizes`` ranks
-        beside those offered, if more ranks never take less time in all than the offers do.
+    def could_help(self, cut_request: CutRequest, sizes: Sequence[int]) -> bool:
+        """Whether an cut request could come below its ``below_s`` with placements on ``sizes`` ranks
+        beside those offered, if more ranks never take less time in all than the placements do.
         """
         count = self.space.num_microbatches
-        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_stages):
-            menus = self._menus(
-                attempt, [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
+        for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
+            placements = self._placed_blocks(
+                cut_request,
+                [
+                    self._costs_of(lowered.walk, starts, layers)
+                    for lowered in cut_request.placements
+                ],
             )
             if may_take_less(
-                [*menus, *(_as_good_as(menus, size) for size in sizes)],
-                attempt.offers[0].walk.setting.config.plan_ngpus,
-                attempt.num_positions,
+                [*placements, *(_as_good_as(placements, size) for size in sizes)],
+                cut_request.placements[0].walk.setting.config.plan_ngpus,
+                cut_request.num_positions,
                 count,
-                attempt.below_s,
-                splits_backward=attempt.splits_backward,
+                cut_request.below_s,
+                splits_backward=cut_request.splits_backward,
             ):
                 return True
         return False
 
-    def _messages_of(self, attempt: Attempt, starts: Sequence[int]) -> Messages:
-        """The prices of boundaries; attempts with the same blocks share what they can."""
+    def _messages_of(self, cut_request: CutRequest, starts: Sequence[int]) -> Messages:
+        """The prices of boundaries; cut requests with the same blocks share what they can."""
         walks, ranks_of = (
-            [offer.walk for offer in attempt.offers],
-            _ranks_of(attempt, self.space.num_microbatches),
+            [lowered.walk for lowered in cut_request.placements],
+            _ranks_of(cut_request, self.space.num_microbatches),
         )
         key = tuple(walks), tuple(starts)
         known = self._messages.pop(key, None) or Messages(
@@ -247,17 +274,21 @@ class Cutter:
             del self._messages[next(iter(self._messages))]
         return known if len(walks) > 1 else known.where(ranks_of)
 
-    def _num_devices(self, attempt: Attempt) -> int:
+    def _num_devices(self, cut_request: CutRequest) -> int:
         """Of all stages together; several stages on one position count each for itself."""
-        first = attempt.offers[0].walk
-        several = len(attempt.offers) > 1
-        return first.setting.config.plan_ngpus if several else attempt.num_stages * first.mesh.size
+        first = cut_request.placements[0].walk
+        several = len(cut_request.placements) > 1
+        return (
+            first.setting.config.plan_ngpus if several else cut_request.num_stages * first.mesh.size
+        )
 
-    def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
-        shares = len(attempt.offers) == 1
+    def _placed_blocks(
+        self, cut_request: CutRequest, costs: Sequence[BlockCosts]
+    ) -> list[PlacedBlocks]:
+        shares = len(cut_request.placements) == 1
         return [
-            found.menu(offer.walk.mesh.size, shares=shares)
-            for offer, found in zip(attempt.offers, costs, strict=True)
+            found.placed(lowered.walk.mesh.size, shares=shares)
+            for lowered, found in zip(cut_request.placements, costs, strict=True)
         ]
 
     def _chains(self, walk: Walk, num_stages: int) -> Sequence[Chain]:
@@ -286,17 +317,17 @@ class Cutter:
             found.append((self._fine[walk, num_stages], {}))
         return found
 
-    def _costs_of(self, walk: Walk, starts: Sequence[int], layers: Mapping[int, str]) -> Costs:
+    def _costs_of(self, walk: Walk, starts: Sequence[int], layers: Mapping[int, str]) -> BlockCosts:
         """The costs of the blocks; what the user wants computed again is, in all of them."""
-        wishes = self.space.recompute
+        named = self.space.recompute
 
-        def wished(part: Part) -> bool:
-            return any(_matches(part.path, wish) for wish in wishes or ())
+        def is_named(part: Part) -> bool:
+            return any(_matches(part.path, name) for name in named or ())
 
         key = walk, tuple(starts), bool(layers)
         if key not in self._costs:
             parts = self._layer_parts if layers else {}
-            self._costs[key] = block_costs(walk, starts, parts, None if wishes is None else wished)
+            self._costs[key] = block_costs(walk, starts, parts, None if named is None else is_named)
         return self._costs[key]
 
     def _stages(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
@@ -304,15 +335,15 @@ class Cutter:
         compute again is chosen for all of a position together, and they are moved, where nobody
         said where they begin. Bytes are those of a position.
         """
-        pace = prediction.attempt.pace
+        named_schedule = prediction.cut_request.named_schedule
         found = self._split(prediction, memory_bytes)
-        if _is_modelled(prediction.attempt) or isinstance(found, NoGain):
+        if _is_modelled(prediction.cut_request) or isinstance(found, NoGain):
             return found
         positions = Positions(prediction.tables, prediction.schedule, memory_bytes)
         if isinstance(
             found, NoFit
         ):  # with even shares; with others the stages that take least of these may
-            found = self._split(prediction, found.needed_bytes * pace.chunks * (1 + 1e-9))
+            found = self._split(prediction, found.needed_bytes * named_schedule.chunks * (1 + 1e-9))
             needed = (
                 positions.least_bytes(found.stages) if isinstance(found, Split) else float("inf")
             )
@@ -320,7 +351,7 @@ class Cutter:
                 return NoFit(needed)
         fitted = positions.fitted(found.stages)
         if fitted is None:  # by the average of what is in flight it does: the audit will tell
-            return replace(found, used_bytes=found.used_bytes * pace.chunks)
+            return replace(found, used_bytes=found.used_bytes * named_schedule.chunks)
         split = replace(found, stages=fitted[0], used_bytes=fitted[1])
         if self.space.stage_starts is not None:
             return split
@@ -331,14 +362,14 @@ class Cutter:
         """The cut with other begins, as far as they fit the memory: of even stages, and such that
         positions have about equal sums.
         """
-        placement = prediction.schedule.placement
-        if len(set(placement)) == len(placement):
+        position_of = prediction.schedule.placement
+        if len(set(position_of)) == len(position_of):
             return []
         (costs,) = prediction.costs  # where positions run several stages, all are placed alike
         times = [block.forward_s + block.backward_s for block in costs.blocks]
-        found, even = [], even_stages(times, len(placement))
+        found, even = [], even_stages(times, len(position_of))
         own = [stage.start for stage in split.stages[1:]]
-        for cuts in (even, evened(times, even, placement), evened(times, own, placement)):
+        for cuts in (even, evened(times, even, position_of), evened(times, own, position_of)):
             edges = itertools.pairwise((0, *cuts, len(times)))
             stages = [
                 replace(stage, start=a, stop=b)
@@ -353,28 +384,28 @@ class Cutter:
         """The best stages, where several on one position share its memory evenly. Bytes are those
         of a stage.
         """
-        attempt = prediction.attempt
+        cut_request = prediction.cut_request
         count = self.space.num_microbatches
         return split_stages(
-            self._menus(attempt, prediction.costs),
-            self._num_devices(attempt),
-            attempt.num_stages,
+            self._placed_blocks(cut_request, prediction.costs),
+            self._num_devices(cut_request),
+            cut_request.num_stages,
             count,
-            memory_bytes=memory_bytes / attempt.pace.chunks,
-            in_flight=_in_flight(attempt, count),
-            splits_backward=attempt.splits_backward,
+            memory_bytes=memory_bytes / cut_request.named_schedule.chunks,
+            in_flight=_in_flight(cut_request, count),
+            splits_backward=cut_request.splits_backward,
             between=prediction.messages,
-            below_s=attempt.below_s,
+            below_s=cut_request.below_s,
             limit_bytes=self.space.memory_bytes,
-            alone=_alone(attempt, count),
+            alone=_alone(cut_request, count),
         )
 
     def _candidate(self, cut: _Cut) -> Candidate:
         split, prediction, layers = cut.split, cut.prediction, cut.layers
-        attempt, costs, starts = prediction.attempt, prediction.costs, prediction.starts
-        count, pace = self.space.num_microbatches, attempt.pace
+        cut_request, costs, starts = prediction.cut_request, prediction.costs, prediction.starts
+        count, named_schedule = self.space.num_microbatches, cut_request.named_schedule
         chosen = [
-            costs[stage.menu].ways[block][way]
+            costs[stage.placement].ways[block][way]
             for stage in split.stages
             for block, way in stage.recomputed
         ]
@@ -382,17 +413,26 @@ class Cutter:
         if recompute is None:
             recompute = _shortened([part for way in chosen for part in way.parts], layers)
         first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
-        placed = tuple(attempt.offers[stage.menu].placed for stage in split.stages)
-        plan, title = placed[0].plan, attempt.title
-        if len(attempt.offers) > 1:
+        placed = tuple(cut_request.placements[stage.placement].placed for stage in split.stages)
+        plan, title = placed[0].plan, cut_request.title
+        if len(cut_request.placements) > 1:
             plan = joined(
-                self.graph, [found.plan for found in placed], first_ops, pace.schedule, count
+                self.graph, [found.plan for found in placed], first_ops, named_schedule.name, count
             )
-            title = paced_title(stages_title([found.plan.mesh for found in placed]), pace)
-        elif attempt.num_positions > 1:
+            title = scheduled_title(
+                stages_title([found.plan.mesh for found in placed]), named_schedule
+            )
+        elif cut_request.num_positions > 1:
             placed = placed[:1]
-            plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
-        title += again_in_words([way.parts for way in chosen], layers)
+            plan = staged(
+                plan,
+                first_ops,
+                cut_request.num_positions,
+                named_schedule,
+                count,
+                cut_request.pp_place,
+            )
+        title += recompute_title([way.parts for way in chosen], layers)
         plan = replace(plan, recompute=tuple(recompute))
         return Candidate(
             title,
@@ -402,7 +442,7 @@ class Cutter:
             split.bound_s,
             modelled_s=split.cost_s,
             used_bytes=split.used_bytes,
-            attempt=attempt,
+            cut_request=cut_request,
         )
 
 
@@ -416,11 +456,11 @@ def _inputs_s(walk: Walk, starts: Sequence[int]) -> list[float]:
     return [0.0, *(after - before for before, after in itertools.pairwise(sums))]
 
 
-def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:
-    """A menu of as many seconds times devices, block by block, as the best of some."""
+def _as_good_as(placements: Sequence[PlacedBlocks], num_devices: int) -> PlacedBlocks:
+    """A placement of as many seconds times devices, block by block, as the best of some."""
 
     def least(blocks: Sequence[Block]) -> Block:
-        scales = [menu.num_devices / num_devices for menu in menus]
+        scales = [placement.num_devices / num_devices for placement in placements]
         both = list(zip(blocks, scales, strict=True))
         return Block(
             *(
@@ -429,43 +469,47 @@ def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:
             )
         )
 
-    return Menu(
-        num_devices, [least(found) for found in zip(*(menu.blocks for menu in menus), strict=True)]
+    return PlacedBlocks(
+        num_devices,
+        [
+            least(found)
+            for found in zip(*(placement.blocks for placement in placements), strict=True)
+        ],
     )
 
 
-def _ranks_of(attempt: Attempt, num_microbatches: int) -> RanksOf:
+def _ranks_of(cut_request: CutRequest, num_microbatches: int) -> RanksOf:
     """Where stages lie: side by side, or at the position of the mesh that the schedule gives them
     to.
     """
-    sizes = [offer.placed.plan.mesh.size for offer in attempt.offers]
-    if len(sizes) > 1 or attempt.num_stages == 1:
-        return lambda menu, device: tuple(range(device, device + sizes[menu]))
+    sizes = [lowered.placed.plan.mesh.size for lowered in cut_request.placements]
+    if len(sizes) > 1 or cut_request.num_stages == 1:
+        return lambda placement, device: tuple(range(device, device + sizes[placement]))
     positions = position_ranks(
-        attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place
+        cut_request.placements[0].placed.plan.mesh, cut_request.num_positions, cut_request.pp_place
     )
-    placement = attempt.schedule(num_microbatches).placement
-    return lambda menu, device: positions[placement[device // sizes[0]]]
+    position_of = cut_request.schedule(num_microbatches).placement
+    return lambda placement, device: positions[position_of[device // sizes[0]]]
 
 
-def _in_flight(attempt: Attempt, num_microbatches: int) -> InFlight:
+def _in_flight(cut_request: CutRequest, num_microbatches: int) -> InFlight:
     """Microbatches that a stage holds by its place from the end, taken from the schedule: its even
     share of the most that its position holds.
     """
-    if attempt.num_stages == 1:
+    if cut_request.num_stages == 1:
         return lambda place: 1
-    schedule = attempt.schedule(num_microbatches)
-    peaks = [peak / attempt.pace.chunks for peak in peak_in_flight(schedule)]
+    schedule = cut_request.schedule(num_microbatches)
+    peaks = [peak / cut_request.named_schedule.chunks for peak in peak_in_flight(schedule)]
     return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
 
 
-def _alone(attempt: Attempt, num_microbatches: int) -> list[int]:
+def _alone(cut_request: CutRequest, num_microbatches: int) -> list[int]:
     """By stage, the microbatches that it holds at once beside its gradients, whatever it computes
     again.
     """
-    if attempt.num_stages == 1:
+    if cut_request.num_stages == 1:
         return [1]
-    schedule = attempt.schedule(num_microbatches)
+    schedule = cut_request.schedule(num_microbatches)
     found = [0] * schedule.num_stages
     for rank, moments in enumerate(held_together(schedule, in_any_case=True)):
         for stage, *counts in zip(schedule.stages_of(rank), *moments, strict=True):
@@ -473,12 +517,12 @@ def _alone(attempt: Attempt, num_microbatches: int) -> list[int]:
     return found
 
 
-def _is_modelled(attempt: Attempt) -> bool:
+def _is_modelled(cut_request: CutRequest) -> bool:
     """Whether stages are cut for the time of this schedule."""
     return (
-        attempt.by_hand is None
-        and attempt.pace.schedule in ("", "1f1b", "gpipe")
-        and attempt.pace.chunks == 1
+        cut_request.by_hand is None
+        and cut_request.named_schedule.name in ("", "1f1b", "gpipe")
+        and cut_request.named_schedule.chunks == 1
     )
 
 

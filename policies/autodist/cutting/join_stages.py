@@ -12,7 +12,7 @@ from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.unused_outputs import drop_outputs
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.policies.autodist.candidates.candidates import with_pp
+from shardwright.policies.autodist.candidates.meshes import with_pp
 from shardwright.runtime.layout import Layout, Mesh
 
 T = TypeVar("T")

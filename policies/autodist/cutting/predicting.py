@@ -18,21 +18,21 @@ from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.candidates.candidates import position_ranks
-from shardwright.policies.autodist.candidates.found import Attempt
-from shardwright.policies.autodist.stages.block_costs import Costs
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.results import CutRequest
+from shardwright.policies.autodist.stages.block_costs import BlockCosts
 from shardwright.policies.autodist.stages.boundaries import Boundary, Messages
-from shardwright.policies.autodist.stages.menu import Tables
 from shardwright.policies.autodist.stages.split_chain import Split, Stage
+from shardwright.policies.autodist.stages.stage_costs import StageCosts
 from shardwright.policies.autodist.stages.walk import Setting
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the splits of one attempt. ``costs``: by offer, of blocks that begin at ``starts``."""
+    """Of the splits of one cut request. ``costs``: by lowered, of blocks that begin at ``starts``."""
 
-    attempt: Attempt
-    costs: Sequence[Costs]
+    cut_request: CutRequest
+    costs: Sequence[BlockCosts]
     starts: Sequence[int]
     messages: Messages
     num_microbatches: int
@@ -41,13 +41,13 @@ class Prediction:
         """Seconds of a step: without a schedule by the formula of the split, which is exact
         there.
         """
-        if self.attempt.num_stages == 1:
+        if self.cut_request.num_stages == 1:
             return split.cost_s
         devices = [0]
         for stage in split.stages:
             devices.append(devices[-1] + stage.num_devices)
         boundaries = [
-            self.messages.boundary(before.menu, after.menu, device)
+            self.messages.boundary(before.placement, after.placement, device)
             for before, after, device in zip(
                 split.stages, split.stages[1:], devices[1:], strict=False
             )
@@ -63,7 +63,7 @@ class Prediction:
         once = self._shared_s(split, ranks)
         for index, stage in enumerate(split.stages):
             once[self.schedule.placement[index]] += float(
-                self.tables[stage.menu].once_s[stage.start, stage.stop]
+                self.tables[stage.placement].once_s[stage.start, stage.stop]
             )
         return max(
             spans[-1].end_s + seconds for spans, seconds in zip(line.spans, once, strict=True)
@@ -71,26 +71,26 @@ class Prediction:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return self.attempt.schedule(self.num_microbatches)
+        return self.cut_request.schedule(self.num_microbatches)
 
     @cached_property
-    def tables(self) -> list[Tables]:
-        """By offer."""
-        found = zip(self.attempt.offers, self.costs, strict=True)
-        menus = (
-            costs.menu(offer.walk.mesh.size, shares=len(self.attempt.offers) == 1)
-            for offer, costs in found
+    def tables(self) -> list[StageCosts]:
+        """By lowered."""
+        found = zip(self.cut_request.placements, self.costs, strict=True)
+        placements = (
+            costs.placed(lowered.walk.mesh.size, shares=len(self.cut_request.placements) == 1)
+            for lowered, costs in found
         )
-        return [Tables(menu, self.num_microbatches, False) for menu in menus]
+        return [StageCosts(placement, self.num_microbatches, False) for placement in placements]
 
     @property
     def _setting(self) -> Setting:
-        return self.attempt.offers[0].walk.setting
+        return self.cut_request.placements[0].walk.setting
 
     def _times(self, split: Split, index: int, boundaries: Sequence[Boundary]) -> StageTimes:
         """One microbatch of a stage."""
         stage = split.stages[index]
-        table, span = self.tables[stage.menu], (stage.start, stage.stop)
+        table, span = self.tables[stage.placement], (stage.start, stage.stop)
         again_s = sum(table.blocks[block].again[way].time_s for block, way in stage.recomputed)
         forward_s, backward_s = (
             float(table.forward_s[span]),
@@ -108,7 +108,7 @@ class Prediction:
             backward_s += float(back)
             input_s, weight_s = (input_s + float(back), weight_s) if index else (0.0, backward_s)
         again = stage.recomputed or any(
-            self.costs[stage.menu].computes_again[stage.start : stage.stop]
+            self.costs[stage.placement].computes_again[stage.start : stage.stop]
         )
         if again:  # such a backward is not split
             input_s, weight_s = backward_s, 0.0
@@ -116,9 +116,9 @@ class Prediction:
 
     def _parts(self, stage: Stage, backward_s: float) -> tuple[float, float]:
         """Of the backward of a stage that gets values from others."""
-        if not self.attempt.splits_backward:
+        if not self.cut_request.splits_backward:
             return backward_s, 0.0
-        walk = self.attempt.offers[stage.menu].walk
+        walk = self.cut_request.placements[stage.placement].walk
         edges = [*self.starts, len(walk.backward_s)]
         start, stop = edges[stage.start], edges[stage.stop]
         input_s, weight_s = walk.backward_parts(start, stop)
@@ -127,10 +127,12 @@ class Prediction:
 
     def _ranks(self, split: Split) -> list[tuple[int, ...]]:
         """By position."""
-        attempt = self.attempt
-        if len(attempt.offers) == 1:
+        cut_request = self.cut_request
+        if len(cut_request.placements) == 1:
             return position_ranks(
-                attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place
+                cut_request.placements[0].placed.plan.mesh,
+                cut_request.num_positions,
+                cut_request.pp_place,
             )
         found, device = [], 0
         for stage in split.stages:
@@ -151,18 +153,18 @@ class Prediction:
         same mesh hold, too.
         """
         found = [0.0] * len(ranks)
-        if len(self.attempt.offers) > 1:
+        if len(self.cut_request.placements) > 1:
             return found
         edges = [*(self.starts[stage.start] for stage in split.stages), float("inf")]
-        placement = self.schedule.placement
-        for held in self.attempt.offers[0].walk.parameters:
+        position_of = self.schedule.placement
+        for held in self.cut_request.placements[0].walk.parameters:
             if held.declaration is None or len(held.places) == 1:
                 continue
             stages = {
                 max(i for i, edge in enumerate(edges[:-1]) if edge <= place)
                 for place in held.places
             }
-            positions = list(dict.fromkeys(placement[stage] for stage in sorted(stages)))
+            positions = list(dict.fromkeys(position_of[stage] for stage in sorted(stages)))
             for own in positions if len(positions) > 1 else ():
                 others = [ranks[other] for other in positions if other != own]
                 found[own] += self._reduced_s(
@@ -176,7 +178,7 @@ class Prediction:
         ranks: tuple[int, ...],
         others: Sequence[tuple[int, ...]] = (),
     ) -> float:
-        setting, mesh = self._setting, self.attempt.offers[0].walk.storage_mesh
+        setting, mesh = self._setting, self.cut_request.placements[0].walk.storage_mesh
         shared = {declaration.value.fqn or "": others}
         return Reduction.of(
             [declaration], mesh, setting.config, setting.hardware, setting.optimizer, ranks, shared

@@ -24,7 +24,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment, split_factor
-from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenu, Seconds
+from shardwright.policies.autodist.placement.strategies import LayoutTable, OpChoices, Seconds
 from shardwright.runtime.layout import Mesh
 
 
@@ -82,33 +82,33 @@ class Activations:
                 )
         return found
 
-    def usage(self, op: IROp, menu: OpMenu) -> Seconds | None:
+    def usage(self, op: IROp, choices: OpChoices) -> Seconds | None:
         """Bytes kept by every choice of an operator; None if it keeps nothing."""
         shares, internal = self.shares.get(op.name, ()), self.internal.get(op.name, 0)
         if not shares and not internal:
             return None
-        total = np.zeros(len(menu))
+        total = np.zeros(len(choices))
         for share in shares:
-            total += self.of_share(op, menu, share)
-        return total + self.inside(op, menu)
+            total += self.of_share(op, choices, share)
+        return total + self.inside(op, choices)
 
-    def of_share(self, op: IROp, menu: OpMenu, share: Share) -> Seconds:
+    def of_share(self, op: IROp, choices: OpChoices, share: Share) -> Seconds:
         """Bytes of a share, by choice."""
         value = (op.results if share.is_result else op.operands)[share.position]
-        ids = (menu.results if share.is_result else menu.operands)[:, share.position]
+        ids = (choices.results if share.is_result else choices.operands)[:, share.position]
         return share.part * self._sizes(ids.tolist(), value.dtype)
 
-    def of_result(self, op: IROp, menu: OpMenu, position: int) -> Seconds:
+    def of_result(self, op: IROp, choices: OpChoices, position: int) -> Seconds:
         """Bytes of a result, by choice."""
-        return self._sizes(menu.results[:, position].tolist(), op.results[position].dtype)
+        return self._sizes(choices.results[:, position].tolist(), op.results[position].dtype)
 
-    def inside(self, op: IROp, menu: OpMenu) -> Seconds:
+    def inside(self, op: IROp, choices: OpChoices) -> Seconds:
         """Bytes of what an operator makes inside and keeps, by choice."""
         internal = self.internal.get(op.name, 0)
         if not internal:
-            return np.zeros(len(menu))
+            return np.zeros(len(choices))
         found: Seconds = internal / np.array(
-            [float(math.prod(self._cuts(assignment))) for assignment in menu.assignments]
+            [float(math.prod(self._cuts(assignment))) for assignment in choices.assignments]
         )
         return found
 

@@ -17,7 +17,7 @@ from shardwright.policies.autodist.placement.formulation import Node, OpNode
 from shardwright.policies.autodist.placement.layout_sets import Maker, Reader
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.placement.strategies import OpMenu, Seconds
+from shardwright.policies.autodist.placement.strategies import OpChoices, Seconds
 from shardwright.runtime.layout import Layout
 
 
@@ -60,9 +60,11 @@ class Draft:
         found = self.nodes[node] if node is not None else None
         return self.places[found.op.name].stretch if isinstance(found, OpNode) else None
 
-    def op_cost(self, op: IROp, menu: OpMenu) -> Seconds:
+    def op_cost(self, op: IROp, choices: OpChoices) -> Seconds:
         """Seconds per step of every choice of an operator."""
-        return menu.forward_s * self.forwards(op) + menu.backward_s * self.request.microbatches
+        return (
+            choices.forward_s * self.forwards(op) + choices.backward_s * self.request.microbatches
+        )
 
     def layout_id(self, layout: Layout, value: IRValue) -> int:
         """The number of a layout of a value, in canonical form."""

@@ -10,16 +10,16 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType
 from shardwright.policies.autodist.placement.emission import Uses
-from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, OpMenu, Seconds
+from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, OpChoices, Seconds
 from shardwright.policies.autodist.solver.problem import Problem, evaluate
 
 
 @dataclass(frozen=True, eq=False)
 class OpNode:
-    """An operator; its choices are those of the menu."""
+    """An operator; its choices are those of the choices."""
 
     op: IROp
-    menu: OpMenu
+    choices: OpChoices
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,20 +98,20 @@ class _Draft:
 
     def _operator(self, index: int, node: OpNode) -> None:
         """What an operator keeps in any case, and a node for each tensor that may be let go of."""
-        op, menu, activations = node.op, node.menu, self.activations
-        held = np.zeros(len(menu))
+        op, choices, activations = node.op, node.choices, self.activations
+        held = np.zeros(len(choices))
         for position, value in enumerate(op.results):
             if value.name in self.alive and value.name not in activations.bases:
-                held += activations.of_result(op, menu, position)
+                held += activations.of_result(op, choices, position)
         for share in activations.shares.get(op.name, ()):
             if share.root in self.alive or share.root in self.inputs:
                 continue  # counted where it is made, and with the row's limit
             price = self.prices.get(share.root)
             if price is None:
-                held += activations.of_share(op, menu, share)
+                held += activations.of_share(op, choices, share)
             else:
-                self._choose(index, activations.of_share(op, menu, share), share.part * price)
-        inside, price = activations.inside(op, menu), self.prices.get(_inside(op))
+                self._choose(index, activations.of_share(op, choices, share), share.part * price)
+        inside, price = activations.inside(op, choices), self.prices.get(_inside(op))
         if price is None:
             held += inside
         elif inside.any():
@@ -145,11 +145,14 @@ class _Draft:
         for root, part in smallest.items():
             for index in range(part.start, part.stop):
                 claims[index] += sizes[root]
-        menus = {
-            node.op.name: node.menu for node in self.formulation.nodes if isinstance(node, OpNode)
+        op_choices = {
+            node.op.name: node.choices
+            for node in self.formulation.nodes
+            if isinstance(node, OpNode)
         }
         fastest = [
-            self.request.microbatches * float(menus[op.name].forward_s.min()) for op in graph.ops
+            self.request.microbatches * float(op_choices[op.name].forward_s.min())
+            for op in graph.ops
         ]
         return {
             root: sum(

@@ -30,7 +30,7 @@ from shardwright.policies.autodist.solver.solve import solve
 from shardwright.runtime.layout import Layout
 
 MAX_CORRECTIONS = 6
-"""How often the memory row is corrected by the memory that a lowered plan takes."""
+"""How often the memory row is corrected by the memory that a lowered placement plan takes."""
 
 CORRECTION, HURRIED_CORRECTION = 0.99, 0.9
 """How much below what is needed the row is corrected, so that it ends; and where that is to be
@@ -50,7 +50,7 @@ TABLES = (
 
 
 @dataclass(frozen=True)
-class Space:
+class PlacementSpace:
     """What was searched: choices of operators and stores, the assignments they stand for, and the
     values whose copies were restricted to fewer sets of layouts than their readers could want.
     ``mixed``: the most strategies that one operator mixes, where that is fewer than there are axes.
@@ -88,7 +88,7 @@ class Placement:
     cost_s: float
     bound_s: float
     proof: str
-    space: Space
+    space: PlacementSpace
     memory: RankMemory | None
     request: PlacementRequest
     formulation: Formulation
@@ -101,10 +101,10 @@ class Placement:
         those that are trained through, where each is placed to take least, and not computed again.
         """
         nodes = [node for node in self.formulation.nodes if isinstance(node, OpNode)]
-        menus = [
-            node.menu for node in nodes if any(value.requires_grad for value in node.op.results)
+        op_choices = [
+            node.choices for node in nodes if any(value.requires_grad for value in node.op.results)
         ]
-        least = [float((menu.forward_s + menu.backward_s).min()) for menu in menus]
+        least = [float((choices.forward_s + choices.backward_s).min()) for choices in op_choices]
         return self.request.microbatches * max(least, default=0.0)
 
     @property
@@ -236,7 +236,7 @@ def plan_of(request: PlacementRequest, formulation: Formulation, choice: Sequenc
     stored: dict[str, Layout] = {}
     for node, chosen in zip(formulation.nodes, choice, strict=True):
         if isinstance(node, OpNode):
-            strategies[node.op.name] = node.menu.assignments[chosen]
+            strategies[node.op.name] = node.choices.assignments[chosen]
         elif isinstance(node, StoreNode):
             assert node.value.fqn is not None
             stored[node.value.fqn] = formulation.layouts[node.layouts[chosen]]
@@ -281,7 +281,7 @@ def runners_up(
     assert isinstance(node, OpNode)
     limit = placement.request.time_limit_s if time_limit_s is None else time_limit_s
     found: list[RunnerUp] = []
-    for chosen, assignment in enumerate(node.menu.assignments):
+    for chosen, assignment in enumerate(node.choices.assignments):
         name = in_words(assignment)
         if chosen == placement.choice[index]:
             found.append(RunnerUp(name, placement.cost_s, placement.choice))
@@ -318,13 +318,15 @@ def in_words(assignment: Assignment) -> str:
     return " ".join(f"{axis}={strategy}" for axis, strategy in assignment.items()) or "R"
 
 
-def _space(request: PlacementRequest, formulation: Formulation) -> Space:
+def _space(request: PlacementRequest, formulation: Formulation) -> PlacementSpace:
     operators = [node for node in formulation.nodes if isinstance(node, OpNode)]
     num_choices = sum(
         len(cost)
         for node, cost in zip(formulation.nodes, formulation.problem.node_costs, strict=True)
         if isinstance(node, OpNode | StoreNode)
     )
-    num_assignments = sum(node.menu.num_assignments for node in operators)
+    num_assignments = sum(node.choices.num_assignments for node in operators)
     mixed = MAX_MIXED if len(request.mesh.axes) > MAX_MIXED else None
-    return Space(len(operators), num_choices, num_assignments, formulation.restricted, mixed)
+    return PlacementSpace(
+        len(operators), num_choices, num_assignments, formulation.restricted, mixed
+    )

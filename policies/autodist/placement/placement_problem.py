@@ -2,7 +2,7 @@
 
 Variables, each one choice:
 
-- an **operator**: one of its menu (``strategies.py``);
+- an **operator**: one of its choices (``strategies.py``);
 - a **store**: how a parameter, or a buffer that an operator updates, is held (``stores.py``);
 - the **copies** of a value that several operators read: the set of layouts it is made available in,
   or the one layout that all are made from (``values.py``).
@@ -56,7 +56,7 @@ from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.shared import shared_values
 from shardwright.policies.autodist.placement.stores import add_sources
-from shardwright.policies.autodist.placement.strategies import Allowed, OpMenu, Seconds, used
+from shardwright.policies.autodist.placement.strategies import Allowed, OpChoices, Seconds, used
 from shardwright.policies.autodist.placement.value_adapters import Values
 from shardwright.policies.autodist.solver.problem import Problem, Row
 from shardwright.runtime.layout import Layout
@@ -132,26 +132,30 @@ class _Builder:
         only = allowed_strategies(request.graph, request.constraints, request.mesh)
         everywhere: Allowed = {axis: frozenset(("R",)) for axis in request.mesh.names}
         for op in self.graph.ops:
-            free = draft.pricing.menus.of(op, only.get(op.name))
-            menu = free
+            free = draft.pricing.op_choices.of(op, only.get(op.name))
+            choices = free
             if op.name in whole and op.name not in only:
-                menu = draft.pricing.menus.of(op, everywhere)
-            index = draft.add(OpNode(op, menu), draft.op_cost(op, menu), op.module_path)
-            if menu is not free:
+                choices = draft.pricing.op_choices.of(op, everywhere)
+            index = draft.add(OpNode(op, choices), draft.op_cost(op, choices), op.module_path)
+            if choices is not free:
                 self.made_whole[index] = float(draft.op_cost(op, free).min())
-            self._connect(index, op, menu)
+            self._connect(index, op, choices)
 
-    def _connect(self, index: int, op: IROp, menu: OpMenu) -> None:
+    def _connect(self, index: int, op: IROp, choices: OpChoices) -> None:
         """What an operator makes and reads."""
         for position, value in enumerate(op.results):
-            self.makers[value.name] = Maker(index, menu.results[:, position], (id(menu), position))
+            self.makers[value.name] = Maker(
+                index, choices.results[:, position], (id(choices), position)
+            )
         for value in dict.fromkeys(op.operands):
             positions = tuple(i for i, operand in enumerate(op.operands) if operand == value)
-            wants = tuple(tuple(sorted(set(row))) for row in menu.operands[:, positions].tolist())
+            wants = tuple(
+                tuple(sorted(set(row))) for row in choices.operands[:, positions].tolist()
+            )
             keeps = (value.name, op.name) in self.kept
             self._reads(
                 value,
-                Reader(index, wants, (id(menu), positions), self.draft.places[op.name], keeps),
+                Reader(index, wants, (id(choices), positions), self.draft.places[op.name], keeps),
             )
 
     def _reads(self, value: IRValue, reader: Reader) -> None:
@@ -206,7 +210,9 @@ class _Builder:
         if not request.config.inference_only:
             activations = Activations.of(self.graph, draft.pricing.layouts, request.mesh)
             for index, node in enumerate(draft.nodes):
-                kept = activations.usage(node.op, node.menu) if isinstance(node, OpNode) else None
+                kept = (
+                    activations.usage(node.op, node.choices) if isinstance(node, OpNode) else None
+                )
                 if kept is not None:
                     draft.usage[index] = request.in_flight * kept
         given = [

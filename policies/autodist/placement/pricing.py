@@ -1,4 +1,4 @@
-"""What costs of one mesh are read off: menus, conversions and tables by signature, shared by all
+"""What costs of one mesh are read off: op_choices, conversions and tables by signature, shared by all
 graphs placed on it.
 """
 
@@ -15,7 +15,12 @@ from shardwright.policies.autodist.placement.conversions import Conversions, Lay
 from shardwright.policies.autodist.placement.formulation import Formulation
 from shardwright.policies.autodist.placement.layout_sets import Maker, Reader
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenus, Seconds, used
+from shardwright.policies.autodist.placement.strategies import (
+    AllOpChoices,
+    LayoutTable,
+    Seconds,
+    used,
+)
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout
 
@@ -96,7 +101,7 @@ class Pricing:
         self.request = request
         self.layouts = LayoutTable()
         self._over_units: dict[tuple[int, int], OverUnits] = {}
-        self.menus = OpMenus(
+        self.op_choices = AllOpChoices(
             request.mesh, request.ranks, request.hardware, request.times, self.layouts
         )
         self.conversions = Conversions(request.mesh, request.ranks, request.hardware, self.layouts)

@@ -70,7 +70,7 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     op = first.op
     assert op.rule is not None
     refs = op.rule.operands[op.operands.index(value)]
-    key = ("candidates", id(first.menu), op.operands.index(value), tuple(r.key for r in readers))
+    key = ("candidates", id(first.choices), op.operands.index(value), tuple(r.key for r in readers))
     found = pricing.candidates.get(key)
     if found is None:
         letters = ["R", *(["G"] if value.requires_grad else [])]
@@ -81,7 +81,7 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
         ]
         placed = itertools.product(words, repeat=len(draft.request.mesh.names))
         own = {
-            pricing.menus.tensor(value, refs, op.rule, each)
+            pricing.op_choices.tensor(value, refs, op.rule, each)
             for each in placed
             if not too_mixed(each)
         }

@@ -1,4 +1,4 @@
-"""The menu of an operator: every way it may be computed on a mesh, with the layouts and the time of
+"""The choices of an operator: every way it may be computed on a mesh, with the layouts and the time of
 each.
 
 Along one axis an operator has the strategies of its rule
@@ -6,7 +6,7 @@ Along one axis an operator has the strategies of its rule
 one per axis, several axes on one dim included. Assignments that ask for the same layouts and give
 the same ones are one choice, of which the fastest stays. Layouts are kept in canonical form and by
 number, as the planner compares them all the time. Operators that differ in names only share one
-menu.
+choices.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LayoutTable:
 
 
 @dataclass(frozen=True, eq=False)
-class OpMenu:
+class OpChoices:
     """The choices of an operator. ``operands`` / ``results``: layout numbers, [choices, tensors];
     times: seconds, [choices].
 
@@ -92,8 +92,8 @@ Allowed = Mapping[str, frozenset[str]]
 """Axis to the strategies that constraints leave an operator there; axes left out are free."""
 
 
-class OpMenus:
-    """The menus of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh
+class AllOpChoices:
+    """The op_choices of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh
     lies on, in its order.
     """
 
@@ -112,20 +112,20 @@ class OpMenus:
             times,
             table,
         )
-        self._menus: dict[Hashable, OpMenu] = {}
+        self._choices: dict[Hashable, OpChoices] = {}
         self._tensors: dict[Hashable, int] = {}
 
-    def of(self, op: IROp, only: Allowed | None = None) -> OpMenu:
-        """The menu of an operator. Its result is one object for all operators alike, so that it can
+    def of(self, op: IROp, only: Allowed | None = None) -> OpChoices:
+        """The choices of an operator. Its result is one object for all operators alike, so that it can
         be a key.
         """
         key = (signature(op), tuple(sorted((only or {}).items(), key=lambda item: item[0])))
-        found = self._menus.get(key)
+        found = self._choices.get(key)
         if found is None:
-            found = self._menus[key] = self._enumerate(op, only or {})
+            found = self._choices[key] = self._enumerate(op, only or {})
         return found
 
-    def _enumerate(self, op: IROp, only: Allowed) -> OpMenu:
+    def _enumerate(self, op: IROp, only: Allowed) -> OpChoices:
         assert op.rule is not None
         rule, mesh = op.rule, self.mesh
         differentiable = any(value.requires_grad for value in (*op.operands, *op.results))
@@ -164,7 +164,7 @@ class OpMenus:
             if known is None or entry[:2] < known[:2]:
                 best[operands, results] = entry
         num_operands, num_results = len(op.operands), len(op.results)
-        return OpMenu(
+        return OpChoices(
             tuple(entry[2] for entry in best.values()),
             np.array([pair[0] for pair in best], dtype=np.int64).reshape(len(best), num_operands),
             np.array([pair[1] for pair in best], dtype=np.int64).reshape(len(best), num_results),

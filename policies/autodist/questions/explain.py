@@ -25,8 +25,8 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.found import Candidate
-from shardwright.policies.autodist.candidates.space import Wish
+from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
+from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.cutting.join_stages import joined
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import allowed_strategies
@@ -131,11 +131,11 @@ class Request:
         """
         return self.best.placed[self.placed_at(op)].plan.mesh
 
-    def wish(self, op: str = "") -> Wish:
+    def mesh_request(self, op: str = "") -> MeshRequest:
         """The placement behind the best plan, of the stage of an operator, for speed alone."""
         plan, mesh = self.best.plan, self.mesh(op)
         ranks = plan.stages[self.placed_at(op)].ranks if plan.stages else tuple(range(mesh.size))
-        return Wish(mesh, ranks, self.audited.num_microbatches, recompute=plan.recompute)
+        return MeshRequest(mesh, ranks, self.audited.num_microbatches, recompute=plan.recompute)
 
     def fastest(
         self, op: str, pin: Mapping[str, Mapping[str, str]] | None = None
@@ -143,7 +143,7 @@ class Request:
         """The placement for speed alone on the mesh of an operator, some of it pinned; ``None``
         where a pin leaves nothing.
         """
-        wanted = self.placer.request(self.wish(op))
+        wanted = self.placer.request(self.mesh_request(op))
         if pin:
             wanted = replace(
                 wanted, constraints=replace(wanted.constraints, pin={**self.options.pin, **pin})
@@ -208,14 +208,14 @@ def explain_module(request: Request, path: str, most: int = MOST) -> Explanation
     assert dims is not None
     others, impossible = [_Other(FASTEST, fastest.cost_s, lambda: fastest.plan)], []
     for axis in request.mesh(names[0]).names:
-        for wish in (
+        for factor in (
             *sorted(
                 {dims.classes[index].name for (op, _), index in dims.factors.items() if op in names}
             ),
             "R",
         ):
-            words = f"{axis} not used" if wish == "R" else f"{axis} splits {wish}"
-            found = request.fastest(names[0], {path: {axis: wish}})
+            words = f"{axis} not used" if factor == "R" else f"{axis} splits {factor}"
+            found = request.fastest(names[0], {path: {axis: factor}})
             if found is None:
                 impossible.append(Choice(words, math.inf))
             else:

@@ -11,10 +11,10 @@ from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.candidates import ROLES, role_of
+from shardwright.policies.autodist.candidates.axis_names import ROLES, role_of
 from shardwright.policies.autodist.candidates.degrees import forbidden
-from shardwright.policies.autodist.candidates.found import Candidate
-from shardwright.policies.autodist.candidates.words import refusals
+from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.candidates.titles import refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.questions.explain import GIGABYTE, TIE, Choice, Request
@@ -40,7 +40,7 @@ def levers(request: Request) -> list[Choice]:
         else options.memory_limit_gb
     )
     fixed = replace(request, options=_same_shape(request))
-    variants = {
+    changed = {
         "the same search on this mesh alone": fixed,
         "one more gigabyte of memory": replace(
             fixed, options=replace(fixed.options, memory_limit_gb=limit + 1)
@@ -51,12 +51,12 @@ def levers(request: Request) -> list[Choice]:
         "links of twice the rate": replace(fixed, hardware=_faster_links(hardware, 2.0)),
     }
     if returns_more_than_loss(request.graph, request.config):
-        variants['outputs="loss": nothing else returned'] = replace(
+        changed['outputs="loss": nothing else returned'] = replace(
             fixed, config=replace(request.config, outputs="loss")
         )
     assert best.cost is not None
     found = [Choice("the plan", best.step_s, best.cost.peak_bytes, chosen=True)]
-    for name, asked in variants.items():
+    for name, asked in changed.items():
         cost = best.cost if asked.hardware is hardware else asked.audited(best.plan)
         other = search(asked.graph, asked.config, asked.options, asked.hardware).best
         if other is not None and other.cost is not None and other.step_s < cost.step_s * (1 - TIE):
@@ -167,7 +167,7 @@ def _same_shape(request: Request) -> AutodistOptions:
             options,
             num_stages=None,
             num_microbatches=None,
-            update_freq=request.wish().num_microbatches,
+            update_freq=request.mesh_request().num_microbatches,
         )
     return replace(options, schedule=plan.schedule, chunks=len(plan.stages) // request.positions)
 

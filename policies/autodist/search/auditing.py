@@ -20,10 +20,10 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.candidates import renamed
-from shardwright.policies.autodist.candidates.found import Candidate
-from shardwright.policies.autodist.candidates.words import too_large
-from shardwright.policies.autodist.search.bench import AUDIT, Bench
+from shardwright.policies.autodist.candidates.axis_names import renamed
+from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.candidates.titles import memory_words
+from shardwright.policies.autodist.search.state import AUDIT, SearchState
 from shardwright.policies.autodist.stages.split_chain import NoGain
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -81,13 +81,13 @@ class Audits:
     time is short.
     """
 
-    def __init__(self, bench: Bench, audited: Callable[[Plan], PlanCost]) -> None:
-        self.bench, self.audited = bench, audited
-        self.found, self.clock, self.space, self.cutter = (
-            bench.found,
-            bench.clock,
-            bench.space,
-            bench.cutter,
+    def __init__(self, state: SearchState, audited: Callable[[Plan], PlanCost]) -> None:
+        self.state, self.audited = state, audited
+        self.result, self.clock, self.space, self.cutter = (
+            state.result,
+            state.clock,
+            state.space,
+            state.cutter,
         )
         self.sure: list[Candidate] = []
         self._seen: list[Candidate] = []  # what was audited
@@ -99,26 +99,26 @@ class Audits:
         is predicted. ``most``, ``near``: in the place of what the space says of them.
         """
         near = self.space.near if near is None else near
-        waiting = [(candidate, 0) for candidate in self.found.others]
-        if not self.found.audited and self.sure:
+        waiting = [(candidate, 0) for candidate in self.result.others]
+        if not self.result.audited and self.sure:
             waiting.append((self.sure.pop(), 0))
         wanted = self.space.audits if most is None else most
         same: list[Candidate] = []
         audits = 0
-        while waiting and (audits < wanted or not self.found.audited):
+        while waiting and (audits < wanted or not self.result.audited):
             late = (
-                not self.found.audited and self.clock.spent() > 1.0
+                not self.result.audited and self.clock.spent() > 1.0
             )  # then what is most likely to fit is the answer
             waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
             if waiting[0][0].predicted_s > self.space.worth_s:
                 return
-            if self.found.audited:
-                if waiting[0][0].predicted_s > near * self.bench.best_s():
+            if self.result.audited:
+                if waiting[0][0].predicted_s > near * self.state.best_s():
                     return
                 if self.clock.spent(self.clock.longest_s(AUDIT)) > 1.0:
-                    return self.bench.end_by_time()
+                    return self.state.end_by_time()
             elif late and audits >= LATE_AUDITS and self.clock.is_over:
-                return self.bench.end_by_time()
+                return self.state.end_by_time()
             candidate, corrections = waiting.pop(0)
             if any(is_same(candidate, other) for other in self._seen):
                 same.append(candidate)
@@ -133,9 +133,9 @@ class Audits:
                     else None
                 )
                 if mended is not None:
-                    self.found.refused.pop(candidate.title, None)
+                    self.result.refused.pop(candidate.title, None)
                     waiting.append((mended, corrections + 1))
-            self.found.others = [*same, *(candidate for candidate, _ in waiting)]
+            self.result.others = [*same, *(candidate for candidate, _ in waiting)]
 
     def audit(self, candidate: Candidate) -> PlanCost | None:
         """The cost of a candidate, which is noted among those that were audited, or refused: of one
@@ -147,39 +147,39 @@ class Audits:
             with self.clock.timed(AUDIT):
                 cost = self.audited(candidate.plan)
         except PlanError as error:
-            self.found.refuse(candidate.title, error)
+            self.result.refuse(candidate.title, error)
             return None
         if cost.peak_bytes <= self.space.memory_bytes:
-            self.found.refused.pop(candidate.title, None)
-            self.found.audited.append(replace(candidate, cost=cost))
-            self.found.audited.sort(key=lambda candidate: candidate.step_s)
+            self.result.refused.pop(candidate.title, None)
+            self.result.audited.append(replace(candidate, cost=cost))
+            self.result.audited.sort(key=lambda candidate: candidate.step_s)
         else:
             self._refuse(candidate.title, cost.peak_bytes)
-            self.found.least = min(self.found.least, least_of(cost, candidate.title))
+            self.result.least = min(self.result.least, least_of(cost, candidate.title))
         return cost
 
     def _refuse(self, title: str, needed_bytes: float) -> None:
         """Note that a plan takes too much memory, unless one with its title fits: of a title what
         takes least, in the place of what was predicted.
         """
-        if any(fitting.title == title for fitting in self.found.audited):
+        if any(fitting.title == title for fitting in self.result.audited):
             return
         needed_bytes = self._needed[title] = min(needed_bytes, self._needed.get(title, math.inf))
-        self.found.refused[title] = too_large(needed_bytes, self.space.memory_bytes)
-        self.found.needed_bytes[title] = needed_bytes
+        self.result.refused[title] = memory_words(needed_bytes, self.space.memory_bytes)
+        self.result.needed_bytes[title] = needed_bytes
 
     def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
         """The candidate cut again, for as much less memory as it took too much; None if that leaves
         nothing else. Where time is over, for less than that, so that it is the last time.
         """
-        attempt = candidate.attempt
-        if attempt is None:
+        cut_request = candidate.cut_request
+        if cut_request is None:
             return None
         over = peak_bytes - self.space.memory_bytes
         for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
-            found = self.cutter.cut(attempt, candidate.used_bytes - by * over)
+            found = self.cutter.cut(cut_request, candidate.used_bytes - by * over)
             if isinstance(found, NoGain):
-                self.found.bound(attempt, found.bound_s)
+                self.result.bound(cut_request, found.bound_s)
             elif isinstance(found, Candidate) and found.plan != candidate.plan:
                 return found
         return None
@@ -197,7 +197,7 @@ def least_of(cost: PlanCost, title: str) -> tuple[float, str, str]:
 
 def _by_fit(candidate: Candidate) -> tuple[bool, float]:
     """What is placed to fit first, then what takes least memory."""
-    return candidate.attempt is not None, candidate.used_bytes
+    return candidate.cut_request is not None, candidate.used_bytes
 
 
 def is_same(candidate: Candidate, other: Candidate) -> bool:

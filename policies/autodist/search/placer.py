@@ -1,4 +1,4 @@
-"""Placements for the wishes of a search, as the options want them."""
+"""Placements for the mesh requests of a search, as the options want them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.candidates import named
+from shardwright.policies.autodist.candidates.axis_names import named
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.degrees import forbidden
-from shardwright.policies.autodist.candidates.space import NoPlacement, Placed, Wish
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    MeshRequest,
+    NoPlacement,
+    PlacedModel,
+)
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
-from shardwright.policies.autodist.placement.lean import lean
+from shardwright.policies.autodist.placement.least_memory import place_for_memory
 from shardwright.policies.autodist.placement.memory_bound import least_step_s
 from shardwright.policies.autodist.placement.place import Placement, place
 from shardwright.policies.autodist.placement.placement_problem import formulate
@@ -47,7 +51,7 @@ PLACING_SHARE = 0.8
 
 
 class Placer:
-    """Places the model, keeping what does not change between the wishes for one mesh."""
+    """Places the model, keeping what does not change between the mesh requests for one mesh."""
 
     def __init__(
         self,
@@ -70,27 +74,29 @@ class Placer:
         self._optimizer = options.optimizer_memory
         self._pricings: Pricings = {} if pricings is None else pricings
 
-    def request(self, wish: Wish) -> PlacementRequest:
-        """What a wish asks of the placement, with what the options fix."""
+    def request(self, mesh_request: MeshRequest) -> PlacementRequest:
+        """What a mesh request asks of the placement, with what the options fix."""
         coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
         limit_s = self.options.time_limit_s * (SHARE if coarse else 1.0)
         return PlacementRequest(
             self.graph,
-            wish.mesh,
-            wish.ranks,
+            mesh_request.mesh,
+            mesh_request.ranks,
             self.hardware,
             self.config,
-            memory_limit_bytes=wish.memory_bytes,
-            constraints=constraints_on(wish.mesh, self.graph, self.options),
+            memory_limit_bytes=mesh_request.memory_bytes,
+            constraints=constraints_on(mesh_request.mesh, self.graph, self.options),
             time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
             target_gap=TARGET_GAP if coarse else 0.0,
-            microbatches=wish.num_microbatches,
+            microbatches=mesh_request.num_microbatches,
             outputs=training_wishes(self.graph, self.config),
-            recompute=wish.recompute,
-            in_flight=wish.in_flight,
+            recompute=mesh_request.recompute,
+            in_flight=mesh_request.in_flight,
             times=self.times,
-            deadline=self._clock.latest if wish.hurried else self._clock.moment(PLACING_SHARE),
-            hurried=wish.hurried,
+            deadline=self._clock.latest
+            if mesh_request.hurried
+            else self._clock.moment(PLACING_SHARE),
+            hurried=mesh_request.hurried,
             optimizer=self._optimizer,
         )
 
@@ -98,16 +104,16 @@ class Placer:
         """What requests for one mesh share."""
         return self._pricings.setdefault((request.mesh, request.ranks), Pricing(request))
 
-    def __call__(self, wish: Wish) -> Placed:
-        request = self.request(wish)
+    def __call__(self, mesh_request: MeshRequest) -> PlacedModel:
+        request = self.request(mesh_request)
         pricing = self.pricing_of(request)
         found = (
             place(request, pricing=pricing)
-            if wish.lean is None
-            else lean(request, wish.lean, pricing)
+            if mesh_request.memory_weight is None
+            else place_for_memory(request, mesh_request.memory_weight, pricing)
         )
         if isinstance(found, Infeasible):
-            raise _no_placement(found, request, pricing, wish.num_positions)
+            raise _no_placement(found, request, pricing, mesh_request.num_positions)
         plan = (
             found.plan
             if self.graph.eval_graph is None
@@ -115,7 +121,7 @@ class Placer:
         )
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
-        return Placed(
+        return PlacedModel(
             plan,
             found.bound_s,
             found.proof,
@@ -125,11 +131,11 @@ class Placer:
             found.longest_s,
         )
 
-    def least_s(self, wish: Wish) -> float:
-        """Seconds per step that no plan for a wish with memory is below; what may be computed again
+    def least_s(self, mesh_request: MeshRequest) -> float:
+        """Seconds per step that no plan for a mesh request with memory is below; what may be computed again
         is as the options say.
         """
-        request = self.request(wish)
+        request = self.request(mesh_request)
         return least_step_s(request, self.pricing_of(request), again=self.options.recompute is None)
 
 
@@ -185,7 +191,7 @@ def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
             graph=graph,
             constraints=Constraints(pin, {}, stored),
             memory_limit_bytes=None,
-            outputs={path: wish for path, wish in request.outputs.items() if path in paths},
+            outputs={path: wanted for path, wanted in request.outputs.items() if path in paths},
         )
     )
     assert not isinstance(found, Infeasible), found.reason

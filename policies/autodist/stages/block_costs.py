@@ -12,7 +12,7 @@ from itertools import pairwise
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.menu import Block, Menu, Repeated, Unshared
+from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, Repeated, Unshared
 from shardwright.policies.autodist.stages.walk import Walk
 
 MAX_WAYS = 8
@@ -30,7 +30,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Costs:
+class BlockCosts:
     """The blocks without anything computed again, and what they have in common; ``ways[block]``:
     the ways to do so, none better than another in both. ``computes_again[block]``: whether some of
     it is in any case.
@@ -42,14 +42,14 @@ class Costs:
     unshared: tuple[Unshared, ...]
     computes_again: list[bool]
 
-    def menu(self, num_devices: int, *, shares: bool = True) -> Menu:
+    def placed(self, num_devices: int, *, shares: bool = True) -> PlacedBlocks:
         """The blocks with all their ways. ``shares``: stages have meshes alike, so that ZeRO shares
         out the optimizer state of what several of them hold.
         """
         found = zip(self.blocks, self.ways, strict=True)
         blocks = [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
         if shares:
-            return Menu(num_devices, blocks, self.repeated, self.unshared)
+            return PlacedBlocks(num_devices, blocks, self.repeated, self.unshared)
         repeated = list(self.repeated)
         for part in self.unshared:
             first = part.blocks[0]
@@ -59,7 +59,7 @@ class Costs:
             repeated += [
                 Repeated(*pair, held_bytes=part.held_bytes) for pair in pairwise(part.blocks)
             ]
-        return Menu(num_devices, blocks, repeated)
+        return PlacedBlocks(num_devices, blocks, repeated)
 
 
 def block_costs(
@@ -67,7 +67,7 @@ def block_costs(
     starts: Sequence[int],
     parts: Mapping[int, Sequence[Part]],
     only: Callable[[Part], bool] | None = None,
-) -> Costs:
+) -> BlockCosts:
     """The blocks that begin at the positions ``starts`` of the graph's operators. ``parts``: by
     block, what may be computed again; with ``only``, what it names is, and nothing else may be.
 
@@ -102,7 +102,7 @@ def block_costs(
             if only
             else useful_ways([Way((part,), walk.again(part.start, part.stop)) for part in inside])
         )
-    return Costs(blocks, ways, repeated, unshared, computes_again)
+    return BlockCosts(blocks, ways, repeated, unshared, computes_again)
 
 
 Amounts = tuple[float, float, float, float]

@@ -31,14 +31,14 @@ from shardwright.compiler.passes.copy_trees import routes
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.pipeline import Crossing
 from shardwright.compiler.plan.program import Adapt, Compute
+from shardwright.policies.autodist.candidates.meshes import tier_groups
 from shardwright.policies.autodist.stages.frontier import Array
-from shardwright.policies.autodist.stages.tiers import lie
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.transfer import Holding
 
 RanksOf = Callable[[int, int], tuple[int, ...]]
-"""From the number of a menu and the first device of a stage to the ranks that the stage lies on."""
+"""From the number of a placement and the first device of a stage to the ranks that the stage lies on."""
 
 
 SIDES = (2,)
@@ -139,32 +139,32 @@ class Messages:
         """All that a boundary adds."""
         return self.boundary(before, after, device).total_s
 
-    def relief_s(self, menu: int) -> Array:
+    def relief_s(self, placement: int) -> Array:
         """What the boundaries before and after a stage can save of its adapters."""
-        return self._least_more(menu, lambda seconds: seconds.sum(axis=-1))
+        return self._least_more(placement, lambda seconds: seconds.sum(axis=-1))
 
-    def relief_by_side_s(self, menu: int) -> Array:
+    def relief_by_side_s(self, placement: int) -> Array:
         """The same, ``[start, stop, side]``: in the forward and in the backward, each for
         itself.
         """
-        return self._least_more(menu, lambda seconds: seconds)
+        return self._least_more(placement, lambda seconds: seconds)
 
-    def _least_more(self, menu: int, counted: Callable[[Array], Array]) -> Array:
-        taken = [counted(self._taken(before, menu)) for before in range(len(self.walks))]
-        sent = np.minimum(counted(self._sent(menu)), 0.0).min(axis=1)
+    def _least_more(self, placement: int, counted: Callable[[Array], Array]) -> Array:
+        taken = [counted(self._taken(before, placement)) for before in range(len(self.walks))]
+        sent = np.minimum(counted(self._sent(placement)), 0.0).min(axis=1)
         least: Array = (
             np.minimum(np.minimum.reduce(taken), 0.0) + sent[None]
         )  # what ends where another begins
         return least
 
-    def fits(self, menu: int, device: int) -> bool:
+    def fits(self, placement: int, device: int) -> bool:
         """Whether the ranks of a stage lie as those that its seconds were taken from."""
-        key = menu, device
+        key = placement, device
         if key not in self._fits:
-            home, ranks = self.walks[menu].setting, self.ranks_of(menu, device)
-            self._fits[key] = not self.only_like_home or lie(home.hardware, ranks) == lie(
-                home.hardware, home.ranks
-            )
+            home, ranks = self.walks[placement].setting, self.ranks_of(placement, device)
+            self._fits[key] = not self.only_like_home or tier_groups(
+                home.hardware, ranks
+            ) == tier_groups(home.hardware, home.ranks)
         return self._fits[key]
 
     def boundary(self, before: int, after: int, device: int) -> Boundary:
@@ -176,7 +176,9 @@ class Messages:
                 self.ranks_of(after, device),
             )
             lies = (
-                b"" if here == there else lie(self.walks[before].setting.hardware, (*here, *there))
+                b""
+                if here == there
+                else tier_groups(self.walks[before].setting.hardware, (*here, *there))
             )
             key = before, after, lies
             if key not in self._boundaries:
@@ -286,12 +288,12 @@ class Messages:
         return replace(self._views[after][index].needs[reach.first], partial=(), grad_partial=())
 
     def _tree_s(
-        self, menu: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]
+        self, placement: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]
     ) -> Array:
         """Of all copies of a value, there and back."""
-        key = menu, value.dtype, value.requires_grad, value.takes_gradient, source, targets
+        key = placement, value.dtype, value.requires_grad, value.takes_gradient, source, targets
         if key not in self._copies:
-            walk = self.walks[menu]
+            walk = self.walks[placement]
             mesh, ranks, hardware = walk.storage_mesh, walk.storage_ranks, walk.setting.hardware
             found = routes(
                 source,

@@ -43,7 +43,7 @@ from shardwright.compiler.schedule.live_microbatches import held_together
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.waits import run_order, waits_of
 from shardwright.policies.autodist.stages.frontier import Array
-from shardwright.policies.autodist.stages.menu import Tables, ranges
+from shardwright.policies.autodist.stages.stage_costs import StageCosts, ranges
 from shardwright.runtime.schedule_actions import ActionKind
 
 MAX_ROUNDS = 120
@@ -104,7 +104,7 @@ class Least:
 
     def __init__(
         self,
-        tables: Tables,
+        tables: StageCosts,
         relief_s: Array,
         inputs_s: Sequence[float],
         counts: Sequence[int],
@@ -215,7 +215,7 @@ class Least:
         return max(0.0, inputs - weights) if stage else 0.0
 
 
-def _ways(tables: Tables, memory_bytes: float) -> tuple[Array, Array]:
+def _ways(tables: StageCosts, memory_bytes: float) -> tuple[Array, Array]:
     """``[block, way]``: seconds, and the share of the memory saved; the first way is to compute
     nothing again.
     """

@@ -18,8 +18,8 @@ from dataclasses import replace
 from shardwright.compiler.schedule.live_microbatches import held_together
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.autodist.stages.frontier import Again, Frontier
-from shardwright.policies.autodist.stages.menu import Tables
 from shardwright.policies.autodist.stages.split_chain import Stage
+from shardwright.policies.autodist.stages.stage_costs import StageCosts
 
 Ways = tuple[tuple[int, int], ...]
 """Blocks that are computed again, with the number of the way."""
@@ -29,9 +29,11 @@ Moment = tuple[int, ...]
 
 
 class Positions:
-    """The positions of a schedule, with so much memory each. ``tables``: by menu."""
+    """The positions of a schedule, with so much memory each. ``tables``: by placement."""
 
-    def __init__(self, tables: Sequence[Tables], schedule: Schedule, memory_bytes: float) -> None:
+    def __init__(
+        self, tables: Sequence[StageCosts], schedule: Schedule, memory_bytes: float
+    ) -> None:
         self.tables, self.memory_bytes = tables, memory_bytes
         self._stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
         self._moments = held_together(schedule)
@@ -48,7 +50,7 @@ class Positions:
         found, used = list(stages), 0.0
         for position, own in enumerate(self._stages):
             spans = tuple(
-                (stages[index].menu, stages[index].start, stages[index].stop) for index in own
+                (stages[index].placement, stages[index].start, stages[index].stop) for index in own
             )
             if (position, spans) not in self._known:
                 self._known[position, spans] = self._chosen(
@@ -73,7 +75,7 @@ class Positions:
         )
 
     def _most_saving(self, stage: Stage) -> Ways:
-        blocks = self.tables[stage.menu].blocks
+        blocks = self.tables[stage.placement].blocks
         return tuple(
             (block, max(range(len(ways)), key=lambda way: ways[way].saved_bytes))
             for block in range(stage.start, stage.stop)
@@ -101,7 +103,7 @@ class Positions:
     def _used(self, stages: Sequence[Stage], ways: Sequence[Ways], moment: Moment) -> float:
         """The bytes of a position at one moment."""
         return sum(
-            self.tables[stage.menu].used_bytes(stage.start, stage.stop, own, count)
+            self.tables[stage.placement].used_bytes(stage.start, stage.stop, own, count)
             for stage, own, count in zip(stages, ways, moment, strict=True)
         )
 
@@ -114,7 +116,7 @@ class Positions:
         for number, (stage, count) in enumerate(zip(stages, moment, strict=True)):
             for block in range(stage.start, stage.stop):
                 blocks.append((number, block))
-                again = self.tables[stage.menu].blocks[block].again
+                again = self.tables[stage.placement].blocks[block].again
                 frontier = self._with_block(
                     frontier, tuple(Again(way.time_s, count * way.saved_bytes) for way in again)
                 )

@@ -1,7 +1,7 @@
 """Cut a chain of blocks into pipeline stages, each on its own devices in a placement of its own:
 exact under the model of one-forward-one-backward.
 
-Variables: the cuts, the placement of every stage (a :class:`~menu.Menu`, which says how many
+Variables: the cuts, the placement of every stage (a :class:`~stage_costs.PlacedBlocks`, which says how many
 devices it takes), and what of its blocks is computed again in the backward.
 
 Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage
@@ -34,25 +34,25 @@ from typing import Protocol
 import numpy as np
 
 from shardwright.policies.autodist.stages.frontier import Array
-from shardwright.policies.autodist.stages.menu import Menu, Tables
+from shardwright.policies.autodist.stages.stage_costs import PlacedBlocks, StageCosts
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks ``start`` up to ``stop`` on ``num_devices`` as menu number ``menu`` places them;
+    """Blocks ``start`` up to ``stop`` on ``num_devices`` as placement number ``placement`` places them;
     ``recomputed``: blocks computed again, with the number of the way.
     """
 
     start: int
     stop: int
     num_devices: int
-    menu: int = 0
+    placement: int = 0
     recomputed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Split:
-    """The best stages under the model. No split into as many stages of these menus takes less than
+    """The best stages under the model. No split into as many stages of these placements takes less than
     ``bound_s``, on any schedule with as many microbatches in flight. ``used_bytes``: of the stage
     that takes most.
     """
@@ -88,23 +88,23 @@ once, on average where several stages share a position.
 
 
 class Between(Protocol):
-    """What depends on two neighbouring stages and where they lie. Menus are named by number,
+    """What depends on two neighbouring stages and where they lie. Placements are named by number,
     devices counted from the first.
     """
 
     def message_s(self, before: int, after: int, device: int) -> Array:
-        """``[start, stop]``: seconds per microbatch that the boundary before a stage of menu
+        """``[start, stop]``: seconds per microbatch that the boundary before a stage of placement
         ``after``, which begins at ``device``, adds to it, there and back. Where two are equal they
         should be one array.
         """
         ...
 
-    def relief_s(self, menu: int) -> Array:
+    def relief_s(self, placement: int) -> Array:
         """``[start, stop]``, at most 0: what the boundaries around a stage can save of its work."""
         ...
 
-    def fits(self, menu: int, device: int) -> bool:
-        """Whether what a menu says of seconds holds for a stage that begins at ``device``."""
+    def fits(self, placement: int, device: int) -> bool:
+        """Whether what a placement says of seconds holds for a stage that begins at ``device``."""
         ...
 
 
@@ -114,7 +114,7 @@ def one_forward_one_backward(num_microbatches: int) -> InFlight:
 
 
 def split_stages(
-    menus: Sequence[Menu],
+    placements: Sequence[PlacedBlocks],
     num_devices: int,
     num_stages: int,
     num_microbatches: int,
@@ -129,7 +129,7 @@ def split_stages(
 ) -> Split | NoFit | NoGain:
     """The best split into exactly ``num_stages``.
 
-    ``menus``: the placements that stages may have, all with the same blocks. ``splits_backward``:
+    ``placements``: the placements that stages may have, all with the same blocks. ``splits_backward``:
     the schedule puts off gradients of weights, so that the bound may count on forwards only before
     and after a stage's own work. ``between``: messages and where stages may lie; without it
     messages take no time. ``below_s``: what takes longer is of no interest.
@@ -138,8 +138,8 @@ def split_stages(
     ``alone``: by stage the microbatches that it holds at once in any case, whatever shares its
     position, for the bound too.
     """
-    tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
-    paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, between)
+    tables = [StageCosts(placement, num_microbatches, splits_backward) for placement in placements]
+    paths = _Paths(placements, tables, num_devices, num_stages, num_microbatches, between)
     if below_s < float("inf") and not paths.can_keep(below_s):
         return NoGain(below_s)
     holds = in_flight or one_forward_one_backward(num_microbatches)
@@ -162,14 +162,14 @@ def split_stages(
     for count, (start, stop, index) in zip(counts, path, strict=True):
         table = tables[index]
         recomputed = table.recomputed(start, stop, count, memory_bytes)
-        stages.append(Stage(start, stop, menus[index].num_devices, index, recomputed))
+        stages.append(Stage(start, stop, placements[index].num_devices, index, recomputed))
         used = max(used, table.used_bytes(start, stop, recomputed, count))
     bound = paths.bound(float(cost), surely, most_bytes)
     return Split(tuple(stages), float(cost), min(float(cost), bound), used)
 
 
 def may_take_less(
-    menus: Sequence[Menu],
+    placements: Sequence[PlacedBlocks],
     num_devices: int,
     num_stages: int,
     num_microbatches: int,
@@ -178,19 +178,21 @@ def may_take_less(
     splits_backward: bool,
 ) -> bool:
     """Whether a split could take less, as far as the bound tells, memory and messages aside."""
-    tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
-    return _Paths(menus, tables, num_devices, num_stages, num_microbatches, None).can_keep(below_s)
+    tables = [StageCosts(placement, num_microbatches, splits_backward) for placement in placements]
+    return _Paths(placements, tables, num_devices, num_stages, num_microbatches, None).can_keep(
+        below_s
+    )
 
 
 Priced = Sequence[tuple[Array, Array]]
-"""By menu, what :meth:`Tables.priced` says."""
+"""By placement, what :meth:`StageCosts.priced` says."""
 
 Path = list[tuple[int, int, int]]
-"""``(start, stop, menu)`` from the first stage to the last."""
+"""``(start, stop, placement)`` from the first stage to the last."""
 
 
 OwnAndFill = tuple[list[Array], list[Array]]
-"""By menu, what counts of a stage itself and of a stage before it."""
+"""By placement, what counts of a stage itself and of a stage before it."""
 
 
 def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
@@ -199,20 +201,20 @@ def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
 
 class _Paths:
     """The splits as paths over blocks and devices, which are dealt out in lots of as many as all
-    menus have in common.
+    placements have in common.
     """
 
     def __init__(
         self,
-        menus: Sequence[Menu],
-        tables: Sequence[Tables],
+        placements: Sequence[PlacedBlocks],
+        tables: Sequence[StageCosts],
         num_devices: int,
         num_stages: int,
         num_microbatches: int,
         between: Between | None,
     ) -> None:
-        self.unit = math.gcd(*(menu.num_devices for menu in menus), num_devices)
-        self.sizes = [menu.num_devices // self.unit for menu in menus]
+        self.unit = math.gcd(*(placement.num_devices for placement in placements), num_devices)
+        self.sizes = [placement.num_devices // self.unit for placement in placements]
         self.tables, self.num_lots, self.num_stages = tables, num_devices // self.unit, num_stages
         self.num_microbatches, self.between = num_microbatches, between
         self.num_blocks = len(tables[0].blocks) if tables else 0
@@ -240,7 +242,7 @@ class _Paths:
         """
         if not self.num_blocks:
             return None
-        # per menu of the last stage, or -1 before the first one: [block, lots used] -> seconds so
+        # per placement of the last stage, or -1 before the first one: [block, lots used] -> seconds so
         # far
         before = {-1: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)}
         before[-1][0, 0] = 0.0
@@ -277,7 +279,9 @@ class _Paths:
         self, last: dict[int, Array], steps: list[dict[int, Array]], priced: Sequence[Priced]
     ) -> tuple[float, float, Path] | None:
         """The path that the tables of the steps describe."""
-        index = min(last, key=lambda menu: float(last[menu][self.num_blocks, self.num_lots]))
+        index = min(
+            last, key=lambda placement: float(last[placement][self.num_blocks, self.num_lots])
+        )
         total = float(last[index][self.num_blocks, self.num_lots])
         if not np.isfinite(total):
             return None
@@ -297,7 +301,7 @@ class _Paths:
         return total, largest, path[::-1]
 
     def _places(self, before: dict[int, Array]) -> list[tuple[int, int]]:
-        """``(menu, lots used)`` of the stages that may come next."""
+        """``(placement, lots used)`` of the stages that may come next."""
         reached = [
             used
             for used in range(self.num_lots)
@@ -313,7 +317,7 @@ class _Paths:
     def _arrivals(
         self, before: dict[int, Array], index: int, used: int
     ) -> list[tuple[Array | None, Array, Array]]:
-        """By distinct message before a stage: per block the least seconds so far, and the menu of
+        """By distinct message before a stage: per block the least seconds so far, and the placement of
         the stage before.
         """
         groups: dict[int, tuple[Array | None, list[int]]] = {}
@@ -356,7 +360,7 @@ class _Paths:
         """What no split can avoid, messages aside: the larger of the least ``max_k m w_k + u_k``,
         and the least ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go
         back through the stages before it), with what a stage has to compute again so that it fits,
-        ``counts[k]`` microbatches at once. Found by bisection below ``upper``, where one of them
+        ``counts[k]`` microbatches at once. SearchResult by bisection below ``upper``, where one of them
         ends if they are larger.
         """
         tables = self._with_again(counts, memory_bytes)

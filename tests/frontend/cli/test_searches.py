@@ -15,8 +15,8 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.cli.searches import candidate_table
 from shardwright.frontend.search_plan import PlanSearch
-from shardwright.policies.autodist.candidates.found import Candidate, Found
-from shardwright.policies.autodist.candidates.space import Placed
+from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
+from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.runtime.layout import Mesh
 
 MODELS = """
@@ -152,9 +152,9 @@ def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_pa
 def test_a_long_table_says_what_it_leaves_out() -> None:
     plan = Plan(Mesh((("tp", 2),)))
     candidates = [
-        Candidate(f"plan {i}", plan, float(i), (Placed(plan, 0.0, "", ""),)) for i in range(4)
+        Candidate(f"plan {i}", plan, float(i), (PlacedModel(plan, 0.0, "", ""),)) for i in range(4)
     ]
-    found = Found(others=candidates, refused={f"refused {i}": "too large" for i in range(3)})
+    found = SearchResult(others=candidates, refused={f"refused {i}": "too large" for i in range(3)})
     table = candidate_table(found, most=2)
     more = "all: in the certificate of --out, and on --html"
     assert [list(column.cells) for column in (table.columns[0], table.columns[-1])] == [
@@ -175,11 +175,11 @@ def test_candidates_of_one_title_have_one_row() -> None:
     plan = Plan(Mesh((("tp", 2),)))
     times = {"alone": [1.5], "alike": [1.0, 3.0, 2.0]}
     candidates = [
-        Candidate(title, plan, s, (Placed(plan, 0.0, "", ""),))
+        Candidate(title, plan, s, (PlacedModel(plan, 0.0, "", ""),))
         for title, of in times.items()
         for s in of
     ]
-    table = candidate_table(Found(others=candidates))
+    table = candidate_table(SearchResult(others=candidates))
     assert [
         list(column.cells) for column in (table.columns[0], table.columns[1], table.columns[-1])
     ] == [
@@ -212,7 +212,7 @@ def test_what_cannot_be_answered_or_written_is_refused_before_the_search(
         raise AssertionError("the search began")
 
     monkeypatch.setattr(PlanSearch, "run", searched)
-    monkeypatch.setattr("shardwright.policies.autodist.policy.search_variants", searched)
+    monkeypatch.setattr("shardwright.policies.autodist.policy.search_each", searched)
     explain, folder = "explain plan_models:make --plan-ngpus 2", tmp_path / "folder"
     folder.mkdir()
     for line, words in (

@@ -35,8 +35,9 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace import trace
-from shardwright.policies.autodist.candidates.found import Candidate
-from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
+from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedModel
+from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search.search import Search
@@ -160,11 +161,11 @@ def cost_of(
         outputs={**output_wishes(graph, config), **plan.outputs},
     )
     return Search(
-        graph, config, hardware, Space(meshes={}, num_microbatches=num_microbatches), refuse
+        graph, config, hardware, SearchSpace(meshes={}, num_microbatches=num_microbatches), refuse
     ).audited(plan)
 
 
-def refuse(wish: Wish) -> Placed:
+def refuse(mesh_request: MeshRequest) -> PlacedModel:
     raise AssertionError("plans are only audited")
 
 

@@ -21,7 +21,7 @@ from shardwright.compiler.cost.memory.rank_memory import CATEGORIES
 from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search, settled
 from shardwright.runtime.config import ComputeConfig
@@ -30,7 +30,7 @@ from shardwright.runtime.errors import PlanError
 
 def found_within(
     name: str, num_ranks: int, limit_bytes: float, use_zero: Any = 0, **options: Any
-) -> Found:
+) -> SearchResult:
     config = ComputeConfig(
         plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_zero=use_zero, use_end2end=True
     )

@@ -15,8 +15,8 @@ from plans import annotated, zoo_graph
 
 from shardwright.compiler.trace import trace
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.candidates import stage_sizes
-from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.meshes import stage_sizes
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import apply, search, settled
 from shardwright.policies.autodist.questions.explain import (
@@ -40,7 +40,7 @@ def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
 
 
 @functools.cache
-def found_for(name: str, num_ranks: int, rate: float) -> Found:
+def found_for(name: str, num_ranks: int, rate: float) -> SearchResult:
     options = AutodistOptions(num_microbatches=8, schedule="1f1b", time_limit_s=1e3)
     return search(
         zoo_graph(name), config_of(num_ranks), options, slow_machine(num_ranks, bytes_per_s=rate)

@@ -35,7 +35,7 @@ from shardwright.compiler.trace import trace
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.space import Wish
+from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
@@ -223,14 +223,14 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
     config, hardware = config_of(2), load_hardware("a100-80gb", 2)
     small = plans.zoo_graph("mlp")
     large = replace(small, ops=small.ops * (LARGE // len(small.ops) + 1))
-    wish = Wish(Mesh((("x", 2),)), (0, 1), 1)
+    mesh_request = MeshRequest(Mesh((("x", 2),)), (0, 1), 1)
     for graph, options, gap in (
         (small, {}, 0.0),
         (large, {}, TARGET_GAP),
         (large, {"mesh": {"tp": 2}}, 0.0),
     ):
         placer = Placer(graph, config, AutodistOptions(**options), hardware)
-        assert placer.request(wish).target_gap == gap
+        assert placer.request(mesh_request).target_gap == gap
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,11 @@ def test_what_does_not_fit_is_said_of_one_device(num_positions: int, words: str)
         plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), load_hardware("a100-80gb", 2)
     )
     with pytest.raises(PlanError) as caught:
-        placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=40.0, num_positions=num_positions))
+        placer(
+            MeshRequest(
+                Mesh((("x", 2),)), (0, 1), 1, memory_bytes=40.0, num_positions=num_positions
+            )
+        )
     assert f"{words} are allowed; most of it for " in str(caught.value)
 
 
@@ -265,7 +269,7 @@ def test_what_is_said_to_be_needed_is_more_than_what_is_allowed(
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, outputs="all")
     placer = Placer(plans.zoo_graph("mlp"), config, AutodistOptions(), slow_machine(2))
     with pytest.raises(PlanError, match=re.escape(words)):
-        placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=memory_bytes))
+        placer(MeshRequest(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=memory_bytes))
 
 
 def refusal(error: type[Exception], **options: Any) -> str:

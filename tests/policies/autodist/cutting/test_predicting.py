@@ -14,9 +14,11 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, Optimize
 from shardwright.compiler.cost.time.exchange_time import WHOLES
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.outputs import output_wishes
-from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks
-from shardwright.policies.autodist.candidates.found import Attempt, Candidate, Offer
-from shardwright.policies.autodist.candidates.space import Placed, Space
+from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
@@ -30,9 +32,9 @@ COUNT = 4
 
 
 @functools.cache
-def attempted(
+def cut_request_for(
     name: str, mesh: str, rate: float, num_positions: int, optimizer: OptimizerMemory = ADAM
-) -> tuple[Attempt, Auditor]:
+) -> tuple[CutRequest, Auditor]:
     graph, inner = zoo_graph(name), mesh_of(mesh)
     size = inner.size * num_positions
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size, use_end2end=True, outputs="loss")
@@ -40,7 +42,7 @@ def attempted(
         slow_machine(size, bytes_per_s=rate),
         position_ranks(inner, num_positions, 0)[0],
     )
-    wishes = output_wishes(graph, config)
+    kept_outputs = output_wishes(graph, config)
     found = place(
         PlacementRequest(
             graph,
@@ -49,7 +51,7 @@ def attempted(
             hardware,
             config,
             microbatches=COUNT,
-            outputs=wishes,
+            outputs=kept_outputs,
             optimizer=optimizer,
         )
     )
@@ -58,42 +60,42 @@ def attempted(
         lower(graph, found.plan),
         Setting(hardware, config, ranks, optimizer, num_microbatches=COUNT),
     )
-    offer = Offer(Placed(found.plan, found.bound_s, "test", "test"), walk)
-    return Attempt("test", (offer,), num_positions, Pace("1f1b", 1)), Auditor(
+    lowered = LoweredPlacement(PlacedModel(found.plan, found.bound_s, "test", "test"), walk)
+    return CutRequest("test", (lowered,), num_positions, NamedSchedule("1f1b", 1)), Auditor(
         graph, config, hardware, COUNT, optimizer
     )
 
 
 ONE_F_ONE_B, GPIPE, ZERO_BUBBLE, INTERLEAVED = (
-    Pace("1f1b", 1),
-    Pace("gpipe", 1),
-    Pace("zb_h1", 1),
-    Pace("1f1b_interleaved", 2),
+    NamedSchedule("1f1b", 1),
+    NamedSchedule("gpipe", 1),
+    NamedSchedule("zb_h1", 1),
+    NamedSchedule("1f1b_interleaved", 2),
 )
 CASES = [
-    (name, mesh, rate, number, pace)
+    (name, mesh, rate, number, named_schedule)
     for name in ("gpt2", "llama", "t5")
     for mesh, number in (("2", 2), ("2x2", 2), ("2", 3))
     for rate in (1e6, 1e8)
-    for pace in (ONE_F_ONE_B, GPIPE, ZERO_BUBBLE, *([INTERLEAVED] if number == 2 else []))
+    for named_schedule in (ONE_F_ONE_B, GPIPE, ZERO_BUBBLE, *([INTERLEAVED] if number == 2 else []))
 ]
 FAST = [("gpt2", "2", 1e6, 2, ONE_F_ONE_B), ("gpt2", "2", 1e6, 2, ZERO_BUBBLE)]
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "rate", "num_positions", "pace"),
+    ("name", "mesh", "rate", "num_positions", "named_schedule"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_a_pipeline_takes_what_was_predicted(
-    name: str, mesh: str, rate: float, num_positions: int, pace: Pace
+    name: str, mesh: str, rate: float, num_positions: int, named_schedule: NamedSchedule
 ) -> None:
     """With nothing computed again, with some of it, and with all that can be."""
-    attempt, auditor = attempted(name, mesh, rate, num_positions)
-    attempt = replace(attempt, pace=pace)
-    cutter = Cutter(zoo_graph(name), Space(meshes={}, num_microbatches=COUNT))
-    free, least = cutter.cut(attempt, float("inf")), cutter.leanest(attempt)
+    cut_request, auditor = cut_request_for(name, mesh, rate, num_positions)
+    cut_request = replace(cut_request, named_schedule=named_schedule)
+    cutter = Cutter(zoo_graph(name), SearchSpace(meshes={}, num_microbatches=COUNT))
+    free, least = cutter.cut(cut_request, float("inf")), cutter.leanest(cut_request)
     assert isinstance(free, Candidate) and least is not None
-    between = cutter.cut(attempt, (free.used_bytes + least.used_bytes) / 2)
+    between = cutter.cut(cut_request, (free.used_bytes + least.used_bytes) / 2)
     assert isinstance(between, Candidate) and between.plan.recompute
     within = (
         2e-5 if name == "t5" else 1e-12
@@ -105,11 +107,11 @@ def test_a_pipeline_takes_what_was_predicted(
 @pytest.mark.parametrize("rate", [1e6, 1e8])
 def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None:
     """Each stage brings its own together."""
-    attempt, auditor = attempted(
+    cut_request, auditor = cut_request_for(
         "gpt2", "2", rate, 2, OptimizerMemory(named=NamedOptimizer("Adafactor"))
     )
-    found = Cutter(zoo_graph("gpt2"), Space(meshes={}, num_microbatches=COUNT)).cut(
-        attempt, float("inf")
+    found = Cutter(zoo_graph("gpt2"), SearchSpace(meshes={}, num_microbatches=COUNT)).cut(
+        cut_request, float("inf")
     )
     assert isinstance(found, Candidate)
     cost = auditor(found.plan)
@@ -117,18 +119,22 @@ def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None
     assert all(rank.comm_bytes[WHOLES] > 0 for rank in cost.ranks)
 
 
-@pytest.mark.parametrize("pace", [ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED, Pace("zb_v", 2)], ids=str)
-def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(pace: Pace) -> None:
+@pytest.mark.parametrize(
+    "named_schedule", [ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED, NamedSchedule("zb_v", 2)], ids=str
+)
+def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
+    named_schedule: NamedSchedule,
+) -> None:
     """From nothing computed again to all that can be, in as much memory as the audit says."""
-    attempt, auditor = attempted("gpt2", "2", 1e6, 2)
-    attempt, graph = replace(attempt, pace=pace), zoo_graph("gpt2")
-    cutter = Cutter(graph, Space(meshes={}, num_microbatches=COUNT))
+    cut_request, auditor = cut_request_for("gpt2", "2", 1e6, 2)
+    cut_request, graph = replace(cut_request, named_schedule=named_schedule), zoo_graph("gpt2")
+    cutter = Cutter(graph, SearchSpace(meshes={}, num_microbatches=COUNT))
     bounds = []
-    for candidate in cutter.saving(attempt):
+    for candidate in cutter.saving(cut_request):
         cost = auditor(candidate.plan)
         limited = Cutter(
-            graph, Space(meshes={}, num_microbatches=COUNT, memory_bytes=cost.peak_bytes)
+            graph, SearchSpace(meshes={}, num_microbatches=COUNT, memory_bytes=cost.peak_bytes)
         )
-        bounds.append(limited.scheduled_bound_s(attempt, float("inf"), lambda: False))
+        bounds.append(limited.scheduled_bound_s(cut_request, float("inf"), lambda: False))
         assert 0.0 < bounds[-1] <= cost.step_s * (1 + 1e-9)
     assert len(bounds) > 1

@@ -23,7 +23,8 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import generate
-from shardwright.policies.autodist.candidates.candidates import Pace, staged
+from shardwright.policies.autodist.candidates.candidates import Pace
+from shardwright.policies.autodist.candidates.schedules import staged
 from shardwright.policies.autodist.placement.formulation import OpNode
 from shardwright.policies.autodist.placement.memory_bound import _Draft, least_step_s
 from shardwright.policies.autodist.placement.place import Placement, place
@@ -233,7 +234,7 @@ def test_the_shares_of_what_is_let_go_of_add_up_to_no_more_than_a_forward(
         for node in formulation.nodes
         if isinstance(node, OpNode) and node.op.module_path.startswith("layers.")
     ]
-    forward_s = num_microbatches * sum(float(node.menu.forward_s.min()) for node in nodes)
+    forward_s = num_microbatches * sum(float(node.choices.forward_s.min()) for node in nodes)
     assert 0.5 * forward_s < sum(draft.prices.values()) <= forward_s * (1 + 1e-12)
 
 

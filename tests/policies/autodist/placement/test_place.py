@@ -248,7 +248,7 @@ def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
         for index, option in zip(indices, choice, strict=True):
             full[index] = option
         strategies = {
-            n.op.name: n.menu.assignments[o]
+            n.op.name: n.choices.assignments[o]
             for n, o in zip(chosen, choice, strict=True)
             if isinstance(n, OpNode)
         }
@@ -557,7 +557,7 @@ def test_alternatives_are_never_better_and_true() -> None:
     assert len(others) == len(
         next(
             n for n in found.formulation.nodes if isinstance(n, OpNode) and n.op.name == op.name
-        ).menu
+        ).choices
     )
     assert min(others.values()) == found.cost_s
     assert next(iter(others.values())) == found.cost_s

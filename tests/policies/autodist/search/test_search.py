@@ -21,16 +21,13 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.candidates import (
-    divisors,
-    meshes,
-    named,
-    paces,
-    renamed,
-)
+from shardwright.policies.autodist.candidates.axis_names import named, renamed
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.found import Candidate, Found
-from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
+from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedModel
+from shardwright.policies.autodist.candidates.meshes import divisors, meshes
+from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.candidates.schedules import named_schedules
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting import cut_stages as cutting
 from shardwright.policies.autodist.policy import certificate, settled
 from shardwright.policies.autodist.search import search as outer_search
@@ -49,23 +46,23 @@ def graph() -> PlannableGraph:
     return plans.zoo_graph("gpt2")
 
 
-def by_thumb(wish: Wish) -> Placed:
+def by_thumb(mesh_request: MeshRequest) -> PlacedModel:
     """The last axis splits the layers, those before it the batch."""
-    builder = graph().builder(mesh=dict(wish.mesh.axes))
-    for axis, size in wish.mesh.axes:
-        inner = axis == wish.mesh.names[-1]
+    builder = graph().builder(mesh=dict(mesh_request.mesh.axes))
+    for axis, size in mesh_request.mesh.axes:
+        inner = axis == mesh_request.mesh.names[-1]
         split_dims(builder, axis, choose_dims(graph(), size) if inner else batch_classes(graph()))
-    return Placed(builder.plan("by thumb"), 0.0, "none", "by thumb")
+    return PlacedModel(builder.plan("by thumb"), 0.0, "none", "by thumb")
 
 
-def whole_weights(wish: Wish) -> Placed:
+def whole_weights(mesh_request: MeshRequest) -> PlacedModel:
     """The only axis splits the batch; every rank has all weights."""
-    builder = graph().builder(mesh=dict(wish.mesh.axes))
+    builder = graph().builder(mesh=dict(mesh_request.mesh.axes))
     split_dims(builder, "x", batch_classes(graph()))
-    return Placed(builder.plan("by thumb"), 1e-6, "none", "for speed")
+    return PlacedModel(builder.plan("by thumb"), 1e-6, "none", "for speed")
 
 
-def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
+def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> SearchResult:
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     every = {n: meshes(n) for n in divisors(num_ranks)}
     fields = {
@@ -84,7 +81,7 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
         graph(),
         config,
         load_hardware("a100-80gb", num_ranks),
-        Space(**fields | space),
+        SearchSpace(**fields | space),
         place,
         clock=clock,
         least=least,
@@ -167,18 +164,20 @@ def test_begins_of_stages_leave_only_pipelines_that_have_them() -> None:
 
 
 def test_a_placement_that_fails_is_a_reason_not_an_end() -> None:
-    def refuses(wish: Wish) -> Placed:
-        if len(wish.mesh.axes) == 2:
+    def refuses(mesh_request: MeshRequest) -> PlacedModel:
+        if len(mesh_request.mesh.axes) == 2:
             raise PlanError("no placement", why="two axes")
-        return by_thumb(wish)
+        return by_thumb(mesh_request)
 
     found = search(refuses)
     assert found.refused["x=2 x y=2"] == "no placement: two axes" and found.best is not None
 
 
 def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> None:
-    def bounded(wish: Wish) -> Placed:
-        return replace(by_thumb(wish), bound_s=10.0 if len(wish.mesh.axes) == 2 else 0.0)
+    def bounded(mesh_request: MeshRequest) -> PlacedModel:
+        return replace(
+            by_thumb(mesh_request), bound_s=10.0 if len(mesh_request.mesh.axes) == 2 else 0.0
+        )
 
     found = search(bounded)
     assert found.refused["x=2 x y=2"] == "every plan on it takes at least 10 s"
@@ -186,10 +185,10 @@ def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> N
 
 
 def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
-    def bounded(wish: Wish) -> Placed:
-        if wish.memory_bytes is not None:
-            return replace(by_thumb(wish), bound_s=10.0)
-        return whole_weights(wish)
+    def bounded(mesh_request: MeshRequest) -> PlacedModel:
+        if mesh_request.memory_bytes is not None:
+            return replace(by_thumb(mesh_request), bound_s=10.0)
+        return whole_weights(mesh_request)
 
     space = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
     small = search(**space)
@@ -220,12 +219,14 @@ def test_the_time_limit_ends_openings_trials_and_audits() -> None:
 
 def test_what_is_likely_to_fit_is_tried_where_time_is_short_and_speed_does_not_fit() -> None:
     """One plan, placed for the memory with all layers computed again, and audited as it is."""
-    asked: list[Wish] = []
+    asked: list[MeshRequest] = []
 
-    def noted(wish: Wish) -> Placed:
-        asked.append(wish)
-        placed = by_thumb(wish) if wish.memory_bytes else whole_weights(wish)
-        return replace(placed, plan=replace(placed.plan, recompute=wish.recompute))
+    def noted(mesh_request: MeshRequest) -> PlacedModel:
+        asked.append(mesh_request)
+        placed = (
+            by_thumb(mesh_request) if mesh_request.memory_bytes else whole_weights(mesh_request)
+        )
+        return replace(placed, plan=replace(placed.plan, recompute=mesh_request.recompute))
 
     flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
     free, least = search(**flat).best, search(**flat, recompute=("transformer.h.*",)).best
@@ -233,7 +234,7 @@ def test_what_is_likely_to_fit_is_tried_where_time_is_short_and_speed_does_not_f
     limit = 1.01 * least.cost.peak_bytes
     found = search(noted, time_limit_s=0.0, memory_bytes=limit, **flat)
     assert (
-        [wish.hurried for wish in asked] == [False, True]
+        [mesh_request.hurried for mesh_request in asked] == [False, True]
         and asked[-1].recompute
         and asked[-1].memory_bytes == limit
     )
@@ -264,13 +265,13 @@ def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun
     """
     clock, asked = Placings(limit_s), []
 
-    def noted(wish: Wish) -> Placed:
+    def noted(mesh_request: MeshRequest) -> PlacedModel:
         clock.num_placed += 1
-        asked.append((str(wish.mesh), bool(search.found.audited)))
-        return by_thumb(wish)
+        asked.append((str(mesh_request.mesh), bool(search.result.audited)))
+        return by_thumb(mesh_request)
 
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
-    space = Space(meshes={n: meshes(n) for n in divisors(4)}, num_microbatches=8, mixed=False)
+    space = SearchSpace(meshes={n: meshes(n) for n in divisors(4)}, num_microbatches=8, mixed=False)
     search = Search(graph(), config, load_hardware("a100-80gb", 4), space, noted, clock=clock)
     found = search.run()
     assert [mesh for mesh, _ in asked][:begun] == ["x=4", "x=2", "x=2 x y=2", "one rank"][:begun]
@@ -281,10 +282,10 @@ def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun
 def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
     clock = Clock(60.0)
 
-    def last(wish: Wish) -> Placed:
-        if len(wish.mesh.axes) == 2:
+    def last(mesh_request: MeshRequest) -> PlacedModel:
+        if len(mesh_request.mesh.axes) == 2:
             clock.end()
-        return replace(by_thumb(wish), bound_s=len(wish.mesh.axes) * 1e-7)
+        return replace(by_thumb(mesh_request), bound_s=len(mesh_request.mesh.axes) * 1e-7)
 
     found = search(last, clock=clock, num_positions=1)
     assert found.best is not None and found.interrupted == "the time limit of 60 s"
@@ -298,9 +299,11 @@ def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
 def test_some_position_of_a_pipeline_has_the_longest_operator() -> None:
     """However small the share of each position is, and however its stages are cut."""
 
-    def placed(wish: Wish) -> Placed:
+    def placed(mesh_request: MeshRequest) -> PlacedModel:
         return replace(
-            by_thumb(wish), bound_s=1e-7, longest_s=(5.0 if wish.num_positions == 2 else 10.0)
+            by_thumb(mesh_request),
+            bound_s=1e-7,
+            longest_s=(5.0 if mesh_request.num_positions == 2 else 10.0),
         )
 
     found = search(placed, mixed=False)
@@ -311,13 +314,14 @@ def test_some_position_of_a_pipeline_has_the_longest_operator() -> None:
 def test_a_mesh_on_which_nothing_was_found_that_fits_bounds_the_plan_unless_nothing_can() -> None:
     """Splitting the batch alone needs too much memory; another placement on that mesh might not."""
 
-    def poor(wish: Wish) -> Placed:
-        placed = by_thumb(wish)
-        if len(wish.mesh.axes) == 1:
+    def poor(mesh_request: MeshRequest) -> PlacedModel:
+        placed = by_thumb(mesh_request)
+        if len(mesh_request.mesh.axes) == 1:
             placed = replace(
-                placed, plan=graph().builder(mesh=dict(wish.mesh.axes)).plan("all on every rank")
+                placed,
+                plan=graph().builder(mesh=dict(mesh_request.mesh.axes)).plan("all on every rank"),
             )
-        return replace(placed, bound_s=len(wish.mesh.axes) * 1e-7)
+        return replace(placed, bound_s=len(mesh_request.mesh.axes) * 1e-7)
 
     every = search(num_positions=1)
     fits = {
@@ -326,13 +330,15 @@ def test_a_mesh_on_which_nothing_was_found_that_fits_bounds_the_plan_unless_noth
         if candidate.cost is not None
     }
     limit = 1.01 * fits["x=2 x y=2"]
-    found = search(poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda wish: 0.0)
+    found = search(
+        poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda mesh_request: 0.0
+    )
     assert [candidate.title for candidate in found.tried] == [
         "x=2 x y=2"
     ] and "x=4" in found.refused
     assert found.unanswered == {"x=4": 1e-7} and found.bound_s == 1e-7
     proved = search(
-        poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda wish: math.inf
+        poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda mesh_request: math.inf
     )
     assert not proved.unanswered and proved.bound_s == 2e-7
 
@@ -349,7 +355,7 @@ def test_a_pipeline_that_cannot_be_split_to_fit_is_said_to_be_in_no_bound() -> N
     }
     limit = 1.01 * min(fits["x=4"], fits["x=2 x y=2"])
     found = replace(
-        search(recompute=(), schedules=("1f1b",), memory_bytes=limit), floor_s=0.0
+        search(recompute=(), schedules=("1f1b",), memory_bytes=limit), arithmetic_bound_s=0.0
     )  # placements here have no bounds
     assert (
         found.best is not None
@@ -411,13 +417,13 @@ def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
     """
     cost = search(num_positions=1).audited[0].cost
     assert cost is not None
-    found = Found()
-    bench: Any = SimpleNamespace(
-        found=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None
+    found = SearchResult()
+    state: Any = SimpleNamespace(
+        result=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None
     )
     found.refused["tp=4"], found.needed_bytes["tp=4"] = "it is predicted to need 2 MB", 2e6
     auditor = MagicMock()
-    audits = Audits(bench, auditor)
+    audits = Audits(state, auditor)
 
     def audit(title: str, peak_bytes: float) -> None:
         memory = tuple(
@@ -436,9 +442,12 @@ def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
 
 
 def test_one_plan_with_its_axes_in_another_order_is_audited_once() -> None:
-    def alike(wish: Wish) -> Placed:
-        placed = by_thumb(wish)
-        roles = {axis: "tp" if axis == wish.mesh.names[-1] else "dp" for axis in wish.mesh.names}
+    def alike(mesh_request: MeshRequest) -> PlacedModel:
+        placed = by_thumb(mesh_request)
+        roles = {
+            axis: "tp" if axis == mesh_request.mesh.names[-1] else "dp"
+            for axis in mesh_request.mesh.names
+        }
         return replace(placed, plan=renamed(placed.plan, roles))
 
     orders = [Mesh((("x", 2), ("y", 2))), Mesh((("y", 2), ("x", 2)))]
@@ -451,34 +460,34 @@ def test_one_plan_with_its_axes_in_another_order_is_audited_once() -> None:
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
-    calls: list[Wish] = []
+    calls: list[MeshRequest] = []
 
-    def interrupted(wish: Wish) -> Placed:
-        calls.append(wish)
+    def interrupted(mesh_request: MeshRequest) -> PlacedModel:
+        calls.append(mesh_request)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return by_thumb(wish)
+        return by_thumb(mesh_request)
 
     found = search(interrupted)
     assert found.interrupted == "Ctrl-C" and len(found.audited) == 1
 
 
 def test_an_interrupt_that_the_solver_took_ends_the_search() -> None:
-    calls: list[Wish] = []
+    calls: list[MeshRequest] = []
 
-    def interrupted(wish: Wish) -> Placed:
-        calls.append(wish)
-        return replace(by_thumb(wish), interrupted=len(calls) == 2)
+    def interrupted(mesh_request: MeshRequest) -> PlacedModel:
+        calls.append(mesh_request)
+        return replace(by_thumb(mesh_request), interrupted=len(calls) == 2)
 
     found = search(interrupted)
     assert found.interrupted == "Ctrl-C" and len(calls) == 2 and len(found.audited) == 1
 
 
 def test_a_second_interrupt_ends_what_follows_the_first() -> None:
-    def interrupted(wish: Wish) -> Placed:
-        if wish.memory_bytes is not None or len(wish.mesh.axes) == 2:
+    def interrupted(mesh_request: MeshRequest) -> PlacedModel:
+        if mesh_request.memory_bytes is not None or len(mesh_request.mesh.axes) == 2:
             raise KeyboardInterrupt
-        return by_thumb(wish)
+        return by_thumb(mesh_request)
 
     found = search(interrupted)
     assert found.best is not None and found.interrupted == "Ctrl-C"
@@ -491,7 +500,7 @@ def test_a_second_interrupt_ends_what_follows_the_first() -> None:
 
 
 def test_an_interrupt_before_anything_is_placed_goes_on() -> None:
-    def interrupted(wish: Wish) -> Placed:
+    def interrupted(mesh_request: MeshRequest) -> PlacedModel:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -510,7 +519,7 @@ def test_what_is_found_trains_like_one_device(tmp_path: Path) -> None:
 
 
 def test_axes_are_named_after_what_they_split() -> None:
-    plan = by_thumb(Wish(Mesh((("x", 2), ("y", 2))), (0, 1, 2, 3), 1)).plan
+    plan = by_thumb(MeshRequest(Mesh((("x", 2), ("y", 2))), (0, 1, 2, 3), 1)).plan
     dims = {"a": {"x": "batch", "y": "heads"}, "b": {"x": "batch", "y": "ffn"}}
     found = named(
         replace(plan, stored={"w": Layout.parse("[8/y, 4] G(x)")} | dict(plan.stored)), dims
@@ -544,11 +553,12 @@ def test_meshes_and_paces() -> None:
         (("x", 4), ("y", 2)),
     ]
     assert [mesh.size for mesh in meshes(8, 3)] == [8] * 4 and meshes(1) == [Mesh(())]
-    found = paces(4, 6, ("1f1b", "1f1b_interleaved", "zb_v"), None, most=100)
-    assert [(pace.schedule, pace.chunks) for pace in found] == [("1f1b", 1), ("zb_v", 2)], (
-        "6 is no multiple of 4"
-    )
-    assert paces(4, 8, ("1f1b_interleaved",), None, most=9) == paces(
+    found = named_schedules(4, 6, ("1f1b", "1f1b_interleaved", "zb_v"), None, most=100)
+    assert [(named_schedule.name, named_schedule.chunks) for named_schedule in found] == [
+        ("1f1b", 1),
+        ("zb_v", 2),
+    ], "6 is no multiple of 4"
+    assert named_schedules(4, 8, ("1f1b_interleaved",), None, most=9) == named_schedules(
         4, 8, ("1f1b_interleaved",), 2, most=100
     )
 
@@ -557,7 +567,7 @@ def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch
     """As much as the least of the others, or the best plan, asks for; with nothing else changed."""
     schedules = ("1f1b", "zb_v")
     raised = search(schedules=schedules, num_positions=2, mixed=False)
-    monkeypatch.setattr(outer_search, "tighten", lambda bench: None)
+    monkeypatch.setattr(outer_search, "raise_bounds", lambda state: None)
     first = search(schedules=schedules, num_positions=2, mixed=False)
     assert (
         raised.best is not None and first.best is not None and raised.best.plan == first.best.plan
@@ -585,10 +595,10 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
 
     clock = Passing(10.0)
 
-    def no_better(self: object, attempt: Any, enough_s: float, is_over: Any) -> float:
+    def no_better(self: object, cut_request: Any, enough_s: float, is_over: Any) -> float:
         begins = is_over()
         clock.passed_s += 1.0
-        asked.append((attempt.title, begins, is_over()))
+        asked.append((cut_request.title, begins, is_over()))
         return 0.0
 
     monkeypatch.setattr(cutting.Cutter, "scheduled_bound_s", no_better)
@@ -601,10 +611,10 @@ def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
 def test_an_interrupt_while_bounds_are_raised_leaves_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(bench: object) -> None:
+    def interrupted(state: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(outer_search, "tighten", interrupted)
+    monkeypatch.setattr(outer_search, "raise_bounds", interrupted)
     found = search(num_positions=2, schedules=("1f1b",), mixed=False)
     assert found.best is not None and found.interrupted == "Ctrl-C"
 
@@ -620,7 +630,9 @@ def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.Mon
         return known[-1]
 
     monkeypatch.setattr(cutting, "split_stages", noted)
-    monkeypatch.setattr(outer_search, "tighten", lambda bench: None)  # it would raise what is said
+    monkeypatch.setattr(
+        outer_search, "raise_bounds", lambda state: None
+    )  # it would raise what is said
     found = search(num_positions=4, schedules=("1f1b",))
     by_layer, fine = known
     assert found.best is not None and found.best.modelled_s == fine.cost_s < by_layer.cost_s

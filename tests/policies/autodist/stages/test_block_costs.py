@@ -16,10 +16,10 @@ from shardwright.compiler.cost.time.body_time import body_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute_regions import mark_recompute
-from shardwright.policies.autodist.candidates.candidates import Pace, staged
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
 from shardwright.policies.autodist.stages.block_costs import block_costs
 from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
-from shardwright.policies.autodist.stages.menu import Tables
+from shardwright.policies.autodist.stages.stage_costs import StageCosts
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 
@@ -84,11 +84,11 @@ def test_optimizer_state_that_stages_share_is_that_of_the_audit(use_zero: int) -
     starts = layer_blocks(graph)[0]
     cut = len(starts) // 2
     program = lower_stages(
-        graph, staged(plan, [graph.ops[starts[cut]].name], 2, Pace("1f1b", 1), 4, 0)
+        graph, staged(plan, [graph.ops[starts[cut]].name], 2, NamedSchedule("1f1b", 1), 4, 0)
     )
     assert set(program.shared) == {"transformer.wte.weight"}
     costs = audit(program, config, hardware)
-    tables = Tables(block_costs(walk, starts, {}).menu(2), 4, splits_backward=False)
+    tables = StageCosts(block_costs(walk, starts, {}).placement(2), 4, splits_backward=False)
     for index, (start, stop) in enumerate([(0, cut), (cut, len(starts))]):
         declared = [d for d in program.programs[index].declarations if d.value.requires_grad]
         beside = sum(2 * local_bytes(d.layout, d.value.dtype, mesh) for d in declared)
@@ -99,7 +99,9 @@ def test_optimizer_state_that_stages_share_is_that_of_the_audit(use_zero: int) -
         )
         state = tables.held_bytes[start, stop] - beside
         assert state == pytest.approx(costs.memory[2 * index].optimizer_bytes, rel=1e-3)
-    alone = Tables(block_costs(walk, starts, {}).menu(2, shares=False), 4, splits_backward=False)
+    alone = StageCosts(
+        block_costs(walk, starts, {}).placement(2, shares=False), 4, splits_backward=False
+    )
     assert (alone.held_bytes[:cut, cut:] == tables.held_bytes[:cut, cut:]).all() == (not use_zero)
     assert alone.held_bytes[0, len(starts)] == tables.held_bytes[0, len(starts)]
     assert tables.held_bytes[0, len(starts)] == pytest.approx(

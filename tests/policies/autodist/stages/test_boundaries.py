@@ -23,7 +23,8 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks, staged
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
 from shardwright.policies.autodist.cutting.join_stages import joined
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
@@ -31,7 +32,7 @@ from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.stages.block_costs import block_costs
 from shardwright.policies.autodist.stages.boundaries import Boundary, Messages
 from shardwright.policies.autodist.stages.chain import block_starts
-from shardwright.policies.autodist.stages.menu import Tables
+from shardwright.policies.autodist.stages.stage_costs import StageCosts
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
@@ -52,10 +53,16 @@ def walks(name: str) -> tuple[Walk, ...]:
         mesh = Mesh(tuple(zip("xy", sizes, strict=False)))
         config = ComputeConfig(plan_ngpus=mesh.size, runtime_ngpus=mesh.size, outputs="loss")
         ranks = tuple(range(mesh.size))
-        wishes = output_wishes(graph(name), config)
+        kept_outputs = output_wishes(graph(name), config)
         placed = place(
             PlacementRequest(
-                graph(name), mesh, ranks, machine(rate), config, microbatches=4, outputs=wishes
+                graph(name),
+                mesh,
+                ranks,
+                machine(rate),
+                config,
+                microbatches=4,
+                outputs=kept_outputs,
             )
         )
         assert not isinstance(placed, Infeasible)
@@ -87,17 +94,26 @@ SLOW = [
 @pytest.mark.parametrize(("name", "seed"), [("mlp", 0), ("mlp", 1), *SLOW])
 def test_stages_and_messages_take_what_the_audit_says(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    offers = walks(name)
-    menus = [rng.randrange(len(offers)) for _ in range(2)]
+    all_walks = walks(name)
+    placements = [rng.randrange(len(all_walks)) for _ in range(2)]
     starts = block_starts(graph(name), [1.0] * len(graph(name).ops), 4)
     cut = rng.randrange(1, len(starts))
-    program = lower_stages(graph(name), stages_of(name, menus, [graph(name).ops[starts[cut]].name]))
-    sizes = [offer.mesh.size for offer in offers]
-    messages = Messages(
-        offers, starts, lambda menu, device: tuple(range(device, device + sizes[menu]))
+    program = lower_stages(
+        graph(name), stages_of(name, placements, [graph(name).ops[starts[cut]].name])
     )
-    boundary = messages.boundary(menus[0], menus[1], sizes[menus[0]])
-    check(program, [offers[menu] for menu in menus], boundary, starts, cut, machine(RATES[-1]))
+    sizes = [lowered.mesh.size for lowered in all_walks]
+    messages = Messages(
+        all_walks, starts, lambda placement, device: tuple(range(device, device + sizes[placement]))
+    )
+    boundary = messages.boundary(placements[0], placements[1], sizes[placements[0]])
+    check(
+        program,
+        [all_walks[placement] for placement in placements],
+        boundary,
+        starts,
+        cut,
+        machine(RATES[-1]),
+    )
 
 
 @pytest.mark.parametrize("pp_place", [0, 1])
@@ -109,9 +125,9 @@ def test_positions_take_what_the_audit_says_wherever_their_ranks_are(pp_place: i
     mesh = Mesh((("x", 2),))
     positions = position_ranks(mesh, 2, pp_place)
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
-    wishes = output_wishes(graph("unet"), config)
+    kept_outputs = output_wishes(graph("unet"), config)
     request = PlacementRequest(
-        graph("unet"), mesh, positions[0], hardware, config, microbatches=4, outputs=wishes
+        graph("unet"), mesh, positions[0], hardware, config, microbatches=4, outputs=kept_outputs
     )
     placed = place(request)
     assert not isinstance(placed, Infeasible)
@@ -122,12 +138,12 @@ def test_positions_take_what_the_audit_says_wherever_their_ranks_are(pp_place: i
     starts = block_starts(graph("unet"), [1.0] * len(graph("unet").ops), 4)
     cut = len(starts) // 2
     plan = staged(
-        placed.plan, [graph("unet").ops[starts[cut]].name], 2, Pace("1f1b", 1), 4, pp_place
+        placed.plan, [graph("unet").ops[starts[cut]].name], 2, NamedSchedule("1f1b", 1), 4, pp_place
     )
     assert [stage.ranks for stage in plan.stages] == positions and plan.mesh.names.index(
         "pp"
     ) == pp_place
-    messages = Messages([walk], starts, lambda menu, device: positions[device // 2])
+    messages = Messages([walk], starts, lambda placement, device: positions[device // 2])
     check(
         lower_stages(graph("unet"), plan),
         [walk] * 2,
@@ -140,7 +156,7 @@ def test_positions_take_what_the_audit_says_wherever_their_ranks_are(pp_place: i
 
 def check(
     program: PipelineProgram,
-    offers: list[Walk],
+    all_walks: list[Walk],
     boundary: Boundary,
     starts: list[int],
     cut: int,
@@ -150,22 +166,23 @@ def check(
     up to parameters of which a stage on another mesh holds copies, as they may lie there in another
     way.
     """
-    spans, size = [(0, cut), (cut, len(starts))], offers[0].setting.config.plan_ngpus
-    for index, (offer, (start, stop)) in enumerate(zip(offers, spans, strict=True)):
-        tables = Tables(
-            block_costs(offer, starts, {}).menu(offer.mesh.size), 4, splits_backward=False
+    spans, size = [(0, cut), (cut, len(starts))], all_walks[0].setting.config.plan_ngpus
+    for index, (lowered, (start, stop)) in enumerate(zip(all_walks, spans, strict=True)):
+        tables = StageCosts(
+            block_costs(lowered, starts, {}).placement(lowered.mesh.size), 4, splits_backward=False
         )
         body = body_time(
             program.programs[index], hardware, program.plan.stages[index].ranks, unit_size=size
         )
         own = Walk(
-            program.programs[index], replace(offer.setting, ranks=program.plan.stages[index].ranks)
+            program.programs[index],
+            replace(lowered.setting, ranks=program.plan.stages[index].ranks),
         )
         within = 1e-12 if not index or not program.owned else 1e-4
         actual = (
             body.forward_s
             + body.backward_s
-            + addition_s(program.programs[index], 4, offer.setting.config, hardware, ADAM)
+            + addition_s(program.programs[index], 4, lowered.setting.config, hardware, ADAM)
         )
         predicted = float(tables.work_s[start, stop])
         predicted += float(
@@ -185,7 +202,11 @@ def check(
     )
 
 
-def stages_of(name: str, menus: list[int], starts: list[str]) -> Plan:
+def stages_of(name: str, placements: list[int], starts: list[str]) -> Plan:
     return joined(
-        graph(name), [walks(name)[menu].program.plan for menu in menus], starts, "1f1b", 4
+        graph(name),
+        [walks(name)[placement].program.plan for placement in placements],
+        starts,
+        "1f1b",
+        4,
     )

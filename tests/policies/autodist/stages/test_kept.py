@@ -18,7 +18,12 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.stages.block_costs import Costs, Way, block_costs, useful_ways
+from shardwright.policies.autodist.stages.block_costs import (
+    BlockCosts,
+    Way,
+    block_costs,
+    useful_ways,
+)
 from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -59,7 +64,7 @@ def compute_again(module: nn.Module, path: str) -> None:
     child.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def costs_of(graph: PlannableGraph) -> Costs:
+def costs_of(graph: PlannableGraph) -> BlockCosts:
     starts, layers = layer_blocks(graph)
     setting = Setting(
         load_hardware("a100-80gb", 1), ComputeConfig(plan_ngpus=1, runtime_ngpus=1), (0,)

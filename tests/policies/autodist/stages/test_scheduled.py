@@ -15,8 +15,8 @@ from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
+from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
 
 SHAPES = [
     ("1f1b", 2, 1),
@@ -154,7 +154,7 @@ def least_whole(order: Schedule, blocks: list[Block]) -> float:
 def least(
     order: Schedule, blocks: list[Block], inputs_s: list[float], memory: float, num_devices: int = 1
 ) -> Least:
-    tables = Tables(Menu(num_devices, blocks), order.num_microbatches, False)
+    tables = StageCosts(PlacedBlocks(num_devices, blocks), order.num_microbatches, False)
     return Least(
         tables, np.zeros((len(blocks) + 1, len(blocks) + 1, 2)), inputs_s, alone(order), memory
     )

@@ -12,16 +12,16 @@ import pytest
 from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import Stage
+from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
 from shardwright.runtime.schedule_actions import ActionKind
 
 Choice = list[int | None]
 """By block the way in which it is computed again."""
 
 
-def tables_of(rng: random.Random, num_blocks: int) -> Tables:
+def tables_of(rng: random.Random, num_blocks: int) -> StageCosts:
     blocks = []
     for _ in range(num_blocks):
         activation = rng.randint(2, 20)
@@ -29,7 +29,7 @@ def tables_of(rng: random.Random, num_blocks: int) -> Tables:
             Again(rng.randint(1, 9), rng.randint(1, activation)) for _ in range(rng.randint(0, 2))
         )
         blocks.append(Block(1.0, 2.0, 0.0, rng.randint(0, 10), activation, again))
-    return Tables(Menu(1, blocks), 4, False)
+    return StageCosts(PlacedBlocks(1, blocks), 4, False)
 
 
 def stages_of(rng: random.Random, num_blocks: int, num_stages: int) -> list[Stage]:
@@ -37,7 +37,9 @@ def stages_of(rng: random.Random, num_blocks: int, num_stages: int) -> list[Stag
     return [Stage(start, stop, 1) for start, stop in itertools.pairwise(edges)]
 
 
-def peaks(schedule: Schedule, stages: list[Stage], tables: Tables, choice: Choice) -> list[float]:
+def peaks(
+    schedule: Schedule, stages: list[Stage], tables: StageCosts, choice: Choice
+) -> list[float]:
     """By position the most bytes, action by action."""
     kept = []
     for stage in stages:
@@ -69,7 +71,7 @@ def choice_of(stages: tuple[Stage, ...], num_blocks: int) -> Choice:
     return [ways.get(block) for block in range(num_blocks)]
 
 
-def seconds(tables: Tables, choice: Choice) -> float:
+def seconds(tables: StageCosts, choice: Choice) -> float:
     return sum(
         block.again[way].time_s
         for block, way in zip(tables.blocks, choice, strict=True)
@@ -118,6 +120,8 @@ def test_a_stage_may_take_more_than_an_even_share() -> None:
     blocks = [Block(1.0, 2.0, activation_bytes=40.0), *[Block(1.0, 2.0, activation_bytes=10.0)] * 3]
     schedule = generate("1f1b_interleaved", 2, 4, 2)
     stages = [Stage(index, index + 1, 1) for index in range(4)]
-    (peak, _) = peaks(schedule, stages, tables := Tables(Menu(1, blocks), 4, False), [None] * 4)
+    (peak, _) = peaks(
+        schedule, stages, tables := StageCosts(PlacedBlocks(1, blocks), 4, False), [None] * 4
+    )
     assert Positions([tables], schedule, peak).fitted(stages) == (tuple(stages), peak)
     assert Positions([tables], schedule, peak - 1.0).fitted(stages) is None

@@ -13,7 +13,6 @@ from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.stages import frontier
 from shardwright.policies.autodist.stages.frontier import FRONTIER_STEPS, Again, Array
-from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.split_chain import (
     InFlight,
     NoFit,
@@ -24,6 +23,7 @@ from shardwright.policies.autodist.stages.split_chain import (
     one_forward_one_backward,
     split_stages,
 )
+from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
 
 
 def all_at_once(num_microbatches: int) -> InFlight:
@@ -31,10 +31,10 @@ def all_at_once(num_microbatches: int) -> InFlight:
     return lambda place: num_microbatches
 
 
-def random_menus(
+def random_placed_blocks(
     rng: random.Random, count: int, sizes: Sequence[int], *, alike: bool
-) -> list[Menu]:
-    """One menu for each of ``sizes``, which may name one several times."""
+) -> list[PlacedBlocks]:
+    """One placement for each of ``sizes``, which may name one several times."""
 
     def one(scale: float) -> Block:
         activation = rng.randint(1, 20)
@@ -51,18 +51,18 @@ def random_menus(
         )
 
     return [
-        Menu(size, [one(size)] * count if alike else [one(size) for _ in range(count)])
+        PlacedBlocks(size, [one(size)] * count if alike else [one(size) for _ in range(count)])
         for size in sizes
     ]
 
 
 class Messages:
-    """Random messages between menus, on devices in nodes of two: dearer where a node begins. A menu
+    """Random messages between placements, on devices in nodes of two: dearer where a node begins. A placement
     ``kept_inside`` a node begins nowhere else.
     """
 
     def __init__(
-        self, rng: random.Random, count: int, num_menus: int, kept_inside: set[int]
+        self, rng: random.Random, count: int, num_placed_blocks: int, kept_inside: set[int]
     ) -> None:
         self.kept_inside = kept_inside
         few = [
@@ -71,22 +71,24 @@ class Messages:
         ]
         self.tables = {
             (before, after, first): rng.choice(few)
-            for before in range(num_menus)
-            for after in range(num_menus)
+            for before in range(num_placed_blocks)
+            for after in range(num_placed_blocks)
             for first in (False, True)
         }
 
     def message_s(self, before: int, after: int, device: int) -> Array:
         return self.tables[before, after, device % 2 == 0]
 
-    def relief_s(self, menu: int) -> Array:
+    def relief_s(self, placement: int) -> Array:
         least = [
-            np.minimum(table, 0.0) for (_, after, _), table in self.tables.items() if after == menu
+            np.minimum(table, 0.0)
+            for (_, after, _), table in self.tables.items()
+            if after == placement
         ]
         return np.minimum.reduce(least)
 
-    def fits(self, menu: int, device: int) -> bool:
-        return menu not in self.kept_inside or device % 2 == 0
+    def fits(self, placement: int, device: int) -> bool:
+        return placement not in self.kept_inside or device % 2 == 0
 
 
 def all_cuts(num_blocks: int, num_stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -108,18 +110,18 @@ def again_s(blocks: Sequence[Block], stage: Stage) -> float:
 
 
 def cost_of(
-    menus: Sequence[Menu],
+    placements: Sequence[PlacedBlocks],
     stages: Sequence[Stage],
     num_microbatches: int,
     messages: Messages | None = None,
 ) -> float:
     times, counted, device = [], [], 0
     for number, stage in enumerate(stages):
-        own = menus[stage.menu].blocks[stage.start : stage.stop]
+        own = placements[stage.placement].blocks[stage.start : stage.stop]
         time = sum(b.forward_s + b.backward_s for b in own)
-        time += again_s(menus[stage.menu].blocks, stage)
+        time += again_s(placements[stage.placement].blocks, stage)
         if number and messages is not None:
-            time += messages.message_s(stages[number - 1].menu, stage.menu, device)[
+            time += messages.message_s(stages[number - 1].placement, stage.placement, device)[
                 stage.start, stage.stop
             ]
         times.append(time)
@@ -129,23 +131,23 @@ def cost_of(
 
 
 def brute_force(
-    menus, num_devices, num_stages, num_microbatches, memory, in_flight, messages=None
+    placements, num_devices, num_stages, num_microbatches, memory, in_flight, messages=None
 ) -> float:  # type: ignore[no-untyped-def]
     best = float("inf")
-    for chosen in itertools.product(range(len(menus)), repeat=num_stages):
-        begins = [0, *itertools.accumulate(menus[index].num_devices for index in chosen)]
+    for chosen in itertools.product(range(len(placements)), repeat=num_stages):
+        begins = [0, *itertools.accumulate(placements[index].num_devices for index in chosen)]
         if begins.pop() != num_devices:
             continue
         if messages is not None and not all(
             messages.fits(*place) for place in zip(chosen, begins, strict=True)
         ):
             continue
-        for cuts in all_cuts(len(menus[0].blocks), num_stages):
+        for cuts in all_cuts(len(placements[0].blocks), num_stages):
             cheapest = []
             for place, ((start, stop), index) in zip(
                 range(num_stages, 0, -1), zip(cuts, chosen, strict=True), strict=True
             ):
-                size, blocks = menus[index].num_devices, menus[index].blocks
+                size, blocks = placements[index].num_devices, placements[index].blocks
                 ways = [
                     [None, *((i, way) for way in range(len(blocks[i].again)))]
                     for i in range(start, stop)
@@ -163,7 +165,7 @@ def brute_force(
                 # depends on it
                 cheapest += sorted(fitting, key=lambda s: again_s(blocks, s))[:1]
             if len(cheapest) == num_stages:
-                best = min(best, cost_of(menus, cheapest, num_microbatches, messages))
+                best = min(best, cost_of(placements, cheapest, num_microbatches, messages))
     return best
 
 
@@ -176,43 +178,44 @@ def test_a_split_is_the_best_of_all(seed: int) -> None:
     num_blocks, num_stages = rng.randint(1, 7), rng.randint(1, 4)
     sizes = rng.choices([1, 2, 3, 4], k=rng.randint(1, 3))
     num_devices, num_microbatches = rng.randint(num_stages, 8), rng.randint(1, 6)
-    menus = random_menus(rng, num_blocks, sizes, alike=rng.random() < 0.3)
+    placements = random_placed_blocks(rng, num_blocks, sizes, alike=rng.random() < 0.3)
     messages = (
-        Messages(rng, num_blocks, len(menus), {0} if rng.random() < 0.2 else set())
+        Messages(rng, num_blocks, len(placements), {0} if rng.random() < 0.2 else set())
         if rng.random() < 0.8
         else None
     )
     in_flight = rng.choice([one_forward_one_backward, all_at_once])(num_microbatches)
-    total = sum(b.held_bytes + 2 * b.activation_bytes for b in menus[0].blocks)
+    total = sum(b.held_bytes + 2 * b.activation_bytes for b in placements[0].blocks)
     memory = rng.choice([float("inf"), total, total * rng.uniform(0.2, 1.0)])
     expected = brute_force(
-        menus, num_devices, num_stages, num_microbatches, memory, in_flight, messages
+        placements, num_devices, num_stages, num_microbatches, memory, in_flight, messages
     )
     given = {"memory_bytes": memory, "in_flight": in_flight, "between": messages}
-    found = split_stages(menus, num_devices, num_stages, num_microbatches, **given)
+    found = split_stages(placements, num_devices, num_stages, num_microbatches, **given)
     if isinstance(found, NoFit):
         assert expected == float("inf")
         assert found.needed_bytes > memory or found.needed_bytes == float("inf")
         return
     assert isinstance(found, Split)
     assert found.cost_s == pytest.approx(expected, rel=1e-12)
-    assert cost_of(menus, found.stages, num_microbatches, messages) == pytest.approx(
+    assert cost_of(placements, found.stages, num_microbatches, messages) == pytest.approx(
         expected, rel=1e-12
     )
     assert found.bound_s <= found.cost_s
     places = zip(range(num_stages, 0, -1), found.stages, strict=True)
     used = max(
-        bytes_of(menus[stage.menu].blocks, stage, in_flight(place)) for place, stage in places
+        bytes_of(placements[stage.placement].blocks, stage, in_flight(place))
+        for place, stage in places
     )
     assert found.used_bytes == pytest.approx(used, rel=1e-12) and used <= memory * (1 + 1e-9)
     assert (
         split_stages(
-            menus, num_devices, num_stages, num_microbatches, **given, below_s=expected * 1.001
+            placements, num_devices, num_stages, num_microbatches, **given, below_s=expected * 1.001
         )
         == found
     )
     dearer = split_stages(
-        menus, num_devices, num_stages, num_microbatches, **given, below_s=expected * 0.999
+        placements, num_devices, num_stages, num_microbatches, **given, below_s=expected * 0.999
     )
     assert isinstance(dearer, NoGain)
     assert dearer.bound_s == pytest.approx(min(found.bound_s, expected * 0.999), rel=1e-6)
@@ -227,20 +230,22 @@ def test_eight_layers_on_eight_devices_are_split_best(seed: int, num_stages: int
     to be computed again.
     """
     rng = random.Random(1000 * seed + num_stages)
-    menus = random_menus(rng, 8, [1, 2, 4] if num_stages > 1 else [8, 8], alike=rng.random() < 0.3)
-    messages, num_microbatches = Messages(rng, 8, len(menus), set()), rng.randint(1, 6)
+    placements = random_placed_blocks(
+        rng, 8, [1, 2, 4] if num_stages > 1 else [8, 8], alike=rng.random() < 0.3
+    )
+    messages, num_microbatches = Messages(rng, 8, len(placements), set()), rng.randint(1, 6)
     in_flight = rng.choice([one_forward_one_backward, all_at_once])(num_microbatches)
-    total = sum(b.held_bytes + 2 * b.activation_bytes for b in menus[0].blocks)
+    total = sum(b.held_bytes + 2 * b.activation_bytes for b in placements[0].blocks)
     memory = rng.choice([float("inf"), total * rng.uniform(0.3, 1.0)])
-    expected = brute_force(menus, 8, num_stages, num_microbatches, memory, in_flight, messages)
+    expected = brute_force(placements, 8, num_stages, num_microbatches, memory, in_flight, messages)
     given = {"memory_bytes": memory, "in_flight": in_flight, "between": messages}
-    found = split_stages(menus, 8, num_stages, num_microbatches, **given)
+    found = split_stages(placements, 8, num_stages, num_microbatches, **given)
     if isinstance(found, NoFit):
         assert expected == float("inf") and memory < total
         return
     assert isinstance(found, Split) and found.bound_s <= found.cost_s
     assert found.cost_s == pytest.approx(expected, rel=1e-12)
-    assert cost_of(menus, found.stages, num_microbatches, messages) == pytest.approx(
+    assert cost_of(placements, found.stages, num_microbatches, messages) == pytest.approx(
         expected, rel=1e-12
     )
 
@@ -260,22 +265,24 @@ def test_no_split_that_fits_is_below_the_bound(steps: int, monkeypatch: pytest.M
             rng.randint(1, 6),
         )
         sizes = rng.choices([1, 2], k=rng.randint(1, 2))
-        menus = random_menus(rng, num_blocks, sizes, alike=rng.random() < 0.5)
-        messages = Messages(rng, num_blocks, len(menus), set()) if rng.random() < 0.5 else None
+        placements = random_placed_blocks(rng, num_blocks, sizes, alike=rng.random() < 0.5)
+        messages = Messages(rng, num_blocks, len(placements), set()) if rng.random() < 0.5 else None
         num_devices = rng.choice(sizes) * num_stages
         in_flight = rng.choice([one_forward_one_backward, all_at_once])(num_microbatches)
-        memory = sum(b.held_bytes + 2 * b.activation_bytes for b in menus[0].blocks) * rng.uniform(
-            0.2, 0.8
-        )
+        memory = sum(
+            b.held_bytes + 2 * b.activation_bytes for b in placements[0].blocks
+        ) * rng.uniform(0.2, 0.8)
         expected = brute_force(
-            menus, num_devices, num_stages, num_microbatches, memory, in_flight, messages
+            placements, num_devices, num_stages, num_microbatches, memory, in_flight, messages
         )
         if expected == float("inf"):
             continue
         fits += 1
         counts = [in_flight(place) for place in range(num_stages, 0, -1)]
-        tables = [Tables(menu, num_microbatches, rng.random() < 0.3) for menu in menus]
-        paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, messages)
+        tables = [
+            StageCosts(placement, num_microbatches, rng.random() < 0.3) for placement in placements
+        ]
+        paths = _Paths(placements, tables, num_devices, num_stages, num_microbatches, messages)
         bound = paths.bound(10 * expected, counts, memory)
         assert bound <= expected * (1 + 1e-9)
         tighter += bound > paths.bound(10 * expected, counts, float("inf")) * (1 + 1e-6)
@@ -283,7 +290,7 @@ def test_no_split_that_fits_is_below_the_bound(steps: int, monkeypatch: pytest.M
 
 
 def test_equal_blocks_on_equal_devices_meet_the_formula_of_1f1b() -> None:
-    found = split_stages([Menu(2, [Block(1.0, 2.0)] * 8)], 8, 4, 16)
+    found = split_stages([PlacedBlocks(2, [Block(1.0, 2.0)] * 8)], 8, 4, 16)
     assert isinstance(found, Split)
     assert found.cost_s == (16 + 4 - 1) * 6.0
     assert [stage.stop - stage.start for stage in found.stages] == [2] * 4
@@ -292,7 +299,7 @@ def test_equal_blocks_on_equal_devices_meet_the_formula_of_1f1b() -> None:
 
 def test_no_fit_says_what_the_best_split_needs() -> None:
     block = Block(1.0, 2.0, held_bytes=10.0, activation_bytes=5.0, again=(Again(1.0, 4.0),))
-    found = split_stages([Menu(1, [block] * 4)], 2, 2, 4, memory_bytes=20.0)
+    found = split_stages([PlacedBlocks(1, [block] * 4)], 2, 2, 4, memory_bytes=20.0)
     assert isinstance(found, NoFit)
     # the first of two stages holds two microbatches: 1 block there and 3 in the last need max(12,
     # 33); 2 and 2 need max(24, 22)
@@ -302,7 +309,7 @@ def test_no_fit_says_what_the_best_split_needs() -> None:
 def test_memory_moves_blocks_to_the_stages_that_hold_less() -> None:
     block = Block(1.0, 2.0, held_bytes=1.0, activation_bytes=4.0)
     free, tight = (
-        split_stages([Menu(1, [block] * 9)], 3, 3, 9, memory_bytes=limit)
+        split_stages([PlacedBlocks(1, [block] * 9)], 3, 3, 9, memory_bytes=limit)
         for limit in (float("inf"), 28.0)
     )
     assert isinstance(free, Split) and isinstance(tight, Split)
@@ -319,15 +326,15 @@ def test_no_schedule_of_any_split_is_below_the_bound(seed: int, schedule: str) -
         rng.randint(2, 3),
         rng.randint(1, 5),
     )
-    menus = random_menus(rng, num_blocks, [1], alike=False)
+    placements = random_placed_blocks(rng, num_blocks, [1], alike=False)
     zero_bubble = schedule.startswith("zb")
     found = split_stages(
-        menus, num_stages, num_stages, num_microbatches, splits_backward=zero_bubble
+        placements, num_stages, num_stages, num_microbatches, splits_backward=zero_bubble
     )
     assert isinstance(found, Split)
     order = generate(schedule, num_stages, num_microbatches)
     for cuts in all_cuts(num_blocks, num_stages):
-        own = [menus[0].blocks[start:stop] for start, stop in cuts]
+        own = [placements[0].blocks[start:stop] for start, stop in cuts]
         times = [
             StageTimes(
                 sum(b.forward_s for b in s),

@@ -55,7 +55,7 @@ class Unshared:
 
 
 @dataclass(frozen=True)
-class Menu:
+class PlacedBlocks:
     """One placement that stages may have: on so many devices, with all blocks of the model
     there.
     """
@@ -66,27 +66,29 @@ class Menu:
     unshared: Sequence[Unshared] = ()
 
 
-class Tables:
+class StageCosts:
     """All stages that one placement could have: arrays [start, stop] over blocks."""
 
-    def __init__(self, menu: Menu, num_microbatches: int, splits_backward: bool) -> None:
+    def __init__(
+        self, placement: PlacedBlocks, num_microbatches: int, splits_backward: bool
+    ) -> None:
         self.blocks, self.num_microbatches, self.fills_forward = (
-            (blocks := menu.blocks),
+            (blocks := placement.blocks),
             num_microbatches,
             splits_backward,
         )
-        self.num_devices = menu.num_devices
+        self.num_devices = placement.num_devices
         self.forward_s = ranges([b.forward_s for b in blocks], np.inf)
         self.backward_s = ranges([b.backward_s for b in blocks], np.inf)
         self.once_s = ranges([b.once_s for b in blocks])
         self.held_bytes = ranges([b.held_bytes for b in blocks])
-        for item in menu.repeated:
+        for item in placement.repeated:
             stages = slice(item.before + 1, item.block + 1), slice(item.block + 1, None)
             self.forward_s[stages] += item.forward_s
             self.backward_s[stages] += item.backward_s
             self.once_s[stages] += item.once_s
             self.held_bytes[stages] += item.held_bytes
-        for part in menu.unshared:
+        for part in placement.unshared:
             self.held_bytes[: part.blocks[0] + 1, part.blocks[-1] + 1 :] += part.held_bytes
         self.work_s = self.forward_s + self.backward_s
         self.fill_s = self.forward_s if splits_backward else self.work_s

@@ -25,7 +25,7 @@ from shardwright.policies.autodist.solver.solve import solve
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class MemoryWeight:
     """What memory counts. ``heavy``: all that a rank could hold, in the seconds of a step;
     ``momentary``: the share of what operators read and write.
     """
@@ -34,8 +34,8 @@ class Weight:
     momentary: float
 
 
-def lean(
-    request: PlacementRequest, weight: Weight, pricing: Pricing | None = None
+def place_for_memory(
+    request: PlacementRequest, weight: MemoryWeight, pricing: Pricing | None = None
 ) -> Placement | Infeasible:
     """The placement of least seconds, with those for its memory; whether it fits is not looked at.
     Its bound says nothing.
@@ -69,10 +69,10 @@ def _momentary(formulation: Formulation, request: PlacementRequest) -> dict[int,
     for index, node in enumerate(formulation.nodes):
         if not isinstance(node, OpNode):
             continue
-        total = np.zeros(len(node.menu))
+        total = np.zeros(len(node.choices))
         for values, ids in (
-            (node.op.operands, node.menu.operands),
-            (node.op.results, node.menu.results),
+            (node.op.operands, node.choices.operands),
+            (node.op.results, node.choices.results),
         ):
             for position, value in enumerate(values):
                 for choice, layout in enumerate(ids[:, position].tolist()):

@@ -21,7 +21,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.program import Compute, Declaration, Instruction
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.policies.autodist.candidates.candidates import position_ranks
+from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes
@@ -33,7 +33,7 @@ BATCH, INNER = "batch", "inner"
 """The axes of the program that is asked."""
 
 
-class Scout:
+class StepEstimates:
     """What is known of one model. Raises :class:`PlanError` if it has no batch, or nothing inside
     that could be split.
     """

@@ -12,15 +12,17 @@ share one limit of time, and what is worked out about strategies and conversions
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Batch, Plan
-from shardwright.policies.autodist.candidates.found import INTERRUPT, Candidate, Found
+from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -34,7 +36,7 @@ audited all the same. Predictions of large models are within about 2 % of their 
 
 
 @dataclass(frozen=True)
-class Variant:
+class Subsearch:
     """What one of the searches is of. ``zero_stage``, ``batch``: what tells it from the others;
     ``None`` where nothing does.
     """
@@ -60,16 +62,16 @@ class Variant:
         return ", ".join(words)
 
     def of(self, candidate: Candidate) -> Candidate:
-        """A candidate as one of this variant."""
+        """A candidate as one of this subsearch."""
         plan = replace(candidate.plan, zero_stage=self.zero_stage, batch=self.batch)
         return replace(candidate, title=f"{candidate.title}, {self.title}", plan=plan)
 
 
 @dataclass(frozen=True)
-class Variants:
+class Subsearches:
     """What is searched, one after the other, and what cannot be: by title, and why."""
 
-    listed: tuple[Variant, ...]
+    listed: tuple[Subsearch, ...]
     refused: Mapping[str, str]
 
     @classmethod
@@ -78,7 +80,7 @@ class Variants:
         graphs: Mapping[Batch | None, PlannableGraph],
         config: ComputeConfig,
         stages: Sequence[int] | None,
-    ) -> Variants:
+    ) -> Subsearches:
         """What is needed of every graph, with every stage of ZeRO among ``stages`` (``None``: all)
         where the config leaves it to the plan.
 
@@ -91,76 +93,83 @@ class Variants:
             graph = PlannableGraph.of(needed(whole, config))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)
-                listed.append(Variant(graph, config, batch=batch))
+                listed.append(Subsearch(graph, config, batch=batch))
                 continue
             for stage in _checked_stages(stages):
                 try:
-                    listed.append(Variant(graph, config.with_zero(stage), stage, batch))
+                    listed.append(Subsearch(graph, config.with_zero(stage), stage, batch))
                 except ConfigError as error:
-                    refused[Variant(graph, config, stage, batch).title] = error.what
+                    refused[Subsearch(graph, config, stage, batch).title] = error.what
         return cls(tuple(listed), refused)
 
-    def chosen(self, plan: Plan) -> Variant:
+    def chosen(self, plan: Plan) -> Subsearch:
         """The one that a plan comes from."""
         return next(
             v for v in self.listed if (v.zero_stage, v.batch) == (plan.zero_stage, plan.batch)
         )
 
-    def search(self, one: Callable[[Variant, float, float], Found], time_limit_s: float) -> Found:
+    def search(
+        self, one: Callable[[Subsearch, float, float], SearchResult], time_limit_s: float
+    ) -> SearchResult:
         """What ``one`` finds for all of them, each in its share of the time that is left, where it
         only audits what is predicted to be about as good as the best so far. One that could not end
         in time, as the quickest so far took longer, is not begun.
         """
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
             return one(self.listed[0], time_limit_s, float("inf"))
-        began, total = time.monotonic(), Found(refused=dict(self.refused), floor_s=math.inf)
+        began, total = (
+            time.monotonic(),
+            SearchResult(refused=dict(self.refused), arithmetic_bound_s=math.inf),
+        )
         quickest_s = 0.0
-        for index, variant in enumerate(self.listed):
+        for index, subsearch in enumerate(self.listed):
             left = time_limit_s - (time.monotonic() - began)
             if total.interrupted == INTERRUPT:
-                total.refused[variant.title] = "not searched, as the search had ended"
+                total.refused[subsearch.title] = "not searched, as the search had ended"
                 continue
             if left <= quickest_s and total.best is not None:
-                total.refused[variant.title] = (
+                total.refused[subsearch.title] = (
                     f"not searched, as no time was left ({max(left, 0.0):.0f} s)"
                 )
                 total.interrupted = _time_over(time_limit_s)
                 continue
             worth_s = float("inf") if total.best is None else WORTH * total.best.step_s
             try:
-                found = one(variant, max(left, 0.0) / (len(self.listed) - index), worth_s)
+                found = one(subsearch, max(left, 0.0) / (len(self.listed) - index), worth_s)
             except KeyboardInterrupt:
                 if total.best is None:
                     raise
-                found = Found(interrupted=INTERRUPT)
-            _add(total, found, variant, time_limit_s)
+                found = SearchResult(interrupted=INTERRUPT)
+            _add(total, found, subsearch, time_limit_s)
             quickest_s = min(quickest_s or math.inf, found.seconds)
         total.seconds = time.monotonic() - began
         total.searched = _in_words(self.listed)
         return total
 
 
-def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> None:
+def _add(
+    total: SearchResult, found: SearchResult, subsearch: Subsearch, time_limit_s: float
+) -> None:
     total.audited = sorted(
-        [*total.audited, *map(variant.of, found.audited)], key=lambda candidate: candidate.step_s
+        [*total.audited, *map(subsearch.of, found.audited)], key=lambda candidate: candidate.step_s
     )
-    total.others += map(variant.of, found.others)
+    total.others += map(subsearch.of, found.others)
     total.refused |= {
-        f"{title}, {variant.title}": reason for title, reason in found.refused.items()
+        f"{title}, {subsearch.title}": reason for title, reason in found.refused.items()
     }
     total.needed_bytes |= {
-        f"{title}, {variant.title}": needed for title, needed in found.needed_bytes.items()
+        f"{title}, {subsearch.title}": needed for title, needed in found.needed_bytes.items()
     }
-    total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
+    total.bounds |= {f"{title}, {subsearch.title}": bound for title, bound in found.bounds.items()}
     total.least = min(
-        total.least, (found.least[0], f"{found.least[1]}, {variant.title}", found.least[2])
+        total.least, (found.least[0], f"{found.least[1]}, {subsearch.title}", found.least[2])
     )
-    total.unbounded += [f"{title}, {variant.title}" for title in found.unbounded]
-    total.not_compared += [f"{title}, {variant.title}" for title in found.not_compared]
+    total.unbounded += [f"{title}, {subsearch.title}" for title in found.unbounded]
+    total.not_compared += [f"{title}, {subsearch.title}" for title in found.not_compared]
     total.is_compared |= found.is_compared
-    total.floor_s = min(total.floor_s, found.floor_s)
+    total.arithmetic_bound_s = min(total.arithmetic_bound_s, found.arithmetic_bound_s)
     total.unanswered |= {
-        f"{title}, {variant.title}": bound for title, bound in found.unanswered.items()
+        f"{title}, {subsearch.title}": bound for title, bound in found.unanswered.items()
     }
     if found.interrupted is not None:
         total.interrupted = (
@@ -195,7 +204,7 @@ def _checked_stages(stages: Sequence[int] | None) -> Iterable[int]:
     return sorted(stages)
 
 
-def _in_words(listed: Sequence[Variant]) -> str:
+def _in_words(listed: Sequence[Subsearch]) -> str:
     """``microbatches of 1, 2 and 4 samples, stages 0 and 1 of ZeRO``."""
     sizes = [str(v.batch.samples) for v in listed if v.batch is not None]
     stages = [str(v.zero_stage) for v in listed if v.zero_stage is not None]
@@ -210,3 +219,20 @@ def _in_words(listed: Sequence[Variant]) -> str:
 def _listed(names: Iterable[str]) -> str:
     *most, last = dict.fromkeys(names)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+@contextlib.contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Let the garbage collector look only at what is made inside the ``with`` block.
+
+    While a search makes objects it would look at a traced model and all of torch again and again.
+    Objects that somebody has set aside already (``gc.freeze``) stay so: then there are few others.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

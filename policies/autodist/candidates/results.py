@@ -1,4 +1,4 @@
-"""What a search tries and what it has found: attempts, and the candidates that they make."""
+"""What a search tries and what it has found: cut requests, and the candidates that they make."""
 
 from __future__ import annotations
 
@@ -8,68 +8,37 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.policies.autodist.candidates.candidates import Pace
-from shardwright.policies.autodist.candidates.floor import FLOOR
-from shardwright.policies.autodist.candidates.space import Placed, Wish
+from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
+from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.layout import Mesh
 from shardwright.runtime.schedule_actions import ActionKind
 
-Whereabouts = tuple[int, Mesh, int]
-"""A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
-
 
 @dataclass(frozen=True)
-class Opening:
-    """A mesh of one position with the model placed on it for speed alone, on the ranks of the first
-    position. ``pp_place``: before which of its axes the pipeline axis stands. ``others``: what may
-    be asked besides. ``binds``: whether nothing is as fast that fits, so that it must be placed for
-    the memory or computed again; ``hopeless``: whether it is proved that nothing fits at all.
-    """
-
-    num_positions: int
-    mesh: Mesh
-    pp_place: int
-    free: Placed
-    others: tuple[Wish, ...]
-    binds: bool = False
-    hopeless: bool = False
-
-    @property
-    def where(self) -> Whereabouts:
-        """What tells it from other openings."""
-        return self.num_positions, self.mesh, self.pp_place
-
-    @property
-    def bound_s(self) -> float:
-        """No plan of so many positions on this mesh takes less."""
-        return self.free.share_s(self.num_positions)
-
-
-@dataclass(frozen=True)
-class Offer:
+class LoweredPlacement:
     """A placement that stages may have, lowered on the ranks that a position with it lies on."""
 
-    placed: Placed
+    placed: PlacedModel
     walk: Walk
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CutRequest:
     """What a candidate was made of: placements to choose from for every stage, to be cut into
     stages for a schedule.
 
-    ``pp_place``: with one offer, where the pipeline axis stands among the axes of its mesh, from 0,
+    ``pp_place``: with one placement, where the pipeline axis stands among the axes of its mesh, from 0,
     the outermost. With several, stages lie side by side, each on as many ranks as its placement
     takes. ``below_s``: what takes longer is of no interest. ``by_hand``: the schedule, where none
-    of those published is meant; ``pace`` says nothing then.
+    of those published is meant; ``named_schedule`` says nothing then.
     """
 
     title: str
-    offers: tuple[Offer, ...]
+    placements: tuple[LoweredPlacement, ...]
     num_positions: int
-    pace: Pace
+    named_schedule: NamedSchedule
     pp_place: int = 0
     below_s: float = float("inf")
     by_hand: Schedule | None = None
@@ -78,13 +47,18 @@ class Attempt:
         """The order of work. There is none without pipeline stages."""
         if self.by_hand is not None:
             return self.by_hand
-        return generate(self.pace.schedule, self.num_positions, num_microbatches, self.pace.chunks)
+        return generate(
+            self.named_schedule.name,
+            self.num_positions,
+            num_microbatches,
+            self.named_schedule.chunks,
+        )
 
     @property
     def num_stages(self) -> int:
         """The stages of all positions together."""
         return (
-            self.num_positions * self.pace.chunks
+            self.num_positions * self.named_schedule.chunks
             if self.by_hand is None
             else self.by_hand.num_stages
         )
@@ -93,7 +67,10 @@ class Attempt:
     def splits_backward(self) -> bool:
         """Whether the schedule puts off gradients of weights."""
         if self.by_hand is None:
-            return self.pace.schedule != "" and SCHEDULES[self.pace.schedule].splits_backward
+            return (
+                self.named_schedule.name != ""
+                and SCHEDULES[self.named_schedule.name].splits_backward
+            )
         return any(
             action.kind is ActionKind.WEIGHT_GRADIENT
             for row in self.by_hand.actions
@@ -114,18 +91,18 @@ class Candidate:
     title: str
     plan: Plan
     predicted_s: float
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedModel, ...]
     split_bound_s: float = 0.0
     modelled_s: float = 0.0
     cost: PlanCost | None = None
     used_bytes: float = 0.0
-    attempt: Attempt | None = field(default=None, repr=False, compare=False)
+    cut_request: CutRequest | None = field(default=None, repr=False, compare=False)
     is_simple: bool = False
 
     @property
     def is_mixed(self) -> bool:
         """Whether stages could choose between several placements."""
-        return self.attempt is not None and len(self.attempt.offers) > 1
+        return self.cut_request is not None and len(self.cut_request.placements) > 1
 
     @property
     def bound_s(self) -> float:
@@ -149,19 +126,19 @@ INTERRUPT = "Ctrl-C"
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found so far. ``audited``: candidates that were lowered, best first;
     ``others``: predicted only;
     ``refused``: what was tried and why it is no candidate; ``needed_bytes``: of what takes too much
     memory, what it needs on a device. ``bounds``: what was tried and is no better than others, with
     the seconds that none of it is below, and
-    ``bounded``: the attempts behind these; ``unanswered``: the same of meshes that may have a plan
+    ``bounded``: the cut requests behind these; ``unanswered``: the same of meshes that may have a plan
     and left none, as there was no time or nothing was found that fits; ``unbounded``: pipelines in
     no bound, as no split of the placements chosen fits.
     ``least``: of the plan that needs least among those that were audited and do not fit, the bytes,
     the title, and what most of them are for. ``searched``: what searches this is of, where there
     were several. ``not_compared``: the meshes where the simple policies may have a better plan, as
-    there was no time to tell; ``is_compared``: whether there are others. ``floor_s``: seconds that
+    there was no time to tell; ``is_compared``: whether there are others. ``arithmetic_bound_s``: seconds that
     no plan is below, searched or not.
     """
 
@@ -170,7 +147,7 @@ class Found:
     refused: dict[str, str] = field(default_factory=dict)
     needed_bytes: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
-    bounded: dict[str, Attempt] = field(default_factory=dict)
+    bounded: dict[str, CutRequest] = field(default_factory=dict)
     unanswered: dict[str, float] = field(default_factory=dict)
     unbounded: list[str] = field(default_factory=list)
     least: tuple[float, str, str] = (float("inf"), "", "")
@@ -179,15 +156,15 @@ class Found:
     searched: str = ""
     not_compared: list[str] = field(default_factory=list)
     is_compared: bool = False
-    floor_s: float = 0.0
+    arithmetic_bound_s: float = 0.0
 
     def refuse(self, title: str, error: PlanError) -> None:
         """Note why something that was tried cannot be."""
         self.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
 
-    def bound(self, attempt: Attempt, bound_s: float) -> None:
-        """Note what no cut of an attempt takes less than."""
-        self.bounds[attempt.title], self.bounded[attempt.title] = bound_s, attempt
+    def bound(self, cut_request: CutRequest, bound_s: float) -> None:
+        """Note what no cut of an cut request takes less than."""
+        self.bounds[cut_request.title], self.bounded[cut_request.title] = bound_s, cut_request
 
     @property
     def tried(self) -> tuple[Candidate, ...]:
@@ -222,9 +199,9 @@ class Found:
             (bound, title) for title, bound in (*self.bounds.items(), *self.unanswered.items())
         ]
         least = min(bounds, key=lambda item: item[0], default=(float("inf"), ""))
-        return max(least, (self.floor_s, FLOOR), key=lambda item: item[0])
+        return max(least, (self.arithmetic_bound_s, ARITHMETIC), key=lambda item: item[0])
 
     @property
-    def is_at_floor(self) -> bool:
+    def rests_on_arithmetic(self) -> bool:
         """Whether nothing better is known than the floor, which is that of all plans."""
-        return self.least_bounded[1] == FLOOR
+        return self.least_bounded[1] == ARITHMETIC

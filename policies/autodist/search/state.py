@@ -14,19 +14,26 @@ from shardwright.compiler.cost.time.operator_time import OperatorTimes, op_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.policies.autodist.candidates.candidates import Pace, paces, slower
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.found import (
-    Attempt,
-    Candidate,
-    Found,
-    Offer,
-    Whereabouts,
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    MeshRequest,
+    NoPlacement,
+    PipelineMesh,
+    Place,
+    PlacedModel,
 )
-from shardwright.policies.autodist.candidates.space import NoPlacement, Placed, Placer, Space, Wish
-from shardwright.policies.autodist.candidates.words import too_large
+from shardwright.policies.autodist.candidates.meshes import slower
+from shardwright.policies.autodist.candidates.results import (
+    Candidate,
+    CutRequest,
+    LoweredPlacement,
+    SearchResult,
+)
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule, named_schedules
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.candidates.titles import memory_words
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
-from shardwright.policies.autodist.search.scouting import Scout
+from shardwright.policies.autodist.search.step_estimates import StepEstimates
 from shardwright.policies.autodist.stages.split_chain import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
@@ -45,7 +52,7 @@ TRIED = "trying a mesh"
 AUDIT = "audit"
 """What the clock calls the lowering and audit of a plan."""
 
-SCOUT = "scouting"
+ESTIMATE = "scouting"
 """What it calls finding out about what the plans of simple policies take."""
 
 PLACING = 1.5
@@ -59,8 +66,8 @@ was made yet.
 """
 
 
-class Bench:
-    """One search's. ``found`` is valid at any time. ``offers``: placements for the first ranks,
+class SearchState:
+    """One search's. ``found`` is valid at any time. ``placements``: placements for the first ranks,
     lowered.
     """
 
@@ -69,8 +76,8 @@ class Bench:
         graph: PlannableGraph,
         config: ComputeConfig,
         hardware: Hardware,
-        space: Space,
-        place: Placer,
+        space: SearchSpace,
+        place: Place,
         optimizer: OptimizerMemory,
         times: OperatorTimes | None,
         clock: Clock,
@@ -84,27 +91,27 @@ class Bench:
         )
         self.optimizer, self.times, self.clock = optimizer, times, clock
         self.cutter = Cutter(graph, space)
-        self.offers: list[Offer] = []
-        self.found = Found()
-        self._likely_s: dict[Whereabouts, float] = {}
+        self.placements: list[LoweredPlacement] = []
+        self.result = SearchResult()
+        self._likely_s: dict[PipelineMesh, float] = {}
 
     # ---------------------------------------------------------------------------------------------
     # time, and the best so far
 
     def end_by_time(self) -> None:
         """Note that time ended the search, if nothing else did."""
-        if self.found.interrupted is None:
-            self.found.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
+        if self.result.interrupted is None:
+            self.result.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
 
     def is_late(self) -> bool:
         """Whether nothing further is tried; then that is noted."""
         if (
-            self.found.interrupted is None
+            self.result.interrupted is None
             and self.clock.spent() > TRYING_SHARE
             and not self.may_try()
         ):
             self.end_by_time()
-        return self.found.interrupted is not None
+        return self.result.interrupted is not None
 
     def may_try(self) -> bool:
         """Whether the limit leaves time to try another mesh with all schedules, as long as others
@@ -120,17 +127,20 @@ class Bench:
     def best_s(self) -> float:
         """Of a step of the best plan so far: audited, or predicted where nothing is."""
         return min(
-            (c.step_s for c in self.found.audited or self.found.others), default=self.space.worth_s
+            (c.step_s for c in self.result.audited or self.result.others),
+            default=self.space.worth_s,
         )
 
     def beaten_s(self) -> float:
         """Of a step of the best plan that was audited, here or in another search."""
-        return min(self.space.worth_s, self.found.best.step_s if self.found.best else float("inf"))
+        return min(
+            self.space.worth_s, self.result.best.step_s if self.result.best else float("inf")
+        )
 
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""
         if num_axes < 1:
-            return PLACING * self.clock.longest_s(SCOUT) / MORE_AXES
+            return PLACING * self.clock.longest_s(ESTIMATE) / MORE_AXES
         return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
 
     def slower(self, num_positions: int) -> float:
@@ -152,25 +162,25 @@ class Bench:
         return max(times, default=0.0) / (sum(times) or 1.0)
 
     @cached_property
-    def _scout(self) -> Scout | None:
+    def _estimates(self) -> StepEstimates | None:
         """Where the simple policies count, and the model has a batch and dims inside for them to
         split.
         """
         try:
-            with self.clock.timed(SCOUT):
-                return Scout(self.graph, self.config) if self.space.simple else None
+            with self.clock.timed(ESTIMATE):
+                return StepEstimates(self.graph, self.config) if self.space.simple else None
         except PlanError:
             return None
 
-    def likely_s(self, where: Whereabouts) -> float:
+    def likely_s(self, where: PipelineMesh) -> float:
         """About what the best plan of a simple policy takes on a mesh; infinite where it has none,
         or that is not known.
         """
         number, mesh, place = where
-        if self._scout is None:
+        if self._estimates is None:
             return float("inf")
         if where not in self._likely_s:
-            self._likely_s[where] = self._scout.step_s(
+            self._likely_s[where] = self._estimates.step_s(
                 mesh, number, place, self.setting(())
             ) * self.slower(number)
         return self._likely_s[where]
@@ -194,48 +204,56 @@ class Bench:
             self.config.use_end2end and num_positions <= len(self.graph.ops)
         )
 
-    def paces(self, num_positions: int) -> Sequence[Pace]:
+    def named_schedules(self, num_positions: int) -> Sequence[NamedSchedule]:
         """The schedules of so many positions."""
         space = self.space
-        found = [Pace("", 1)]
+        found = [NamedSchedule("", 1)]
         if num_positions > 1:
-            found = paces(
+            found = named_schedules(
                 num_positions,
                 space.num_microbatches,
                 space.schedules,
                 space.chunks,
                 most=len(self.graph.ops),
             )
-        return [pace for pace in found if space.may_have(num_positions * pace.chunks)]
+        return [
+            named_schedule
+            for named_schedule in found
+            if space.may_have(num_positions * named_schedule.chunks)
+        ]
 
-    def placed(self, wish: Wish, title: str, *, keeps: bool = False) -> Placed | None:
+    def placed(
+        self, mesh_request: MeshRequest, title: str, *, keeps: bool = False
+    ) -> PlacedModel | None:
         """The placement that is wished for; None, and why it cannot be among what is refused.
         ``keeps``: whether it is of use to the caller also where it is all that an interrupted
         solver had.
         """
         try:
-            with self.clock.timed(_placing(len(wish.mesh.axes))):
-                placed = self._over_units(self.place(wish))
+            with self.clock.timed(_placing(len(mesh_request.mesh.axes))):
+                placed = self._over_units(self.place(mesh_request))
             if placed.interrupted and not keeps:
                 raise KeyboardInterrupt
             return placed
         except PlanError as error:
-            self.found.refuse(title, error)
+            self.result.refuse(title, error)
             if isinstance(error, NoPlacement):
-                self.found.needed_bytes[title] = error.needed_bytes
+                self.result.needed_bytes[title] = error.needed_bytes
             return None
 
-    def offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
+    def lowered(self, placed: PlacedModel, ranks: tuple[int, ...]) -> LoweredPlacement:
         """A placement lowered; if it is for the first ranks, to be offered again where stages
         differ.
         """
-        for known in self.offers:
+        for known in self.placements:
             if known.placed.plan is placed.plan and known.walk.setting.ranks == ranks:
                 return replace(known, placed=placed)
-        offer = Offer(placed, Walk(lower(self.graph, placed.plan), self.setting(ranks)))
+        lowered = LoweredPlacement(
+            placed, Walk(lower(self.graph, placed.plan), self.setting(ranks))
+        )
         if ranks == tuple(range(placed.plan.mesh.size)):
-            self.offers.append(offer)
-        return offer
+            self.placements.append(lowered)
+        return lowered
 
     def setting(self, ranks: tuple[int, ...]) -> Setting:
         """What a placement on these ranks is timed for."""
@@ -248,26 +266,26 @@ class Bench:
             self.space.num_microbatches,
         )
 
-    def _over_units(self, placed: Placed) -> Placed:
+    def _over_units(self, placed: PlacedModel) -> PlacedModel:
         """With parameters stored over the units where the config has ZeRO-3: so the program will
         be.
         """
         return replace(placed, plan=replace(placed.plan, zero=units_of_storage(self.config)))
 
-    def tried(self, attempt: Attempt, memory_bytes: float) -> Candidate | None:
+    def tried(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | None:
         """The best stages for a schedule, if any fit."""
-        found = self.cutter.cut(attempt, memory_bytes)
+        found = self.cutter.cut(cut_request, memory_bytes)
         if isinstance(found, NoGain):
-            self.found.bound(attempt, found.bound_s)
+            self.result.bound(cut_request, found.bound_s)
             return None
         if isinstance(found, NoFit):
-            words = too_large(
+            words = memory_words(
                 found.needed_bytes, self.space.memory_bytes, verb="is predicted to need"
             )
-            self.found.refused[attempt.title] = words
-            self.found.needed_bytes[attempt.title] = found.needed_bytes
+            self.result.refused[cut_request.title] = words
+            self.result.needed_bytes[cut_request.title] = found.needed_bytes
             return None
-        self.found.refused.pop(attempt.title, None)
+        self.result.refused.pop(cut_request.title, None)
         return found
 
 

@@ -9,13 +9,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.candidates import Pace, position_ranks, staged
-from shardwright.policies.autodist.candidates.found import Candidate, Opening, Whereabouts
-from shardwright.policies.autodist.candidates.space import Placed
-from shardwright.policies.autodist.candidates.words import mesh_title, paced_title
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    PipelineMesh,
+    PlacedMesh,
+    PlacedModel,
+)
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Auditor, least_of
-from shardwright.policies.autodist.search.bench import AUDIT, SCOUT, Bench
-from shardwright.policies.autodist.search.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
+from shardwright.policies.autodist.search.simple_plans import (
+    SIMPLE_SLACK,
+    Rules,
+    Simple,
+    simple_plans,
+)
+from shardwright.policies.autodist.search.state import AUDIT, ESTIMATE, SearchState
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
@@ -25,7 +35,7 @@ SIMPLE, SIMPLY_CUT = ", as a simple policy has it", ", in the stages of a simple
 NO_BOUND = "no bound, as the search did not come to the mesh"
 """Of a plan on it."""
 
-RIVAL = "plans of a simple policy"
+SIMPLE_PLANS = "plans of a simple policy"
 """What the clock calls making some."""
 
 KEPT_SHARES = (0.2, 0.45)
@@ -35,20 +45,20 @@ GATHER_SHARE, BEGIN_SHARE = 0.2, 0.7
 """Of a limit that is short, what making and auditing some may take to begin with."""
 
 
-class Rivals:
+class SimplePolicies:
     """The part of a search that holds it to the simple policies. It comes last, so that few of
     their plans may still be better, and a share of the limit is kept for it, so that it also comes
     where time ends the search.
     """
 
-    def __init__(self, bench: Bench, audited: Auditor) -> None:
-        self.bench, self.audited = bench, audited
-        self.space, self.found, self.clock = bench.space, bench.found, bench.clock
-        self._rules = Rules(bench.graph, bench.config)
-        self._compared: set[Whereabouts] = set()
-        self._listings: dict[Whereabouts, _Listing] = {}
+    def __init__(self, state: SearchState, audited: Auditor) -> None:
+        self.state, self.audited = state, audited
+        self.space, self.result, self.clock = state.space, state.result, state.clock
+        self._rules = Rules(state.graph, state.config)
+        self._compared: set[PipelineMesh] = set()
+        self._listings: dict[PipelineMesh, _Listing] = {}
         self._tried: dict[
-            str, Whereabouts
+            str, PipelineMesh
         ] = {}  # titles of plans that were audited, and where they are
         self._kept = KEPT_SHARES[0]
 
@@ -57,20 +67,20 @@ class Rivals:
         scouting.
         """
         if self.space.simple:
-            needed_s = num_meshes * self.clock.longest_s(SCOUT)
+            needed_s = num_meshes * self.clock.longest_s(ESTIMATE)
             least, most = KEPT_SHARES
             self._kept = min(max(least, self.clock.share_of(needed_s)), most)
             self.clock.reserve(self._kept)
 
-    def begin(self, left: Sequence[Whereabouts]) -> None:
+    def begin(self, left: Sequence[PipelineMesh]) -> None:
         """Where there is little time, a first plan: of theirs on the meshes where they likely take
         least the one whose parts do, or the next that fits. Of those that likely fit at least one
         is audited.
         """
         self.clock.reserve(self._kept / 2)  # as this does the most likely part of what comes last
-        found: list[tuple[Simple, Whereabouts]] = []
+        found: list[tuple[Simple, PipelineMesh]] = []
         for number, where in enumerate(
-            sorted(left, key=self.bench.likely_s if len(left) > 1 else None)
+            sorted(left, key=self.state.likely_s if len(left) > 1 else None)
         ):
             if number and self.clock.spent() > GATHER_SHARE:
                 break
@@ -78,126 +88,129 @@ class Rivals:
         for simple, where in sorted(found, key=lambda item: item[0].least_s):
             if simple.least_bytes(gradients=True) > self.space.memory_bytes:
                 continue
-            if self.found.audited or (self._tried and self.clock.spent() > BEGIN_SHARE):
+            if self.result.audited or (self._tried and self.clock.spent() > BEGIN_SHARE):
                 return
             self._try(simple, where, None)
 
     @property
-    def best_where(self) -> Whereabouts | None:
+    def best_where(self) -> PipelineMesh | None:
         """Where the best plan so far is, if it is one of theirs."""
-        best = self.found.best
+        best = self.result.best
         return None if best is None else self._tried.get(best.title)
 
     def end_reserve(self) -> None:
         """Keep nothing of the limit any more."""
         self.clock.reserve(0.0)
 
-    def run(self, openings: Sequence[Opening], left: Sequence[Whereabouts]) -> None:
+    def run(self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]) -> None:
         """Audit the plans of the simple policies that may beat the best one, on the meshes that
         were placed and those that are left, the most likely first; those that do are candidates.
         """
         if not self.space.simple:
             return
-        waiting = deque(self._ordered(openings, left))
-        while waiting and self._has_time(RIVAL):
+        waiting = deque(self._ordered(placed_meshes, left))
+        while waiting and self._has_time(SIMPLE_PLANS):
             found, all_of = self._gathered(waiting)
-            for simple, where, opening in found:
-                if SIMPLE_SLACK * simple.least_s >= self.bench.beaten_s():
+            for simple, where, placed_mesh in found:
+                if SIMPLE_SLACK * simple.least_s >= self.state.beaten_s():
                     break
                 if _title(simple, where) in self._tried:
                     continue
-                if self.bench.beaten_s() == float("inf") or simple.may_fit(self.space.memory_bytes):
+                if self.state.beaten_s() == float("inf") or simple.may_fit(self.space.memory_bytes):
                     if self._has_time(AUDIT):
-                        self._try(simple, where, opening)
+                        self._try(simple, where, placed_mesh)
                     else:
                         all_of.discard(where)
             self._compared |= all_of
 
     def _gathered(
-        self, waiting: deque[tuple[Whereabouts, Opening | None]]
-    ) -> tuple[list[tuple[Simple, Whereabouts, Opening | None]], set[Whereabouts]]:
+        self, waiting: deque[tuple[PipelineMesh, PlacedMesh | None]]
+    ) -> tuple[list[tuple[Simple, PipelineMesh, PlacedMesh | None]], set[PipelineMesh]]:
         """The plans on the next meshes, as many as half of the time that is left is enough for, the
         one likely the best first; and the meshes of which they are all that may be better. A mesh
         with more of them goes on waiting.
         """
-        found: list[tuple[Simple, Whereabouts, Opening | None]] = []
-        all_of: set[Whereabouts] = set()
+        found: list[tuple[Simple, PipelineMesh, PlacedMesh | None]] = []
+        all_of: set[PipelineMesh] = set()
         share = (self.clock.spent() + 1.0) / 2
-        while waiting and (not found or self.clock.spent() <= share) and self._has_time(RIVAL):
-            where, opening = waiting.popleft()
-            if opening is None or opening.bound_s < self.bench.beaten_s():
+        while (
+            waiting and (not found or self.clock.spent() <= share) and self._has_time(SIMPLE_PLANS)
+        ):
+            where, placed_mesh = waiting.popleft()
+            if placed_mesh is None or placed_mesh.bound_s < self.state.beaten_s():
                 listing = self._plans(where, share)
-                found += [(simple, where, opening) for simple in listing.found]
+                found += [(simple, where, placed_mesh) for simple in listing.found]
                 if not listing.has_all:
-                    waiting.appendleft((where, opening))
+                    waiting.appendleft((where, placed_mesh))
                     break
                 all_of.add(where)
                 del self._listings[where]
         return sorted(found, key=lambda item: item[0].least_s), all_of
 
-    def note(self, openings: Sequence[Opening], left: Sequence[Whereabouts]) -> None:
+    def note(self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]) -> None:
         """Note where there was no time for them."""
         if not self.space.simple:
             return
-        known = {opening.where: opening for opening in openings}
-        self.found.audited = [self._bounded(candidate, known) for candidate in self.found.audited]
+        known = {placed_mesh.where: placed_mesh for placed_mesh in placed_meshes}
+        self.result.audited = [self._bounded(candidate, known) for candidate in self.result.audited]
         for where in (*known, *left):
             number, mesh, place = where
             bound_s = known[where].bound_s if where in known else 0.0
-            if where in self._compared or bound_s >= self.bench.beaten_s():
-                self.found.is_compared = True
+            if where in self._compared or bound_s >= self.state.beaten_s():
+                self.result.is_compared = True
             else:
-                mesh = known[where].free.plan.mesh if where in known else mesh
-                self.found.not_compared.append(mesh_title(number, mesh, place))
+                mesh = known[where].fastest.plan.mesh if where in known else mesh
+                self.result.not_compared.append(mesh_title(number, mesh, place))
 
-    def _bounded(self, candidate: Candidate, known: Mapping[Whereabouts, Opening]) -> Candidate:
+    def _bounded(self, candidate: Candidate, known: Mapping[PipelineMesh, PlacedMesh]) -> Candidate:
         """A candidate of theirs that was there before its mesh was placed, with the bound that is
         known since.
         """
-        opening = known.get(self._tried.get(candidate.title, (0, Mesh(()), 0)))
-        if opening is None or not candidate.is_simple:
+        placed_mesh = known.get(self._tried.get(candidate.title, (0, Mesh(()), 0)))
+        if placed_mesh is None or not candidate.is_simple:
             return candidate
-        placed = replace(opening.free, plan=candidate.placed[0].plan)
+        placed = replace(placed_mesh.fastest, plan=candidate.placed[0].plan)
         return replace(candidate, placed=(placed,))
 
     def _ordered(
-        self, openings: Sequence[Opening], left: Sequence[Whereabouts]
-    ) -> Sequence[tuple[Whereabouts, Opening | None]]:
+        self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]
+    ) -> Sequence[tuple[PipelineMesh, PlacedMesh | None]]:
         """All meshes, those first whose plans of simple policies are likely the best."""
         known = {
-            opening.where: opening
-            for opening in openings
-            if opening.bound_s < self.bench.beaten_s()
+            placed_mesh.where: placed_mesh
+            for placed_mesh in placed_meshes
+            if placed_mesh.bound_s < self.state.beaten_s()
         }
         meshes = [*known, *left]
         return [
             (where, known.get(where))
-            for where in sorted(meshes, key=self.bench.likely_s if len(meshes) > 1 else None)
+            for where in sorted(meshes, key=self.state.likely_s if len(meshes) > 1 else None)
         ]
 
     def _has_time(self, *kinds: str) -> bool:
         """Whether the limit leaves time for steps of these kinds, as long as others took, or there
         is no plan yet.
         """
-        if self.bench.beaten_s() == float("inf"):
+        if self.state.beaten_s() == float("inf"):
             return not self.clock.is_over
         return self.clock.spent(sum(map(self.clock.longest_s, kinds))) <= 1.0
 
-    def _plans(self, where: Whereabouts, share: float) -> _Listing:
+    def _plans(self, where: PipelineMesh, share: float) -> _Listing:
         """Those on one mesh that may be better, as many as there is time for in that share of the
         limit, or one more than are known.
         """
         if where not in self._listings:
             number, mesh, place = where
-            setting = self.bench.setting(position_ranks(mesh, number, place)[0])
-            paces = sorted(
-                [*self.bench.paces(number), *self._left_out(number)], key=lambda pace: pace.chunks
+            setting = self.state.setting(position_ranks(mesh, number, place)[0])
+            named_schedules = sorted(
+                [*self.state.named_schedules(number), *self._left_out(number)],
+                key=lambda named_schedule: named_schedule.chunks,
             )
-            below_s = self.bench.beaten_s()
+            below_s = self.state.beaten_s()
             plans = simple_plans(
-                self.bench.graph,
+                self.state.graph,
                 mesh,
-                paces,
+                named_schedules,
                 number,
                 place,
                 self.space,
@@ -208,33 +221,42 @@ class Rivals:
             self._listings[where] = _Listing(plans)
         listing = self._listings[where]
         while not listing.has_all:
-            with self.clock.timed(RIVAL):
+            with self.clock.timed(SIMPLE_PLANS):
                 listing.go_on()
-            if self.clock.spent() > share or not self._has_time(RIVAL):
+            if self.clock.spent() > share or not self._has_time(SIMPLE_PLANS):
                 break
         return listing
 
-    def _try(self, simple: Simple, where: Whereabouts, opening: Opening | None) -> None:
+    def _try(self, simple: Simple, where: PipelineMesh, placed_mesh: PlacedMesh | None) -> None:
         """A simple policy's plan; if it is better than all others, also the fastest placement in
         its stages.
         """
         number, _, place = where
-        free = opening.free if opening is not None else Placed(simple.whole, 0.0, NO_BOUND, "")
+        free = (
+            placed_mesh.fastest
+            if placed_mesh is not None
+            else PlacedModel(simple.whole, 0.0, NO_BOUND, "")
+        )
         title = _title(simple, where)
         self._tried[title] = where
         if not self._is_better(
             title, simple.plan, replace(free, plan=simple.whole), is_simple=True
         ):
             return
-        if simple.plan.stages and opening is not None and self._has_time(AUDIT):
+        if simple.plan.stages and placed_mesh is not None and self._has_time(AUDIT):
             whole = replace(free.plan, recompute=simple.whole.recompute)
             starts = [stage.first_op for stage in simple.plan.stages[1:]]
-            title = paced_title(mesh_title(number, whole.mesh, place), simple.pace) + SIMPLY_CUT
-            plan = staged(whole, starts, number, simple.pace, self.space.num_microbatches, place)
+            title = (
+                scheduled_title(mesh_title(number, whole.mesh, place), simple.named_schedule)
+                + SIMPLY_CUT
+            )
+            plan = staged(
+                whole, starts, number, simple.named_schedule, self.space.num_microbatches, place
+            )
             self._is_better(title, plan, replace(free, plan=whole))
 
     def _is_better(
-        self, title: str, plan: Plan, placed: Placed, *, is_simple: bool = False
+        self, title: str, plan: Plan, placed: PlacedModel, *, is_simple: bool = False
     ) -> bool:
         """Whether an audit says that a plan fits and takes less than all before it: then it is the
         best candidate.
@@ -243,25 +265,25 @@ class Rivals:
             with self.clock.timed(AUDIT):
                 cost = self.audited(plan)
         except PlanError as error:
-            self.found.refuse(title, error)
+            self.result.refuse(title, error)
             return False
         if cost.peak_bytes > self.space.memory_bytes:
-            self.found.least = min(self.found.least, least_of(cost, title))
-        elif cost.step_s < self.bench.beaten_s():
-            self.found.audited.insert(
+            self.result.least = min(self.result.least, least_of(cost, title))
+        elif cost.step_s < self.state.beaten_s():
+            self.result.audited.insert(
                 0, Candidate(title, plan, cost.step_s, (placed,), cost=cost, is_simple=is_simple)
             )
             return True
         return False
 
-    def _left_out(self, num_positions: int) -> Sequence[Pace]:
+    def _left_out(self, num_positions: int) -> Sequence[NamedSchedule]:
         """What policies run and a search of several schedules leaves out: it holds more than 1F1B
         and seldom takes less.
         """
         several = (
             num_positions > 1 and len(self.space.schedules) > 1 and self.space.chunks in (None, 1)
         )
-        return [Pace("gpipe", 1)] if several and self.space.may_have(num_positions) else []
+        return [NamedSchedule("gpipe", 1)] if several and self.space.may_have(num_positions) else []
 
 
 class _Listing:
@@ -281,5 +303,8 @@ class _Listing:
             self.found.append(simple)
 
 
-def _title(simple: Simple, where: Whereabouts) -> str:
-    return paced_title(mesh_title(where[0], simple.whole.mesh, where[2]), simple.pace) + SIMPLE
+def _title(simple: Simple, where: PipelineMesh) -> str:
+    return (
+        scheduled_title(mesh_title(where[0], simple.whole.mesh, where[2]), simple.named_schedule)
+        + SIMPLE
+    )

@@ -6,11 +6,12 @@ import plans
 import pytest
 from planning import slow_machine
 
-from shardwright.policies.autodist.candidates.candidates import Pace, divisors, meshes
-from shardwright.policies.autodist.candidates.space import Space
+from shardwright.policies.autodist.candidates.meshes import divisors, meshes
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.search.auditing import Auditor
-from shardwright.policies.autodist.search.scouting import Scout
-from shardwright.policies.autodist.search.simple import simple_plans
+from shardwright.policies.autodist.search.simple_plans import simple_plans
+from shardwright.policies.autodist.search.step_estimates import StepEstimates
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
@@ -23,11 +24,14 @@ CONFIG = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs=
 def test_without_a_pipeline_it_is_what_the_best_plan_takes(model: str) -> None:
     """Nearly: where splits differ by size, or adapters may be saved, it is not."""
     graph, hardware = plans.zoo_graph(model), slow_machine(4, bytes_per_s=1e9)
-    scout, audited = Scout(graph, CONFIG), Auditor(graph, CONFIG, hardware, NUM_MICROBATCHES)
-    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    scout, audited = (
+        StepEstimates(graph, CONFIG),
+        Auditor(graph, CONFIG, hardware, NUM_MICROBATCHES),
+    )
+    space = SearchSpace(meshes={}, num_microbatches=NUM_MICROBATCHES)
     for mesh in meshes(4):
         setting = Setting(hardware, CONFIG, tuple(range(4)), num_microbatches=NUM_MICROBATCHES)
-        found = simple_plans(graph, mesh, [Pace("", 1)], 1, 0, space, setting)
+        found = simple_plans(graph, mesh, [NamedSchedule("", 1)], 1, 0, space, setting)
         best_s = min(audited(simple.plan).step_s for simple in found)
         assert scout.step_s(mesh, 1, 0, setting) == pytest.approx(best_s, rel=0.02), mesh
 
@@ -35,7 +39,7 @@ def test_without_a_pipeline_it_is_what_the_best_plan_takes(model: str) -> None:
 def test_positions_share_the_work_and_what_no_policy_has_is_infinite() -> None:
     graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
     scout, setting = (
-        Scout(graph, CONFIG),
+        StepEstimates(graph, CONFIG),
         Setting(hardware, CONFIG, (), num_microbatches=NUM_MICROBATCHES),
     )
     alone = scout.step_s(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwright.compiler.plan.amounts import amount
-from shardwright.policies.autodist.candidates.candidates import Pace
-from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.runtime.layout import Mesh
 
@@ -27,16 +27,17 @@ def stages_title(meshes: Sequence[Mesh]) -> str:
     return " | ".join(mesh_title(1, mesh) for mesh in meshes)
 
 
-def paced_title(title: str, pace: Pace) -> str:
+def scheduled_title(title: str, named_schedule: NamedSchedule) -> str:
     """With the schedule and its chunks: ``pp=2 x tp=4, 1f1b_interleaved x2``."""
     return (
-        f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "")
-        if pace.schedule
+        f"{title}, {named_schedule.name}"
+        + (f" x{named_schedule.chunks}" if named_schedule.chunks > 1 else "")
+        if named_schedule.name
         else title
     )
 
 
-def too_large(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -> str:
+def memory_words(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -> str:
     """Why nothing fits. ``needed_bytes``: infinite where there are fewer blocks than stages."""
     if needed_bytes == float("inf"):
         return "the model cannot be cut into so many stages"
@@ -46,7 +47,7 @@ def too_large(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -
     )
 
 
-def refusals(found: Found) -> list[str]:
+def refusals(found: SearchResult) -> list[str]:
     """Why nothing tried is the answer, a line each: what needs least memory first, and once what is
     said of many.
     """
@@ -73,7 +74,7 @@ def first_of(titles: Sequence[str]) -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
-def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:
+def recompute_title(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:
     """``, 3 of 8 layers computed again``, and of how many some modules."""
     whole = sum(1 for parts in chosen if any(part.path in layers.values() for part in parts))
     words = [f"{whole} of {len(layers)} layers"] if whole else []

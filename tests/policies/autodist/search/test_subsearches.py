@@ -29,11 +29,11 @@ from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan, resized, search_plan
 from shardwright.frontend.verification.sample_inputs import in_float64
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.found import INTERRUPT, Candidate, Found
-from shardwright.policies.autodist.candidates.space import Placed
+from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
+from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
-from shardwright.policies.autodist.search.variants import WORTH, Variant, Variants
+from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
 from shardwright.policies.registry import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
@@ -119,7 +119,7 @@ def test_the_certificate_states_the_audited_cost_of_every_stage(stage: int) -> N
     config = config_of(2, 2, zero=[stage], global_batch=12, microbatch=[2])
     found = searched("mlp", config)
     made = compiled("mlp", found, config)
-    assert made.config == found.variant.config and made.config.zero_stage == stage
+    assert made.config == found.subsearch.config and made.config.zero_stage == stage
     cost = audit(made.program, made.config, load_hardware("a100-80gb", 4))
     assert found.plan.certificate is not None
     assert found.plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
@@ -260,20 +260,20 @@ def test_a_compile_for_any_number_of_samples_searches_their_number(tmp_path: Pat
 # the search of searches
 
 
-def variants_of(config: ComputeConfig, stages: Any = None) -> Variants:
-    return Variants.of({None: plans.zoo_graph("mlp")}, config, stages)
+def variants_of(config: ComputeConfig, stages: Any = None) -> Subsearches:
+    return Subsearches.of({None: plans.zoo_graph("mlp")}, config, stages)
 
 
 def found_by(seconds: Mapping[int, float]) -> Any:
     """A search that takes no time."""
 
-    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
-        assert variant.zero_stage is not None
-        if seconds[variant.zero_stage] < 0:
+    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
+        assert subsearch.zero_stage is not None
+        if seconds[subsearch.zero_stage] < 0:
             raise KeyboardInterrupt
-        step_s = seconds[variant.zero_stage]
-        placed = Placed(Plan(planning.mesh_of("1")), 0.9 * step_s, "none", "none")
-        return Found(
+        step_s = seconds[subsearch.zero_stage]
+        placed = PlacedModel(Plan(planning.mesh_of("1")), 0.9 * step_s, "none", "none")
+        return SearchResult(
             bounds={"2 stages": 0.8 * step_s},
             audited=[Candidate("one rank", placed.plan, step_s, (placed,))],
         )
@@ -296,9 +296,9 @@ def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
 def test_the_time_is_shared() -> None:
     given: list[tuple[float, float]] = []
 
-    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
+    def one(subsearch: Subsearch, time_limit_s: float, worth_s: float) -> SearchResult:
         given.append((time_limit_s, worth_s))
-        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(variant, time_limit_s, worth_s)  # type: ignore[no-any-return]
+        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(subsearch, time_limit_s, worth_s)  # type: ignore[no-any-return]
 
     found = variants_of(config_of(1, 2)).search(one, 80.0)
     assert [limit for limit, _ in given] == pytest.approx([20.0, 80 / 3, 40.0, 80.0], rel=0.05)
@@ -320,7 +320,7 @@ def test_a_stage_that_other_settings_rule_out_is_refused_in_words() -> None:
         plan_ngpus=1, runtime_ngpus=2, use_zero="auto", distributed_optimizer=table
     )
     found = variants_of(config)
-    assert [variant.zero_stage for variant in found.listed] == [1, 2]
+    assert [subsearch.zero_stage for subsearch in found.listed] == [1, 2]
     assert found.refused == {
         "no ZeRO": "overlap_param_sync has no meaning with use_zero=0",
         "ZeRO-3": "overlap_param_sync has no meaning with use_zero=3",
@@ -410,8 +410,8 @@ def test_refusals_of_dims_that_count_samples() -> None:
     named = config_of(1, 2, 0, global_batch=8, batch_dims=MLP_DIMS)
     entry = zoo.get("mlp")
     found = PlanSearch.of(entry.build(), one, named)
-    assert [v.batch and v.batch.samples for v in found.variants.listed] == [1, 2, 4]
-    assert [v.graph.inputs[0].shape[0] for v in found.variants.listed] == [1, 2, 4]
+    assert [v.batch and v.batch.samples for v in found.subsearches.listed] == [1, 2, 4]
+    assert [v.graph.inputs[0].shape[0] for v in found.subsearches.listed] == [1, 2, 4]
     assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"y": 0})) == (
         "batch_dims names 'y', which is no input of the model\n  try:   one of 'target', 'x'"
     )

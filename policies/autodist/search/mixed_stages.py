@@ -11,13 +11,16 @@ from dataclasses import replace
 import numpy as np
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.policies.autodist.candidates.candidates import stage_sizes
-from shardwright.policies.autodist.candidates.found import Attempt, Candidate, Offer, Opening
-from shardwright.policies.autodist.candidates.space import Placed
-from shardwright.policies.autodist.candidates.wishes import wishes
-from shardwright.policies.autodist.candidates.words import mesh_title, paced_title
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    PlacedMesh,
+    PlacedModel,
+    mesh_requests,
+)
+from shardwright.policies.autodist.candidates.meshes import stage_sizes
+from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
+from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Audits
-from shardwright.policies.autodist.search.bench import Bench
+from shardwright.policies.autodist.search.state import SearchState
 from shardwright.policies.autodist.stages.chain import layer_blocks
 from shardwright.policies.autodist.stages.frontier import Array
 
@@ -34,132 +37,143 @@ USEFUL = 1e-3
 """A second placement is offered if, block by block, it can take that share less than the first."""
 
 
-class Mixing:
+class MixedStages:
     """The part of a search that lets stages differ."""
 
-    def __init__(self, bench: Bench, audits: Audits) -> None:
-        self.bench, self.audits = bench, audits
+    def __init__(self, state: SearchState, audits: Audits) -> None:
+        self.state, self.audits = state, audits
         self.graph, self.config, self.space, self.cutter = (
-            bench.graph,
-            bench.config,
-            bench.space,
-            bench.cutter,
+            state.graph,
+            state.config,
+            state.space,
+            state.cutter,
         )
-        self.found, self.offers = bench.found, bench.offers
+        self.result, self.placements = state.result, state.placements
 
-    def run(self, openings: Sequence[Opening]) -> None:
+    def run(self, placed_meshes: Sequence[PlacedMesh]) -> None:
         """Pipelines whose stages differ, with the placements that others were made of, as far as
         they may be better.
         """
-        attempts = self._attempts()
-        if not attempts or self.bench.is_late():
+        cut_requests = self._cut_requests()
+        if not cut_requests or self.state.is_late():
             return
-        self._offer_more(openings, attempts)
-        best, whole = self.found.best, self.config.plan_ngpus
-        smaller = [offer for offer in self.offers if offer.walk.mesh.size < whole]
-        offers = offered(
+        self._lower_more(placed_meshes, cut_requests)
+        best, whole = self.result.best, self.config.plan_ngpus
+        smaller = [lowered for lowered in self.placements if lowered.walk.mesh.size < whole]
+        placements = chosen_placements(
             self.graph, smaller, memory_binds=best is None or bool(best.plan.recompute)
         )
         tried: list[Candidate] = []
-        for attempt in attempts if len(offers) > 1 else ():
-            if self.bench.is_late():
+        for cut_request in cut_requests if len(placements) > 1 else ():
+            if self.state.is_late():
                 break
-            below = min([attempt.below_s, *(NEAR * candidate.modelled_s for candidate in tried)])
-            candidate = self.bench.tried(
-                replace(attempt, offers=offers, below_s=below), self.space.memory_bytes
+            below = min(
+                [cut_request.below_s, *(NEAR * candidate.modelled_s for candidate in tried)]
+            )
+            candidate = self.state.tried(
+                replace(cut_request, placements=placements, below_s=below), self.space.memory_bytes
             )
             if candidate is None:
                 continue
             if len({id(placed) for placed in candidate.placed}) > 1:
                 tried.append(candidate)
             else:  # it is known by now, and none that differ are better
-                self.found.bound(replace(attempt, offers=offers), candidate.split_bound_s)
-        rest, self.found.others = self.found.others, tried
+                self.result.bound(
+                    replace(cut_request, placements=placements), candidate.split_bound_s
+                )
+        rest, self.result.others = self.result.others, tried
         try:
             self.audits.best(AUDITS)
         finally:
-            self.found.others += rest
+            self.result.others += rest
 
-    def _attempts(self) -> list[Attempt]:
-        """Numbers of stages and schedules, without offers."""
-        if not self.space.mixed or not self.bench.may_have(2):
+    def _cut_requests(self) -> list[CutRequest]:
+        """Numbers of stages and schedules, without placements."""
+        if not self.space.mixed or not self.state.may_have(2):
             return []
         most = min(MAX_POSITIONS, self.config.plan_ngpus)
         numbers = (
             range(2, most + 1) if self.space.num_positions is None else (self.space.num_positions,)
         )
-        best = self.found.best
+        best = self.result.best
         below = self.space.worth_s
         if best is not None:
             below = min(below, max(best.step_s, best.predicted_s, best.modelled_s))
         return [
-            Attempt(
-                paced_title(f"{number} stages that may differ", pace),
+            CutRequest(
+                scheduled_title(f"{number} stages that may differ", named_schedule),
                 (),
                 number,
-                pace,
+                named_schedule,
                 below_s=below,
             )
             for number in numbers
-            for pace in (self.bench.paces(number) if 1 < number <= self.config.plan_ngpus else ())
-            if pace.chunks == 1
+            for named_schedule in (
+                self.state.named_schedules(number) if 1 < number <= self.config.plan_ngpus else ()
+            )
+            if named_schedule.chunks == 1
         ]
 
-    def _offer_more(self, openings: Sequence[Opening], attempts: Sequence[Attempt]) -> None:
+    def _lower_more(
+        self, placed_meshes: Sequence[PlacedMesh], cut_requests: Sequence[CutRequest]
+    ) -> None:
         """Placements that nothing was made of so far, also on numbers of ranks that equal positions
         cannot have: if some as good as the others, in seconds of all their ranks, could help.
         """
-        offers, whole = tuple(self.offers), self.config.plan_ngpus
-        known = {offer.placed.plan.mesh for offer in offers}
+        placements, whole = tuple(self.placements), self.config.plan_ngpus
+        known = {lowered.placed.plan.mesh for lowered in placements}
         unused = [
-            opening
-            for opening in openings
-            if opening.mesh.size < whole and opening.free.plan.mesh not in known
+            placed_mesh
+            for placed_mesh in placed_meshes
+            if placed_mesh.mesh.size < whole and placed_mesh.fastest.plan.mesh not in known
         ]
-        opened = {opening.mesh.size for opening in openings}
+        opened = {placed_mesh.mesh.size for placed_mesh in placed_meshes}
         further = [
             size
             for size in stage_sizes(whole)
             if size not in opened and self.space.meshes.get(size)
         ]
-        sizes = sorted({*further, *(opening.mesh.size for opening in unused)})
-        if offers and not any(
-            self.cutter.could_help(replace(attempt, offers=offers), sizes) for attempt in attempts
+        sizes = sorted({*further, *(placed_mesh.mesh.size for placed_mesh in unused)})
+        if placements and not any(
+            self.cutter.could_help(replace(cut_request, placements=placements), sizes)
+            for cut_request in cut_requests
         ):
             return
-        self._lower_all(opening.free for opening in unused)
-        best = self.found.best
+        self._lower_all(placed_mesh.fastest for placed_mesh in unused)
+        best = self.result.best
         most = (
             2 if best is None or best.plan.recompute else 1
         )  # for the memory too, where that binds
         for mesh in itertools.chain.from_iterable(self.space.meshes[size] for size in further):
-            listed = wishes(
+            listed = mesh_requests(
                 self.graph, self.space, max(2, whole // mesh.size), mesh, tuple(range(mesh.size))
             )
             placed = [
-                self.bench.placed(wish, mesh_title(1, mesh))
-                for wish in itertools.islice(listed, most)
-                if not self.bench.is_late()
+                self.state.placed(mesh_request, mesh_title(1, mesh))
+                for mesh_request in itertools.islice(listed, most)
+                if not self.state.is_late()
             ]
             self._lower_all(filter(None, placed))
 
-    def _lower_all(self, placements: Iterable[Placed]) -> None:
+    def _lower_all(self, placements: Iterable[PlacedModel]) -> None:
         for placed in placements:
-            if not self.bench.is_late():
-                self.bench.offer(placed, tuple(range(placed.plan.mesh.size)))
+            if not self.state.is_late():
+                self.state.lowered(placed, tuple(range(placed.plan.mesh.size)))
 
 
-def offered(graph: IRGraph, offers: Sequence[Offer], *, memory_binds: bool) -> tuple[Offer, ...]:
+def chosen_placements(
+    graph: IRGraph, placements: Sequence[LoweredPlacement], *, memory_binds: bool
+) -> tuple[LoweredPlacement, ...]:
     """By number of ranks the best placement for the whole model; the one that beats it by most
     where each block may choose between the two; and where memory binds the one that holds least.
     """
     starts = layer_blocks(graph)[0]
-    found: list[Offer] = []
-    by_size: dict[int, list[Offer]] = {}
-    for offer in offers:
-        by_size.setdefault(offer.walk.mesh.size, []).append(offer)
+    found: list[LoweredPlacement] = []
+    by_size: dict[int, list[LoweredPlacement]] = {}
+    for lowered in placements:
+        by_size.setdefault(lowered.walk.mesh.size, []).append(lowered)
     for _, listed in sorted(by_size.items()):
-        seconds = [_block_seconds(offer, starts) for offer in listed]
+        seconds = [_block_seconds(lowered, starts) for lowered in listed]
         best = min(range(len(listed)), key=lambda index: float(seconds[index].sum()))
         joint = [float(np.minimum(seconds[best], other).sum()) for other in seconds]
         second = min(range(len(listed)), key=lambda index: joint[index])
@@ -172,9 +186,9 @@ def offered(graph: IRGraph, offers: Sequence[Offer], *, memory_binds: bool) -> t
     return tuple(found)
 
 
-def _block_seconds(offer: Offer, starts: Sequence[int]) -> Array:
+def _block_seconds(lowered: LoweredPlacement, starts: Sequence[int]) -> Array:
     """Of one microbatch, with its share of what comes once per step."""
-    walk = offer.walk
+    walk = lowered.walk
     times = np.array(walk.forward_s) + np.array(walk.backward_s)
     for parameter in walk.parameters:
         times[parameter.places[0]] += (
@@ -184,8 +198,8 @@ def _block_seconds(offer: Offer, starts: Sequence[int]) -> Array:
     return seconds
 
 
-def _held_bytes(offer: Offer) -> float:
-    walk = offer.walk
+def _held_bytes(lowered: LoweredPlacement) -> float:
+    walk = lowered.walk
     return sum(parameter.held_bytes for parameter in walk.parameters) + walk.kept.first(
         0, len(walk.forward_s)
     )

@@ -16,11 +16,10 @@ from plans import zoo_graph
 
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.candidates import position_ranks, with_pp
-from shardwright.policies.autodist.candidates.found import Found
+from shardwright.policies.autodist.candidates.meshes import position_ranks, tier_groups, with_pp
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import apply, search
-from shardwright.policies.autodist.stages.tiers import lie
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 
@@ -30,7 +29,7 @@ def config_of(**fields: Any) -> ComputeConfig:
 
 
 @functools.cache
-def found_between_slow_links() -> Found:
+def found_between_slow_links() -> SearchResult:
     """A U-Net of much to send and few parameters, as two positions of two ranks."""
     options = AutodistOptions(num_microbatches=16, num_stages=2, schedule="1f1b", time_limit_s=1e3)
     return search(zoo_graph("unet"), config_of(), options, two_nodes(bytes_per_s=2e3))
@@ -115,5 +114,13 @@ def test_ranks_of_positions() -> None:
 
 def test_ranks_lie_alike_where_their_tiers_do() -> None:
     hardware = load_hardware("a100-80gb", 24)  # nodes of eight
-    assert lie(hardware, (0, 1, 8)) == lie(hardware, (9, 10, 3)) != lie(hardware, (0, 8, 1))
-    assert lie(hardware, (0, 8)) == lie(hardware, (16, 1)) != lie(hardware, (0, 7))
+    assert (
+        tier_groups(hardware, (0, 1, 8))
+        == tier_groups(hardware, (9, 10, 3))
+        != tier_groups(hardware, (0, 8, 1))
+    )
+    assert (
+        tier_groups(hardware, (0, 8))
+        == tier_groups(hardware, (16, 1))
+        != tier_groups(hardware, (0, 7))
+    )

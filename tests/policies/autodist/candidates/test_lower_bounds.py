@@ -21,14 +21,14 @@ from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.frontend.cli.searches import candidate_rows
-from shardwright.policies.autodist.candidates.floor import FLOOR, floor_s
-from shardwright.policies.autodist.candidates.found import Found
-from shardwright.policies.autodist.candidates.space import Placed
+from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC, arithmetic_bound_s
+from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search, search_variants, settled
+from shardwright.policies.autodist.policy import search, search_each, settled
 from shardwright.policies.autodist.search.auditing import Auditor
-from shardwright.policies.autodist.search.rivals import NO_BOUND
-from shardwright.policies.autodist.search.variants import Variants
+from shardwright.policies.autodist.search.simple_policies import NO_BOUND
+from shardwright.policies.autodist.search.subsearches import Subsearches
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
@@ -67,23 +67,26 @@ def test_by_hand(fields, products):
     graph = planning.graph_of(Two(), {"x": torch.ones(8, 32)})
     device = load_hardware("a100-80gb", 4).device
     rate = device.flops_per_s["float32"] * device.matmul_efficiency
-    found = floor_s(graph, config_of(4, **fields), device, 3)
+    found = arithmetic_bound_s(graph, config_of(4, **fields), device, 3)
     assert found == pytest.approx(3 * products * PRODUCT / rate / 4)
 
 
 def test_the_best_rate_of_a_device():
     graph, config = planning.graph_of(Two(), {"x": torch.ones(8, 32)}), config_of(1, outputs="loss")
     plain = replace(load_hardware("a100-80gb", 1).device, matmul_efficiency=1.0, tiles=None)
-    ideal = floor_s(graph, config, plain, 1)
+    ideal = arithmetic_bound_s(graph, config, plain, 1)
     tables = {"float32": EfficiencyTable((8, 64), (64,), (32,), (0.25, 0.5))}
-    assert floor_s(graph, config, replace(plain, matmul_efficiency=tables), 1) == pytest.approx(
-        2 * ideal
-    )
+    assert arithmetic_bound_s(
+        graph, config, replace(plain, matmul_efficiency=tables), 1
+    ) == pytest.approx(2 * ideal)
     tiles = Tiling(4, ((64, 64, 0.5), (128, 128, 0.8)))
-    assert floor_s(
+    assert arithmetic_bound_s(
         graph, config, replace(plain, matmul_efficiency=0.5, tiles=tiles), 1
     ) == pytest.approx(ideal / 0.4)
-    assert floor_s(graph, config, plain, 1, OperatorTimes({"linear": OpTime(1.0, 1.0)})) == 0.0
+    assert (
+        arithmetic_bound_s(graph, config, plain, 1, OperatorTimes({"linear": OpTime(1.0, 1.0)}))
+        == 0.0
+    )
 
 
 def only_arithmetic(preset: str, num_devices: int) -> Hardware:
@@ -119,7 +122,7 @@ def test_no_random_plan_is_below(name, preset):
     for sizes in ({"a": 2}, {"a": 2, "b": 2}, {"a": 3}):
         mesh = Mesh.of(sizes)
         hardware, config = only_arithmetic(preset, mesh.size), config_of(mesh.size)
-        least = floor_s(graph, config, hardware.device, 1)
+        least = arithmetic_bound_s(graph, config, hardware.device, 1)
         assert least > 0
         for _ in range(3):
             plan, wanted = (
@@ -142,7 +145,7 @@ def test_no_plan_of_a_policy_is_below(policy):
     plan = applied if isinstance(applied, Plan) else applied.plan
     assert plan is not None
     cost = Auditor(graph, config, hardware, count, ADAM, None)(plan)
-    assert 0 < floor_s(graph, config, hardware.device, count) <= cost.step_s
+    assert 0 < arithmetic_bound_s(graph, config, hardware.device, count) <= cost.step_s
 
 
 def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
@@ -151,22 +154,25 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     """
     graph, config, hardware = plans.zoo_graph("mlp"), config_of(2), planning.slow_machine(2)
     found = search(graph, config, AutodistOptions(), hardware)
-    least = floor_s(graph, config, hardware.device, 1)
-    assert found.best is not None and found.floor_s == least > 0
+    least = arithmetic_bound_s(graph, config, hardware.device, 1)
+    assert found.best is not None and found.arithmetic_bound_s == least > 0
     searched = settled(found, config, hardware).certificate
     assert searched is not None and searched.bound_s > least
-    assert f"no plan at all takes less than {amount(least, 's')}, {FLOOR}" in searched.proof
+    assert f"no plan at all takes less than {amount(least, 's')}, {ARITHMETIC}" in searched.proof
 
     unplaced = replace(
-        found.best, placed=(Placed(found.best.plan, 0.0, NO_BOUND, ""),), is_simple=True
+        found.best, placed=(PlacedModel(found.best.plan, 0.0, NO_BOUND, ""),), is_simple=True
     )
-    ended = Found(
-        audited=[unplaced], interrupted="the time limit of 1 s", not_compared=["x=4"], floor_s=least
+    ended = SearchResult(
+        audited=[unplaced],
+        interrupted="the time limit of 1 s",
+        not_compared=["x=4"],
+        arithmetic_bound_s=least,
     )
     stated = settled(ended, config, hardware).certificate
     assert stated is not None and stated.bound_s == least
     assert stated.proof == (
-        FLOOR,
+        ARITHMETIC,
         "the search was ended by the time limit of 1 s",
         "the simple policies may have a better plan: there was no time to compare it with "
         "any of them",
@@ -182,9 +188,12 @@ def test_several_searches_have_the_least_of_their_floors():
     """
     graphs = {size: planning.graph_of(Two(), {"x": torch.ones(size, 32)}) for size in (1, 2)}
     config, hardware = config_of(1, outputs="loss"), load_hardware("a100-80gb", 1)
-    listed = Variants.of(
+    listed = Subsearches.of(
         {Batch(size, 4 // size, {"x": 0}): graph for size, graph in graphs.items()}, config, None
     )
-    found = search_variants(listed, AutodistOptions(), hardware)
-    floors = [floor_s(graph, config, hardware.device, 4 // size) for size, graph in graphs.items()]
-    assert found.floor_s == min(floors) > 0
+    found = search_each(listed, AutodistOptions(), hardware)
+    floors = [
+        arithmetic_bound_s(graph, config, hardware.device, 4 // size)
+        for size, graph in graphs.items()
+    ]
+    assert found.arithmetic_bound_s == min(floors) > 0

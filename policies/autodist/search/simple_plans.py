@@ -33,14 +33,10 @@ from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.candidates.candidates import (
-    AXIS_NAMES,
-    Pace,
-    named,
-    position_ranks,
-    staged,
-)
-from shardwright.policies.autodist.candidates.space import Space
+from shardwright.policies.autodist.candidates.axis_names import named
+from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.stages.block_costs import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -72,7 +68,7 @@ class Simple:
 
     plan: Plan
     whole: Plan
-    pace: Pace
+    named_schedule: NamedSchedule
     least_s: float
     least_bytes: Callable[..., float] = field(repr=False, compare=False)
 
@@ -84,10 +80,10 @@ class Simple:
 def simple_plans(
     graph: PlannableGraph,
     mesh: Mesh,
-    paces: Sequence[Pace],
+    named_schedules: Sequence[NamedSchedule],
     num_positions: int,
     pp_place: int,
-    space: Space,
+    space: SearchSpace,
     setting: Setting,
     below_s: float = float("inf"),
     rules: Rules | None = None,
@@ -123,25 +119,33 @@ def simple_plans(
         times = list(operator_times(walk).values())
         if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
             continue
-        for cut in _cuts(marked, walk, paces, num_positions, pp_place, space):
+        for cut in _cuts(marked, walk, named_schedules, num_positions, pp_place, space):
             if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
                 continue
             least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
-            if cut.pace.schedule:
+            if cut.named_schedule.name:
                 schedule = generate(
-                    cut.pace.schedule, num_positions, space.num_microbatches, cut.pace.chunks
+                    cut.named_schedule.name,
+                    num_positions,
+                    space.num_microbatches,
+                    cut.named_schedule.chunks,
                 )
-                splits = SCHEDULES[cut.pace.schedule].splits_backward and not walk.regions
+                splits = SCHEDULES[cut.named_schedule.name].splits_backward and not walk.regions
                 least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
                 in_flight = list(peak_in_flight(schedule))
                 cut_plan = staged(
-                    plan, cut.starts, num_positions, cut.pace, space.num_microbatches, pp_place
+                    plan,
+                    cut.starts,
+                    num_positions,
+                    cut.named_schedule,
+                    space.num_microbatches,
+                    pp_place,
                 )
             least_s += _once_s(walk, cut.placement, cut.spans)
             yield Simple(
                 cut_plan,
                 plan,
-                cut.pace,
+                cut.named_schedule,
                 least_s,
                 partial(_least_bytes, walk, in_flight, cut.placement, cut.spans),
             )
@@ -153,7 +157,7 @@ class _Cut:
     first, and their places.
     """
 
-    pace: Pace
+    named_schedule: NamedSchedule
     placement: Sequence[int]
     starts: Sequence[str]
     spans: Sequence[range]
@@ -174,20 +178,22 @@ class _Cut:
 def _cuts(
     graph: PlannableGraph,
     walk: Walk,
-    paces: Sequence[Pace],
+    named_schedules: Sequence[NamedSchedule],
     num_positions: int,
     pp_place: int,
-    space: Space,
+    space: SearchSpace,
 ) -> Iterator[_Cut]:
     """The stages of each schedule, but for those that have more than there are places to cut."""
-    for pace in paces:
-        if not pace.schedule:
-            yield _Cut(pace, [0], [], [range(len(graph.ops))])
+    for named_schedule in named_schedules:
+        if not named_schedule.name:
+            yield _Cut(named_schedule, [0], [], [range(len(graph.ops))])
             continue
-        schedule = generate(pace.schedule, num_positions, space.num_microbatches, pace.chunks)
+        schedule = generate(
+            named_schedule.name, num_positions, space.num_microbatches, named_schedule.chunks
+        )
         with contextlib.suppress(PlanError):
             starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place)
-            yield _Cut(pace, schedule.placement, starts, _spans(graph, starts))
+            yield _Cut(named_schedule, schedule.placement, starts, _spans(graph, starts))
 
 
 def _even_s(seconds: Sequence[float], num_positions: int, setting: Setting) -> float:

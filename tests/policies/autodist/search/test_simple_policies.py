@@ -21,23 +21,30 @@ from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
-from shardwright.policies.autodist.candidates.candidates import (
-    Pace,
-    divisors,
-    meshes,
-    position_ranks,
-)
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.found import Found, Whereabouts
-from shardwright.policies.autodist.candidates.space import Placed, Space, Wish
+from shardwright.policies.autodist.candidates.mesh_requests import (
+    MeshRequest,
+    PipelineMesh,
+    PlacedModel,
+)
+from shardwright.policies.autodist.candidates.meshes import divisors, meshes, position_ranks
+from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.search import mesh_search
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor
-from shardwright.policies.autodist.search.rivals import Rivals
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.autodist.search.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
+from shardwright.policies.autodist.search.simple_plans import (
+    SIMPLE_SLACK,
+    Rules,
+    Simple,
+    simple_plans,
+)
+from shardwright.policies.autodist.search.simple_policies import SimplePolicies
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
@@ -56,14 +63,17 @@ SIMPLE: list[tuple[str, dict[str, Any]]] = [
 """Policies and their options, on four ranks."""
 
 
-def poor(wish: Wish) -> Placed:
+def poor(mesh_request: MeshRequest) -> PlacedModel:
     """Every rank computes everything; nothing takes less than nothing."""
-    return Placed(
-        plans.zoo_graph("mlp").builder(mesh=dict(wish.mesh.axes)).plan("poor"), 0.0, "none", "poor"
+    return PlacedModel(
+        plans.zoo_graph("mlp").builder(mesh=dict(mesh_request.mesh.axes)).plan("poor"),
+        0.0,
+        "none",
+        "poor",
     )
 
 
-def searched(simple: bool, **fields: Any) -> tuple[Search, Found]:
+def searched(simple: bool, **fields: Any) -> tuple[Search, SearchResult]:
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
     every = {n: meshes(n) for n in divisors(4)}
     given = {
@@ -72,7 +82,7 @@ def searched(simple: bool, **fields: Any) -> tuple[Search, Found]:
         "schedules": ("1f1b", "zb_h1"),
         "mixed": False,
     }
-    space = Space(**given | fields, simple=simple)
+    space = SearchSpace(**given | fields, simple=simple)
     search = Search(plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, poor)
     return search, search.run()
 
@@ -87,19 +97,18 @@ class Placings(Clock):
         return float(self.num_placed)
 
 
-def in_time(limit_s: float, memory_bytes: float = math.inf) -> tuple[Search, Found]:
+def in_time(limit_s: float, memory_bytes: float = math.inf) -> tuple[Search, SearchResult]:
     """A search that time ends."""
     clock = Placings(limit_s)
 
-    def slowly(wish: Wish) -> Placed:
+    def slowly(mesh_request: MeshRequest) -> PlacedModel:
         clock.num_placed += 1
-        return poor(wish)
+        return poor(mesh_request)
 
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
     every = {n: meshes(n) for n in divisors(4)}
-    space = Space(
-        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False,
-        simple=True, audits=1,
+    space = SearchSpace(
+        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False, simple=True, audits=1,
         memory_bytes=memory_bytes,
     )  # fmt: skip
     search = Search(
@@ -137,7 +146,7 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     assert without is None or without.step_s > found.step_s
     assert found.cost is not None and found.cost.peak_bytes <= memory
     told = certificate(
-        replace(all_found, floor_s=0.0), found, made.bench.hardware
+        replace(all_found, arithmetic_bound_s=0.0), found, made.state.hardware
     )  # placements here have no bounds
     assert told.cost_s == found.step_s >= told.bound_s
     assert (
@@ -151,14 +160,15 @@ def test_tp_on_two_axes_is_among_them() -> None:
     graph = plans.zoo_graph("llama")
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
     whole_batch = Constraints(forbid={"batch": ("x", "y")})
-    space = Space(
-        meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False,
-        simple=True,
+    space = SearchSpace(
+        meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False, simple=True,
         constraints=lambda mesh: whole_batch,
     )  # fmt: skip
 
-    def whole(wish: Wish) -> Placed:
-        return Placed(graph.builder(mesh=dict(wish.mesh.axes)).plan("poor"), 0.0, "none", "poor")
+    def whole(mesh_request: MeshRequest) -> PlacedModel:
+        return PlacedModel(
+            graph.builder(mesh=dict(mesh_request.mesh.axes)).plan("poor"), 0.0, "none", "poor"
+        )
 
     search = Search(graph, config, slow_machine(4, bytes_per_s=1e9), space, whole)
     made = find_policy("tp").apply(graph, config)
@@ -182,7 +192,7 @@ def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: flo
     assert found.best.step_s <= min(cost.step_s for cost in costs(search))
     assert found.is_compared and not found.not_compared
     assert "the simple policies may" not in str(
-        certificate(found, found.best, search.bench.hardware)
+        certificate(found, found.best, search.state.hardware)
     )
 
 
@@ -190,12 +200,12 @@ def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
     search, found = in_time(0.5)
     assert found.best is not None and not found.is_compared
     assert set(found.not_compared) == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
-    told = certificate(found, found.best, search.bench.hardware).proof
+    told = certificate(found, found.best, search.state.hardware).proof
     assert (
         "the simple policies may have a better plan: there was no time to compare it with "
         "any of them" in told
     )
-    few = str(certificate(replace(found, is_compared=True), found.best, search.bench.hardware))
+    few = str(certificate(replace(found, is_compared=True), found.best, search.state.hardware))
     assert "there was no time to compare it with those on pp=2 x x=2, " in few
 
 
@@ -205,25 +215,25 @@ def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
     """As long as there is any time, however little is dealt out at once."""
     search, found = searched(simple=True)
     assert found.best is not None
-    rivals = Rivals(search.bench, search.audited)
+    simple_policies = SimplePolicies(search.state, search.audited)
     found.audited.clear()
     monkeypatch.setattr(Clock, "spent", lambda clock, more_s=0.0: 2.0)
-    monkeypatch.setattr(Rivals, "_has_time", lambda rivals, *kinds: True)
+    monkeypatch.setattr(SimplePolicies, "_has_time", lambda simple_policies, *kinds: True)
     left = [(number, mesh, 0) for number in divisors(4) for mesh in meshes(4 // number)]
-    rivals.run([], left)
-    assert rivals._compared == set(left) and search.found.best is not None
-    assert search.found.best.step_s <= min(cost.step_s for cost in costs(search))
+    simple_policies.run([], left)
+    assert simple_policies._compared == set(left) and search.result.best is not None
+    assert search.result.best.step_s <= min(cost.step_s for cost in costs(search))
 
 
 def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as its limit is short for what it takes to find out which is likely the best: then
     before all placements.
     """
-    monkeypatch.setattr(outer_search, "SHORT", math.inf)
-    monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
+    monkeypatch.setattr(mesh_search, "SHORT", math.inf)
+    monkeypatch.setattr(outer_search, "ESTIMATED", math.inf)
     monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     search, found = in_time(1e9)
-    first = [candidate for candidate in search.found.audited if candidate.is_simple][-1]
+    first = [candidate for candidate in search.result.audited if candidate.is_simple][-1]
     assert found.best is not None and first.step_s >= found.best.step_s
     assert first.placed[0].space == "poor"  # its mesh was placed since, and bounds it
 
@@ -292,10 +302,11 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
     config = ComputeConfig(
         plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss", use_zero=stage
     )
-    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    space = SearchSpace(meshes={}, num_microbatches=NUM_MICROBATCHES)
     audited = Auditor(graph, config, hardware, NUM_MICROBATCHES)
     pipelines = [
-        Pace(name, SCHEDULES[name].min_chunks) for name in ("1f1b", "gpipe", "zb_h1", "zb_v")
+        NamedSchedule(name, SCHEDULES[name].min_chunks)
+        for name in ("1f1b", "gpipe", "zb_h1", "zb_v")
     ]
     num_plans = 0
     for number in divisors(4):
@@ -303,15 +314,17 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
             setting = Setting(
                 hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES
             )
-            paces = pipelines if number > 1 else [Pace("", 1)]
-            for simple in simple_plans(graph, mesh, paces, number, 0, space, setting):
+            named_schedules = pipelines if number > 1 else [NamedSchedule("", 1)]
+            for simple in simple_plans(graph, mesh, named_schedules, number, 0, space, setting):
                 cost, num_plans = audited(simple.plan), num_plans + 1
                 assert 0 < simple.least_s <= cost.step_s * (1 + 1e-9), simple
                 assert 0 < simple.least_bytes() <= cost.peak_bytes, simple
                 assert simple.may_fit(cost.peak_bytes) and not simple.may_fit(
                     simple.least_bytes() / 2
                 )
-            below = list(simple_plans(graph, mesh, paces, number, 0, space, setting, below_s=1e-9))
+            below = list(
+                simple_plans(graph, mesh, named_schedules, number, 0, space, setting, below_s=1e-9)
+            )
             assert not below  # nothing is that fast, so nothing is cut
     assert num_plans > 12
 
@@ -320,18 +333,20 @@ def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With room for all that a plan holds but its gradients, it is not audited to begin with."""
-    monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
+    monkeypatch.setattr(outer_search, "ESTIMATED", math.inf)
     monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     audits: list[int] = []
     listed: list[Simple] = []
-    begin = Rivals.begin
+    begin = SimplePolicies.begin
 
-    def begun(rivals: Rivals, left: Sequence[Whereabouts]) -> None:
-        begin(rivals, left)
-        audits.append(len(rivals._tried))
-        listed.extend(simple for listing in rivals._listings.values() for simple in listing.found)
+    def begun(simple_policies: SimplePolicies, left: Sequence[PipelineMesh]) -> None:
+        begin(simple_policies, left)
+        audits.append(len(simple_policies._tried))
+        listed.extend(
+            simple for listing in simple_policies._listings.values() for simple in listing.found
+        )
 
-    monkeypatch.setattr(Rivals, "begin", begun)
+    monkeypatch.setattr(SimplePolicies, "begin", begun)
     in_time(1e9)
     least = min(listed, key=lambda simple: simple.least_bytes(gradients=True))
     between = (least.least_bytes() + least.least_bytes(gradients=True)) / 2
@@ -394,15 +409,18 @@ def test_only_plans_that_cannot_be_better_are_not_made(below: float) -> None:
     """Neither of a placement whose stages take too long, nor in a schedule whose stages do."""
     graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
-    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
-    paces = [Pace(name, SCHEDULES[name].min_chunks) for name in ("1f1b", "gpipe", "zb_h1", "zb_v")]
+    space = SearchSpace(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    named_schedules = [
+        NamedSchedule(name, SCHEDULES[name].min_chunks)
+        for name in ("1f1b", "gpipe", "zb_h1", "zb_v")
+    ]
     num_left_out = 0
     for number in divisors(4):
         for mesh in meshes(4 // number):
             setting = Setting(
                 hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES
             )
-            own = paces if number > 1 else [Pace("", 1)]
+            own = named_schedules if number > 1 else [NamedSchedule("", 1)]
             every = {
                 str(s.plan): s.least_s
                 for s in simple_plans(graph, mesh, own, number, 0, space, setting)

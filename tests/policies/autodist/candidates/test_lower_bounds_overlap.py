@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.policies.autodist.candidates.found import Found
-from shardwright.policies.autodist.candidates.hidden import left_in_bound
+from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import certificate, search
 from shardwright.runtime.config import ComputeConfig
@@ -49,7 +49,7 @@ def stack() -> PlannableGraph:
 
 def searched(
     num_ranks: int, bytes_per_s: float, fields: dict[str, Any], **options: Any
-) -> tuple[Found, str]:
+) -> tuple[SearchResult, str]:
     """Only the batch may be split, so that every gradient is summed over ``dp``."""
     assert stack().dims is not None
     forbid = {dim.name: ("dp",) for dim in stack().dims.classes if dim.name != "batch"}
@@ -146,10 +146,10 @@ def test_the_share_that_is_left() -> None:
 
     for overlap in (reducer, optimizer):
         beside, after = (config(overlap(beside=found)) for found in (True, False))
-        assert [left_in_bound(beside, 1, 1, count) for count in (1, 3)] == [0.5, 0.75]
-        assert [left_in_bound(beside, 2, chunks, 8) for chunks in (1, 2)] == [
+        assert [share_despite_overlap(beside, 1, 1, count) for count in (1, 3)] == [0.5, 0.75]
+        assert [share_despite_overlap(beside, 2, chunks, 8) for chunks in (1, 2)] == [
             1.0 if overlap is reducer else 0.5,
             0.5,
         ]
-        assert left_in_bound(after, 1, 1, 1) == left_in_bound(after, 2, 4, 1) == 1.0
-    assert left_in_bound(config(both(beside=True)), 1, 1, 8) == 0.5
+        assert share_despite_overlap(after, 1, 1, 1) == share_despite_overlap(after, 2, 4, 1) == 1.0
+    assert share_despite_overlap(config(both(beside=True)), 1, 1, 8) == 0.5

@@ -14,50 +14,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.policies.autodist.candidates.found import Attempt, Candidate
-from shardwright.policies.autodist.search.bench import Bench
+from shardwright.policies.autodist.candidates.results import Candidate, CutRequest
+from shardwright.policies.autodist.search.state import SearchState
 
 SHARE = 0.1
 """Of the time limit, the most that this may take."""
 
 
-def tighten(bench: Bench) -> None:
-    """Raise the bounds in ``bench.found``, as far as the limit leaves time."""
-    found = bench.found
+def raise_bounds(state: SearchState) -> None:
+    """Raise the bounds in ``state.result``, as far as the limit leaves time."""
+    found = state.result
     if found.best is None:
         return
     staged = [
-        (c.bound_s, c.attempt, c) for c in found.tried if c.attempt is not None and c.plan.stages
+        (c.bound_s, c.cut_request, c)
+        for c in found.tried
+        if c.cut_request is not None and c.plan.stages
     ]
-    waiting: list[tuple[float, Attempt, Candidate | None]] = [*staged]
-    waiting += [(found.bounds[title], attempt, None) for title, attempt in found.bounded.items()]
-    rest = [c.bound_s for c in found.tried if c.attempt is None or not c.plan.stages]
+    waiting: list[tuple[float, CutRequest, Candidate | None]] = [*staged]
+    waiting += [
+        (found.bounds[title], cut_request, None) for title, cut_request in found.bounded.items()
+    ]
+    rest = [c.bound_s for c in found.tried if c.cut_request is None or not c.plan.stages]
     rest += [bound for title, bound in found.bounds.items() if title not in found.bounded]
-    enough_s = min([bench.best_s(), *rest, *found.unanswered.values()])
-    until_s = bench.clock.seconds + min(bench.clock.left_s, SHARE * bench.clock.limit_s)
+    enough_s = min([state.best_s(), *rest, *found.unanswered.values()])
+    until_s = state.clock.seconds + min(state.clock.left_s, SHARE * state.clock.limit_s)
 
     def is_over() -> bool:
-        return bench.clock.seconds >= until_s
+        return state.clock.seconds >= until_s
 
     known: dict[tuple[object, ...], float] = {}
-    for bound_s, attempt, candidate in sorted(
+    for bound_s, cut_request, candidate in sorted(
         waiting, key=lambda item: (item[2] is not found.best, item[0])
     ):
         if bound_s >= enough_s:
             continue
         key = (
-            *(id(offer.walk) for offer in attempt.offers),
-            attempt.num_positions,
-            attempt.pp_place,
-            attempt.pace,
+            *(id(lowered.walk) for lowered in cut_request.placements),
+            cut_request.num_positions,
+            cut_request.pp_place,
+            cut_request.named_schedule,
         )
         if key not in known:
             if is_over():
                 return
-            known[key] = bench.cutter.scheduled_bound_s(attempt, enough_s, is_over)
+            known[key] = state.cutter.scheduled_bound_s(cut_request, enough_s, is_over)
         if candidate is None:
-            found.bounds[attempt.title] = max(bound_s, known[key])
-            enough_s = min(enough_s, found.bounds[attempt.title])
+            found.bounds[cut_request.title] = max(bound_s, known[key])
+            enough_s = min(enough_s, found.bounds[cut_request.title])
             continue
         raised = replace(candidate, split_bound_s=max(candidate.split_bound_s, known[key]))
         enough_s = min(enough_s, raised.bound_s)

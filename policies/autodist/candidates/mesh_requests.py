@@ -1,0 +1,150 @@
+"""What a search asks of the placement for one mesh, one thing after the other, and what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.placement.least_memory import MemoryWeight
+from shardwright.policies.autodist.stages.chain import layer_blocks, layer_pattern
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+PipelineMesh = tuple[int, Mesh, int]
+"""A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
+
+
+@dataclass(frozen=True)
+class MeshRequest:
+    """What is to be placed: the whole model on a mesh over some ranks of the unit, in its order,
+    the first of ``num_positions`` that will share it.
+
+    ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches'
+    activations; those of ``recompute`` are computed again. ``memory_weight``: the price of memory
+    beside time, in the place of that limit. ``hurried``: any placement that fits will do, as long
+    as it is found soon.
+    """
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    num_microbatches: int
+    memory_bytes: float | None = None
+    in_flight: int = 1
+    recompute: tuple[str, ...] = ()
+    hurried: bool = False
+    memory_weight: MemoryWeight | None = None
+    num_positions: int = 1
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less
+    per step, for the reason ``proof``, of those in ``space``. ``interrupted``: it is what the
+    solver had when it was interrupted from the keyboard.
+    ``cost_s``: seconds per step by the problem. ``longest_s``: seconds per step that none takes
+    less in one operator.
+    """
+
+    plan: Plan
+    bound_s: float
+    proof: str
+    space: str
+    interrupted: bool = False
+    cost_s: float = 0.0
+    longest_s: float = 0.0
+
+    def share_s(self, num_positions: int) -> float:
+        """Seconds per step that some pipeline position takes at least, in any placement on this
+        mesh: its share of the work, or an operator, which one of them has whole.
+        """
+        return max(self.bound_s / num_positions, self.longest_s)
+
+
+class NoPlacement(PlanError):
+    """No placement on a mesh fits. ``needed_bytes``: what any needs on a device; infinite where
+    that is not known.
+    """
+
+    def __init__(self, why: str, needed_bytes: float) -> None:
+        super().__init__("no placement fits", why=why)
+        self.needed_bytes = needed_bytes
+
+
+Place = Callable[[MeshRequest], PlacedModel]
+"""Places the model. Raises :class:`PlanError` if nothing is allowed, or nothing fits."""
+
+LeastStep = Callable[[MeshRequest], float]
+"""The least seconds per step of any plan within the memory of a request, whatever layers are
+computed again besides; ``inf`` where none fits.
+"""
+
+
+@dataclass(frozen=True)
+class PlacedMesh:
+    """A mesh of one pipeline position with the fastest placement of the model on it, whatever
+    memory that takes, on the ranks of the first position.
+
+    ``pp_place``: before which of its axes the pipeline axis stands. ``further``: the requests that
+    remain for this mesh, if the fastest placement does not fit. ``memory_binds``: whether nothing
+    that fits is as fast; ``never_fits``: whether it is proved that nothing fits at all.
+    """
+
+    num_positions: int
+    mesh: Mesh
+    pp_place: int
+    fastest: PlacedModel
+    further: tuple[MeshRequest, ...]
+    memory_binds: bool = False
+    never_fits: bool = False
+
+    @property
+    def where(self) -> PipelineMesh:
+        """What tells it from other placed meshes."""
+        return self.num_positions, self.mesh, self.pp_place
+
+    @property
+    def bound_s(self) -> float:
+        """No plan of so many positions on this mesh takes less."""
+        return self.fastest.share_s(self.num_positions)
+
+
+AGAIN = MemoryWeight(heavy=1 / 3, momentary=0.0)
+"""The price of memory where activations are computed again: a forward, which is a third of a step,
+for all that is kept.
+"""
+
+
+def mesh_requests(
+    graph: IRGraph, space: SearchSpace, num_positions: int, mesh: Mesh, ranks: tuple[int, ...]
+) -> Iterable[MeshRequest]:
+    """The whole model for speed alone; for the memory of all positions too; for time and memory, at
+    the price that computing again has; and for the memory with all layers computed again.
+    """
+    given = tuple(space.recompute or ())
+    # The first of the positions has as many microbatches in flight as there are positions, and a
+    # share of the model.
+    memory, in_flight = (
+        space.memory_bytes * num_positions,
+        min(num_positions, space.num_microbatches),
+    )
+    mesh_request = MeshRequest(
+        mesh,
+        ranks,
+        space.num_microbatches,
+        in_flight=in_flight,
+        recompute=given,
+        num_positions=num_positions,
+    )
+    yield mesh_request
+    if space.memory_bytes < float("inf"):
+        mesh_request = replace(mesh_request, memory_bytes=memory)
+        yield mesh_request
+        if space.recompute is None:
+            layers = layer_blocks(graph)[1]
+            every = tuple(dict.fromkeys(map(layer_pattern, layers.values())))
+            if every:
+                yield replace(mesh_request, memory_weight=AGAIN)
+                yield replace(mesh_request, recompute=every)

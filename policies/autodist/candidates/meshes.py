@@ -1,0 +1,114 @@
+"""The meshes that a search tries: how many ranks, as which axes, and where on the machine they lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.runtime.layout import Mesh
+
+AXIS_NAMES = ("x", "y", "z")
+"""What the axes are called until it is known what they split."""
+
+
+BEYOND_NODE, FURTHER_AXIS = 2.0, 1.3
+"""By how much a mesh is less likely to be the best that lies on several nodes, and one of an axis
+more to be worth its time. They decide what is tried first.
+"""
+
+
+def meshes(size: int, max_axes: int = 2) -> list[Mesh]:
+    """Every way to write ``size`` ranks as at most ``max_axes`` axes of two and more, major to
+    minor, fewest axes first.
+    """
+    found = [sizes for count in range(1, max_axes + 1) for sizes in _factorizations(size, count)]
+    return [Mesh(tuple(zip(AXIS_NAMES, sizes, strict=False))) for sizes in found or [()]]
+
+
+def _factorizations(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered products of ``count`` factors above 1."""
+    if count == 1:
+        if size > 1:
+            yield (size,)
+        return
+    for first in range(2, size // 2 + 1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(size // first, count - 1))
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def stage_sizes(num_ranks: int) -> list[int]:
+    """On how many ranks a stage may be that need not be like the others: any number of up to 7 that
+    are no power of two; else divisors and powers of two, from a sixteenth of the ranks.
+    """
+    if num_ranks <= 7 and num_ranks & (num_ranks - 1):
+        return list(range(1, num_ranks))
+    return [
+        n
+        for n in range(1, num_ranks)
+        if 16 * n >= num_ranks and (num_ranks % n == 0 or n & (n - 1) == 0)
+    ]
+
+
+def slower(num_positions: int, num_microbatches: int, longest_share: float) -> float:
+    """How much longer a step takes for the positions that wait while a pipeline fills and drains,
+    and where one operator, of so large a share of a forward and backward, is more than a
+    position's.
+    """
+    return (1 + (num_positions - 1) / num_microbatches) * max(1.0, num_positions * longest_share)
+
+
+def unlikely(mesh: Mesh, node_size: int) -> float:
+    """How much longer a step is expected to take on a mesh, before anything is placed on it: where
+    one position does not lie in a node; and how much longer it takes to see whether it does.
+    """
+    return (BEYOND_NODE if mesh.size > node_size else 1.0) * FURTHER_AXIS ** max(
+        0, len(mesh.axes) - 1
+    )
+
+
+def with_pp(inner: Mesh, num_positions: int, place: int = 0) -> Mesh:
+    """The mesh with a ``pp`` axis before its axis number ``place``."""
+    return Mesh((*inner.axes[:place], ("pp", num_positions), *inner.axes[place:]))
+
+
+def position_ranks(inner: Mesh, num_positions: int, place: int = 0) -> list[tuple[int, ...]]:
+    """The ranks of every pipeline position, in the order of its mesh ``inner``."""
+    grid = np.arange(num_positions * inner.size).reshape(
+        [size for _, size in with_pp(inner, num_positions, place).axes]
+    )
+    return [tuple(row) for row in np.moveaxis(grid, place, 0).reshape(num_positions, -1).tolist()]
+
+
+def inner_places(hardware: Hardware, inner: Mesh, num_positions: int) -> list[int]:
+    """Where the pipeline axis may stand among those of a mesh, but for the outermost place: one for
+    every way in which the ranks of all positions can lie on the tiers.
+    """
+    found: dict[bytes, int] = {}
+    for place in range(len(inner.axes) + 1 if num_positions > 1 else 1):
+        ranks = itertools.chain.from_iterable(position_ranks(inner, num_positions, place))
+        found.setdefault(tier_groups(hardware, tuple(ranks)), place)
+    return [place for place in found.values() if place]
+
+
+def tier_groups(hardware: Hardware, ranks: Sequence[int]) -> bytes:
+    """Equal for lists of ranks that fall, in their order, into the same groups of every tier,
+    whichever groups these are.
+    """
+    devices = np.asarray(ranks)
+    return b"".join(
+        _in_order_of_appearance(tier.group_of[devices]).tobytes() for tier in hardware.tiers
+    )
+
+
+def _in_order_of_appearance(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The groups by number, where the first to be named is 0, the next 1."""
+    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]

@@ -1,0 +1,73 @@
+"""Schedules by name with the stages of each position, and the plan that one makes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.plan.plan import Plan, StagePlan
+from shardwright.compiler.schedule.published import SCHEDULES, generate
+from shardwright.policies.autodist.candidates.meshes import position_ranks, with_pp
+from shardwright.runtime.errors import PlanError
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A schedule by name with the stages that each position runs."""
+
+    name: str
+    chunks: int
+
+
+def named_schedules(
+    num_positions: int,
+    num_microbatches: int,
+    schedules: Sequence[str],
+    chunks: int | None,
+    most: int,
+) -> list[NamedSchedule]:
+    """The schedules that work with these numbers. ``chunks``: only that many; ``most``: stages that
+    the model can have.
+    """
+    found = []
+    for name in schedules:
+        method = SCHEDULES[name]
+        upper = method.max_chunks or max(method.min_chunks, 4)
+        for count in range(method.min_chunks, upper + 1):
+            if (chunks is not None and count != chunks) or num_positions * count > most:
+                continue
+            try:
+                method.check(num_positions, num_microbatches, count)
+            except PlanError:
+                continue  # the number of microbatches is given, and some schedules need another
+            found.append(NamedSchedule(name, count))
+    return found
+
+
+def staged(
+    whole: Plan,
+    starts: Sequence[str],
+    num_positions: int,
+    named_schedule: NamedSchedule,
+    num_microbatches: int,
+    pp_place: int = 0,
+) -> Plan:
+    """A plan of the whole model on the mesh of a stage, dealt out over pipeline positions on a
+    ``pp`` axis, which stands before axis number ``pp_place`` of the mesh.
+
+    ``starts``: the first operators of stages 1, 2, ...
+    """
+    schedule = generate(named_schedule.name, num_positions, num_microbatches, named_schedule.chunks)
+    inner = whole.mesh
+    ranks = position_ranks(inner, num_positions, pp_place)
+    stages = tuple(
+        StagePlan(first, inner, ranks[schedule.placement[index]])
+        for index, first in enumerate(["", *starts])
+    )
+    return replace(
+        whole,
+        mesh=with_pp(inner, num_positions, pp_place),
+        stages=stages,
+        schedule=named_schedule.name,
+        num_microbatches=num_microbatches,
+    )

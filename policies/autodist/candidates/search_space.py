@@ -1,0 +1,54 @@
+"""What is searched, as the options say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.policies.autodist.placement.constraints import Constraints
+from shardwright.policies.autodist.stages.chain import SHARE
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What is searched. ``None`` leaves a choice to the search.
+
+    ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one
+    position, by their number.
+    ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has
+    one for each position.
+    ``simple``: whether plans of the simple policies count too, as far as they obey the
+    ``constraints`` on their mesh.
+    ``pp_place``: before which axis of the mesh the pipeline axis stands; 0 is outermost.
+    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as
+    memory asks for. ``audits``: how many candidates are audited at once; ``near``: only those
+    predicted to take that many times what the best takes, or less; ``worth_s``: none that is
+    predicted to take longer. ``tolerance``: stages begin between layers where a step takes at most
+    so much longer than with other stages, as a share of it. ``block_share``: the most that a block
+    of a stage of average length takes, where stages may begin elsewhere, too.
+    """
+
+    meshes: Mapping[int, Sequence[Mesh]]
+    num_microbatches: int
+    num_positions: int | None = None
+    schedules: Sequence[str] = ("1f1b",)
+    chunks: int | None = None
+    stage_starts: Sequence[str] | None = None
+    recompute: Sequence[str] | None = None
+    memory_bytes: float = float("inf")
+    audits: int = 6
+    worth_s: float = float("inf")
+    near: float = 1.1
+    tolerance: float = 0.0
+    block_share: float = SHARE
+    mixed: bool = True
+    simple: bool = False
+    constraints: Callable[[Mesh], Constraints] = lambda mesh: Constraints()
+    pp_place: int | None = None
+
+    def may_have(self, num_stages: int) -> bool:
+        """Whether a plan may have so many stages: any number, or that of which the begins are
+        given.
+        """
+        return self.stage_starts is None or num_stages == len(self.stage_starts) + 1

@@ -1,0 +1,104 @@
+"""Where no plan fits: the plans that take least memory, on every mesh, and from those that fit on
+faster ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedMesh
+from shardwright.policies.autodist.candidates.meshes import position_ranks
+from shardwright.policies.autodist.candidates.results import CutRequest
+from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
+from shardwright.policies.autodist.placement.least_memory import MemoryWeight
+from shardwright.policies.autodist.search.auditing import Audits
+from shardwright.policies.autodist.search.state import SearchState
+
+MOMENTARY, HEAVY, LIGHT, STEPS = (0.0, 0.05, 1.0), 1e6, 1e-3, 6
+"""The shares of what is momentary that are weighed; the weights of memory between which placements
+are made faster, and in how many steps.
+"""
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """The part of a search that comes where nothing has fitted: placements with a price on memory.
+
+    All of their candidates are audited, since what does not fit by the model of stages may.
+    """
+
+    state: SearchState
+    audits: Audits
+    _known: list[tuple[Plan, bool]] = field(default_factory=list)
+
+    def run(self, placed_meshes: Sequence[PlacedMesh]) -> None:
+        """Place the model on every mesh for the least memory. From a placement that fits on, lower
+        the price of memory as long as one fits still, and so on every mesh that may be faster.
+        """
+        if not self._try_all(placed_meshes):
+            self.state.end_by_time()
+
+    def _try_all(self, placed_meshes: Sequence[PlacedMesh]) -> bool:
+        """Whether there was time for all of it, or nothing more to find out."""
+        has_some = False
+        for placed_mesh in sorted(placed_meshes, key=lambda placed_mesh: placed_mesh.num_positions):
+            # Those with all layers computed again first: they take least memory.
+            requests = [
+                request
+                for request in reversed(placed_mesh.further)
+                if request.memory_weight is None
+            ]
+            for request, share in itertools.product(requests, MOMENTARY):
+                has_told_least = self.state.result.least[1] and self.state.clock.spent() > 1.0
+                if self.state.clock.is_over or has_told_least:
+                    return False
+                if has_some and placed_mesh.bound_s >= self.state.best_s():
+                    break
+                if has_some and not self.state.may_place(placed_mesh.mesh):
+                    return False
+                if self._fits(placed_mesh, request, MemoryWeight(HEAVY, share)):
+                    has_some = True
+                    if not self._lighten(placed_mesh, request, share):
+                        return False
+        return True
+
+    def _lighten(self, placed_mesh: PlacedMesh, request: MeshRequest, share: float) -> bool:
+        """Find the lightest weight of memory with which something fits still, by halving the
+        interval on a logarithmic scale. Returns whether there was time.
+        """
+        light, heavy = LIGHT, HEAVY
+        for _ in range(STEPS):
+            if self.state.clock.spent() > 1.0:
+                return False
+            weight = (light * heavy) ** 0.5
+            fits = self._fits(placed_mesh, request, MemoryWeight(weight, share))
+            light, heavy = (light, weight) if fits else (weight, heavy)
+        return True
+
+    def _fits(self, placed_mesh: PlacedMesh, request: MeshRequest, weight: MemoryWeight) -> bool:
+        """Audit what a placement for this weight of memory gives; whether something fits."""
+        number, place = placed_mesh.num_positions, placed_mesh.pp_place
+        weighted = replace(request, memory_weight=weight)
+        placed = self.state.placed(weighted, mesh_title(number, placed_mesh.mesh, place))
+        if placed is None:
+            return False
+        for plan, fits in self._known:
+            if plan == placed.plan:
+                return fits
+        fastest = placed_mesh.fastest
+        placed = replace(placed, bound_s=fastest.bound_s, proof=fastest.proof)
+        ranks = position_ranks(placed_mesh.mesh, number, place)[0]
+        lowered = self.state.lowered(placed, ranks)
+        title, before = mesh_title(number, placed.plan.mesh, place), len(self.state.result.audited)
+        for named_schedule in self.state.named_schedules(number)[:1]:
+            scheduled = scheduled_title(title, named_schedule)
+            cut_request = CutRequest(scheduled, (lowered,), number, named_schedule, place)
+            for candidate in self.state.cutter.saving(cut_request):
+                if not self.state.clock.is_over:
+                    self.audits.audit(candidate)
+        fits = len(self.state.result.audited) > before
+        self._known.append((placed.plan, fits))
+        return fits

@@ -223,7 +223,7 @@ layers is easier to read.
 """
 
 EVERY = "every plan of so many ranks"
-"""The space of a bound that is the floor."""
+"""The space of a bound that is the arithmetic alone."""
 
 
 def certificate(found: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
@@ -258,9 +258,8 @@ def certificate(found: SearchResult, best: Candidate, hardware: Hardware) -> Cer
     if least_s < best.bound_s:
         proof += [f"what the bound is of: {least}"]
     if found.arithmetic_bound_s > 0 and not found.rests_on_arithmetic:
-        proof += [
-            f"no plan at all takes less than {amount(found.arithmetic_bound_s / fastest, 's')}, {ARITHMETIC}"
-        ]
+        least_of_all = amount(found.arithmetic_bound_s / fastest, "s")
+        proof += [f"no plan at all takes less than {least_of_all}, {ARITHMETIC}"]
     if sharing is not None:
         proof += [
             (
@@ -367,7 +366,7 @@ def _num_positions(config: ComputeConfig, options: AutodistOptions) -> int | Non
 
 
 def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, list[Mesh]]:
-    """By number of ranks, the meshes to try."""
+    """The meshes to try, by number of ranks."""
     if options.mesh is not None:
         mesh = Mesh.of(options.mesh)
         if config.rank_order is not None:

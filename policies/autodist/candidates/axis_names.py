@@ -22,7 +22,7 @@ COPIES = "copies"
 
 
 def role_of(dim: str) -> str:
-    """Of a dim by its name: ``tp`` for anything that no other role has."""
+    """The role of a dim by its name: ``tp`` for anything that no other role has."""
     return next((role for role, members in ROLES if dim.rstrip("0123456789_") in members), "tp")
 
 

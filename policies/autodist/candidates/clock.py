@@ -18,7 +18,7 @@ much.
 """
 
 LATEST = 4
-"""Of how many steps of a kind it is known what they took."""
+"""The number of latest steps of a kind whose time is remembered."""
 
 
 class Clock:
@@ -78,8 +78,8 @@ class Clock:
             self._took_s.setdefault(kind, deque(maxlen=LATEST)).append(self.seconds - began)
 
     def longest_s(self, kind: str) -> float:
-        """Of the latest steps of a kind: the first ones take longer, for all that is worked out
-        once.
+        """The longest of the latest steps of a kind. The first ones take longer, for all that is
+        worked out once, and are forgotten.
         """
         return max(self._took_s.get(kind, ()), default=0.0)
 

@@ -8,9 +8,9 @@ it is stated where the time for a search was too short. Example: 8e15 operations
 most 2e14 per second take at least 10 s.
 
 **Overlap.** Placements are found, and bounded, for a step whose parts come one after the other:
-``W`` s of forwards and backwards, ``R`` s of sums of gradients and gatherings of parameters, ``O`` s
-of the optimizer. With ``use_async_reducer``, ``overlap_grad_sync`` or ``overlap_param_sync`` some of
-``R`` runs beside the passes. No plan avoids what is left:
+``W`` s of forwards and backwards, ``R`` s of sums of gradients and gatherings of parameters, ``O``
+s of the optimizer. With ``use_async_reducer``, ``overlap_grad_sync`` or ``overlap_param_sync`` some
+of ``R`` runs beside the passes. No plan avoids what is left:
 
 - On one position gatherings run beside the first of ``m`` forwards and sums beside the last of
   ``m`` backwards, which together take no more than ``W / m``. At most ``min(R, W / m)`` is hidden,

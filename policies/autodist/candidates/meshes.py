@@ -1,4 +1,9 @@
-"""The meshes that a search tries: how many ranks, as which axes, and where on the machine they lie."""
+"""The meshes that a search tries: how many ranks, as which axes, and where they lie on the machine.
+
+Example: eight ranks are the meshes ``x=8``, ``x=2 x y=4`` and ``x=4 x y=2``. In two pipeline
+positions each of them has one of the meshes of four ranks, and the pipeline axis stands before the
+first axis, between the two, or behind the last.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,8 @@ AXIS_NAMES = ("x", "y", "z")
 
 
 BEYOND_NODE, FURTHER_AXIS = 2.0, 1.3
-"""By how much a mesh is less likely to be the best that lies on several nodes, and one of an axis
-more to be worth its time. They decide what is tried first.
+"""The factors by which a mesh is less likely to be the best that lies on several nodes, and one of
+an axis more to be worth its time. They decide what is tried first.
 """
 
 
@@ -45,8 +50,9 @@ def divisors(number: int) -> list[int]:
 
 
 def stage_sizes(num_ranks: int) -> list[int]:
-    """On how many ranks a stage may be that need not be like the others: any number of up to 7 that
-    are no power of two; else divisors and powers of two, from a sixteenth of the ranks.
+    """The numbers of ranks of a stage that need not be like the others: any number, if there are up
+    to 7 ranks and that is no power of two; else divisors and powers of two, from a sixteenth of the
+    ranks.
     """
     if num_ranks <= 7 and num_ranks & (num_ranks - 1):
         return list(range(1, num_ranks))

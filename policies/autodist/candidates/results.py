@@ -1,4 +1,9 @@
-"""What a search tries and what it has found: cut requests, and the candidates that they make."""
+"""What a search has found: the candidates, what they were cut from, and what was refused.
+
+Example: the fastest placement on ``tp=4`` is lowered (:class:`LoweredPlacement`). A request asks
+for its two best stages under 1F1B (:class:`CutRequest`), and the answer is a plan of 1.9 s as
+predicted and 2.0 s as audited (:class:`Candidate`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from shardwright.runtime.schedule_actions import ActionKind
 
 @dataclass(frozen=True)
 class LoweredPlacement:
-    """A placement that stages may have, lowered on the ranks that a position with it lies on."""
+    """A placement of the model and its program on the ranks of a position, to be cut into stages."""
 
     placed: PlacedModel
     walk: Walk
@@ -29,10 +34,10 @@ class CutRequest:
     """What a candidate was made of: placements to choose from for every stage, to be cut into
     stages for a schedule.
 
-    ``pp_place``: with one placement, where the pipeline axis stands among the axes of its mesh, from 0,
-    the outermost. With several, stages lie side by side, each on as many ranks as its placement
-    takes. ``below_s``: what takes longer is of no interest. ``by_hand``: the schedule, where none
-    of those published is meant; ``named_schedule`` says nothing then.
+    ``pp_place``: with one placement, where the pipeline axis stands among the axes of its mesh,
+    from 0, the outermost. With several, stages lie side by side, each on as many ranks as its
+    placement takes. ``below_s``: what takes longer is of no interest. ``by_hand``: the schedule,
+    where none of those published is meant; ``named_schedule`` says nothing then.
     """
 
     title: str
@@ -106,9 +111,11 @@ class Candidate:
 
     @property
     def bound_s(self) -> float:
-        """Of a pipeline on equal meshes: what some position takes in any placement, and what no
-        split of this placement into stages can avoid. Of another: what no split can avoid whose
-        stages have the placements offered.
+        """The least seconds per step of any plan like this one.
+
+        For a pipeline on equal meshes: what some position takes in any placement, and what no split
+        of this placement into stages can avoid. For stages that differ: what no split can avoid
+        whose stages choose among the placements of the request.
         """
         if not self.plan.stages:
             return self.placed[0].bound_s
@@ -128,18 +135,17 @@ INTERRUPT = "Ctrl-C"
 @dataclass
 class SearchResult:
     """What a search has found so far. ``audited``: candidates that were lowered, best first;
-    ``others``: predicted only;
-    ``refused``: what was tried and why it is no candidate; ``needed_bytes``: of what takes too much
-    memory, what it needs on a device. ``bounds``: what was tried and is no better than others, with
-    the seconds that none of it is below, and
-    ``bounded``: the cut requests behind these; ``unanswered``: the same of meshes that may have a plan
-    and left none, as there was no time or nothing was found that fits; ``unbounded``: pipelines in
-    no bound, as no split of the placements chosen fits.
-    ``least``: of the plan that needs least among those that were audited and do not fit, the bytes,
-    the title, and what most of them are for. ``searched``: what searches this is of, where there
-    were several. ``not_compared``: the meshes where the simple policies may have a better plan, as
-    there was no time to tell; ``is_compared``: whether there are others. ``arithmetic_bound_s``: seconds that
-    no plan is below, searched or not.
+    ``others``: predicted only; ``refused``: what was tried and why it is no candidate;
+    ``needed_bytes``: of what takes too much memory, what it needs on a device. ``bounds``: what was
+    tried and is no better than others, with the seconds that none of it is below, and ``bounded``:
+    the cut requests behind these; ``unanswered``: the same of meshes that may have a plan and left
+    none, as there was no time or nothing was found that fits; ``unbounded``: pipelines in no bound,
+    as no split of the placements chosen fits. ``least``: of the plan that needs least among those
+    that were audited and do not fit, the bytes, the title, and what most of them are for.
+    ``searched``: what searches this is of, where there were several. ``not_compared``: the meshes
+    where the simple policies may have a better plan, as there was no time to tell; ``is_compared``:
+    whether there are others. ``arithmetic_bound_s``: seconds that no plan is below, searched or
+    not.
     """
 
     audited: list[Candidate] = field(default_factory=list)
@@ -191,7 +197,9 @@ class SearchResult:
 
     @property
     def least_bounded(self) -> tuple[float, str]:
-        """The least of all bounds, and the title of what has it; none is below the floor."""
+        """The least of all bounds, and the title of what has it; none is below the arithmetic
+        bound.
+        """
         bounds = [
             (candidate.bound_s, candidate.title) for candidate in (*self.audited, *self.others)
         ]
@@ -203,5 +211,5 @@ class SearchResult:
 
     @property
     def rests_on_arithmetic(self) -> bool:
-        """Whether nothing better is known than the floor, which is that of all plans."""
+        """Whether nothing better is known than the arithmetic, which bounds all plans."""
         return self.least_bounded[1] == ARITHMETIC

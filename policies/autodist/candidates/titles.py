@@ -28,7 +28,7 @@ def stages_title(meshes: Sequence[Mesh]) -> str:
 
 
 def scheduled_title(title: str, named_schedule: NamedSchedule) -> str:
-    """With the schedule and its chunks: ``pp=2 x tp=4, 1f1b_interleaved x2``."""
+    """The title with the schedule and its chunks: ``pp=2 x tp=4, 1f1b_interleaved x2``."""
     return (
         f"{title}, {named_schedule.name}"
         + (f" x{named_schedule.chunks}" if named_schedule.chunks > 1 else "")

@@ -1,5 +1,5 @@
-"""Cut an cut request into stages: the chains that the model is seen as, what their blocks cost, and the
-plan of the best cut.
+"""Cut an cut request into stages: the chains that the model is seen as, what their blocks cost, and
+the plan of the best cut.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class _Cuts:
 
 
 KEPT = 8
-"""Of how many chains what boundaries take is kept: the schedules of a placement are tried one after
-the other.
+"""The number of chains whose prices of boundaries are kept: the schedules of a placement are tried
+one after the other.
 """
 
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
-"""Of what computing layers again can save, the shares that are left alone in trials for little
+"""The shares of what computing layers again can save that are left alone in trials for little
 memory.
 """
 
@@ -111,8 +111,8 @@ class Cutter:
         return layer_parts(self.graph, *self._by_layer)
 
     def cut(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | NoFit | NoGain:
-        """The best stages for the schedule of an cut request that take no more than ``memory_bytes`` by
-        the model of stages.
+        """The best stages for the schedule of an cut request that take no more than
+        ``memory_bytes`` by the model of stages.
         """
         found = self._cut(cut_request, memory_bytes)
         if isinstance(found, NoFit):
@@ -169,8 +169,8 @@ class Cutter:
     def scheduled_bound_s(
         self, cut_request: CutRequest, enough_s: float, is_over: Callable[[], bool]
     ) -> float:
-        """Seconds that no cut of an cut request takes less than, as its stages wait for one another on
-        its schedule and share the memory of their positions. No better bound is looked for than
+        """Seconds that no cut of an cut request takes less than, as its stages wait for one another
+        on its schedule and share the memory of their positions. No better bound is looked for than
         ``enough_s``.
         """
         named_schedule, count = cut_request.named_schedule, self.space.num_microbatches
@@ -236,8 +236,9 @@ class Cutter:
         return list(found.values())
 
     def could_help(self, cut_request: CutRequest, sizes: Sequence[int]) -> bool:
-        """Whether an cut request could come below its ``below_s`` with placements on ``sizes`` ranks
-        beside those offered, if more ranks never take less time in all than the placements do.
+        """Whether an cut request could come below its ``below_s`` with placements on ``sizes``
+        ranks beside its own, if more ranks never take less time in all than the placements
+        do.
         """
         count = self.space.num_microbatches
         for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
@@ -275,7 +276,7 @@ class Cutter:
         return known if len(walks) > 1 else known.where(ranks_of)
 
     def _num_devices(self, cut_request: CutRequest) -> int:
-        """Of all stages together; several stages on one position count each for itself."""
+        """The devices of all stages. Several stages on one position count each for itself."""
         first = cut_request.placements[0].walk
         several = len(cut_request.placements) > 1
         return (
@@ -447,8 +448,8 @@ class Cutter:
 
 
 def _inputs_s(walk: Walk, starts: Sequence[int]) -> list[float]:
-    """By block, the least seconds of its backward that a stage which gets values needs for their
-    gradients: those behind the first block, of which all that a later stage gets is made.
+    """The least seconds of each block's backward that a stage which gets values needs for their
+    gradients. They are those behind the first block, of which all that a later stage gets is made.
     """
     if len(starts) == 1:
         return [0.0]
@@ -504,7 +505,7 @@ def _in_flight(cut_request: CutRequest, num_microbatches: int) -> InFlight:
 
 
 def _alone(cut_request: CutRequest, num_microbatches: int) -> list[int]:
-    """By stage, the microbatches that it holds at once beside its gradients, whatever it computes
+    """The microbatches that each stage holds at once beside its gradients, whatever it computes
     again.
     """
     if cut_request.num_stages == 1:

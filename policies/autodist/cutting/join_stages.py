@@ -80,15 +80,15 @@ def _first_readers(graph: IRGraph, stage_of: Mapping[str, int]) -> dict[str, int
 def _of_stages(
     plans: Sequence[Plan], stage_of: Mapping[str, int], part: Callable[[Plan], Mapping[str, T]]
 ) -> dict[str, T]:
-    """By operator, what the plan of its stage has for it."""
+    """What the plan of each operator's stage has for it."""
     return {
         op: part(plans[stage])[op] for op, stage in stage_of.items() if op in part(plans[stage])
     }
 
 
 def _stored(plans: Sequence[Plan], homes: Mapping[str, int]) -> dict[str, Layout]:
-    """By FQN, from the plan of the stage that reads it first; what nobody reads lives in the first
-    stage.
+    """The layout of each parameter and buffer, by FQN: from the plan of the stage that reads it
+    first; what nobody reads lives in the first stage.
     """
     names = dict.fromkeys(fqn for plan in plans for fqn in plan.stored)
     found = {fqn: plans[homes.get(fqn, 0)].stored.get(fqn) for fqn in names}

@@ -29,7 +29,9 @@ from shardwright.policies.autodist.stages.walk import Setting
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the splits of one cut request. ``costs``: by lowered, of blocks that begin at ``starts``."""
+    """The times of the splits of one cut request. ``costs``: one for each of its placements, of
+    blocks that begin at ``starts``.
+    """
 
     cut_request: CutRequest
     costs: Sequence[BlockCosts]
@@ -75,7 +77,7 @@ class Prediction:
 
     @cached_property
     def tables(self) -> list[StageCosts]:
-        """By lowered."""
+        """What stages cost in each placement of the cut request."""
         found = zip(self.cut_request.placements, self.costs, strict=True)
         placements = (
             costs.placed(lowered.walk.mesh.size, shares=len(self.cut_request.placements) == 1)
@@ -115,7 +117,9 @@ class Prediction:
         return StageTimes(forward_s, input_s, weight_s, backward_s)
 
     def _parts(self, stage: Stage, backward_s: float) -> tuple[float, float]:
-        """Of the backward of a stage that gets values from others."""
+        """The two parts of the backward of a stage that gets values from others: for inputs and for
+        weights.
+        """
         if not self.cut_request.splits_backward:
             return backward_s, 0.0
         walk = self.cut_request.placements[stage.placement].walk
@@ -126,7 +130,7 @@ class Prediction:
         return input_s, weight_s + added_s
 
     def _ranks(self, split: Split) -> list[tuple[int, ...]]:
-        """By position."""
+        """The ranks of each position."""
         cut_request = self.cut_request
         if len(cut_request.placements) == 1:
             return position_ranks(
@@ -149,8 +153,8 @@ class Prediction:
         )
 
     def _shared_s(self, split: Split, ranks: Sequence[tuple[int, ...]]) -> list[float]:
-        """By position, what the gradients of parameters take longer that other positions with the
-        same mesh hold, too.
+        """What gradients of shared parameters take longer on each position: those of parameters
+        that other positions with the same mesh hold, too.
         """
         found = [0.0] * len(ranks)
         if len(self.cut_request.placements) > 1:

@@ -92,10 +92,10 @@ def _of_op(
         left = [s for s in every if axis not in constraints.forbid.get(_dim(op, s, dims) or "", ())]
         pinned = _pin_of(op, constraints, axis)
         if pinned is not None:
-            what, wish = pinned
-            named = [s for s in every if s == wish or _dim(op, s, dims) == wish]
+            what, wanted = pinned
+            named = [s for s in every if s == wanted or _dim(op, s, dims) == wanted]
             if not named and what == op.name:
-                raise _no_such_strategy(op, wish, axis, dims)
+                raise _no_such_strategy(op, wanted, axis, dims)
             if named:
                 left = [s for s in left if s in named and allowed(op.rule, {axis: s}, mesh)]
         if not left:
@@ -119,10 +119,10 @@ def _dim(op: IROp, strategy: str, dims: ModelDims) -> str | None:
 
 
 def _pin_of(op: IROp, constraints: Constraints, axis: str) -> tuple[str, str] | None:
-    """The name that pins an operator along an axis, and the wish: its own name before the longest
-    module path.
+    """The name that pins an operator along an axis, and what it is pinned to: its own name before
+    the longest module path.
     """
-    pins = {name: wishes[axis] for name, wishes in constraints.pin.items() if axis in wishes}
+    pins = {name: by_axis[axis] for name, by_axis in constraints.pin.items() if axis in by_axis}
     if op.name in pins:
         return op.name, pins[op.name]
     found = [name for name in pins if _is_below(op.module_path, name)]
@@ -159,12 +159,12 @@ def _nothing_left(
     )
 
 
-def _no_such_strategy(op: IROp, wish: str, axis: str, dims: ModelDims) -> PlanError:
+def _no_such_strategy(op: IROp, wanted: str, axis: str, dims: ModelDims) -> PlanError:
     assert op.rule is not None
     every = strategies(op.rule)
     names = sorted({name for s in every if (name := _dim(op, s, dims)) is not None})
     return PlanError(
-        f"operator {op.name} ({op.target}) cannot be pinned to {wish!r} along axis {axis!r}",
+        f"operator {op.name} ({op.target}) cannot be pinned to {wanted!r} along axis {axis!r}",
         where=f"{op.source} ({op.module_path or 'top-level forward'})",
         why=f"its rule is {op.rule.annotation!r}",
         hint=f"one of {', '.join(every)}" + (f", or the dims {', '.join(names)}" if names else ""),
@@ -175,15 +175,15 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
     """Refuse names that nothing has."""
     every = [op for body in graph.bodies for op in body.ops]
     names = {op.name for op in every} | {path for op in every for path in _paths(op.module_path)}
-    for name, wishes in constraints.pin.items():
+    for name, by_axis in constraints.pin.items():
         if name not in names and not any(_is_below(op.module_path, name) for op in every):
             raise PlanError(
                 f"the model has no operator or module {name!r} to pin", hint=suggestion(name, names)
             )
-        for axis, wish in wishes.items():
+        for axis, wanted in by_axis.items():
             _check_axis(axis, mesh)
             if name not in {op.name for op in every}:
-                _check_answered(graph, name, wish, axis)
+                _check_answered(graph, name, wanted, axis)
     dims = {c.name for body in graph.bodies if body.dims for c in body.dims.classes}
     for dim, axes in constraints.forbid.items():
         if dim not in dims:
@@ -203,7 +203,7 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
         check_layout(fqn, layout, values[fqn], mesh)
 
 
-def _check_answered(graph: IRGraph, module: str, wish: str, axis: str) -> None:
+def _check_answered(graph: IRGraph, module: str, wanted: str, axis: str) -> None:
     """Refuse what no operator of a pinned module can do."""
     dims: set[str] = set()
     for body in graph.bodies:
@@ -214,15 +214,15 @@ def _check_answered(graph: IRGraph, module: str, wish: str, axis: str) -> None:
             assert op.rule is not None
             every = strategies(op.rule)
             named = {name for s in every if (name := _dim(op, s, body.dims)) is not None}
-            if wish in every or wish in named:
+            if wanted in every or wanted in named:
                 return
             dims |= named
     raise PlanError(
-        f"nothing in module {module!r} can be pinned to {wish!r} along axis {axis!r}",
+        f"nothing in module {module!r} can be pinned to {wanted!r} along axis {axis!r}",
         why=f"its operators have the dims {', '.join(sorted(dims))}"
         if dims
         else "its operators have no dims with a name",
-        hint=suggestion(wish, sorted(dims)) or "R, G, or one of the dims",
+        hint=suggestion(wanted, sorted(dims)) or "R, G, or one of the dims",
     )
 
 

@@ -90,7 +90,7 @@ class StepTime:
 
     @property
     def regathered_s(self) -> float:
-        """Of gathering a kept weight once more."""
+        """The cost of gathering a kept weight once more."""
         return self.forward_s if self.gathers and self.is_kept else 0.0
 
 
@@ -289,7 +289,7 @@ class Conversions:
     def _priced(
         self, kind: ValueType, source: int, goal: int
     ) -> tuple[float, tuple[StepTime, ...]]:
-        """The same numbers from the pattern of the pair."""
+        """The costs of a conversion, from the pattern of the pair instead of the pair itself."""
         differentiable = kind.differentiable
         places, steps = self.patterns.steps(
             self._form(source, differentiable), self._form(goal, differentiable)

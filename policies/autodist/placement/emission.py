@@ -45,7 +45,7 @@ OUTSIDE = Place(END, False, ("", None))
 
 
 def places(graph: IRGraph, *, trains: bool) -> dict[str, Place]:
-    """By operator of a graph whose recompute regions are marked."""
+    """Where each operator of a graph stands, whose recompute regions are marked."""
     found = {}
     for stretch, (region, ops) in enumerate(groupby(graph.ops, lambda op: op.region)):
         for op in ops:
@@ -98,10 +98,10 @@ class Uses:
         """Per step, of all adapters of the value, made as ``source``, by the choices of its
         readers.
         """
-        wishes = [(use.wants[choice[use.node]], use.place, use.keeps) for use in self.readers]
+        all_wants = [(use.wants[choice[use.node]], use.place, use.keeps) for use in self.readers]
         if self.fixed:
-            wishes.append((self.fixed, OUTSIDE, False))
-        emission = _Emission(self, conversions, source, wishes)
+            all_wants.append((self.fixed, OUTSIDE, False))
+        emission = _Emission(self, conversions, source, all_wants)
         return self.kind.microbatches * sum(emission.seconds(copy) for copy in emission.copies)
 
 
@@ -129,18 +129,18 @@ class _Emission:
     uses: Uses
     conversions: Conversions
     source: int
-    wishes: Sequence[tuple[LayoutSet, Place, bool]]
+    all_wants: Sequence[tuple[LayoutSet, Place, bool]]
     copies: list[_Copy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         kind = self.uses.kind
         self.tree: Mapping[int, int] = self.conversions.tree(
-            kind, self.source, union(wants for wants, _, _ in self.wishes)
+            kind, self.source, union(wants for wants, _, _ in self.all_wants)
         )
         made_in = -1 if self.uses.made_in is None else self.uses.made_in
         root = _Copy(self.source, Place(made_in, False, ("", None)), is_inside=True)
         self.known: dict[tuple[int, object], _Copy] = {(self.source, None): root}
-        for wants, place, keeps in self.wishes:
+        for wants, place, keeps in self.all_wants:
             self._read(wants, place, keeps)
         for copy in reversed(self.copies):
             assert copy.start is not None

@@ -160,7 +160,7 @@ class Formulation:
         return node.uses.seconds(self.conversions, source, choice) - paid
 
     def settle(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The same choice of operators and stores, with exactly the copies that they want."""
+        """A choice with the same operators and stores, and exactly the copies that they want."""
         settled = list(choice)
         for index, node in enumerate(self.nodes):
             if isinstance(node, CopiesNode):

@@ -63,7 +63,7 @@ def place_for_memory(
 
 
 def _momentary(formulation: Formulation, request: PlacementRequest) -> dict[int, Seconds]:
-    """By operator, the bytes of what each choice reads and writes."""
+    """The bytes that each choice of each operator reads and writes."""
     known: dict[tuple[int, object], int] = {}
     found = {}
     for index, node in enumerate(formulation.nodes):

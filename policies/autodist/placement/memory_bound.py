@@ -130,8 +130,8 @@ class _Draft:
         self.costs.append(np.zeros(len(levels) + 1))
 
     def _prices(self) -> dict[str, float]:
-        """By root, and by operator for what it makes inside, the least seconds per step of
-        computing it again; without those that no part holds.
+        """The least seconds per step of computing each root again, and what an operator makes
+        inside; without those that no part holds.
         """
         graph = self.formulation.graph
         parts = _parts_by_place(graph)
@@ -163,7 +163,7 @@ class _Draft:
         }
 
     def _places(self) -> dict[str, list[int]]:
-        """By root that may be let go of, the places of what makes it and of all that keep it; what
+        """The places of what makes each root that may be let go of, and of all that keep it; what
         an operator makes inside has its own.
         """
         ops, activations = self.formulation.graph.ops, self.activations

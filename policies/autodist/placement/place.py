@@ -38,15 +38,15 @@ soon.
 """
 
 EXTENSION, MAX_EXTENSIONS = 4.0, 5
-"""By how much the time of the solver grows, and how often, while it has found nothing at all where
-anything fits.
+"""The factor by which the time of the solver grows, and how often, while it has found nothing at
+all where anything fits.
 """
 
 TABLES = (
     "; what cutting values that every rank makes (rotary tables, masks) may save at most is taken "
     "off"
 )
-"""Of a bound that is that much below the optimum."""
+"""The words for a bound that is that much below the optimum."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def plan_of(request: PlacementRequest, formulation: Formulation, choice: Sequenc
         layout = request.constraints.stored_layout(fqn)
         assert layout is not None
         stored.setdefault(fqn, layout)
-    outputs = {path: wish for path, wish in request.outputs.items() if wish != "sent"}
+    outputs = {path: wanted for path, wanted in request.outputs.items() if wanted != "sent"}
     return Plan(
         request.mesh,
         strategies,

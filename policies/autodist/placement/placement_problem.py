@@ -169,14 +169,14 @@ class _Builder:
         for path, value in self.graph.output.leaves():
             if not isinstance(value, IRValue):
                 continue
-            wish = request.outputs.get(path, "whole")
-            if wish == "sharded":
+            wanted = request.outputs.get(path, "whole")
+            if wanted == "sharded":
                 self.readers.setdefault(value.name, [])
-            elif wish == "sent":
+            elif wanted == "sent":
                 self._sent(value, self.makers[value.name])
             else:
                 self._outside(
-                    value, wish if isinstance(wish, Layout) else Layout.whole(value.shape)
+                    value, wanted if isinstance(wanted, Layout) else Layout.whole(value.shape)
                 )
         for before, after in self.graph.buffer_updates:
             self._outside(

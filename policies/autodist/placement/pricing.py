@@ -1,5 +1,5 @@
-"""What costs of one mesh are read off: op_choices, conversions and tables by signature, shared by all
-graphs placed on it.
+"""What costs of one mesh are read off: op_choices, conversions and tables by signature, shared by
+all graphs placed on it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class OverUnits:
     def adapters(
         self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable
     ) -> Seconds:
-        """As :meth:`Pricing.adapters`; infinite where a reader has not as a summand what is stored
-        in pieces for that.
+        """The seconds of :meth:`Pricing.adapters`; infinite where a reader has not as a summand
+        what is stored in pieces for that.
         """
         full = (kind, maker.key, key)
         if full not in self._arrays:
@@ -130,7 +130,7 @@ class Pricing:
         return self.arrays[full]
 
     def over_units(self, config: ComputeConfig) -> OverUnits:
-        """The same for parameters that ZeRO-3 stores over units."""
+        """The prices of parameters that ZeRO-3 stores over units."""
         key = units_of_storage(config), config.plan_ngpus
         if key not in self._over_units:
             self._over_units[key] = OverUnits(self, *key)

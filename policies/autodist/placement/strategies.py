@@ -1,5 +1,5 @@
-"""The choices of an operator: every way it may be computed on a mesh, with the layouts and the time of
-each.
+"""The choices of an operator: every way it may be computed on a mesh, with the layouts and the time
+of each.
 
 Along one axis an operator has the strategies of its rule
 (:func:`shardwright.compiler.ops.strategy.strategies`); on a mesh it may follow any combination of
@@ -40,9 +40,9 @@ Seconds = npt.NDArray[np.float64]
 
 
 MAX_MIXED = 2
-"""On meshes of more axes than this, an operator or a stored parameter follows at most so many
-different strategies at once, all plans of coarser meshes among them: those of 2 x 2 x 2 have all
-that 4 x 2 and 2 x 4 have.
+"""The most different strategies that an operator or a stored parameter follows at once on meshes of
+more axes than this. All plans of coarser meshes are among them: those of 2 x 2 x 2 have all that 4
+x 2 and 2 x 4 have.
 """
 
 
@@ -93,8 +93,8 @@ Allowed = Mapping[str, frozenset[str]]
 
 
 class AllOpChoices:
-    """The op_choices of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh
-    lies on, in its order.
+    """The op_choices of the operators of one graph on one mesh. ``ranks``: the global ranks the
+    mesh lies on, in its order.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class AllOpChoices:
         self._tensors: dict[Hashable, int] = {}
 
     def of(self, op: IROp, only: Allowed | None = None) -> OpChoices:
-        """The choices of an operator. Its result is one object for all operators alike, so that it can
-        be a key.
+        """The choices of an operator. Its result is one object for all operators alike, so that it
+        can be a key.
         """
         key = (signature(op), tuple(sorted((only or {}).items(), key=lambda item: item[0])))
         found = self._choices.get(key)

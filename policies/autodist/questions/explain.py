@@ -55,7 +55,7 @@ MOST = 10
 NOTHING_BINDS = "nothing: no other choice listed is faster"
 
 REST_FOR_SPEED = ", the rest for speed alone"
-"""Of a choice that the plan makes too."""
+"""The note at a choice that the plan makes, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def memory_limit_bytes(self) -> float:
-        """Of a device."""
+        """The memory of a device."""
         limit_gb = self.options.memory_limit_gb
         return self.hardware.device.memory_bytes if limit_gb is None else limit_gb * GIGABYTE
 
@@ -346,8 +346,8 @@ def _constrained(request: Request, found: Placement, names: Sequence[str]) -> li
 
 
 def factor_dims(graph: PlannableGraph, name: str) -> dict[str, str]:
-    """By factor of an operator's rule, as choices and pins have it, the dim of the model that it
-    is; factors without one left out.
+    """The dim of the model that each factor of an operator's rule is, as choices and pins name
+    factors; those without a dim are left out.
     """
     assert graph.dims is not None
     rule = ops_of(graph)[name].rule

@@ -38,10 +38,12 @@ LATE_AUDITS = 2
 """How many audits a search makes in any case that has no plan yet."""
 
 PARTS_NAMED = 4
-"""Of what takes memory, where a plan does not fit."""
+"""The number of parts that are named, of what takes memory where a plan does not fit."""
 
 CORRECTION, LATE_CORRECTION = 1.05, 2.0
-"""By how much of that the limit is lowered; and where time is over and nothing fits yet."""
+"""The share of the excess by which the limit is lowered; and where time is over and nothing fits
+yet.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Pipelines whose stages differ: how many there are, on how many ranks each may be, and which
-placements it is offered.
+placements it may choose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEAR = 1.01
 """How much longer than the best of them others may be predicted to take."""
 
 USEFUL = 1e-3
-"""A second placement is offered if, block by block, it can take that share less than the first."""
+"""A second placement is added if, block by block, it can take that share less than the first."""
 
 
 class MixedStages:
@@ -164,8 +164,11 @@ class MixedStages:
 def chosen_placements(
     graph: IRGraph, placements: Sequence[LoweredPlacement], *, memory_binds: bool
 ) -> tuple[LoweredPlacement, ...]:
-    """By number of ranks the best placement for the whole model; the one that beats it by most
-    where each block may choose between the two; and where memory binds the one that holds least.
+    """The placements that stages may choose from.
+
+    For each number of ranks these are the best placement for the whole model; the one that beats it
+    by most where each block may choose between the two; and where memory binds the one that holds
+    least.
     """
     starts = layer_blocks(graph)[0]
     found: list[LoweredPlacement] = []
@@ -187,7 +190,7 @@ def chosen_placements(
 
 
 def _block_seconds(lowered: LoweredPlacement, starts: Sequence[int]) -> Array:
-    """Of one microbatch, with its share of what comes once per step."""
+    """The seconds of each block for one microbatch, with its share of what comes once per step."""
     walk = lowered.walk
     times = np.array(walk.forward_s) + np.array(walk.backward_s)
     for parameter in walk.parameters:

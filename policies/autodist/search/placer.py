@@ -41,13 +41,15 @@ models, placements are made as good as time allows.
 """
 
 Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
-"""By mesh and the ranks that it lies on, what does not change between placements."""
+"""What does not change between placements, by mesh and the ranks that it lies on."""
 
 SHARE = 0.02
-"""Of the time limit, for a placement that need not be better."""
+"""The share of the time limit for a placement that need not be better."""
 
 PLACING_SHARE = 0.8
-"""Of the time limit, after which the memory of placements is no longer measured to correct them."""
+"""The share of the time limit after which the memory of placements is no longer measured to correct
+them.
+"""
 
 
 class Placer:
@@ -132,8 +134,8 @@ class Placer:
         )
 
     def least_s(self, mesh_request: MeshRequest) -> float:
-        """Seconds per step that no plan for a mesh request with memory is below; what may be computed again
-        is as the options say.
+        """Seconds per step that no plan for a mesh request with memory is below; what may be
+        computed again is as the options say.
         """
         request = self.request(mesh_request)
         return least_step_s(request, self.pricing_of(request), again=self.options.recompute is None)

@@ -18,7 +18,7 @@ from shardwright.policies.autodist.candidates.results import Candidate, CutReque
 from shardwright.policies.autodist.search.state import SearchState
 
 SHARE = 0.1
-"""Of the time limit, the most that this may take."""
+"""The most that this may take, as a share of the time limit."""
 
 
 def raise_bounds(state: SearchState) -> None:

@@ -155,7 +155,7 @@ class Search:
         )
 
     def _answer_at_once(self) -> None:
-        """End with what is known, or with the first plan that fits. A second interrupt ends that."""
+        """End with what is known, or the first plan that fits; a second interrupt ends that."""
         self.clock.end()
         self.result.interrupted = INTERRUPT
         with contextlib.suppress(KeyboardInterrupt):

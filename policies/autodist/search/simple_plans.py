@@ -229,14 +229,14 @@ class Rules:
 
     @cached_property
     def _counted(self) -> Sequence[IROp | None]:
-        """By place, the operators whose time counts: not those that every stage makes for
-        itself.
+        """The operators whose time counts, by place. Those that every stage makes for itself do
+        not.
         """
         free = from_nothing(self.needed)
         return [None if op.name in free else op for op in self.needed.ops]
 
     def alone_s(self, mesh: Mesh, way: Way, setting: Setting) -> list[float]:
-        """By place, the seconds of the operators alone: less than with adapters between them. What
+        """The seconds of the operators alone, by place: less than with adapters between them. What
         is not split takes as long with any other strategy.
         """
         hardware, times, ranks = setting.hardware, setting.times, setting.ranks
@@ -282,14 +282,14 @@ class Rules:
         return replace(builder.plan("autodist"), notes=tuple(notes))
 
     def _pair(self, mesh: Mesh, classes: Sequence[set[int]]) -> Plan:
-        """The same where both axes split inner dims."""
+        """The plan of the whole model where both axes split inner dims."""
         builder = self.graph.builder(mesh=dict(mesh.axes))
         for axis, own in zip(mesh.names, classes, strict=True):
             split_dims(builder, axis, own)
         return builder.plan("autodist")
 
     def _plan_along(self, rule: str, size: int) -> Plan:
-        """On a mesh of one axis."""
+        """The plan of the whole model on a mesh of one axis."""
         if (rule, size) not in self._plans_along:
             builder = self.graph.builder(mesh={AXIS: size})
             split_dims(builder, AXIS, self._classes(rule, size))

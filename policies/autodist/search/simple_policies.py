@@ -30,10 +30,10 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 SIMPLE, SIMPLY_CUT = ", as a simple policy has it", ", in the stages of a simple policy"
-"""In titles."""
+"""What follows the mesh in titles of such plans."""
 
 NO_BOUND = "no bound, as the search did not come to the mesh"
-"""Of a plan on it."""
+"""The proof of a plan on such a mesh."""
 
 SIMPLE_PLANS = "plans of a simple policy"
 """What the clock calls making some."""
@@ -42,7 +42,9 @@ KEPT_SHARES = (0.2, 0.45)
 """The least and the most of the time limit that is kept for them to come last."""
 
 GATHER_SHARE, BEGIN_SHARE = 0.2, 0.7
-"""Of a limit that is short, what making and auditing some may take to begin with."""
+"""The shares of a short limit that making some of their plans, and auditing them, may take to begin
+with.
+"""
 
 
 class SimplePolicies:
@@ -64,7 +66,7 @@ class SimplePolicies:
 
     def keep_time(self, num_meshes: int) -> None:
         """Keep time to be the last: on a mesh making their plans takes about as long as
-        scouting.
+        the estimates.
         """
         if self.space.simple:
             needed_s = num_meshes * self.clock.longest_s(ESTIMATE)
@@ -196,8 +198,8 @@ class SimplePolicies:
         return self.clock.spent(sum(map(self.clock.longest_s, kinds))) <= 1.0
 
     def _plans(self, where: PipelineMesh, share: float) -> _Listing:
-        """Those on one mesh that may be better, as many as there is time for in that share of the
-        limit, or one more than are known.
+        """The plans on one mesh that may be better, as many as there is time for in that share of
+        the limit, or one more than are known.
         """
         if where not in self._listings:
             number, mesh, place = where

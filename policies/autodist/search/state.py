@@ -52,12 +52,12 @@ TRIED = "trying a mesh"
 AUDIT = "audit"
 """What the clock calls the lowering and audit of a plan."""
 
-ESTIMATE = "scouting"
-"""What it calls finding out about what the plans of simple policies take."""
+ESTIMATE = "estimating meshes"
+"""What the clock calls estimating what the plans of simple policies take."""
 
 PLACING = 1.5
-"""How many times as long as scouting a placement on a mesh of one axis is expected to take, where
-none was made yet.
+"""How many times as long as the estimates a placement on a mesh of one axis is expected to take,
+where none was made yet.
 """
 
 MORE_AXES = 8.0
@@ -67,8 +67,9 @@ was made yet.
 
 
 class SearchState:
-    """One search's. ``found`` is valid at any time. ``placements``: placements for the first ranks,
-    lowered.
+    """What is asked, the time there is, and what is found so far. ``result`` is valid at any time.
+
+    ``placements``: those on the first ranks, lowered, which stages that differ may choose.
     """
 
     def __init__(
@@ -125,14 +126,14 @@ class SearchState:
         )
 
     def best_s(self) -> float:
-        """Of a step of the best plan so far: audited, or predicted where nothing is."""
+        """The step of the best plan so far: audited, or predicted where nothing is."""
         return min(
             (c.step_s for c in self.result.audited or self.result.others),
             default=self.space.worth_s,
         )
 
     def beaten_s(self) -> float:
-        """Of a step of the best plan that was audited, here or in another search."""
+        """The step of the best plan that was audited, here or in another search."""
         return min(
             self.space.worth_s, self.result.best.step_s if self.result.best else float("inf")
         )
@@ -144,7 +145,7 @@ class SearchState:
         return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
 
     def slower(self, num_positions: int) -> float:
-        """By rule of thumb, how much longer a step takes in so many positions, for what they cannot
+        """How much longer a step takes in so many positions, by rule of thumb, for what they cannot
         share or wait for.
         """
         return (
@@ -155,7 +156,7 @@ class SearchState:
 
     @cached_property
     def _longest_share(self) -> float:
-        """Of the time of all operators, unsplit, what the longest takes."""
+        """The share of the longest operator in the time of all, unsplit."""
         times = [
             op_time(op, {}, Mesh(()), self.hardware, self.times).total_s for op in self.graph.ops
         ]
@@ -225,9 +226,9 @@ class SearchState:
     def placed(
         self, mesh_request: MeshRequest, title: str, *, keeps: bool = False
     ) -> PlacedModel | None:
-        """The placement that is wished for; None, and why it cannot be among what is refused.
-        ``keeps``: whether it is of use to the caller also where it is all that an interrupted
-        solver had.
+        """The placement that is asked for; ``None`` if there is none, which is noted with its
+        reason. ``keeps``: whether it is of use to the caller also where it is all that an
+        interrupted solver had.
         """
         try:
             with self.clock.timed(_placing(len(mesh_request.mesh.axes))):
@@ -242,9 +243,7 @@ class SearchState:
             return None
 
     def lowered(self, placed: PlacedModel, ranks: tuple[int, ...]) -> LoweredPlacement:
-        """A placement lowered; if it is for the first ranks, to be offered again where stages
-        differ.
-        """
+        """A placement lowered. One on the first ranks is kept for stages that differ."""
         for known in self.placements:
             if known.placed.plan is placed.plan and known.walk.setting.ranks == ranks:
                 return replace(known, placed=placed)
@@ -267,8 +266,8 @@ class SearchState:
         )
 
     def _over_units(self, placed: PlacedModel) -> PlacedModel:
-        """With parameters stored over the units where the config has ZeRO-3: so the program will
-        be.
+        """The placement with parameters stored over the units where the config has ZeRO-3, as the
+        program will have it.
         """
         return replace(placed, plan=replace(placed.plan, zero=units_of_storage(self.config)))
 

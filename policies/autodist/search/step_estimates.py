@@ -43,7 +43,7 @@ class StepEstimates:
         split_dims(builder, BATCH, batch_classes(graph))
         split_dims(builder, INNER, choose_dims(graph, 2))
         plan = replace(
-            builder.plan("scout"),
+            builder.plan("estimate"),
             zero=units_of_storage(config),
             outputs=training_wishes(graph, config),
         )
@@ -88,7 +88,7 @@ class StepEstimates:
         return [(alike[0], len(alike)) for alike in found.values()]
 
     def _alike_parameters(self) -> list[tuple[Declaration, int]]:
-        """The same of parameters that are trained."""
+        """One of every kind of trained parameters, and how many there are."""
         found: dict[Hashable, list[Declaration]] = {}
         for declaration in self._program.declarations:
             value = declaration.value
@@ -113,14 +113,16 @@ def _ways(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def _time_of(item: Instruction, walk: Walk) -> float:
-    """Of one instruction, forward and backward; an adapter along axes of one rank is none."""
+    """The seconds of one instruction, forward and backward; an adapter along axes of one rank takes
+    none.
+    """
     if not isinstance(item, Compute) and walk.storage_mesh.num_ranks(item.step.axes) == 1:
         return 0.0
     return walk.time_of(item).total_s
 
 
 def _once_s(declaration: Declaration, walk: Walk) -> float:
-    """Of the reduction and update of a parameter in a step."""
+    """The seconds per step of the reduction and update of a parameter."""
     setting = walk.setting
     each_s, once_s = parameter_s(
         declaration, walk.storage_mesh, setting.config, setting.hardware, setting.optimizer,

@@ -1,6 +1,7 @@
 """Searches side by side: one for every stage of ZeRO, and for every size of a microbatch.
 
-    for every size of a microbatch, of those that make up the batch of a step        (batches.py: a graph for each)
+    for every size of a microbatch, of those that make up the batch of a step        (batches.py: a
+    graph for each)
         for every stage of ZeRO, where the config leaves it to the plan
             search                                                                   (search.py)
     the best of all is the answer; the least of their bounds is the bound
@@ -27,7 +28,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
-"""Of ZeRO."""
+"""The stages of ZeRO."""
 
 WORTH = 1.05
 """How much longer than the best of the searches before a candidate may be predicted to take, and is

@@ -37,7 +37,7 @@ NUM_STRETCHES = 40
 """Stretches of time of which the worst moment is added in each round."""
 
 SHARE = 0.5
-"""Of the time that is left: what one round takes at most."""
+"""The share of the time that is left which one round takes at most."""
 
 Search = Callable[[Network, Problem, Sequence[int] | None, Progress], None]
 
@@ -100,7 +100,7 @@ def search_over_time(
 
 
 def over_limit(network: Network, choice: Sequence[int]) -> Array:
-    """By how much a choice of the problem exceeds each moment."""
+    """How far a choice of the problem is above the limit of each moment."""
     inner = network.condense(choice)
     used = network.moments.over_time(
         (span, float(span.used[inner[node]]))
@@ -148,7 +148,7 @@ def _with_rows(network: Network, problem: Problem, chosen: list[int]) -> _Part:
 
 
 def _worst(moments: Moments, over: Array, among: Sequence[int] | NDArray[np.intp]) -> set[int]:
-    """Of some moments, the most exceeded one of every stretch."""
+    """The most exceeded moment of every stretch, of those given."""
     found: dict[int, int] = {}
     for moment in among:
         stretch = int(moment) * NUM_STRETCHES // len(moments)

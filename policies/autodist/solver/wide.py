@@ -38,11 +38,11 @@ MAX_PROGRAM_PAIRS = 250_000
 """Pairs of strategies of the largest network that is given to a library."""
 
 SMALL_PROGRAM_PAIRS = 60_000
-"""The same for one of many parts."""
+"""The pairs of strategies of the largest part of a network that is given to a library."""
 
 ASCENT_SHARE, IMPROVEMENT_SHARE = 0.3, 0.3
-"""Of the time that is left: for the bound, then for better choices, before strategies are dropped
-with both.
+"""The shares of the time that is left for the bound, then for better choices, before strategies are
+dropped with both.
 """
 
 PATIENCE = 40

@@ -112,8 +112,8 @@ Amounts = tuple[float, float, float, float]
 def _own_costs(
     walk: Walk, starts: Sequence[int]
 ) -> tuple[list[Amounts], tuple[Repeated, ...], tuple[Unshared, ...]]:
-    """Of every block without recompute, what blocks have in common, and what of that stages
-    share.
+    """The costs of every block without recompute, what blocks have in common, and what of that
+    stages share.
     """
     found = [(0.0, 0.0, 0.0, 0.0)] * len(starts)
     common: dict[tuple[int, int], Amounts] = {}
@@ -135,7 +135,7 @@ def _own_costs(
 
 
 def _costs(walk: Walk) -> Iterator[tuple[Sequence[int], Amounts, float]]:
-    """By the places that something is there for, what it takes, and the bytes of that where stages
+    """What each thing takes, by the places that it is there for, and the bytes of that where stages
     share it.
     """
     for place, (forward_s, backward_s) in enumerate(
@@ -152,7 +152,7 @@ def _sum(a: Amounts, b: Amounts) -> Amounts:
 
 
 def _outermost(parts: Iterable[Part]) -> list[Part]:
-    """Those that are not inside another."""
+    """The parts that are not inside another."""
     listed = sorted(parts, key=lambda part: (part.start, -part.stop))
     found: list[Part] = []
     for part in listed:

@@ -38,7 +38,7 @@ from shardwright.runtime.layout import Layout
 from shardwright.runtime.transfer import Holding
 
 RanksOf = Callable[[int, int], tuple[int, ...]]
-"""From the number of a placement and the first device of a stage to the ranks that the stage lies on."""
+"""The ranks that a stage lies on, from the number of its placement and its first device."""
 
 
 SIDES = (2,)
@@ -130,7 +130,7 @@ class Messages:
         self._copies: dict[Hashable, Array] = {}
 
     def where(self, ranks_of: RanksOf) -> Messages:
-        """The same for stages that lie on other ranks; what does not depend on these is shared."""
+        """The messages of stages on other ranks; what does not depend on the ranks is shared."""
         found = copy.copy(self)
         found.ranks_of, found._at, found._fits = ranks_of, {}, {}
         return found
@@ -233,7 +233,7 @@ class Messages:
         index: int,
         reach: _Reach,
     ) -> float:
-        """Of the message with a value, or with its gradient."""
+        """The seconds of the message with a value, or with its gradient."""
         value = self._flows[index].value
         if (
             here == there
@@ -290,7 +290,7 @@ class Messages:
     def _tree_s(
         self, placement: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]
     ) -> Array:
-        """Of all copies of a value, there and back."""
+        """The seconds of all copies of a value, there and back."""
         key = placement, value.dtype, value.requires_grad, value.takes_gradient, source, targets
         if key not in self._copies:
             walk = self.walks[placement]

@@ -145,8 +145,8 @@ class Part:
 def layer_parts(
     graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]
 ) -> dict[int, tuple[Part, ...]]:
-    """By block that is a layer, the layer itself and the modules inside it that may be computed
-    again by themselves.
+    """The layer itself and the modules inside it that may be computed again by themselves, for each
+    block that is a layer.
     """
     found = {}
     for block, layer in layers.items():
@@ -178,7 +178,7 @@ def layer_pattern(path: str) -> str:
 
 
 def _layers(graph: IRGraph) -> list[str | None]:
-    """By operator the path of its layer: the outermost numbered module, ``model.layers.3`` of
+    """The path of each operator's layer: the outermost numbered module, ``model.layers.3`` of
     ``model.layers.3.mlp``; or the outermost of the large modules where no numbered one has more
     than a few operators of its own.
     """

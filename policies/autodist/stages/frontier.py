@@ -50,11 +50,11 @@ class Frontier:
 
     @classmethod
     def empty(cls) -> Frontier:
-        """Of no blocks: nothing saved, nothing spent."""
+        """The frontier of no blocks: nothing saved, nothing spent."""
         return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1), None)
 
     def with_block(self, again: Sequence[Again]) -> Frontier:
-        """With one more block to choose or leave, in one of its ways."""
+        """The frontier with one more block to choose or leave, in one of its ways."""
         points = len(self.saved)
         saved = np.concatenate([self.saved, *(self.saved + way.saved_bytes for way in again)])
         cost = np.concatenate([self.cost, *(self.cost + way.time_s for way in again)])

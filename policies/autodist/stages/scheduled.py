@@ -53,11 +53,11 @@ ADDED = 4
 """How many chains are added in a round, the longest of those that end at different positions."""
 
 OVER = 1e-9
-"""By how much of its memory a position may be over for an average to fit."""
+"""The share of its memory by which a position may be over for an average to fit."""
 
 PENALTY = 10.0
-"""Of averages that do not fit: how many times the longest chain it costs to need as much memory
-again as a position has.
+"""The price of not fitting, for averages: how many times the longest chain it costs to need as much
+memory again as a position has.
 """
 
 MAX_HULLS = 4_000_000
@@ -173,7 +173,7 @@ class Least:
         return [float(self.forward_s[span]), input_s, backward_s + time_s - input_s, *once]
 
     def _best(self, inputs: float, kept: float) -> tuple[Array, Array]:
-        """By block the seconds of the way to compute it again that is best at these prices, or of
+        """The seconds of the way to compute each block again that is best at these prices, or of
         none, and what it saves.
         """
         best = (inputs * self._again_s - kept * self._saved).argmin(axis=1)
@@ -228,8 +228,8 @@ def _ways(tables: StageCosts, memory_bytes: float) -> tuple[Array, Array]:
 
 
 def _hull(times: Array, saved: Array) -> list[tuple[float, float, float]]:
-    """From nothing saved on, what of the ways of one block is best by fractions: seconds per share
-    of the memory, ascending, and how many of both.
+    """The ways of one block that are best by fractions, from nothing saved on: seconds per share of
+    the memory, ascending, and how many of both.
     """
     found: list[tuple[float, float, float]] = []
     time, share = 0.0, 0.0
@@ -286,7 +286,7 @@ class Chains:
         ]
 
     def longest(self, times: Array) -> list[tuple[float, Array]]:
-        """By position the longest chain that ends there: its seconds, and ``[stage, part]`` how
+        """The longest chain that ends at each position: its seconds, and ``[stage, part]`` how
         often it has each. ``times``: ``[stage, part]``, of one microbatch, or once.
         """
         seconds = np.stack([times[:, list(PARTS[kind])].sum(axis=1) for kind in KINDS], axis=1)[

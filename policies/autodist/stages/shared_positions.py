@@ -85,7 +85,7 @@ class Positions:
     def _chosen(
         self, stages: Sequence[Stage], moments: Sequence[Moment]
     ) -> tuple[list[Ways], float] | None:
-        """By stage of a position what it computes again, and the bytes at its fullest moment; None
+        """What each stage of a position computes again, and the bytes at its fullest moment; None
         if that does not fit.
         """
         nothing: list[Ways] = [()] * len(stages)

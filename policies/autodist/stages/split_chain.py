@@ -1,8 +1,8 @@
 """Cut a chain of blocks into pipeline stages, each on its own devices in a placement of its own:
 exact under the model of one-forward-one-backward.
 
-Variables: the cuts, the placement of every stage (a :class:`~stage_costs.PlacedBlocks`, which says how many
-devices it takes), and what of its blocks is computed again in the backward.
+Variables: the cuts, the placement of every stage (a :class:`~stage_costs.PlacedBlocks`, which says
+how many devices it takes), and what of its blocks is computed again in the backward.
 
 Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage
 ``k`` (forward, backward, what is computed again, and the message from the stage before, which
@@ -39,8 +39,8 @@ from shardwright.policies.autodist.stages.stage_costs import PlacedBlocks, Stage
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks ``start`` up to ``stop`` on ``num_devices`` as placement number ``placement`` places them;
-    ``recomputed``: blocks computed again, with the number of the way.
+    """Blocks ``start`` up to ``stop`` on ``num_devices`` as placement number ``placement`` places
+    them; ``recomputed``: blocks computed again, with the number of the way.
     """
 
     start: int
@@ -52,9 +52,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Split:
-    """The best stages under the model. No split into as many stages of these placements takes less than
-    ``bound_s``, on any schedule with as many microbatches in flight. ``used_bytes``: of the stage
-    that takes most.
+    """The best stages under the model. No split into as many stages of these placements takes less
+    than ``bound_s``, on any schedule with as many microbatches in flight. ``used_bytes``: of the
+    stage that takes most.
     """
 
     stages: tuple[Stage, ...]
@@ -82,8 +82,8 @@ class NoGain:
 
 
 InFlight = Callable[[int], float]
-"""From a stage's place, counted from the end (the last is 1), to the microbatches that it holds at
-once, on average where several stages share a position.
+"""The microbatches that a stage holds at once, by its place counted from the end (the last is 1);
+on average where several stages share a position.
 """
 
 
@@ -129,14 +129,13 @@ def split_stages(
 ) -> Split | NoFit | NoGain:
     """The best split into exactly ``num_stages``.
 
-    ``placements``: the placements that stages may have, all with the same blocks. ``splits_backward``:
-    the schedule puts off gradients of weights, so that the bound may count on forwards only before
-    and after a stage's own work. ``between``: messages and where stages may lie; without it
-    messages take no time. ``below_s``: what takes longer is of no interest.
+    ``placements``: the placements that stages may have, all with the same blocks.
+    ``splits_backward``: the schedule puts off gradients of weights, so that the bound may count on
+    forwards only before and after a stage's own work. ``between``: messages and where stages may
+    lie; without it messages take no time. ``below_s``: what takes longer is of no interest.
     ``limit_bytes``: what a stage may take at all, where that is more than ``memory_bytes``; the
-    bound is of all such splits.
-    ``alone``: by stage the microbatches that it holds at once in any case, whatever shares its
-    position, for the bound too.
+    bound is of all such splits. ``alone``: by stage the microbatches that it holds at once in any
+    case, whatever shares its position, for the bound too.
     """
     tables = [StageCosts(placement, num_microbatches, splits_backward) for placement in placements]
     paths = _Paths(placements, tables, num_devices, num_stages, num_microbatches, between)
@@ -185,14 +184,14 @@ def may_take_less(
 
 
 Priced = Sequence[tuple[Array, Array]]
-"""By placement, what :meth:`StageCosts.priced` says."""
+"""What :meth:`StageCosts.priced` says of each placement."""
 
 Path = list[tuple[int, int, int]]
 """``(start, stop, placement)`` from the first stage to the last."""
 
 
 OwnAndFill = tuple[list[Array], list[Array]]
-"""By placement, what counts of a stage itself and of a stage before it."""
+"""What counts of a stage itself and of a stage before it, for each placement."""
 
 
 def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
@@ -242,7 +241,7 @@ class _Paths:
         """
         if not self.num_blocks:
             return None
-        # per placement of the last stage, or -1 before the first one: [block, lots used] -> seconds so
+        # per placement of the last stage, -1 before the first one: [block, lots used] -> seconds so
         # far
         before = {-1: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)}
         before[-1][0, 0] = 0.0
@@ -317,8 +316,8 @@ class _Paths:
     def _arrivals(
         self, before: dict[int, Array], index: int, used: int
     ) -> list[tuple[Array | None, Array, Array]]:
-        """By distinct message before a stage: per block the least seconds so far, and the placement of
-        the stage before.
+        """The least seconds so far per block, and the placement of the stage before, for each
+        distinct message before a stage.
         """
         groups: dict[int, tuple[Array | None, list[int]]] = {}
         for origin, table in before.items():
@@ -360,8 +359,8 @@ class _Paths:
         """What no split can avoid, messages aside: the larger of the least ``max_k m w_k + u_k``,
         and the least ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go
         back through the stages before it), with what a stage has to compute again so that it fits,
-        ``counts[k]`` microbatches at once. SearchResult by bisection below ``upper``, where one of them
-        ends if they are larger.
+        ``counts[k]`` microbatches at once. SearchResult by bisection below ``upper``, where one of
+        them ends if they are larger.
         """
         tables = self._with_again(counts, memory_bytes)
         low, high = 0.0, upper
@@ -398,7 +397,7 @@ class _Paths:
         return [(alone, nothing), (work, fill)]
 
     def _with_again(self, counts: Sequence[float], memory_bytes: float) -> list[list[OwnAndFill]]:
-        """The same by stage, with what has to be computed again."""
+        """The bounds of each stage, with what has to be computed again."""
         (alone, nothing), (work, fill) = self._bound_tables
         by_count: dict[float, tuple[OwnAndFill, OwnAndFill]] = {}
         for count in dict.fromkeys(counts):

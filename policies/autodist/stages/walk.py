@@ -103,7 +103,7 @@ class Walk:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Of every value by name, copies included."""
+        """The layouts of every value by name, copies included."""
         found: dict[str, Layout] = {d.value.name: d.layout for d in self.program.declarations}
         found.update(self.program.input_layouts)
         for instruction in self.program.body:
@@ -121,12 +121,12 @@ class Walk:
 
     @cached_property
     def forward_s(self) -> list[float]:
-        """By place."""
+        """The forward seconds of the operator at each place, with its adapters."""
         return self._added_up([time.forward_s for time in self.times])
 
     @cached_property
     def backward_s(self) -> list[float]:
-        """By place."""
+        """The backward seconds of the operator at each place, with its adapters."""
         return self._added_up([time.backward_s for time in self.times])
 
     @cached_property
@@ -170,7 +170,7 @@ class Walk:
         return known[stop - start]
 
     def _parts_from(self, start: int) -> Iterator[tuple[float, float]]:
-        """Of 0, 1, 2, ... places."""
+        """The sums over 0, 1, 2, ... places."""
         before = [
             item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)
         ]
@@ -218,7 +218,7 @@ class Walk:
 
     @cached_property
     def _first(self) -> list[int]:
-        """By place the first instruction that has it; behind the last operator, that after it."""
+        """The first instruction that has each place; behind the last operator, that after it."""
         found, last = [], 0
         for index, (_, item) in enumerate(self.by_place):
             if isinstance(item, Compute):

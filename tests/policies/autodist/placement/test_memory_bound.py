@@ -23,7 +23,7 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import generate
-from shardwright.policies.autodist.candidates.candidates import Pace
+from shardwright.policies.autodist.candidates.schedules import NamedSchedule
 from shardwright.policies.autodist.candidates.schedules import staged
 from shardwright.policies.autodist.placement.formulation import OpNode
 from shardwright.policies.autodist.placement.memory_bound import _Draft, least_step_s
@@ -175,7 +175,7 @@ def test_no_random_pipeline_that_fits_is_below_the_share_of_a_position(
     for _ in range(6):
         plan = replace(Plan(Mesh(())), recompute=rng.choice([drawn(parts, rng), ("layers.*",)]))
         starts = [begins[index] for index in sorted(rng.sample(range(len(begins)), 2 * chunks - 1))]
-        cost = audited(staged(plan, starts, 2, Pace(schedule, chunks), count))
+        cost = audited(staged(plan, starts, 2, NamedSchedule(schedule, chunks), count))
         bound_s = least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes), pricing)
         assert bound_s / 2 <= cost.step_s * (1 + 1e-12)
         binds += bound_s > free_s * (1 + 1e-6)
@@ -213,7 +213,7 @@ def test_each_stage_of_a_position_lets_go_of_its_variables(schedule: str, chunks
         graph, Plan(Mesh(())), generate(schedule, 2, 4, chunks), config, asked.hardware
     )
     cost = Auditor(graph, config, asked.hardware, 4)(
-        staged(Plan(Mesh(())), starts, 2, Pace(schedule, chunks), 4)
+        staged(Plan(Mesh(())), starts, 2, NamedSchedule(schedule, chunks), 4)
     )
     assert (
         least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes, in_flight=2)) / 2

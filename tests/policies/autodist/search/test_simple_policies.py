@@ -108,7 +108,8 @@ def in_time(limit_s: float, memory_bytes: float = math.inf) -> tuple[Search, Sea
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
     every = {n: meshes(n) for n in divisors(4)}
     space = SearchSpace(
-        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False, simple=True, audits=1,
+        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False,
+        simple=True, audits=1,
         memory_bytes=memory_bytes,
     )  # fmt: skip
     search = Search(
@@ -161,7 +162,8 @@ def test_tp_on_two_axes_is_among_them() -> None:
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
     whole_batch = Constraints(forbid={"batch": ("x", "y")})
     space = SearchSpace(
-        meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False, simple=True,
+        meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False,
+        simple=True,
         constraints=lambda mesh: whole_batch,
     )  # fmt: skip
 

@@ -57,8 +57,8 @@ def random_placed_blocks(
 
 
 class Messages:
-    """Random messages between placements, on devices in nodes of two: dearer where a node begins. A placement
-    ``kept_inside`` a node begins nowhere else.
+    """Random messages between placements, on devices in nodes of two: dearer where a node begins. A
+    placement ``kept_inside`` a node begins nowhere else.
     """
 
     def __init__(

@@ -380,10 +380,11 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
         found = {size: meshes_with(options.degrees, size, options.max_axes) for size in sizes}
     else:
         found = {size: meshes(size, options.max_axes) for size in sizes}
-    left = {
-        size: [m for m in listed if all(n <= most for _, n in m.axes)]
-        for size, listed in found.items()
-    }
+
+    def is_allowed(mesh: Mesh) -> bool:
+        return all(axis_size <= most for _, axis_size in mesh.axes)
+
+    left = {size: list(filter(is_allowed, listed)) for size, listed in found.items()}
     if _num_positions(config, options) == 1 and not left[config.plan_ngpus]:
         raise ConfigError(
             f"option 'max_split' of policy 'autodist' leaves no mesh of {config.plan_ngpus} ranks",

@@ -53,23 +53,27 @@ def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[st
 
 def _cut_by(layout: Layout) -> set[str]:
     """The axes that cut some dim of a tensor."""
-    return {axis for dim in layout.dims for atom in dim for axis in atom.axes}
+    found: set[str] = set()
+    for dim in layout.dims:
+        for atom in dim:
+            found.update(atom.axes)
+    return found
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """The plan with other names for its axes; ``names`` may leave some as they are."""
 
     def layout(item: Layout) -> Layout:
-        dims = tuple(
-            tuple(Atom(atom.segments, tuple(new(a) for a in atom.axes)) for atom in dim)
-            for dim in item.dims
-        )
+        dims = tuple(tuple(map(renamed_atom, dim)) for dim in item.dims)
         return Layout(
             dims, tuple(sorted(map(new, item.partial))), tuple(sorted(map(new, item.grad_partial)))
         )
 
     def new(axis: str) -> str:
         return names.get(axis, axis)
+
+    def renamed_atom(atom: Atom) -> Atom:
+        return Atom(atom.segments, tuple(map(new, atom.axes)))
 
     def mesh(item: Mesh) -> Mesh:
         return Mesh(tuple((new(axis), size) for axis, size in item.axes))

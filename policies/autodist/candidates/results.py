@@ -23,7 +23,7 @@ from shardwright.runtime.schedule_actions import ActionKind
 
 @dataclass(frozen=True)
 class LoweredPlacement:
-    """A placement of the model and its program on the ranks of a position, to be cut into stages."""
+    """A placement of the model and its program, on the ranks of a position."""
 
     placed: PlacedModel
     walk: Walk

@@ -29,12 +29,10 @@ def stages_title(meshes: Sequence[Mesh]) -> str:
 
 def scheduled_title(title: str, named_schedule: NamedSchedule) -> str:
     """The title with the schedule and its chunks: ``pp=2 x tp=4, 1f1b_interleaved x2``."""
-    return (
-        f"{title}, {named_schedule.name}"
-        + (f" x{named_schedule.chunks}" if named_schedule.chunks > 1 else "")
-        if named_schedule.name
-        else title
-    )
+    if not named_schedule.name:
+        return title  # there is no pipeline
+    chunks = f" x{named_schedule.chunks}" if named_schedule.chunks > 1 else ""
+    return f"{title}, {named_schedule.name}{chunks}"
 
 
 def memory_words(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -> str:
@@ -77,10 +75,9 @@ def first_of(titles: Sequence[str]) -> str:
 def recompute_title(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:
     """``, 3 of 8 layers computed again``, and of how many some modules."""
     whole = sum(1 for parts in chosen if any(part.path in layers.values() for part in parts))
-    words = [f"{whole} of {len(layers)} layers"] if whole else []
-    words += [f"parts of {len(chosen) - whole}"] if len(chosen) > whole else []
-    return (
-        f", {' and '.join(words)}{'' if whole else f' of {len(layers)} layers'} computed again"
-        if words
-        else ""
-    )
+    parts, all_layers = len(chosen) - whole, f"{len(layers)} layers"
+    if whole and parts:
+        return f", {whole} of {all_layers} and parts of {parts} computed again"
+    if whole:
+        return f", {whole} of {all_layers} computed again"
+    return f", parts of {parts} of {all_layers} computed again" if parts else ""

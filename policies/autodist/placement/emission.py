@@ -180,9 +180,11 @@ class _Emission:
         for index, step in enumerate(steps):
             stays = self.uses.stays or step.gathers
             inside = place.runs_again and (inside or (stays and not is_shared))
-            again_s = (
-                step.forward_s if inside else step.regathered_s if index >= num_before else 0.0
-            )
+            again_s = 0.0
+            if inside:
+                again_s = step.forward_s
+            elif index >= num_before:
+                again_s = step.regathered_s
             total += step.forward_s + again_s + step.backward_s
         copy.is_inside = inside
         return total

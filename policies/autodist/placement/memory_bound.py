@@ -218,13 +218,14 @@ def _variables(graph: IRGraph) -> frozenset[str]:
         ]:
             stretch[op.name] = path, op.region
     uses = graph.uses()
-    return frozenset(
-        value.name
-        for op in graph.ops
-        for value in op.results
-        if stretch[op.name] == (None, None)
-        or any(stretch[reader.name] != stretch[op.name] for reader, _ in uses.get(value.name, ()))
-    )
+    found = set()
+    for op in graph.ops:
+        own = stretch[op.name]
+        for value in op.results:
+            readers = uses.get(value.name, ())
+            if own == (None, None) or any(stretch[reader.name] != own for reader, _ in readers):
+                found.add(value.name)
+    return frozenset(found)
 
 
 def _inside(op: IROp) -> str:

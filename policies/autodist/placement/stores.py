@@ -5,7 +5,7 @@ of memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -59,13 +59,20 @@ def add_sources(
         makers[value.name] = Maker(index, np.array(candidates), candidates)
 
 
+def _wanted(readers: Sequence[Reader]) -> Iterator[int]:
+    """All layouts that some reader wants, one after the other."""
+    for reader in readers:
+        for layouts in reader.wants:
+            yield from layouts
+
+
 def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tuple[int, ...]:
     """The layouts a parameter may be held in: whole, as any reader uses it, and cut along any
     factor of its first reader though that must have it whole.
     """
     pricing = draft.pricing
     if value.kind is not ValueKind.PARAMETER:
-        return used(layout for reader in readers for wanted in reader.wants for layout in wanted)
+        return used(_wanted(readers))
     first = draft.operators(readers)[0]
     op = first.op
     assert op.rule is not None
@@ -75,20 +82,16 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     if found is None:
         letters = ["R", *(["G"] if value.requires_grad else [])]
         words = [(letter, letter) for letter in letters]
-        words += [
-            ("S", f"split:{name}")
-            for name in dict.fromkeys(ref.factor for dim in refs for ref in dim)
-        ]
+        factors = dict.fromkeys(ref.factor for ref in itertools.chain.from_iterable(refs))
+        words += [("S", f"split:{name}") for name in factors]
         placed = itertools.product(words, repeat=len(draft.request.mesh.names))
         own = {
             pricing.op_choices.tensor(value, refs, op.rule, each)
             for each in placed
             if not too_mixed(each)
         }
-        wanted = {layout for reader in readers for wants in reader.wants for layout in wants}
-        found = pricing.candidates[key] = used(
-            own | {w for w in wanted if not pricing.layouts[w].partial}
-        )
+        wanted = {layout for layout in _wanted(readers) if not pricing.layouts[layout].partial}
+        found = pricing.candidates[key] = used(own | wanted)
     return found
 
 

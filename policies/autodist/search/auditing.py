@@ -85,12 +85,8 @@ class Audits:
 
     def __init__(self, state: SearchState, audited: Callable[[Plan], PlanCost]) -> None:
         self.state, self.audited = state, audited
-        self.result, self.clock, self.space, self.cutter = (
-            state.result,
-            state.clock,
-            state.space,
-            state.cutter,
-        )
+        self.result, self.clock = state.result, state.clock
+        self.space, self.cutter = state.space, state.cutter
         self.sure: list[Candidate] = []
         self._seen: list[Candidate] = []  # what was audited
         self._needed: dict[str, float] = {}  # the bytes of what does not fit, by title

@@ -25,7 +25,7 @@ HINT = "name them: batch_dims={'input_ids': 0, 'labels': 0}"
 
 
 def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) -> dict[str, int]:
-    """By path of an input, which of its dims counts samples: as ``named``, else as the config
+    """The dim of each input, by path, that counts samples: as ``named``, else as the config
     declares a dynamic dim of the name ``batch``, else the one kind of dim that the model calls so.
 
     Raises:
@@ -88,14 +88,15 @@ def _check_all(graph: IRGraph, found: Mapping[str, int], values: Mapping[str, IR
 def _by_name(graph: IRGraph, values: Mapping[str, IRValue]) -> dict[str, int]:
     assert graph.dims is not None
     dims = graph.dims
-    kinds = {index for value in values.values() for dim in dims.values[value.name] for index in dim}
-    batch = [index for index in kinds if dims.classes[index].name == BATCH]
-    found = {
-        path: [
-            dim for dim, indices in enumerate(dims.values[value.name]) if indices == tuple(batch)
-        ]
-        for path, value in values.items()
-    }
+    kinds: set[int] = set()
+    for value in values.values():
+        kinds.update(*dims.values[value.name])
+    batch = tuple(index for index in kinds if dims.classes[index].name == BATCH)
+
+    def batch_dims_of(value: IRValue) -> list[int]:
+        return [dim for dim, kind in enumerate(dims.values[value.name]) if kind == batch]
+
+    found = {path: batch_dims_of(value) for path, value in values.items()}
     if (
         len(batch) != 1
         or any(len(where) > 1 for where in found.values())

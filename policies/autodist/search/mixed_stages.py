@@ -42,12 +42,8 @@ class MixedStages:
 
     def __init__(self, state: SearchState, audits: Audits) -> None:
         self.state, self.audits = state, audits
-        self.graph, self.config, self.space, self.cutter = (
-            state.graph,
-            state.config,
-            state.space,
-            state.cutter,
-        )
+        self.graph, self.config, self.space = state.graph, state.config, state.space
+        self.cutter = state.cutter
         self.result, self.placements = state.result, state.placements
 
     def run(self, placed_meshes: Sequence[PlacedMesh]) -> None:
@@ -99,20 +95,15 @@ class MixedStages:
         below = self.space.worth_s
         if best is not None:
             below = min(below, max(best.step_s, best.predicted_s, best.modelled_s))
-        return [
-            CutRequest(
-                scheduled_title(f"{number} stages that may differ", named_schedule),
-                (),
-                number,
-                named_schedule,
-                below_s=below,
-            )
-            for number in numbers
-            for named_schedule in (
-                self.state.named_schedules(number) if 1 < number <= self.config.plan_ngpus else ()
-            )
-            if named_schedule.chunks == 1
-        ]
+        found: list[CutRequest] = []
+        for number in numbers:
+            if not 1 < number <= self.config.plan_ngpus:
+                continue
+            for named_schedule in self.state.named_schedules(number):
+                if named_schedule.chunks == 1:
+                    title = scheduled_title(f"{number} stages that may differ", named_schedule)
+                    found.append(CutRequest(title, (), number, named_schedule, below_s=below))
+        return found
 
     def _lower_more(
         self, placed_meshes: Sequence[PlacedMesh], cut_requests: Sequence[CutRequest]
@@ -141,9 +132,8 @@ class MixedStages:
             return
         self._lower_all(placed_mesh.fastest for placed_mesh in unused)
         best = self.result.best
-        most = (
-            2 if best is None or best.plan.recompute else 1
-        )  # for the memory too, where that binds
+        # For the memory too, where that binds.
+        most = 2 if best is None or best.plan.recompute else 1
         for mesh in itertools.chain.from_iterable(self.space.meshes[size] for size in further):
             listed = mesh_requests(
                 self.graph, self.space, max(2, whole // mesh.size), mesh, tuple(range(mesh.size))

@@ -65,13 +65,8 @@ class Placer:
         pricings: Pricings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.graph, self.config, self.options, self.hardware, self.times = (
-            graph,
-            config,
-            options,
-            hardware,
-            times,
-        )
+        self.graph, self.config, self.options = graph, config, options
+        self.hardware, self.times = hardware, times
         self._clock = clock or Clock(options.time_limit_s)
         self._optimizer = options.optimizer_memory
         self._pricings: Pricings = {} if pricings is None else pricings

@@ -184,10 +184,9 @@ class SimplePolicies:
             if placed_mesh.bound_s < self.state.beaten_s()
         }
         meshes = [*known, *left]
-        return [
-            (where, known.get(where))
-            for where in sorted(meshes, key=self.state.likely_s if len(meshes) > 1 else None)
-        ]
+        if len(meshes) > 1:
+            meshes.sort(key=self.state.likely_s)
+        return [(where, known.get(where)) for where in meshes]
 
     def _has_time(self, *kinds: str) -> bool:
         """Whether the limit leaves time for steps of these kinds, as long as others took, or there

@@ -83,13 +83,8 @@ class SearchState:
         times: OperatorTimes | None,
         clock: Clock,
     ) -> None:
-        self.graph, self.config, self.hardware, self.space, self.place = (
-            graph,
-            config,
-            hardware,
-            space,
-            place,
-        )
+        self.graph, self.config, self.hardware = graph, config, hardware
+        self.space, self.place = space, place
         self.optimizer, self.times, self.clock = optimizer, times, clock
         self.cutter = Cutter(graph, space)
         self.placements: list[LoweredPlacement] = []
@@ -118,25 +113,18 @@ class SearchState:
         """Whether the limit leaves time to try another mesh with all schedules, as long as others
         took, and audit what that gives.
         """
-        return (
-            self.clock.spent(
-                self.clock.longest_s(TRIED) + AUDITS_KEPT * self.clock.longest_s(AUDIT)
-            )
-            < 1.0
-        )
+        audits_s = AUDITS_KEPT * self.clock.longest_s(AUDIT)
+        return self.clock.spent(self.clock.longest_s(TRIED) + audits_s) < 1.0
 
     def best_s(self) -> float:
         """The step of the best plan so far: audited, or predicted where nothing is."""
-        return min(
-            (c.step_s for c in self.result.audited or self.result.others),
-            default=self.space.worth_s,
-        )
+        known = self.result.audited or self.result.others
+        return min((candidate.step_s for candidate in known), default=self.space.worth_s)
 
     def beaten_s(self) -> float:
         """The step of the best plan that was audited, here or in another search."""
-        return min(
-            self.space.worth_s, self.result.best.step_s if self.result.best else float("inf")
-        )
+        best = self.result.best
+        return self.space.worth_s if best is None else min(self.space.worth_s, best.step_s)
 
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""
@@ -148,11 +136,9 @@ class SearchState:
         """How much longer a step takes in so many positions, by rule of thumb, for what they cannot
         share or wait for.
         """
-        return (
-            1.0
-            if num_positions == 1
-            else slower(num_positions, self.space.num_microbatches, self._longest_share)
-        )
+        if num_positions == 1:
+            return 1.0
+        return slower(num_positions, self.space.num_microbatches, self._longest_share)
 
     @cached_property
     def _longest_share(self) -> float:

@@ -54,12 +54,11 @@ class Subsearch:
     @property
     def title(self) -> str:
         """``microbatches of 4, ZeRO-2``."""
-        words = [] if self.batch is None else [f"microbatches of {self.batch.samples}"]
-        words += (
-            []
-            if self.zero_stage is None
-            else [f"ZeRO-{self.zero_stage}" if self.zero_stage else "no ZeRO"]
-        )
+        words = []
+        if self.batch is not None:
+            words.append(f"microbatches of {self.batch.samples}")
+        if self.zero_stage is not None:
+            words.append(f"ZeRO-{self.zero_stage}" if self.zero_stage else "no ZeRO")
         return ", ".join(words)
 
     def of(self, candidate: Candidate) -> Candidate:

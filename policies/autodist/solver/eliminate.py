@@ -409,10 +409,9 @@ def _minimum_by_strategy(inputs: Sequence[Array], size: int) -> Array:
         for table in inputs:
             total = total + (table[:, strategy] if table.shape[1] > 1 else table[:, 0])
         assert isinstance(total, np.ndarray)
-        best = (
-            total
-            if best is None
-            else np.minimum(best, total, out=best if best.shape == total.shape else None)
-        )
+        if best is None:
+            best = total
+        else:
+            best = np.minimum(best, total, out=best if best.shape == total.shape else None)
     assert best is not None
     return best

@@ -68,11 +68,11 @@ class Positions:
     def least_bytes(self, stages: Sequence[Stage]) -> float:
         """What the fullest position takes with as much computed again as saves memory."""
         every = [self._most_saving(stage) for stage in stages]
-        return max(
-            self._used([stages[index] for index in own], [every[index] for index in own], moment)
-            for own, moments in zip(self._stages, self._moments, strict=True)
-            for moment in moments
-        )
+        used: list[float] = []
+        for own, moments in zip(self._stages, self._moments, strict=True):
+            held, again = [stages[index] for index in own], [every[index] for index in own]
+            used += [self._used(held, again, moment) for moment in moments]
+        return max(used)
 
     def _most_saving(self, stage: Stage) -> Ways:
         blocks = self.tables[stage.placement].blocks

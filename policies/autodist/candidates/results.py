@@ -169,7 +169,7 @@ class SearchResult:
         self.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
 
     def bound(self, cut_request: CutRequest, bound_s: float) -> None:
-        """Note what no cut of an cut request takes less than."""
+        """Note what no cut of a cut request takes less than."""
         self.bounds[cut_request.title], self.bounded[cut_request.title] = bound_s, cut_request
 
     @property

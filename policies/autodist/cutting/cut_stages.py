@@ -1,5 +1,9 @@
-"""Cut an cut request into stages: the chains that the model is seen as, what their blocks cost, and
-the plan of the best cut.
+"""Cut placements into stages: the chains that the model is seen as, what their blocks cost, and the
+plan of the best cut.
+
+Example: three layers of 4, 4 and 4 s and a head of 6 s on two positions. As a chain of layers the
+best stages are of 8 and 10 s. Seen more finely, the third layer may be cut in the middle: 9 and 9
+s. The finer cut is only taken where it makes the step shorter by more than ``tolerance``.
 """
 
 from __future__ import annotations
@@ -111,7 +115,7 @@ class Cutter:
         return layer_parts(self.graph, *self._by_layer)
 
     def cut(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | NoFit | NoGain:
-        """The best stages for the schedule of an cut request that take no more than
+        """The best stages for the schedule of a cut request that take no more than
         ``memory_bytes`` by the model of stages.
         """
         found = self._cut(cut_request, memory_bytes)
@@ -169,7 +173,7 @@ class Cutter:
     def scheduled_bound_s(
         self, cut_request: CutRequest, enough_s: float, is_over: Callable[[], bool]
     ) -> float:
-        """Seconds that no cut of an cut request takes less than, as its stages wait for one another
+        """Seconds that no cut of a cut request takes less than, as its stages wait for one another
         on its schedule and share the memory of their positions. No better bound is looked for than
         ``enough_s``.
         """
@@ -236,7 +240,7 @@ class Cutter:
         return list(found.values())
 
     def could_help(self, cut_request: CutRequest, sizes: Sequence[int]) -> bool:
-        """Whether an cut request could come below its ``below_s`` with placements on ``sizes``
+        """Whether a cut request could come below its ``below_s`` with placements on ``sizes``
         ranks beside its own, if more ranks never take less time in all than the placements
         do.
         """

@@ -1,9 +1,9 @@
 """Place a graph on one mesh: the best strategy of every operator over all axes at once, and how
 every parameter is stored.
 
-The problem is stated in ``problem.py`` and solved by :mod:`shardwright.policies.autodist.solver`.
-The result is a plan, with its cost, a bound that no plan of the space is below, and where the bound
-comes from.
+The problem is stated in ``placement_problem.py`` and solved by
+:mod:`shardwright.policies.autodist.solver`. The result is a plan, with its cost, a bound that no
+plan of the space is below, and where the bound comes from.
 """
 
 from __future__ import annotations

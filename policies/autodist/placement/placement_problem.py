@@ -5,7 +5,7 @@ Variables, each one choice:
 - an **operator**: one of its choices (``strategies.py``);
 - a **store**: how a parameter, or a buffer that an operator updates, is held (``stores.py``);
 - the **copies** of a value that several operators read: the set of layouts it is made available in,
-  or the one layout that all are made from (``values.py``).
+  or the one layout that all are made from (``value_adapters.py``).
 
 Objective, in seconds of one training step on the slowest rank: operators forward and backward; the
 adapters along every value, as lowering emits them; the reduction of every parameter's gradient, and

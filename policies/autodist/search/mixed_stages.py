@@ -1,5 +1,10 @@
 """Pipelines whose stages differ: how many there are, on how many ranks each may be, and which
-placements it may choose.
+placements each may choose.
+
+Example: six ranks have no placement of the model on four of them so far, as four does not divide
+six. ``one rank | one rank | tp=4`` may be better than ``pp=3 x tp=2`` where the last stage has a
+large head. So the model is placed on four ranks, too, and the chain of blocks is cut once more,
+where every stage may take any of the placements on one, two and four ranks.
 """
 
 from __future__ import annotations

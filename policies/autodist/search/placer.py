@@ -1,4 +1,9 @@
-"""Placements for the mesh requests of a search, as the options want them."""
+"""Places the model as a search asks for it, within what the options fix.
+
+The search asks for a mesh, and perhaps a memory limit (``MeshRequest``). The options add
+constraints, the optimizer and a time limit, which makes it a request for the placement
+(``PlacementRequest``).
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
 """The plans of the simple policies on the meshes of a search, so that none of them is better than
 its answer.
 
-``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule, and cut stages as a search does. Where
-time ends a search before it has placed the model on a mesh, on small models, or where memory binds,
-one of them may take less than all candidates. So they are audited too, as far as they obey the
-user's constraints and their parts do not already take as long as the best plan.
+``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule, and cut stages with the same code as a
+search. One of their plans may still take less than all candidates:
+
+- time ends a search before it has placed the model on a mesh;
+- memory binds, and the search leaves out what its model of stages predicts not to fit. These plans
+  are cut for speed, and their audit decides;
+- a finer cut is better: they may cut inside a layer at more places than the search looks at.
+
+So they are audited too, as far as they obey the user's constraints and their parts do not already
+take as long as the best plan.
 """
 
 from __future__ import annotations

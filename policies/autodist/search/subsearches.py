@@ -1,10 +1,9 @@
 """Searches side by side: one for every stage of ZeRO, and for every size of a microbatch.
 
-    for every size of a microbatch, of those that make up the batch of a step        (batches.py: a
-    graph for each)
-        for every stage of ZeRO, where the config leaves it to the plan
-            search                                                                   (search.py)
-    the best of all is the answer; the least of their bounds is the bound
+For every size of a microbatch, of those that make up the batch of a step, there is a graph
+(``batches.py``). For each of them, and for every stage of ZeRO where the config leaves it to the
+plan, there is one search (``search.py``). The best of all is the answer; the least of their bounds
+is the bound.
 
 Either changes what every operator, sum of gradients and byte costs, so each is a search of its own.
 Their steps do the same work on the same samples, so that their costs compare as they are. They

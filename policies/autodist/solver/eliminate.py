@@ -6,9 +6,9 @@ tensor contraction). It is exact, and its cost is exponential only in the number
 node has when it goes: graphs of models are chains with branches, where that is two to four.
 
 **Plan, then run.** Order and shapes do not depend on costs, so they are planned once; every run
-with other node costs (other multipliers, see dual.py) only adds and minimises arrays. All tables
-lie in one flat array; nodes that go in the same round and have equal shapes are computed by the
-same numpy calls, and so is the traceback that reads the best choices off the tables.
+with other node costs (other multipliers, see relaxation.py) only adds and minimises arrays. All
+tables lie in one flat array; nodes that go in the same round and have equal shapes are computed by
+the same numpy calls, and so is the traceback that reads the best choices off the tables.
 
 **Repeated blocks.** A round takes nodes out that are no neighbours, in the order of their *key*:
 which tables, in which order of dims, meet in the node. Nodes with equal keys leave equal tables, so

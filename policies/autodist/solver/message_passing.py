@@ -9,9 +9,9 @@ choice. With ``own[n] = cost[n] + all messages to n``::
 so the sum of the minima of all terms is a bound, for any messages. A pass visits the nodes in
 order, each sending to its later neighbours the minimum over its own strategies of a share of its
 cost plus the edge; the bound never falls, and ends near that of the linear program with edge
-marginals (program.py) at a fraction of its time. The order is by colours of a colouring: nodes of
-one colour are no neighbours and are visited at once. Edges lie in arrays by (colours, sizes); sizes
-are rounded up, padding is inf.
+marginals (linear_program.py) at a fraction of its time. The order is by colours of a colouring:
+nodes of one colour are no neighbours and are visited at once. Edges lie in arrays by (colours,
+sizes); sizes are rounded up, padding is inf.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Moves of single nodes under limits over time: bring a choice within them, and make one within
 them cheaper.
 
-As in local.py all moves are priced at once and the best made one after another; what the moments'
-limits say of a move is asked over the spans of its node only.
+As in local_search.py all moves are priced at once and the best made one after another; what the
+moments' limits say of a move is asked over the spans of its node only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PASSES = 300
 
 class Moves:
     """A choice on a network with moments; its rows are not looked at. A forbidden cost counts as a
-    wall, as in local.py.
+    wall, as in local_search.py.
     """
 
     def __init__(self, network: Network) -> None:

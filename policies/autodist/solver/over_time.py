@@ -4,8 +4,8 @@ the limit.
 A bound with some of the moments is a bound with all of them, and a choice that is best with some of
 them and respects all is best. Every round solves the network with the moments found so far; of
 those that its choice exceeds, the worst of every stretch of time is added; the choice itself is
-brought within the limit by moves (moves.py). Networks that are too large for so many rounds begin
-with prices of all moments at once (priced.py).
+brought within the limit by moves (node_moves.py). Networks that are too large for so many rounds
+begin with prices of all moments at once (priced.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Limits over time on networks too large for one moment after another: a price for every moment,
 all at once.
 
-Passes of message passing (messages.py) alternate with steps of the moments' prices along the excess
-of the choice that the messages point at (a subgradient, with Polyak's step length). What a span
-costs is the sum of the prices of its moments, so a step takes time in the number of spans and
+Passes of message passing (message_passing.py) alternate with steps of the moments' prices along the
+excess of the choice that the messages point at (a subgradient, with Polyak's step length). What a
+span costs is the sum of the prices of its moments, so a step takes time in the number of spans and
 moments, not of their product. Choices are read off the messages node by node and brought within the
-limits by moves (moves.py).
+limits by moves (node_moves.py).
 """
 
 from __future__ import annotations

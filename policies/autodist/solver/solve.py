@@ -8,16 +8,16 @@ Constraints:
 
 - forbidden strategies and pairs: costs of inf, dropped by arc consistency (network.py);
 - rows: ``sum_n usage[r][n][x[n]] <= limit[r]``; priced by multipliers (relaxation.py), kept by
-  repair and moves (local.py).
+  repair and moves (local_search.py).
 
 How it is solved, each step only if the one before left a gap and time is left:
 
 0. A hint of repeated blocks only orders the nodes, so that equal blocks are seen to be equal
-   (blocks.py).
+   (renumbering.py).
 1. `simplify` drops what cannot matter, and finds rows that cannot be kept (network.py).
 2. No row can bind: elimination is exact, repeated blocks included (eliminate.py).
 3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of
-   them, repair and local search give better ones (relaxation.py, pieces.py, local.py).
+   them, repair and local search give better ones (relaxation.py, crossing.py, local_search.py).
 4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved
    exactly while the rest stays (neighbourhood.py), until many parts in a row bring nothing.
 

@@ -3,12 +3,13 @@ it, exact on what is left.
 
 1. Nodes that follow another are merged with it (followers.py); those in no row with at most two
    neighbours are taken out exactly (reduce.py).
-2. Passes of message passing (messages.py) alternate with steps of the rows' multipliers along the
+2. Passes of message passing (message_passing.py) alternate with steps of the rows' multipliers
+along the
    excess of the choice that the messages point at (a subgradient, with Polyak's step length). Every
-   bound on the way is valid; the choice is repaired and improved by moves (local.py).
+   bound on the way is valid; the choice is repaired and improved by moves (local_search.py).
 3. Strategies whose presence alone costs more than the best choice are dropped. When few pairs are
-   left, the integer program is given to a library (program.py); else parts of the network are
-   solved while the rest stays (neighbourhood.py), and the strategies of nodes that use most are
+   left, the integer program is given to a library (linear_program.py); else parts of the network
+   are solved while the rest stays (neighbourhood.py), and the strategies of nodes that use most are
    split in two until bounds or the library decide.
 """
 

@@ -13,18 +13,18 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
-from shardwright.compiler.plan.plan import Certificate, Plan
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.degrees import meshes_with
-from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
-from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.candidates.titles import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.search.batches import BATCH, own_batch
+from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.placer import Placer, Pricings, constraints_on
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.subsearches import (
@@ -221,106 +221,6 @@ LAYERS_WORTH = 0.002
 """The share of a step that may be lost for stages that begin between layers: a file with whole
 layers is easier to read.
 """
-
-EVERY = "every plan of so many ranks"
-"""The space of a bound that is the arithmetic alone."""
-
-
-def certificate(found: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
-    """What is certain of the best plan."""
-    space = f"{best.title}; {EVERY if found.rests_on_arithmetic else best.placed[0].space}"
-    if best.is_mixed and not found.rests_on_arithmetic:
-        assert best.cut_request is not None
-        space = (
-            f"{best.title}; {len(best.cut_request.placements)} placements offered to every stage"
-        )
-    sharing = hardware.device.sharing
-    fastest = 1.0 if sharing is None else sharing.speed(1)
-    proof = [ARITHMETIC] if found.rests_on_arithmetic else _proof(found, best)
-    if found.searched:
-        proof += [f"searched one by one: {found.searched}"]
-    if found.interrupted is not None:
-        proof += [f"the search was ended by {found.interrupted}"]
-        proof[-1] += (
-            ""
-            if found.rests_on_arithmetic
-            else ": meshes that it did not come to are not in the bound"
-        )
-    if found.not_compared:
-        which = f"those on {first_of(found.not_compared)}" if found.is_compared else "any of them"
-        proof += [
-            (
-                "the simple policies may have a better plan: there was no time to compare it "
-                f"with {which}"
-            )
-        ]
-    least_s, least = found.least_bounded
-    if least_s < best.bound_s:
-        proof += [f"what the bound is of: {least}"]
-    if found.arithmetic_bound_s > 0 and not found.rests_on_arithmetic:
-        least_of_all = amount(found.arithmetic_bound_s / fastest, "s")
-        proof += [f"no plan at all takes less than {least_of_all}, {ARITHMETIC}"]
-    if sharing is not None:
-        proof += [
-            (
-                "times are those of ranks that all compute, and no rank is faster than with a "
-                "core for itself"
-            )
-        ]
-    bounds = [(c, max(c.bound_s, found.arithmetic_bound_s)) for c in found.tried]
-    tried = [
-        f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(bound, 's', digits=6)}"
-        for c, bound in bounds
-    ]
-    tried += [
-        f"{title}: none of them takes less than {amount(bound, 's', digits=6)}"
-        for title, bound in found.bounds.items()
-    ]
-    tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
-    bound_s = min(least_s, best.step_s) / fastest
-    return Certificate(best.step_s, bound_s, tuple(proof), space, hardware.name, tuple(tried))
-
-
-def _proof(found: SearchResult, best: Candidate) -> list[str]:
-    """Why nothing that was searched is below the bound."""
-    own = best.placed[0].proof
-    if best.is_mixed:
-        return [
-            (
-                "the placements offered were chosen before the stages; with them the bound holds "
-                "for every split between blocks"
-            ),
-            *_not_in_bound(found),
-        ]
-    proof = [own]
-    if best.is_simple:
-        proof += [
-            (
-                "the bound is of other placements: the plan is a simple policy's, which the "
-                "search has not bettered"
-            )
-        ]
-    elif best.plan.stages:
-        proof += [
-            (
-                "the placement was chosen before the stages, of which the bound holds for every "
-                "split between blocks"
-            )
-        ]
-    if found.tried_mixed:
-        proof += ["stages that differ were searched with the placements offered to them"]
-    return [*proof, *_not_in_bound(found)]
-
-
-def _not_in_bound(found: SearchResult) -> list[str]:
-    if not found.unbounded:
-        return []
-    return [
-        (
-            f"not in the bound: {first_of(found.unbounded)}, as no split of the placements "
-            "chosen there fits"
-        )
-    ]
 
 
 def _space(

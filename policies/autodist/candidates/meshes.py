@@ -8,12 +8,12 @@ first axis, between the two, or behind the last.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.policies.autodist.stages.boundaries import tier_groups
 from shardwright.runtime.layout import Mesh
 
 AXIS_NAMES = ("x", "y", "z")
@@ -102,19 +102,3 @@ def inner_places(hardware: Hardware, inner: Mesh, num_positions: int) -> list[in
         ranks = itertools.chain.from_iterable(position_ranks(inner, num_positions, place))
         found.setdefault(tier_groups(hardware, tuple(ranks)), place)
     return [place for place in found.values() if place]
-
-
-def tier_groups(hardware: Hardware, ranks: Sequence[int]) -> bytes:
-    """Equal for lists of ranks that fall, in their order, into the same groups of every tier,
-    whichever groups these are.
-    """
-    devices = np.asarray(ranks)
-    return b"".join(
-        _in_order_of_appearance(tier.group_of[devices]).tobytes() for tier in hardware.tiers
-    )
-
-
-def _in_order_of_appearance(groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The groups by number, where the first to be named is 0, the next 1."""
-    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse]

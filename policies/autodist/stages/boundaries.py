@@ -21,7 +21,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.adapter_time import step_time
 from shardwright.compiler.cost.time.operator_time import OpTime
 from shardwright.compiler.cost.time.pipeline_time import crossing_s
@@ -31,7 +33,6 @@ from shardwright.compiler.passes.copy_trees import routes
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.pipeline import Crossing
 from shardwright.compiler.plan.program import Adapt, Compute
-from shardwright.policies.autodist.candidates.meshes import tier_groups
 from shardwright.policies.autodist.stages.frontier import Array
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.layout import Layout
@@ -395,3 +396,21 @@ def _views(walk: Walk, flows: Sequence[_Flow]) -> list[_View]:
         made = walk.layouts[flow.value.name]
         found.append(_View(made, tuple(needs), tuple(adapters.get(flow.value.name, ()))))
     return found
+
+
+def tier_groups(hardware: Hardware, ranks: Sequence[int]) -> bytes:
+    """A key of where ranks lie on the tiers of a machine.
+
+    It is equal for lists of ranks that fall, in their order, into the same groups of every tier,
+    whichever groups these are: costs depend on no more.
+    """
+    devices = np.asarray(ranks)
+    return b"".join(
+        _in_order_of_appearance(tier.group_of[devices]).tobytes() for tier in hardware.tiers
+    )
+
+
+def _in_order_of_appearance(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The groups by number, where the first to be named is 0, the next 1."""
+    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]

@@ -39,8 +39,9 @@ from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search import placer as placer_module
+from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.placer import LARGE, TARGET_GAP, Placer
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

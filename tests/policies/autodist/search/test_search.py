@@ -29,9 +29,10 @@ from shardwright.policies.autodist.candidates.results import Candidate, SearchRe
 from shardwright.policies.autodist.candidates.schedules import named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting import cut_stages as cutting
-from shardwright.policies.autodist.policy import certificate, settled
+from shardwright.policies.autodist.policy import settled
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
+from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
 from shardwright.policies.choice import choose_dims

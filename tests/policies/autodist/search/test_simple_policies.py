@@ -33,10 +33,11 @@ from shardwright.policies.autodist.candidates.schedules import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
-from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search import mesh_search
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor
+from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,

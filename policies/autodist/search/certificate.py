@@ -1,0 +1,122 @@
+"""What is certain of the best plan: its cost, a lower bound, and what that bound covers.
+
+Example: a plan of 2.18 s with the bound 2.10 s. The proof says where the bound comes from (the
+elimination of the placement was exact) and what it leaves out (the placement was chosen before the
+stages), and lists every mesh that was tried with its own bound.
+"""
+
+from __future__ import annotations
+
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Certificate
+from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
+from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.candidates.titles import first_of
+
+EVERY = "every plan of so many ranks"
+"""The space of a bound that is the arithmetic alone."""
+
+
+def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:
+    """What is certain of the best plan."""
+    sharing = hardware.device.sharing
+    # Bounds are of ranks that all compute; a rank with a core for itself is faster.
+    speed = 1.0 if sharing is None else sharing.speed(1)
+    least_s, least = result.least_bounded
+    proof = [*_proof(result, best), *_what_was_left_out(result)]
+    if least_s < best.bound_s:
+        proof.append(f"what the bound is of: {least}")
+    if result.arithmetic_bound_s > 0 and not result.rests_on_arithmetic:
+        least_of_all = amount(result.arithmetic_bound_s / speed, "s")
+        proof.append(f"no plan at all takes less than {least_of_all}, {ARITHMETIC}")
+    if sharing is not None:
+        proof.append(
+            "times are those of ranks that all compute, and no rank is faster than with a core for "
+            "itself"
+        )
+    return Certificate(
+        best.step_s,
+        min(least_s, best.step_s) / speed,
+        tuple(proof),
+        _space(result, best),
+        hardware.name,
+        tuple(_tried(result)),
+    )
+
+
+def _space(result: SearchResult, best: Candidate) -> str:
+    """What the bound is of."""
+    if result.rests_on_arithmetic:
+        return f"{best.title}; {EVERY}"
+    if best.is_mixed:
+        assert best.cut_request is not None
+        number = len(best.cut_request.placements)
+        return f"{best.title}; {number} placements offered to every stage"
+    return f"{best.title}; {best.placed[0].space}"
+
+
+def _proof(result: SearchResult, best: Candidate) -> list[str]:
+    """Why nothing that was searched is below the bound."""
+    if result.rests_on_arithmetic:
+        return [ARITHMETIC]
+    if best.is_mixed:
+        words = (
+            "the placements offered were chosen before the stages; with them the bound holds for "
+            "every split between blocks"
+        )
+        return [words, *_not_in_bound(result)]
+    proof = [best.placed[0].proof]
+    if best.is_simple:
+        proof.append(
+            "the bound is of other placements: the plan is a simple policy's, which the search has "
+            "not bettered"
+        )
+    elif best.plan.stages:
+        proof.append(
+            "the placement was chosen before the stages, of which the bound holds for every split "
+            "between blocks"
+        )
+    if result.tried_mixed:
+        proof.append("stages that differ were searched with the placements offered to them")
+    return [*proof, *_not_in_bound(result)]
+
+
+def _not_in_bound(result: SearchResult) -> list[str]:
+    if not result.unbounded:
+        return []
+    titles = first_of(result.unbounded)
+    return [f"not in the bound: {titles}, as no split of the placements chosen there fits"]
+
+
+def _what_was_left_out(result: SearchResult) -> list[str]:
+    """The searches that this is of, what ended them, and what there was no time for."""
+    words = []
+    if result.searched:
+        words.append(f"searched one by one: {result.searched}")
+    if result.interrupted is not None:
+        ended = f"the search was ended by {result.interrupted}"
+        if not result.rests_on_arithmetic:
+            ended += ": meshes that it did not come to are not in the bound"
+        words.append(ended)
+    if result.not_compared:
+        which = "any of them"
+        if result.is_compared:
+            which = f"those on {first_of(result.not_compared)}"
+        words.append(
+            "the simple policies may have a better plan: there was no time to compare it with "
+            f"{which}"
+        )
+    return words
+
+
+def _tried(result: SearchResult) -> list[str]:
+    """A line for each candidate, for what is no better, and for what was refused."""
+    lines = []
+    for candidate in result.tried:
+        step = amount(candidate.step_s, "s", digits=6)
+        bound = amount(max(candidate.bound_s, result.arithmetic_bound_s), "s", digits=6)
+        lines.append(f"{candidate.title}: {step}, at least {bound}")
+    for title, bound_s in result.bounds.items():
+        lines.append(f"{title}: none of them takes less than {amount(bound_s, 's', digits=6)}")
+    return [*lines, *(f"{title}: {reason}" for title, reason in result.refused.items())]

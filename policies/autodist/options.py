@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.schedule.published import SCHEDULES
-from shardwright.policies.autodist.candidates.degrees import check_degrees
+from shardwright.policies.autodist.candidates.axis_roles import check_degrees
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError

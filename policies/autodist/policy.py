@@ -15,8 +15,8 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.autodist.candidates.axis_roles import meshes_with
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.degrees import meshes_with
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.candidates.search_space import SearchSpace

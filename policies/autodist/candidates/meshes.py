@@ -20,12 +20,6 @@ AXIS_NAMES = ("x", "y", "z")
 """What the axes are called until it is known what they split."""
 
 
-BEYOND_NODE, FURTHER_AXIS = 2.0, 1.3
-"""The factors by which a mesh is less likely to be the best that lies on several nodes, and one of
-an axis more to be worth its time. They decide what is tried first.
-"""
-
-
 def meshes(size: int, max_axes: int = 2) -> list[Mesh]:
     """Every way to write ``size`` ranks as at most ``max_axes`` axes of two and more, major to
     minor, fewest axes first.
@@ -61,23 +55,6 @@ def stage_sizes(num_ranks: int) -> list[int]:
         for n in range(1, num_ranks)
         if 16 * n >= num_ranks and (num_ranks % n == 0 or n & (n - 1) == 0)
     ]
-
-
-def slower(num_positions: int, num_microbatches: int, longest_share: float) -> float:
-    """How much longer a step takes for the positions that wait while a pipeline fills and drains,
-    and where one operator, of so large a share of a forward and backward, is more than a
-    position's.
-    """
-    return (1 + (num_positions - 1) / num_microbatches) * max(1.0, num_positions * longest_share)
-
-
-def unlikely(mesh: Mesh, node_size: int) -> float:
-    """How much longer a step is expected to take on a mesh, before anything is placed on it: where
-    one position does not lie in a node; and how much longer it takes to see whether it does.
-    """
-    return (BEYOND_NODE if mesh.size > node_size else 1.0) * FURTHER_AXIS ** max(
-        0, len(mesh.axes) - 1
-    )
 
 
 def with_pp(inner: Mesh, num_positions: int, place: int = 0) -> Mesh:

@@ -11,8 +11,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.axis_names import ROLES, role_of
-from shardwright.policies.autodist.candidates.degrees import forbidden
+from shardwright.policies.autodist.candidates.axis_roles import ROLES, forbidden, role_of
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.titles import refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline

@@ -24,7 +24,7 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.axis_names import renamed
+from shardwright.policies.autodist.candidates.axis_roles import renamed
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.titles import memory_words
 from shardwright.policies.autodist.search.state import AUDIT, SearchState

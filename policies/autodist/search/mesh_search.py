@@ -24,23 +24,25 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     mesh_requests,
 )
 from shardwright.policies.autodist.candidates.meshes import (
-    FURTHER_AXIS,
     divisors,
     inner_places,
     position_ranks,
-    unlikely,
 )
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest
 from shardwright.policies.autodist.candidates.schedules import NamedSchedule
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Audits
 from shardwright.policies.autodist.search.state import (
-    MORE_AXES,
     TRIED,
     TRYING_SHARE,
     SearchState,
 )
 from shardwright.runtime.layout import Mesh
+
+BEYOND_NODE, FURTHER_AXIS = 2.0, 1.3
+"""The factors by which a mesh is less likely to be the best that lies on several nodes, and one of
+an axis more to be worth its time. They decide what is tried first.
+"""
 
 BINDS = 1e-3
 """How much of the time of a step the memory must cost at least to be said to bind."""
@@ -98,12 +100,16 @@ class MeshSearch:
                 place = min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0
                 found.append((number, mesh, place))
 
+        def further_axes(mesh: Mesh) -> float:
+            return FURTHER_AXIS ** max(0, len(mesh.axes) - 1)
+
         def by_thumb(where: PipelineMesh) -> float:
-            return unlikely(where[1], node) * self.state.slower(where[0])
+            number, mesh, _ = where
+            on_nodes = BEYOND_NODE if mesh.size > node else 1.0
+            return on_nodes * further_axes(mesh) * self.state.slower(number)
 
         def by_estimate(where: PipelineMesh) -> float:
-            further_axes = max(0, len(where[1].axes) - 1)
-            return FURTHER_AXIS**further_axes * self.state.likely_s(where)
+            return further_axes(where[1]) * self.state.likely_s(where)
 
         found.sort(key=by_thumb)
         if len(found) > 1:
@@ -146,9 +152,7 @@ class MeshSearch:
         first, *further = mesh_requests(self.state.graph, self.space, num_positions, mesh, ranks)
         fastest = self.state.placed(first, mesh_title(num_positions, mesh, pp_place), keeps=True)
         if self._is_short is None:
-            further_axes = max(0, len(mesh.axes) - 1)
-            one_axis_s = self.state.placing_s(len(mesh.axes)) / MORE_AXES**further_axes
-            self._is_short = self.clock.limit_s < SHORT * one_axis_s
+            self._is_short = self.clock.limit_s < SHORT * self.state.one_axis_s(len(mesh.axes))
         if fastest is None:
             return None
         binds, least_s = False, 0.0

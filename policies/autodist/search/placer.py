@@ -18,9 +18,8 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates.axis_names import named
+from shardwright.policies.autodist.candidates.axis_roles import forbidden, named
 from shardwright.policies.autodist.candidates.clock import Clock
-from shardwright.policies.autodist.candidates.degrees import forbidden
 from shardwright.policies.autodist.candidates.mesh_requests import (
     MeshRequest,
     NoPlacement,

@@ -7,7 +7,7 @@ mesh_search.py       places the model on every mesh, and tries every schedule wi
 least_memory.py      finds what takes least memory, where nothing has fitted
 mixed_stages.py      lets every stage of a pipeline choose its placement and number of ranks
 simple_policies.py   audits the plans of the simple policies that may still be better
-schedule_bounds.py   raises the lower bounds of pipelines, once the answer is known
+certificate.py       raises the lower bounds of pipelines, once the answer is known
 auditing.py          lowers candidates to programs and audits them: this decides
 state.py             what the steps share: the space, the clock, the result so far
 ===================  ==========================================================================
@@ -38,12 +38,12 @@ from shardwright.policies.autodist.candidates.mesh_requests import LeastStep, Pl
 from shardwright.policies.autodist.candidates.results import INTERRUPT, SearchResult
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.search.auditing import Auditor, Audits
+from shardwright.policies.autodist.search.certificate import raise_bounds
 from shardwright.policies.autodist.search.least_memory import LeastMemory
 from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.mixed_stages import MixedStages
-from shardwright.policies.autodist.search.schedule_bounds import raise_bounds
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
-from shardwright.policies.autodist.search.state import ESTIMATE, SearchState
+from shardwright.policies.autodist.search.state import SearchState
 from shardwright.runtime.config import ComputeConfig
 
 MESH_SHARES = (0.3, 0.5, 0.7)
@@ -167,7 +167,7 @@ class Search:
         """Whether the limit is very short, and a plan of a simple policy may be the answer."""
         if not self.space.simple or self._another_has_a_plan():
             return False
-        return self.clock.limit_s < ESTIMATED * self.clock.longest_s(ESTIMATE)
+        return self.clock.limit_s < ESTIMATED * self.state.estimates_s
 
     def _another_has_a_plan(self) -> bool:
         """Whether another search, of another stage of ZeRO or batch, has a plan already."""

@@ -6,8 +6,7 @@ search. One of their plans may still take less than all candidates:
 
 - time ends a search before it has placed the model on a mesh;
 - memory binds, and the search leaves out what its model of stages predicts not to fit. These plans
-  are cut for speed, and their audit decides;
-- a finer cut is better: they may cut inside a layer at more places than the search looks at.
+  are cut for speed, and their audit decides.
 
 So they are audited too, as far as they obey the user's constraints and their parts do not already
 take as long as the best plan.
@@ -39,7 +38,7 @@ from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.candidates.axis_names import named
+from shardwright.policies.autodist.candidates.axis_roles import named
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
 from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace

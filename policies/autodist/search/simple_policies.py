@@ -25,7 +25,7 @@ from shardwright.policies.autodist.search.simple_plans import (
     Simple,
     simple_plans,
 )
-from shardwright.policies.autodist.search.state import AUDIT, ESTIMATE, SearchState
+from shardwright.policies.autodist.search.state import AUDIT, SearchState
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
@@ -69,7 +69,7 @@ class SimplePolicies:
         the estimates.
         """
         if self.space.simple:
-            needed_s = num_meshes * self.clock.longest_s(ESTIMATE)
+            needed_s = num_meshes * self.state.estimates_s
             least, most = KEPT_SHARES
             self._kept = min(max(least, self.clock.share_of(needed_s)), most)
             self.clock.reserve(self._kept)

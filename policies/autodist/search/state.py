@@ -22,7 +22,6 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
     Place,
     PlacedModel,
 )
-from shardwright.policies.autodist.candidates.meshes import slower
 from shardwright.policies.autodist.candidates.results import (
     Candidate,
     CutRequest,
@@ -133,12 +132,15 @@ class SearchState:
         return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
 
     def slower(self, num_positions: int) -> float:
-        """How much longer a step takes in so many positions, by rule of thumb, for what they cannot
-        share or wait for.
+        """How much longer a step takes in so many positions, by rule of thumb.
+
+        Positions wait while a pipeline fills and drains. And one operator, of so large a share of a
+        forward and backward, may be more than a position's.
         """
         if num_positions == 1:
             return 1.0
-        return slower(num_positions, self.space.num_microbatches, self._longest_share)
+        waiting = 1 + (num_positions - 1) / self.space.num_microbatches
+        return waiting * max(1.0, num_positions * self._longest_share)
 
     @cached_property
     def _longest_share(self) -> float:
@@ -147,6 +149,15 @@ class SearchState:
             op_time(op, {}, Mesh(()), self.hardware, self.times).total_s for op in self.graph.ops
         ]
         return max(times, default=0.0) / (sum(times) or 1.0)
+
+    @property
+    def estimates_s(self) -> float:
+        """Seconds that it took to estimate what simple policies take."""
+        return self.clock.longest_s(ESTIMATE)
+
+    def one_axis_s(self, num_axes: int) -> float:
+        """How long placing the model on a mesh of one axis may take, by one of so many axes."""
+        return self.placing_s(num_axes) / MORE_AXES ** max(0, num_axes - 1)
 
     @cached_property
     def _estimates(self) -> StepEstimates | None:

@@ -21,7 +21,7 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.autodist.candidates.axis_names import named, renamed
+from shardwright.policies.autodist.candidates.axis_roles import named, renamed
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedModel
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes

@@ -37,21 +37,23 @@ def raise_bounds(state: SearchState) -> None:
     bound, and none further than the least bound that nothing is known to raise. So the first that
     cannot be raised is the last.
     """
-    found = state.result
-    if found.best is None:
+    result = state.result
+    if result.best is None:
         return
-    staged = [
-        (c.bound_s, c.cut_request, c)
-        for c in found.tried
-        if c.cut_request is not None and c.plan.stages
-    ]
-    waiting: list[tuple[float, CutRequest, Candidate | None]] = [*staged]
-    waiting += [
-        (found.bounds[title], cut_request, None) for title, cut_request in found.bounded.items()
-    ]
-    rest = [c.bound_s for c in found.tried if c.cut_request is None or not c.plan.stages]
-    rest += [bound for title, bound in found.bounds.items() if title not in found.bounded]
-    enough_s = min([state.best_s(), *rest, *found.unanswered.values()])
+    # Pipelines can be bounded better; of all else the bounds stay as they are.
+    waiting: list[tuple[float, CutRequest, Candidate | None]] = []
+    rest: list[float] = []
+    for tried in result.tried:
+        if tried.cut_request is not None and tried.plan.stages:
+            waiting.append((tried.bound_s, tried.cut_request, tried))
+        else:
+            rest.append(tried.bound_s)
+    for title, bound_s in result.bounds.items():
+        if title in result.bounded:
+            waiting.append((bound_s, result.bounded[title], None))
+        else:
+            rest.append(bound_s)
+    enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
     until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARE * state.clock.limit_s)
 
     def is_over() -> bool:
@@ -59,7 +61,7 @@ def raise_bounds(state: SearchState) -> None:
 
     known: dict[tuple[object, ...], float] = {}
     for bound_s, cut_request, candidate in sorted(
-        waiting, key=lambda item: (item[2] is not found.best, item[0])
+        waiting, key=lambda item: (item[2] is not result.best, item[0])
     ):
         if bound_s >= enough_s:
             continue
@@ -74,13 +76,13 @@ def raise_bounds(state: SearchState) -> None:
                 return
             known[key] = state.cutter.scheduled_bound_s(cut_request, enough_s, is_over)
         if candidate is None:
-            found.bounds[cut_request.title] = max(bound_s, known[key])
-            enough_s = min(enough_s, found.bounds[cut_request.title])
+            result.bounds[cut_request.title] = max(bound_s, known[key])
+            enough_s = min(enough_s, result.bounds[cut_request.title])
             continue
         raised = replace(candidate, split_bound_s=max(candidate.split_bound_s, known[key]))
         enough_s = min(enough_s, raised.bound_s)
-        found.audited = [raised if other is candidate else other for other in found.audited]
-        found.others = [raised if other is candidate else other for other in found.others]
+        result.audited = [raised if other is candidate else other for other in result.audited]
+        result.others = [raised if other is candidate else other for other in result.others]
 
 
 def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Certificate:

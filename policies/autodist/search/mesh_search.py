@@ -357,7 +357,7 @@ class MeshSearch:
                 break
             title = scheduled_title(cut_request.title, named_schedule)
             scheduled = replace(cut_request, title=title, named_schedule=named_schedule)
-            candidate = self.state.tried(scheduled, self.space.memory_bytes)
+            candidate = self.state.cut(scheduled, self.space.memory_bytes)
             if candidate is not None:
                 if not self._is_known(candidate):
                     self.result.others.append(candidate)
@@ -375,7 +375,7 @@ class MeshSearch:
             title = scheduled_title(_title(placed_mesh), named_schedule)
             cut_request = CutRequest(title, (lowered,), number, named_schedule, pp_place)
             for share in SURE_SHARES:
-                candidate = self.state.tried(cut_request, share * self.space.memory_bytes)
+                candidate = self.state.cut(cut_request, share * self.space.memory_bytes)
                 if candidate is not None:
                     self.result.others.append(candidate)
                     return True

@@ -71,7 +71,7 @@ class MixedStages:
             below = min(
                 [cut_request.below_s, *(NEAR * candidate.modelled_s for candidate in tried)]
             )
-            candidate = self.state.tried(
+            candidate = self.state.cut(
                 replace(cut_request, placements=placements, below_s=below), self.space.memory_bytes
             )
             if candidate is None:

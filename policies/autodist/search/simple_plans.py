@@ -5,8 +5,8 @@ its answer.
 search. One of their plans may still take less than all candidates:
 
 - time ends a search before it has placed the model on a mesh;
-- memory binds, and the search leaves out what its model of stages predicts not to fit. These plans
-  are cut for speed, and their audit decides.
+- memory binds, so that the search cuts stages for the memory that its model of stages predicts.
+  These plans are cut for speed alone, and their audit says whether they fit.
 
 So they are audited too, as far as they obey the user's constraints and their parts do not already
 take as long as the best plan.

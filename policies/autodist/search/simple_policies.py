@@ -48,9 +48,10 @@ with.
 
 
 class SimplePolicies:
-    """The part of a search that holds it to the simple policies. It comes last, so that few of
-    their plans may still be better, and a share of the limit is kept for it, so that it also comes
-    where time ends the search.
+    """The part of a search that audits the plans of simple policies which may be the best.
+
+    It comes last, when few of their plans may still be better. A share of the limit is kept for it,
+    so that it also comes where time ends the search.
     """
 
     def __init__(self, state: SearchState, audited: Auditor) -> None:
@@ -59,14 +60,12 @@ class SimplePolicies:
         self._rules = Rules(state.graph, state.config)
         self._compared: set[PipelineMesh] = set()
         self._listings: dict[PipelineMesh, _Listing] = {}
-        self._tried: dict[
-            str, PipelineMesh
-        ] = {}  # titles of plans that were audited, and where they are
+        self._tried: dict[str, PipelineMesh] = {}  # titles of plans that were audited, and where
         self._kept = KEPT_SHARES[0]
 
     def keep_time(self, num_meshes: int) -> None:
-        """Keep time to be the last: on a mesh making their plans takes about as long as
-        the estimates.
+        """Keep a share of the time for :meth:`run`, which comes last. On a mesh, making their plans
+        takes about as long as the estimates.
         """
         if self.space.simple:
             needed_s = num_meshes * self.state.estimates_s
@@ -75,11 +74,12 @@ class SimplePolicies:
             self.clock.reserve(self._kept)
 
     def begin(self, left: Sequence[PipelineMesh]) -> None:
-        """Where there is little time, a first plan: of theirs on the meshes where they likely take
-        least the one whose parts do, or the next that fits. Of those that likely fit at least one
-        is audited.
+        """Find a first plan, where there is little time: on the meshes where they likely take
+        least, the plan whose parts take least, or the next that fits. At least one of those that
+        likely fit is audited.
         """
-        self.clock.reserve(self._kept / 2)  # as this does the most likely part of what comes last
+        # Half of the reserve is enough from now on: this does the likely part of what comes last.
+        self.clock.reserve(self._kept / 2)
         found: list[tuple[Simple, PipelineMesh]] = []
         for number, where in enumerate(
             sorted(left, key=self.state.likely_s if len(left) > 1 else None)

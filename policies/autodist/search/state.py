@@ -268,8 +268,8 @@ class SearchState:
         """
         return replace(placed, plan=replace(placed.plan, zero=units_of_storage(self.config)))
 
-    def tried(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | None:
-        """The best stages for a schedule, if any fit."""
+    def cut(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | None:
+        """The plan with the best stages for a schedule; ``None``, which is noted, if none fits."""
         found = self.cutter.cut(cut_request, memory_bytes)
         if isinstance(found, NoGain):
             self.result.bound(cut_request, found.bound_s)

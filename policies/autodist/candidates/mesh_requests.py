@@ -19,13 +19,15 @@ PipelineMesh = tuple[int, Mesh, int]
 
 @dataclass(frozen=True)
 class MeshRequest:
-    """What is to be placed: the whole model on a mesh over some ranks of the unit, in its order,
-    the first of ``num_positions`` that will share it.
+    """A request to place the whole model on a mesh.
 
-    ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches'
-    activations; those of ``recompute`` are computed again. ``memory_weight``: the price of memory
-    beside time, in the place of that limit. ``hurried``: any placement that fits will do, as long
-    as it is found soon.
+    - ``mesh``, ``ranks``: the mesh, and the ranks of the unit that it lies on, in its order: those
+      of the first of ``num_positions`` pipeline positions that will share the model.
+    - ``memory_bytes``: what the whole model may take on a rank, with the activations of
+      ``in_flight`` microbatches; ``None`` for any.
+    - ``memory_weight``: the price of memory beside time, in the place of that limit.
+    - ``recompute``: the modules whose activations are computed again.
+    - ``hurried``: whether any placement that fits will do, as long as it is found soon.
     """
 
     mesh: Mesh
@@ -41,11 +43,12 @@ class MeshRequest:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less
-    per step, for the reason ``proof``, of those in ``space``. ``interrupted``: it is what the
-    solver had when it was interrupted from the keyboard.
-    ``cost_s``: seconds per step by the problem. ``longest_s``: seconds per step that none takes
-    less in one operator.
+    """The best placement of the whole model on one mesh.
+
+    - ``cost_s``: seconds per step by the problem that it solves.
+    - ``bound_s``: no placement in ``space`` takes less per step, for the reason ``proof``.
+    - ``longest_s``: seconds per step that no placement takes less in one operator.
+    - ``interrupted``: whether it is what the solver had when it was interrupted from the keyboard.
     """
 
     plan: Plan

@@ -31,13 +31,15 @@ class LoweredPlacement:
 
 @dataclass(frozen=True)
 class CutRequest:
-    """What a candidate was made of: placements to choose from for every stage, to be cut into
-    stages for a schedule.
+    """A request for the best stages of a schedule: the placements that every stage may choose from.
 
-    ``pp_place``: with one placement, where the pipeline axis stands among the axes of its mesh,
-    from 0, the outermost. With several, stages lie side by side, each on as many ranks as its
-    placement takes. ``below_s``: what takes longer is of no interest. ``by_hand``: the schedule,
-    where none of those published is meant; ``named_schedule`` says nothing then.
+    - ``placements``: with one, all stages have it, on positions that lie as ``pp_place`` says. With
+      several, stages lie side by side, each on as many ranks as its placement takes.
+    - ``pp_place``: where the pipeline axis stands among the axes of the mesh, from 0, the
+      outermost.
+    - ``below_s``: what takes longer is of no interest.
+    - ``by_hand``: the schedule, where none of those published is meant; ``named_schedule`` says
+      nothing then.
     """
 
     title: str
@@ -85,12 +87,15 @@ class CutRequest:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it costs. ``placed``: of its stages, by position of the first; without a
-    pipeline of the model.
-    ``predicted_s``: by the model of stages; ``modelled_s``: by the formula that they are cut by;
-    ``cost``: audited.
-    ``used_bytes``: of the fullest rank, by that model.
-    ``is_simple``: whether the plan is a simple policy's.
+    """A plan and what it costs.
+
+    - ``placed``: the placements of its stages, by position of the first; without a pipeline that of
+      the model.
+    - ``predicted_s``: the step by the model of stages; ``modelled_s``: by the formula that stages
+      are cut by; ``cost``: the audit.
+    - ``used_bytes``: what the fullest rank holds, by the model of stages.
+    - ``split_bound_s``: the seconds that no split of its placements is below.
+    - ``is_simple``: whether the plan is a simple policy's.
     """
 
     title: str
@@ -134,18 +139,23 @@ INTERRUPT = "Ctrl-C"
 
 @dataclass
 class SearchResult:
-    """What a search has found so far. ``audited``: candidates that were lowered, best first;
-    ``others``: predicted only; ``refused``: what was tried and why it is no candidate;
-    ``needed_bytes``: of what takes too much memory, what it needs on a device. ``bounds``: what was
-    tried and is no better than others, with the seconds that none of it is below, and ``bounded``:
-    the cut requests behind these; ``unanswered``: the same of meshes that may have a plan and left
-    none, as there was no time or nothing was found that fits; ``unbounded``: pipelines in no bound,
-    as no split of the placements chosen fits. ``least``: of the plan that needs least among those
-    that were audited and do not fit, the bytes, the title, and what most of them are for.
-    ``searched``: what searches this is of, where there were several. ``not_compared``: the meshes
-    where the simple policies may have a better plan, as there was no time to tell; ``is_compared``:
-    whether there are others. ``arithmetic_bound_s``: seconds that no plan is below, searched or
-    not.
+    """What a search has found. It is valid at any time.
+
+    - ``audited``: candidates that fit, the best first; ``others``: those that are only predicted.
+    - ``refused``: what was tried and is no candidate, with the reason; ``needed_bytes``: what it
+      needs on a device, where that is too much.
+    - ``least``: the least that any audited plan needs which does not fit: the bytes, its title, and
+      what most of them are for.
+    - ``bounds``: what was tried and is no better than others, with the seconds that none of it is
+      below; ``bounded``: the cut requests behind these.
+    - ``unanswered``: the bounds of meshes that may have a plan and left none, as there was no time
+      or nothing was found that fits.
+    - ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
+    - ``arithmetic_bound_s``: the seconds that no plan is below, searched or not.
+    - ``not_compared``: the meshes where the simple policies may have a better plan, as there was no
+      time to tell; ``is_compared``: whether there are others.
+    - ``interrupted``: what ended the search before its end, in words; ``searched``: the searches
+      that this is of, where there were several.
     """
 
     audited: list[Candidate] = field(default_factory=list)

@@ -14,19 +14,23 @@ from shardwright.runtime.layout import Mesh
 class SearchSpace:
     """What is searched. ``None`` leaves a choice to the search.
 
-    ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one
-    position, by their number.
-    ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has
-    one for each position.
-    ``simple``: whether plans of the simple policies count too, as far as they obey the
-    ``constraints`` on their mesh.
-    ``pp_place``: before which axis of the mesh the pipeline axis stands; 0 is outermost.
-    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as
-    memory asks for. ``audits``: how many candidates are audited at once; ``near``: only those
-    predicted to take that many times what the best takes, or less; ``worth_s``: none that is
-    predicted to take longer. ``tolerance``: stages begin between layers where a step takes at most
-    so much longer than with other stages, as a share of it. ``block_share``: the most that a block
-    of a stage of average length takes, where stages may begin elsewhere, too.
+    - ``meshes``: the meshes of one pipeline position, by number of ranks.
+    - ``num_positions``: the pipeline positions; 1 is no pipeline.
+    - ``pp_place``: the axis of the mesh before which the pipeline axis stands; 0 is outermost.
+    - ``stage_starts``: the first operators of all stages but the first.
+    - ``recompute``: module paths that are computed again, whatever the memory. ``None``: layers, as
+      few as memory asks for.
+    - ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has
+      one stage for each position.
+    - ``simple``: whether plans of the simple policies count too, as far as they obey the
+      ``constraints`` on their mesh.
+    - ``audits``: the number of candidates that are audited at once.
+    - ``near``: a candidate is audited if it is predicted to take at most that many times what the
+      best takes; ``worth_s``: and no longer than that.
+    - ``tolerance``: stages begin between layers where a step takes at most so much longer than with
+      other stages, as a share of it.
+    - ``block_share``: the most that a block takes of a stage of average length, where stages may
+      begin inside layers, too.
     """
 
     meshes: Mapping[int, Sequence[Mesh]]

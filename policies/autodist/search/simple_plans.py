@@ -5,8 +5,8 @@ its answer.
 search. One of their plans may still take less than all candidates:
 
 - time ends a search before it has placed the model on a mesh;
-- memory binds, so that the search cuts stages for the memory that its model of stages predicts.
-  These plans are cut for speed alone, and their audit says whether they fit.
+- memory binds, and their placement holds less than those that the search has chosen before it cuts
+  stages: it allows a schedule that these have no memory for.
 
 So they are audited too, as far as they obey the user's constraints and their parts do not already
 take as long as the best plan.

@@ -119,7 +119,7 @@ def test_the_certificate_states_the_audited_cost_of_every_stage(stage: int) -> N
     config = config_of(2, 2, zero=[stage], global_batch=12, microbatch=[2])
     found = searched("mlp", config)
     made = compiled("mlp", found, config)
-    assert made.config == found.subsearch.config and made.config.zero_stage == stage
+    assert made.config == found.variant.config and made.config.zero_stage == stage
     cost = audit(made.program, made.config, load_hardware("a100-80gb", 4))
     assert found.plan.certificate is not None
     assert found.plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
@@ -410,8 +410,8 @@ def test_refusals_of_dims_that_count_samples() -> None:
     named = config_of(1, 2, 0, global_batch=8, batch_dims=MLP_DIMS)
     entry = zoo.get("mlp")
     found = PlanSearch.of(entry.build(), one, named)
-    assert [v.batch and v.batch.samples for v in found.subsearches.listed] == [1, 2, 4]
-    assert [v.graph.inputs[0].shape[0] for v in found.subsearches.listed] == [1, 2, 4]
+    assert [v.batch and v.batch.samples for v in found.variants.listed] == [1, 2, 4]
+    assert [v.graph.inputs[0].shape[0] for v in found.variants.listed] == [1, 2, 4]
     assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"y": 0})) == (
         "batch_dims names 'y', which is no input of the model\n  try:   one of 'target', 'x'"
     )

@@ -88,7 +88,7 @@ def test_optimizer_state_that_stages_share_is_that_of_the_audit(use_zero: int) -
     )
     assert set(program.shared) == {"transformer.wte.weight"}
     costs = audit(program, config, hardware)
-    tables = StageCosts(block_costs(walk, starts, {}).placement(2), 4, splits_backward=False)
+    tables = StageCosts(block_costs(walk, starts, {}).placed(2), 4, splits_backward=False)
     for index, (start, stop) in enumerate([(0, cut), (cut, len(starts))]):
         declared = [d for d in program.programs[index].declarations if d.value.requires_grad]
         beside = sum(2 * local_bytes(d.layout, d.value.dtype, mesh) for d in declared)
@@ -100,7 +100,7 @@ def test_optimizer_state_that_stages_share_is_that_of_the_audit(use_zero: int) -
         state = tables.held_bytes[start, stop] - beside
         assert state == pytest.approx(costs.memory[2 * index].optimizer_bytes, rel=1e-3)
     alone = StageCosts(
-        block_costs(walk, starts, {}).placement(2, shares=False), 4, splits_backward=False
+        block_costs(walk, starts, {}).placed(2, shares=False), 4, splits_backward=False
     )
     assert (alone.held_bytes[:cut, cut:] == tables.held_bytes[:cut, cut:]).all() == (not use_zero)
     assert alone.held_bytes[0, len(starts)] == tables.held_bytes[0, len(starts)]

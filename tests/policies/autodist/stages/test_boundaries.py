@@ -169,7 +169,7 @@ def check(
     spans, size = [(0, cut), (cut, len(starts))], all_walks[0].setting.config.plan_ngpus
     for index, (lowered, (start, stop)) in enumerate(zip(all_walks, spans, strict=True)):
         tables = StageCosts(
-            block_costs(lowered, starts, {}).placement(lowered.mesh.size), 4, splits_backward=False
+            block_costs(lowered, starts, {}).placed(lowered.mesh.size), 4, splits_backward=False
         )
         body = body_time(
             program.programs[index], hardware, program.plan.stages[index].ranks, unit_size=size

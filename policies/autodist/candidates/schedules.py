@@ -1,4 +1,8 @@
-"""Schedules by name with the stages of each position, and the plan that one makes of a model."""
+"""Schedules by name with the stages of each position, and the plan that one makes of a model.
+
+Example: on two positions ``1f1b_interleaved`` with two chunks has the stages 0, 1, 2 and 3 on the
+positions 0, 1, 0 and 1.
+"""
 
 from __future__ import annotations
 

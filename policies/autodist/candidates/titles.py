@@ -1,4 +1,7 @@
-"""What a search calls its candidates, and its reasons against them."""
+"""What a search calls its candidates, and its reasons against them.
+
+Example: ``pp=2 x tp=4, 1f1b_interleaved x2, 3 of 8 layers computed again``.
+"""
 
 from __future__ import annotations
 

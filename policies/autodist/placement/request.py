@@ -20,13 +20,13 @@ class PlacementRequest:
 
     ``ranks``: the unit's ranks that the mesh lies on, in its order. ``microbatches``: how often
     forward and backward run per step; gradients are reduced once. ``inputs`` and ``outputs`` are as
-    in a plan: layouts by input name, wishes by output path (``None``: not needed, ``"whole"``,
-    ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made, without P and
-    G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module paths whose
-    activations are computed again. ``in_flight``: microbatches whose activations are alive at once.
-    ``target_gap``: how near to the bound is near enough, relative to the cost. ``time_limit_s``: of
-    the solver. ``deadline``: until when, by ``time.monotonic()``, the memory is corrected by what a
-    lowered plan takes; ``hurried``: in larger steps.
+    in a plan: layouts by input name, what is wanted by output path (``None``: not needed,
+    ``"whole"``, ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made,
+    without P and G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module
+    paths whose activations are computed again. ``in_flight``: microbatches whose activations are
+    alive at once. ``target_gap``: how near to the bound is near enough, relative to the cost.
+    ``time_limit_s``: of the solver. ``deadline``: until when, by ``time.monotonic()``, the memory
+    is corrected by what a lowered plan takes; ``hurried``: in larger steps.
     """
 
     graph: PlannableGraph

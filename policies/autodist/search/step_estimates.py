@@ -1,10 +1,13 @@
-"""About what the plans of the simple policies take on every mesh, from one program: which of them
-are likely the best.
+"""Estimates of what the plans of the simple policies take on every mesh, from one program: they say
+which meshes are likely the best.
 
 The model is placed once by their rules, on a mesh of two axes of two: one splits the batch, the
 other the inner dims. What every instruction of the lowered program takes is then asked for the same
 axes at other sizes, once for all that are alike. Where a rule would split other dims at another
 size, as there are fewer heads than ranks, that is wrong: it says in which order to look, no more.
+
+Example: of 200 instructions 12 differ. On ``x=8`` and on ``x=2 x y=4`` the times of these 12 are
+added up as often as each comes, for the batch over 8 ranks, or over 2 and the inner dims over 4.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ BATCH, INNER = "batch", "inner"
 
 
 class StepEstimates:
-    """What is known of one model. Raises :class:`PlanError` if it has no batch, or nothing inside
+    """The estimates for one model. Raises :class:`PlanError` if it has no batch, or nothing inside
     that could be split.
     """
 

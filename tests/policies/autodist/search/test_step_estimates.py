@@ -24,7 +24,7 @@ CONFIG = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs=
 def test_without_a_pipeline_it_is_what_the_best_plan_takes(model: str) -> None:
     """Nearly: where splits differ by size, or adapters may be saved, it is not."""
     graph, hardware = plans.zoo_graph(model), slow_machine(4, bytes_per_s=1e9)
-    scout, audited = (
+    estimates, audited = (
         StepEstimates(graph, CONFIG),
         Auditor(graph, CONFIG, hardware, NUM_MICROBATCHES),
     )
@@ -33,18 +33,18 @@ def test_without_a_pipeline_it_is_what_the_best_plan_takes(model: str) -> None:
         setting = Setting(hardware, CONFIG, tuple(range(4)), num_microbatches=NUM_MICROBATCHES)
         found = simple_plans(graph, mesh, [NamedSchedule("", 1)], 1, 0, space, setting)
         best_s = min(audited(simple.plan).step_s for simple in found)
-        assert scout.step_s(mesh, 1, 0, setting) == pytest.approx(best_s, rel=0.02), mesh
+        assert estimates.step_s(mesh, 1, 0, setting) == pytest.approx(best_s, rel=0.02), mesh
 
 
 def test_positions_share_the_work_and_what_no_policy_has_is_infinite() -> None:
     graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
-    scout, setting = (
+    estimates, setting = (
         StepEstimates(graph, CONFIG),
         Setting(hardware, CONFIG, (), num_microbatches=NUM_MICROBATCHES),
     )
-    alone = scout.step_s(
+    alone = estimates.step_s(
         Mesh(()), 1, 0, Setting(hardware, CONFIG, (0,), num_microbatches=NUM_MICROBATCHES)
     )
     for number in divisors(4):
-        assert scout.step_s(Mesh(()), number, 0, setting) <= alone / number * (1 + 1e-9)
-    assert scout.step_s(Mesh((("x", 2), ("y", 2), ("z", 2))), 1, 0, setting) == float("inf")
+        assert estimates.step_s(Mesh(()), number, 0, setting) <= alone / number * (1 + 1e-9)
+    assert estimates.step_s(Mesh((("x", 2), ("y", 2), ("z", 2))), 1, 0, setting) == float("inf")

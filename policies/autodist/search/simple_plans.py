@@ -65,7 +65,7 @@ AXIS = "axis"
 
 
 @dataclass(frozen=True)
-class Simple:
+class SimplePlan:
     """A plan, that of the ``whole`` model it was cut from, and what its parts take: ``least_s``
     leaves out messages between stages, ``least_bytes`` all gradients, unless they are asked for,
     and what is held for a moment only.
@@ -92,7 +92,7 @@ def simple_plans(
     setting: Setting,
     below_s: float = float("inf"),
     rules: Rules | None = None,
-) -> Iterator[Simple]:
+) -> Iterator[SimplePlan]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
     short; of one axis, either. Meshes of more axes are none of theirs. Without what breaks the
@@ -147,7 +147,7 @@ def simple_plans(
                     pp_place,
                 )
             least_s += _once_s(walk, cut.placement, cut.spans)
-            yield Simple(
+            yield SimplePlan(
                 cut_plan,
                 plan,
                 cut.named_schedule,

@@ -22,7 +22,7 @@ from shardwright.policies.autodist.search.auditing import Auditor, least_of
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
     Rules,
-    Simple,
+    SimplePlan,
     simple_plans,
 )
 from shardwright.policies.autodist.search.state import AUDIT, SearchState
@@ -80,7 +80,7 @@ class SimplePolicies:
         """
         # Half of the reserve is enough from now on: this does the likely part of what comes last.
         self.clock.reserve(self._kept / 2)
-        found: list[tuple[Simple, PipelineMesh]] = []
+        found: list[tuple[SimplePlan, PipelineMesh]] = []
         for number, where in enumerate(
             sorted(left, key=self.state.likely_s if len(left) > 1 else None)
         ):
@@ -127,12 +127,12 @@ class SimplePolicies:
 
     def _gathered(
         self, waiting: deque[tuple[PipelineMesh, PlacedMesh | None]]
-    ) -> tuple[list[tuple[Simple, PipelineMesh, PlacedMesh | None]], set[PipelineMesh]]:
+    ) -> tuple[list[tuple[SimplePlan, PipelineMesh, PlacedMesh | None]], set[PipelineMesh]]:
         """The plans on the next meshes, as many as half of the time that is left is enough for, the
         one likely the best first; and the meshes of which they are all that may be better. A mesh
         with more of them goes on waiting.
         """
-        found: list[tuple[Simple, PipelineMesh, PlacedMesh | None]] = []
+        found: list[tuple[SimplePlan, PipelineMesh, PlacedMesh | None]] = []
         all_of: set[PipelineMesh] = set()
         share = (self.clock.spent() + 1.0) / 2
         while (
@@ -228,7 +228,7 @@ class SimplePolicies:
                 break
         return listing
 
-    def _try(self, simple: Simple, where: PipelineMesh, placed_mesh: PlacedMesh | None) -> None:
+    def _try(self, simple: SimplePlan, where: PipelineMesh, placed_mesh: PlacedMesh | None) -> None:
         """A simple policy's plan; if it is better than all others, also the fastest placement in
         its stages.
         """
@@ -290,9 +290,9 @@ class SimplePolicies:
 class _Listing:
     """The plans on one mesh, as far as they are ``found``."""
 
-    def __init__(self, plans: Iterator[Simple]) -> None:
+    def __init__(self, plans: Iterator[SimplePlan]) -> None:
         self._plans = plans
-        self.found: list[Simple] = []
+        self.found: list[SimplePlan] = []
         self.has_all = False
 
     def go_on(self) -> None:
@@ -304,7 +304,7 @@ class _Listing:
             self.found.append(simple)
 
 
-def _title(simple: Simple, where: PipelineMesh) -> str:
+def _title(simple: SimplePlan, where: PipelineMesh) -> str:
     return (
         scheduled_title(mesh_title(where[0], simple.whole.mesh, where[2]), simple.named_schedule)
         + SIMPLE

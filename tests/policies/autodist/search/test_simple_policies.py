@@ -42,7 +42,7 @@ from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
     Rules,
-    Simple,
+    SimplePlan,
     simple_plans,
 )
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
@@ -339,7 +339,7 @@ def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(
     monkeypatch.setattr(outer_search, "ESTIMATED", math.inf)
     monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     audits: list[int] = []
-    listed: list[Simple] = []
+    listed: list[SimplePlan] = []
     begin = SimplePolicies.begin
 
     def begun(simple_policies: SimplePolicies, left: Sequence[PipelineMesh]) -> None:

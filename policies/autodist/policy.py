@@ -30,7 +30,6 @@ from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.search.subsearches import (
     Subsearch,
     Subsearches,
-    only_new_objects,
 )
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options

@@ -12,11 +12,9 @@ share one limit of time, and what is worked out about strategies and conversions
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.passes.unused_outputs import needed
@@ -218,20 +216,3 @@ def _in_words(listed: Sequence[Subsearch]) -> str:
 def _listed(names: Iterable[str]) -> str:
     *most, last = dict.fromkeys(names)
     return f"{', '.join(most)} and {last}" if most else last
-
-
-@contextlib.contextmanager
-def only_new_objects() -> Iterator[None]:
-    """Let the garbage collector look only at what is made inside the ``with`` block.
-
-    While a search makes objects it would look at a traced model and all of torch again and again.
-    Objects that somebody has set aside already (``gc.freeze``) stay so: then there are few others.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwright.frontend.parallelize import parallelize
     from shardwright.frontend.search_plan import search_plan
     from shardwright.frontend.verification.verify import verify
-    from shardwright.policies.registry import register_policy
+    from shardwright.policies.known_policies import register_policy
     from shardwright.runtime.checkpoint.deduped import deduped_state_dict, load_deduped_state_dict
     from shardwright.runtime.checkpoint.load import load_checkpoint
     from shardwright.runtime.checkpoint.merge_files import merge_checkpoint, read_checkpoint
@@ -147,7 +147,7 @@ _MODULES = {
     "parallelize": "shardwright.frontend.parallelize",
     "read_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "register_op": "shardwright.compiler.ops.register",
-    "register_policy": "shardwright.policies.registry",
+    "register_policy": "shardwright.policies.known_policies",
     "run_ranks": "shardwright.runtime.ranks.threads",
     "save_checkpoint": "shardwright.runtime.checkpoint.save",
     "search_plan": "shardwright.frontend.search_plan",

@@ -83,7 +83,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     from shardwright.frontend.files.module_files import Order, generate
     from shardwright.frontend.files.module_source import ModuleSource
-    from shardwright.policies.registry import find_policy
+    from shardwright.policies.known_policies import find_policy
     from shardwright.runtime.config import ComputeConfig
 
     torch.set_num_threads(1)

@@ -41,7 +41,7 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.repeated_blocks import container_of
 from shardwright.compiler.trace import trace
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 SHAPES = ((2, 1), (4, 1), (8, 1), (2, 8), (4, 4))

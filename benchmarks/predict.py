@@ -49,7 +49,7 @@ from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.calibrate.profile import profile
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 
 SEQ_LENGTH, VOCAB_SIZE, BATCH_SIZE = 64, 2048, 16
 SIZES = {

@@ -16,8 +16,8 @@ from shardwright.frontend.files.cache import generated_directory
 from shardwright.frontend.files.job import Job
 from shardwright.frontend.files.module_files import Order, generate
 from shardwright.frontend.files.module_source import ModuleSource
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.policy import PolicyFunction
-from shardwright.policies.registry import find_policy
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, did_you_mean

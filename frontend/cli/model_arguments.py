@@ -13,8 +13,8 @@ from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.frontend.cli.targets import load_target, read_settings
+from shardwright.policies.known_policies import find_policy, policy_names
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.registry import find_policy, policy_names
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
 

@@ -41,7 +41,7 @@ from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.compiler.schedule.validate import validate
 from shardwright.compiler.trace import trace
 from shardwright.frontend.verification.verify import verify
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.errors import brief
 from shardwright.runtime.manifest import accept

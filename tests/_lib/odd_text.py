@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime import structure
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Atom, Layout, Mesh

@@ -26,7 +26,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemor
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.parallelize import parallelize
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.training.optimizer import build_optimizer

@@ -27,8 +27,8 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.files.module_files import declared
 from shardwright.frontend.files.weight_files import initial_values
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.policy import PolicyFunction
-from shardwright.policies.registry import find_policy
 from shardwright.runtime.checkpoint.tensor_files import write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Atom, Layout, Mesh

@@ -17,8 +17,8 @@ from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli.searches import read_batch_dims, read_sizes, read_sizes_listed
 from shardwright.frontend.cli.targets import read_settings
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.policy import read_options
-from shardwright.policies.registry import find_policy
 from shardwright.runtime import cli as runtime_cli
 from shardwright.runtime.config import ComputeConfig
 

@@ -30,7 +30,7 @@ from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from watched import watched
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.frontend.verification.verify import VerifyReport, verify
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 

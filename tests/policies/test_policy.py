@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.policy import NoOptions, Policy, read_options
-from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES

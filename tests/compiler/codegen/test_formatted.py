@@ -17,7 +17,7 @@ import zoo
 from shardwright.compiler.codegen.text import WIDTH
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.trace.entry import trace
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 STEPS = {"use_end2end": True}

@@ -28,7 +28,7 @@ from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Program
 from shardwright.compiler.schedule.shared_cores import Sharing
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.loader import load_class

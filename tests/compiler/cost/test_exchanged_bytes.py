@@ -21,7 +21,7 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Atom, Layout, Mesh
 from shardwright.runtime.loader import load_class

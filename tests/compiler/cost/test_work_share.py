@@ -17,7 +17,7 @@ from shardwright import parallelize
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.work_share import WorkShare
 from shardwright.frontend.cli.main import main
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 

@@ -15,7 +15,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.passes.verify_program import TABLE, verify_program
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Program
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import ZERO, Layout

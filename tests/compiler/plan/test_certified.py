@@ -15,7 +15,7 @@ from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified_digest
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 

@@ -16,7 +16,7 @@ import pytest
 
 from shardwright.compiler.plan.plan import Batch, Certificate, Note, Plan, StagePlan
 from shardwright.compiler.plan.plan_file import KEYS, check_plan_file
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import read_plan_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError

@@ -11,7 +11,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.plan.zero import cut_further, is_large
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh

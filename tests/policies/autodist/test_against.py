@@ -41,7 +41,7 @@ from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search.search import Search
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 

@@ -43,7 +43,7 @@ from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search import placer as placer_module
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.placer import LARGE, TARGET_GAP, Placer
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Mesh

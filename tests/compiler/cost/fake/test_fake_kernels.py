@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.fake.fake_kernels import rnn_workspace_bytes
 from shardwright.compiler.cost.memory.step_memory import program_memory
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 

@@ -23,7 +23,7 @@ from shardwright.compiler.cost.memory.split_backward_memory import SplitMemory
 from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout
 

@@ -21,7 +21,7 @@ from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory, state_bytes
 from shardwright.policies.autodist.placement.place import Placement, place
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError

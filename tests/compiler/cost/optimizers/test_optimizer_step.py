@@ -19,7 +19,7 @@ from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.optimizers.optimizer_step import StepProduct, work_of_step
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 FLOAT = torch.float32

@@ -27,7 +27,7 @@ from shardwright.compiler.cost.time.exchange_time import WHOLES, Exchange, excha
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.placement.place import Placement, place
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class

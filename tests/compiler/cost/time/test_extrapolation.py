@@ -21,7 +21,7 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.extrapolation import OPTIMIZER_PASS, largest_message
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.program import Program
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 

@@ -22,7 +22,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemor
 from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.overlap import buckets_of
 from shardwright.compiler.plan.program import Program
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks

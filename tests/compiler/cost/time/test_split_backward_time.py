@@ -19,7 +19,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.schedule.planned import planned_schedule
 from shardwright.compiler.schedule.simulate import StageTimes
 from shardwright.compiler.trace.entry import trace
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.schedule_actions import ActionKind
 

@@ -29,7 +29,7 @@ from shardwright.policies.autodist.policy import search, search_each, settled
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.simple_policies import NO_BOUND
 from shardwright.policies.autodist.search.subsearches import Subsearches
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 

@@ -47,7 +47,7 @@ from shardwright.policies.autodist.search.simple_plans import (
 )
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
 from shardwright.policies.autodist.stages.walk import Setting
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh

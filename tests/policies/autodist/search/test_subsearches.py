@@ -34,7 +34,7 @@ from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidat
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
-from shardwright.policies.registry import find_policy
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError

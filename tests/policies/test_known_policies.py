@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwright.policies import registry
+from shardwright.policies import known_policies
+from shardwright.policies.known_policies import find_policy, policy_names, register_policy
 from shardwright.policies.policy import NoOptions
-from shardwright.policies.registry import find_policy, policy_names, register_policy
 from shardwright.runtime.errors import PlanError
 
 KNOWN = "'autodist', 'data', 'dp', 'hybrid', 'pp', 'saved', 'tp'"
@@ -21,7 +21,7 @@ class CallablePolicy:
 
 @pytest.fixture(autouse=True)
 def no_registrations(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(known_policies, "_registered", {})
 
 
 def refusal(policy):
@@ -33,8 +33,8 @@ def refusal(policy):
 def test_functions_and_callable_objects():
     found = find_policy(my_policy)
     assert (found.apply, found.options, found.built_in) == (my_policy, None, False)
-    assert found.name.endswith("test_registry.my_policy")
-    assert find_policy(CallablePolicy()).name.endswith("test_registry.CallablePolicy")
+    assert found.name.endswith("test_known_policies.my_policy")
+    assert find_policy(CallablePolicy()).name.endswith("test_known_policies.CallablePolicy")
 
 
 def test_registered_names():

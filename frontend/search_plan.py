@@ -184,7 +184,9 @@ def _graphs(
     """The model as traced, or once for every size of a microbatch."""
 
     def traced(args: Mapping[str, Any], fixed: Mapping[str, int]) -> PlannableGraph:
-        """With the dims ``fixed`` static: what a microbatch of any size costs is not known."""
+        """Trace with the dims ``fixed`` static, as nobody knows what a microbatch of any size
+        costs.
+        """
         dynamic = {
             path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
             for path, dims in config.dim_symbols().items()

@@ -125,19 +125,17 @@ class IROp:
         return tuple(names)
 
     def map_args(self, function: Callable[[Arg], Arg]) -> IROp:
-        """The same call with ``function`` applied to every leaf of its arguments."""
+        """The call with ``function`` applied to every leaf of its arguments."""
         return replace(
             self, args=tuple((key, map_leaves(value, function)) for key, value in self.args)
         )
 
     def retarget(self, target: str) -> IROp:
-        """The same call of another function."""
+        """The call with another function as its target."""
         return replace(self, target=target)
 
     def with_args(self, **updates: Arg) -> IROp:
-        """The same call with some arguments replaced (they keep their place; new ones are
-        appended).
-        """
+        """The call with some arguments replaced. They keep their places; new ones are appended."""
         known = {key for key, _ in self.args}
         args = tuple((key, updates.get(key, value)) for key, value in self.args)
         return replace(

@@ -59,12 +59,11 @@ def _printable(character: str) -> str:
     """The character, or an escape that stands for it in a string literal."""
     if character.isprintable():
         return character
+    if character in _SHORT:
+        return _SHORT[character]
     code = ord(character)
-    short = _SHORT.get(character)
-    return short or (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"

@@ -92,14 +92,11 @@ def _value(value: IRValue) -> dict[str, Any]:
 
 
 def _examples(graph: IRGraph) -> dict[str, int]:
-    """What dynamic sizes are in the dummy arguments: planners price a model at these."""
-    sizes = (
-        size
-        for value in graph.inputs
-        for shape_size in value.shape
-        for size in dynamic_sizes(shape_size)
-    )
-    return {size.name: size.example for size in sizes}
+    """The numbers of dynamic sizes in the dummy arguments. Planners price a model at these."""
+    expressions = (expression for value in graph.inputs for expression in value.shape)
+    return {
+        size.name: size.example for expression in expressions for size in dynamic_sizes(expression)
+    }
 
 
 def _op(op: IROp) -> dict[str, Any]:
@@ -162,7 +159,10 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def _word(value: Any) -> str:
-    return "type" if isinstance(value, type) else "function" if callable(value) else "object"
+    """The key under which a value that has only a name is written."""
+    if isinstance(value, type):
+        return "type"
+    return "function" if callable(value) else "object"
 
 
 def _import_name(value: Any) -> str:

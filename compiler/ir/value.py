@@ -35,10 +35,10 @@ class SourceLocation:
 
     @property
     def portable(self) -> str:
-        """The same wherever packages are installed:
+        """The location as it is wherever packages are installed:
         ``transformers/models/gpt2/modeling_gpt2.py:273``.
 
-        The path from the outermost package the file lies in, or its name if it lies in none.
+        It is the path from the outermost package in which the file lies, or the file's name.
         """
         path = PurePath(self.file)
         parts = [path.name]

@@ -288,7 +288,10 @@ _Expanded = tuple[tuple[tuple[Name, ...], ...], IRValue, str]
 
 
 def _names(tensors: Sequence[_Expanded]) -> Iterator[Name]:
-    return (name for dims, _, _ in tensors for dim in dims for name in dim)
+    """All names in the dims of some tensors, in order."""
+    for dims, _, _ in tensors:
+        for dim in dims:
+            yield from dim
 
 
 def _refs(dims: tuple[tuple[Name, ...], ...], kept: set[str]) -> TensorRefs:

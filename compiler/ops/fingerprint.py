@@ -41,8 +41,8 @@ packages.
 
 
 def operator_digests(graph: IRGraph) -> dict[str, str]:
-    """For each operator of ``register_op`` in a graph, a digest of what it brings to a program: the
-    rules of its calls, functions that fit arguments to a rank, and how calls are written.
+    """A digest of what each operator of ``register_op`` in a graph brings to a program: the rules
+    of its calls, functions that fit arguments to a rank, and how calls are written.
 
     Raises :class:`AnnotationError` for an annotation that does not fit a call.
     """
@@ -120,10 +120,10 @@ class _Reader:
         if isinstance(value, set | frozenset):
             return ["set", *sorted("".join(self.read(item)) for item in value)]
         if isinstance(value, Mapping):
-            return [
-                "mapping",
-                *(word for pair in value.items() for item in pair for word in self.read(item)),
-            ]
+            words = ["mapping"]
+            for key, item in value.items():
+                words += [*self.read(key), *self.read(item)]
+            return words
         if isinstance(value, torch.Tensor):
             return [tensor_digest(value)]
         if isinstance(value, CodeType):

@@ -65,9 +65,11 @@ def _is_opaque(arg: Arg) -> bool:
 
 
 def _kind(arg: Arg, size: Size) -> str:
+    """The kind of an index of a dim of ``size``."""
     if isinstance(arg, slice):
-        full = arg.step in (None, 1) and _same(slice_bounds(arg, size), (0, size))
-        return "full" if full else "strided" if _is_strided(arg, size) else "slice"
+        if arg.step in (None, 1) and _same(slice_bounds(arg, size), (0, size)):
+            return "full"
+        return "strided" if _is_strided(arg, size) else "slice"
     return "tensor" if isinstance(arg, IRValue) and arg.ndim > 0 else "int"
 
 
@@ -167,19 +169,19 @@ def pick(
         side_by_side = positions == list(range(positions[0], positions[0] + len(positions)))
         at = positions[0] if side_by_side else 0
         read[at:at] = together
-    dims = tuple(
-        refs
-        if isinstance(refs, tuple)
-        else build.dim(refs if result is None else result[dim], FROZEN)
-        for dim, refs in enumerate(read)
-    )
+    dims = []
+    for dim, refs in enumerate(read):
+        if isinstance(refs, tuple):
+            dims.append(refs)
+        else:
+            dims.append(build.dim(refs if result is None else result[dim], FROZEN))
     remaining = iter(refs_of_tensors)
     indices = tuple(
         next(remaining) if item.kind == "tensor" else ()
         for item in items
         if isinstance(item.arg, IRValue)
     )
-    return Picked(tuple(source), indices, dims)
+    return Picked(tuple(source), indices, tuple(dims))
 
 
 def _broadcast(

@@ -396,13 +396,11 @@ def _rule_maker(
             text, op, parameters=parameters, by_parameter=True, localise=localise, parallel=parallel
         )
         _check_sources(rule, op)
-        joint = (
-            []
-            if linear is False
-            else [tuple(parameters)]
-            if linear is True
-            else [_tuple(names) for names in linear]
-        )
+        joint: list[tuple[str, ...]] = []  # the sets of parameters in which the call is linear
+        if linear is True:
+            joint = [tuple(parameters)]
+        elif linear is not False:
+            joint = [_tuple(names) for names in linear]
         unknown = [name for names in (*joint, additive) for name in names if name not in parameters]
         if unknown:
             hint = did_you_mean(unknown[0], parameters)
@@ -436,14 +434,15 @@ def _positional(opdef: OpDef, op: IROp) -> list[Any]:
 
 
 def _check_sources(rule: OpRule, op: IROp) -> None:
-    """A factor that no operand has comes from an argument, which must then be told to shrink with
-    it.
+    """Refuse a factor that no operand has. It comes from an argument, which must then be told to
+    shrink with it.
     """
     if rule.localise is not None:
         return
 
     def found(tensors: tuple[TensorRefs, ...]) -> set[str]:
-        return {ref.factor for tensor in tensors for dim in tensor for ref in dim}
+        dims = (dim for tensor in tensors for dim in tensor)
+        return {ref.factor for dim in dims for ref in dim}
 
     for factor in rule.factors:
         free = factor.kind is not FactorKind.FROZEN and (

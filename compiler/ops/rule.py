@@ -123,13 +123,9 @@ class LocalSizes:
     def ref_size(self, ref: FactorRef) -> Size:
         """The local size of a factor, or of one segment of it."""
         sizes = self.segments[ref.factor]
-        return (
-            sizes[ref.segment]
-            if ref.segment is not None
-            else sum(sizes)
-            if len(sizes) > 1
-            else sizes[0]
-        )
+        if ref.segment is not None:
+            return sizes[ref.segment]
+        return sum(sizes) if len(sizes) > 1 else sizes[0]
 
     def dim_size(self, refs: DimRefs) -> Size:
         """The local size of a dim."""

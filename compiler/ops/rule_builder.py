@@ -62,7 +62,8 @@ class RuleBuilder:
     ) -> OpRule:
         """The finished rule; factors that occur nowhere are left out."""
         operands, results = tuple(operands), tuple(results)
-        used = {ref.factor for tensor in operands + results for dim in tensor for ref in dim}
+        dims = (dim for tensor in operands + results for dim in tensor)
+        used = {ref.factor for dim in dims for ref in dim}
         factors = tuple(factor for factor in self.factors if factor.name in used)
         text = annotation_text(factors, operands, results)
         return OpRule(text, factors, operands, results, additive, linear, localise=localise)
@@ -89,7 +90,9 @@ def annotation_text(
 
     def dim_text(dim: DimRefs) -> str:
         texts = [ref_text(ref) for ref in dim]
-        return texts[0] if len(texts) == 1 else f"({' '.join(texts)})" if texts else "1"
+        if not texts:
+            return "1"
+        return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
 
     def tensor_text(tensor: TensorRefs) -> str:
         return " ".join(map(dim_text, tensor))

@@ -130,7 +130,9 @@ def _static(op: IROp) -> IROp:
         if not isinstance(size, sympy.Basic):
             return size
         found = size.subs({symbol: symbol.example for symbol in dynamic_sizes(size)})
-        return int(found) if found.is_Integer else float(found) if found.is_Number else found
+        if found.is_Integer:
+            return int(found)
+        return float(found) if found.is_Number else found
 
     def static(leaf: Any) -> Any:
         if isinstance(leaf, IRValue):

@@ -144,8 +144,10 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
     else:
         items = read_index(op.arg("index"), op.operands[0].shape)
         assert items is not None
+        # Any other index takes the dim as it is.
+        refs_of_kind: dict[str, DimRefs] = {"new": (), "slice": taken}
         result = tuple(
-            () if i.kind == "new" else taken if i.kind == "slice" else source[i.dim] for i in items
+            refs_of_kind[i.kind] if i.kind in refs_of_kind else source[i.dim] for i in items
         )
 
     def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -159,12 +161,8 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
         assert items is not None
         last = index == len(sizes) - 1
         bounds = slice(None if index == 0 else start, None if last else start + sizes[index])
-        return {
-            "index": tuple(
-                bounds if i.kind == "slice" else slice(None) if i.kind == "full" else i.arg
-                for i in items
-            )
-        }
+        written: dict[str, Arg] = {"slice": bounds, "full": slice(None)}
+        return {"index": tuple(written.get(i.kind, i.arg) for i in items)}
 
     return build.rule(
         [tuple(source)], [result], linear=linear_sets(op, ("input",)), localise=localise

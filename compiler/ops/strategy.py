@@ -81,10 +81,14 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
     factor = strategy.removeprefix("split:")
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
     summed = "P" in results
-    operands = tuple(
-        "S" if has_factor(refs, factor) else "P" if summed and i in rule.additive else "G"
-        for i, refs in enumerate(rule.operands)
-    )
+
+    def letter(index: int, refs: TensorRefs) -> str:
+        if has_factor(refs, factor):
+            return "S"
+        # An operand that is added to a sum, such as a bias, is a summand where the sum is one.
+        return "P" if summed and index in rule.additive else "G"
+
+    operands = tuple(letter(index, refs) for index, refs in enumerate(rule.operands))
     parallel = rule.parallel.factors.get(factor) if rule.parallel else None
     return (parallel and parallel.operands) or operands, (parallel and parallel.results) or results
 

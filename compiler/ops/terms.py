@@ -120,7 +120,9 @@ def drawn(rule: OpRule, target: str, term_of: Callable[[OpRule], TensorRefs]) ->
 
 
 def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str, Arg]:
-    """``layout=``, and ``sizes=`` if sizes in it are not numbers."""
+    """The arguments of a call that draws random numbers: ``layout=``, and ``sizes=`` with the
+    values of sizes in it that are not numbers.
+    """
 
     def dim(refs: DimRefs) -> tuple[Atom, ...]:
         atoms = tuple(
@@ -129,14 +131,9 @@ def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str,
         return atoms or (Atom((1,)),)
 
     layout = Layout(tuple(map(dim, term)))
-    symbols = {
-        s
-        for d in layout.dims
-        for a in d
-        for n in a.segments
-        if not is_static(n)
-        for s in n.free_symbols
-    }
+    atoms = (atom for atoms_of_dim in layout.dims for atom in atoms_of_dim)
+    expressions = (size for atom in atoms for size in atom.segments if not is_static(size))
+    symbols = {symbol for size in expressions for symbol in size.free_symbols}
     sizes = {"sizes": tuple((str(s), s) for s in sorted(symbols, key=str))} if symbols else {}
     return {"layout": str(layout), **sizes}
 

@@ -1,5 +1,5 @@
-"""From a module to a graph: the unmodified ``forward`` runs on fake tensors under a function mode
-that records it.
+"""Trace a module into a graph: the unmodified ``forward`` runs on fake tensors, under a function
+mode that records it.
 """
 
 from shardwright.compiler.trace.entry import trace

@@ -331,7 +331,8 @@ class Tracer(TorchFunctionMode):
         """The one piece that a tensor is cut into: all of it, for ``unbind`` without the dim of
         size 1.
         """
-        tensor = args[0] if args else kwargs["tensor" if "tensor" in kwargs else "input"]
+        parameter = "tensor" if "tensor" in kwargs else "input"  # as functions call it
+        tensor = args[0] if args else kwargs[parameter]
         index: tuple[Any, ...] = (slice(None),)
         if name == "unbind":
             index = (

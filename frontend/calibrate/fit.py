@@ -1,7 +1,8 @@
-"""From measured points to the numbers of a hardware file, with the relative error of each fit."""
+"""Fit the numbers of a hardware file to measured points, with the relative error of each fit."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,12 +36,9 @@ def fit_products(
         grid = {key[:3]: rate for key, rate in rates.items() if not key[3]}
         sizes = tuple(sorted({m for m, _, _ in grid}))
         peak = max(rates.values())
-        table = EfficiencyTable(
-            sizes,
-            sizes,
-            sizes,
-            tuple(grid[m, n, k] / peak for m in sizes for n in sizes for k in sizes),
-        )
+        # k varies fastest, as the table has it.
+        fractions = tuple(grid[key] / peak for key in itertools.product(sizes, repeat=3))
+        table = EfficiencyTable(sizes, sizes, sizes, fractions)
         peaks[dtype], tables[dtype] = peak, table
         errors[dtype] = mean_error(
             (rate, table.at(*key[:3]) * peak) for key, rate in rates.items() if key[3]
@@ -55,15 +53,12 @@ def fit_streams(points: Points) -> tuple[float, BandwidthTable, float]:
     count together, those too that make new tensors, as operators do: large ones pay for pages they
     have not used before.
     """
-    by_size: dict[int, Points] = {
-        size: [p for p in points if p["size"] == size]
-        for size in sorted({p["size"] for p in points})
-    }
-    num_bytes = tuple(round(statistics.fmean(p["bytes"] for p in own)) for own in by_size.values())
-    rates = tuple(
-        sum(p["bytes"] for p in own) / sum(p["seconds"] for p in own) for own in by_size.values()
-    )
-    table = BandwidthTable(num_bytes, rates)
+    num_bytes, rates = [], []
+    for size in sorted({p["size"] for p in points}):
+        own = [p for p in points if p["size"] == size]
+        num_bytes.append(round(statistics.fmean(p["bytes"] for p in own)))
+        rates.append(sum(p["bytes"] for p in own) / sum(p["seconds"] for p in own))
+    table = BandwidthTable(tuple(num_bytes), tuple(rates))
     largest = next(point for point in reversed(points) if point["stream"] == "copy")
     return (
         largest["bytes"] / largest["seconds"],

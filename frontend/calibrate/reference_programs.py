@@ -205,7 +205,7 @@ _tracing = threading.Lock()  # ranks may be threads, and tracing is for one at a
 
 
 def _reference_ops() -> dict[str, IROp]:
-    """By target, the first call of each."""
+    """The first call of each operator that a reference measures, by target."""
     with _tracing:
         ops = _traced()
     found: dict[str, IROp] = {}

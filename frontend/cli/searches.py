@@ -337,7 +337,7 @@ def candidate_table(found: SearchResult, most: int = MOST_SHOWN) -> Table:
 
 
 def certificate_section(certificate: Certificate) -> Section:
-    """How far from the best a plan can be, and why no further, on a page."""
+    """The section of a page that says how far from the best a plan can be, and why no further."""
     rows = [(sentence,) for sentence in certificate.proof]
     return Section(
         title="How far from the best",
@@ -348,7 +348,7 @@ def certificate_section(certificate: Certificate) -> Section:
 
 
 def candidate_section(found: SearchResult) -> Section:
-    """The same on a page."""
+    """The section of a page that lists what a search tried."""
     ended = f" The search ended by {found.interrupted}." if found.interrupted else ""
     text = (
         f"{found.seconds:.1f} s.{ended} Predicted times are by the model of stages; audited ones "

@@ -83,7 +83,9 @@ def _module_name(cls: type[Any]) -> str:
         return cls.__module__
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    return spec.name if spec else Path(file).stem if file else cls.__module__
+    if spec:
+        return spec.name
+    return Path(file).stem if file else cls.__module__
 
 
 def read_plan(directory: Path) -> Plan:
@@ -166,7 +168,7 @@ class Request:
         }
 
     def differences(self, made_for: Mapping[str, Any]) -> str:
-        """In words, what differs from the request that a directory was made for."""
+        """What differs from the request for which a directory was made, in words."""
         words = []
         if made_for.get("graph") != self.graph:
             words.append("the model, or its dummy arguments, changed")
@@ -371,7 +373,7 @@ def _store_tensors(
 
 
 def keep_file(source: Path | str, target: Path | str) -> None:
-    """The same file under a second name where the file system can do that, else a copy."""
+    """Give a file a second name if the file system can do that; otherwise copy it."""
     try:
         os.link(source, target)
     except OSError:

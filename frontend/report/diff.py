@@ -20,8 +20,8 @@ from shardwright.runtime.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that differs: ``name`` is the operator, tensor or setting; ``before`` and ``after``
-    are in words.
+    """One thing that differs. ``name``: the operator, tensor or setting. ``before``, ``after``:
+    what it is in either plan, in words.
     """
 
     name: str
@@ -31,9 +31,11 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """From one plan to another. ``settings``: mesh, policy, schedule and the like; ``operators``:
-    what each does along each axis; ``tensors``: stored layouts, inputs and outputs. What one plan
-    leaves to the default is ``-``.
+    """The differences between two plans.
+
+    ``settings``: mesh, policy, schedule and the like. ``operators``: what each does along each
+    axis. ``tensors``: stored layouts, inputs and outputs. What a plan leaves to the default is
+    ``-``.
     """
 
     settings: tuple[Change, ...]
@@ -114,8 +116,8 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 
 def _operators(before: Plan, after: Plan) -> tuple[Change, ...]:
-    """Of operators that do something else, which their strategies tell: names of dims are for
-    people, and an edit of a strategy leaves them as they were.
+    """The changes of operators. Strategies decide what differs: names of dims are for people, and
+    an edit of a strategy leaves them as they were.
     """
     found = []
     for op in dict.fromkeys([*before.strategies, *after.strategies]):

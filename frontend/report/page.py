@@ -178,7 +178,9 @@ def _about_hidden(cost: PlanCost) -> str:
 
 
 def _hidden_s(rank: RankCost, step_s: float) -> float:
-    """By how much all parts of a rank's step are longer together than it; rounding is none."""
+    """The seconds by which all parts of a rank's step together are longer than the step. A rounding
+    error counts as 0.
+    """
     seconds = rank.compute_s + rank.communication_s + rank.idle_s - step_s
     return seconds if seconds > 1e-9 * step_s else 0.0
 
@@ -280,7 +282,7 @@ def _alike(parts: Iterable[tuple[int, dict[str, float]]]) -> tuple[list[Bar], st
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-63``, ``32 ranks from 1``."""
+    """Ranks in a few words: ``rank 3``, ``ranks 0-63``, ``32 ranks from 1``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     text = f"ranks {spans(ranks)}"
@@ -288,8 +290,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _places(plan: Plan) -> list[str]:
-    """By rank of a unit, where it is along the axes of its mesh; of a pipeline on equal meshes
-    along its axis, too.
+    """The place of each rank of a unit along the axes of its mesh, in words. In a pipeline on equal
+    meshes that includes the axis of stages.
     """
     mesh_of = {rank: (plan.mesh, rank) for rank in range(plan.mesh.size)}
     if has_own_meshes(plan):

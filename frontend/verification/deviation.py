@@ -10,6 +10,7 @@ for, :mod:`rounding` finds out.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,19 +60,17 @@ class Deviation:
     """max|reference|"""
     allowed: float
     noise: float | None = None
-    """How far one device is from itself, where no digit of a gradient means anything
-    (:mod:`rounding`).
+    """The distance of one device from itself, where no digit of a gradient means anything
+    (``rounding.py``).
     """
 
     @property
     def excess(self) -> float:
-        """``error / allowed``: above 1 is a failure. Not a number counts as infinite."""
-        ratio = (
-            self.error / self.allowed
-            if self.allowed
-            else (0.0 if self.error == 0.0 else float("inf"))
-        )
-        return ratio if ratio == ratio else float("inf")
+        """The ratio ``error / allowed``: above 1 is a failure. NaN counts as infinite."""
+        if not self.allowed:
+            return 0.0 if self.error == 0.0 else math.inf
+        ratio = self.error / self.allowed
+        return math.inf if math.isnan(ratio) else ratio
 
 
 @dataclass(frozen=True)

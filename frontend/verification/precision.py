@@ -126,7 +126,10 @@ def _files_of(models: Sequence[nn.Module]) -> list[ModuleType]:
     """The Python modules, other than torch's, that the classes of all parts of ``models`` come
     from, and their base classes.
     """
-    classes = {cls for model in models for part in model.modules() for cls in type(part).__mro__}
+    classes = set()
+    for model in models:
+        for part in model.modules():
+            classes |= set(type(part).__mro__)
     names = sorted(
         {
             cls.__module__

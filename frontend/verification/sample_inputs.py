@@ -29,7 +29,7 @@ def in_float64(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The same numbers in float64 or complex128; integers stay as they are."""
+    """A tensor's numbers in float64 or complex128; integers stay as they are."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor

@@ -237,12 +237,9 @@ def verify(
         ours = train_plan(compiled, config, samples, steps, optimizer, model.training, reference)
         mesh = Manifest.read(compiled).mesh
         lone = lone_gradients(ours.gradients, reference.gradients)
+        lone_names = {one.name for one in lone}
         both, expected = (
-            {
-                name: gradient
-                for name, gradient in side.gradients.items()
-                if name not in {one.name for one in lone}
-            }
+            {name: g for name, g in side.gradients.items() if name not in lone_names}
             for side in (ours, reference)
         )
         found: dict[str, list[Deviation]] = {
@@ -266,8 +263,8 @@ def verify(
 
 
 def _random_state() -> tuple[bytes, object]:
-    """Of the generators that a model on one device draws from: it differs once something has been
-    drawn.
+    """The state of the generators from which a model on one device draws. It differs once something
+    has been drawn.
     """
     return torch.get_rng_state().numpy().tobytes(), random.getstate()
 
@@ -288,10 +285,12 @@ def compile_into(
 
 
 def _num_samples(directory: Path, config: ComputeConfig) -> int:
-    """How many samples a step has: what the plan says, two if it says nothing; one outside of
-    end2end modules.
+    """The number of samples of a step: what the plan says, or two if it says nothing. It is one
+    outside of end2end modules.
     """
     plan = read_plan(directory)
-    if plan.batch is not None and config.use_end2end:
+    if not config.use_end2end:
+        return 1
+    if plan.batch is not None:
         return plan.batch.num_microbatches
-    return 1 if not config.use_end2end else plan.num_microbatches if plan.stages else 2
+    return plan.num_microbatches if plan.stages else 2

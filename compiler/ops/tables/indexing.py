@@ -246,14 +246,14 @@ def _scatter(places: FactorKind) -> RuleMaker:
         along = build.dim(shapes[1][dim], places) if aligned and target else ()
         operands = [whole]
         for shape in shapes[1:]:
-            refs = [
-                along
-                if d == dim and aligned
-                else whole[d]
-                if size == target[d] and d != dim
-                else build.dim(size, FROZEN)
-                for d, size in enumerate(shape)
-            ]
+            refs = []
+            for d, size in enumerate(shape):
+                if d == dim and aligned:
+                    refs.append(along)
+                elif size == target[d] and d != dim:
+                    refs.append(whole[d])
+                else:
+                    refs.append(build.dim(size, FROZEN))
             operands.append(tuple(refs))
         additive = (0,) if places is SUMMED else ()
         joint = () if op.has_arg("reduce") else (("input", "src"),)

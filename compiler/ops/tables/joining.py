@@ -112,8 +112,8 @@ def _split_bounds(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg
 
 
 def _num_chunks(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    """As many as there are, which may be fewer than were asked for: a rank with empty pieces has as
-    many.
+    """The argument ``chunks``: the number of pieces that there are, which may be fewer than were
+    asked for. A rank whose pieces are empty makes as many.
     """
     return {"chunks": len(rule.results)}
 

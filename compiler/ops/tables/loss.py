@@ -154,10 +154,11 @@ def _of_vectors(form: str) -> Callable[[IROp], OpRule]:
         ndim = max(value.ndim for value in op.operands)
         lead = [value.shape[:-1] if value.ndim == ndim else value.shape for value in op.operands]
         terms, rows = broadcast(lead, "n")
-        operands = [
-            [*term, "1" if value.shape[-1] == 1 else "d^"] if value.ndim == ndim else term
-            for term, value in zip(terms, op.operands, strict=True)
-        ]
+        operands = []
+        for term, value in zip(terms, op.operands, strict=True):
+            operands.append([*term])
+            if value.ndim == ndim:
+                operands[-1].append("1" if value.shape[-1] == 1 else "d^")
         return _per_row(op, operands, rows, form, product(_broadcast_shape(lead)[1]))
 
     return rule
@@ -201,7 +202,9 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
 
 
 def _of_labels(form: str) -> Callable[[IROp], OpRule]:
-    """The same, of operands that are broadcast against each other."""
+    """The last dim of the operands, which are broadcast against each other, is one row of labels
+    and stays whole.
+    """
 
     def rule(op: IROp) -> OpRule:
         shapes = [value.shape for value in op.operands]

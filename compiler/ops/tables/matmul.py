@@ -158,8 +158,11 @@ def _einsum(op: IROp) -> OpRule:
         sizes |= {name: size for name, size in zip(term, value.shape, strict=True) if size != 1}
 
     def dim(name: str, size: Any) -> str:
-        mark = "^" if name in diagonal else "" if name in result else "+"
-        return "1" if size == 1 else f"{name}{mark}"
+        if size == 1:
+            return "1"
+        if name in diagonal:
+            return f"{name}^"
+        return name if name in result else f"{name}+"
 
     operands = [
         [dim(name, size) for name, size in zip(term, v.shape, strict=True)]

@@ -21,7 +21,7 @@ _PLAIN = without("out", "cudnn_enable", "cudnn_enabled")
 
 
 def _affine(op: IROp) -> tuple[frozenset[int], ...]:
-    """With a weight the result is linear in weight and bias together."""
+    """The operands in which the result is linear together: weight and bias, if it has a weight."""
     return linear_sets(op, ("weight", "bias")) if op.has_arg("weight") else ()
 
 
@@ -160,9 +160,9 @@ def _weight_norm(op: IROp) -> OpRule:
         else [False] * v.ndim
     )
     term = [f"a{i}" if keeps else f"r{i}^" for i, keeps in enumerate(kept)]
-    norms = (
-        [name if keeps else "1" for name, keeps in zip(term, kept, strict=True)] if g.ndim else []
-    )
+    norms: list[str] = []
+    if g.ndim:
+        norms = [name if keeps else "1" for name, keeps in zip(term, kept, strict=True)]
     return parse_rule(
         annotation([term, norms], [term]), op, linear_sets=linear_sets(op, ("g",)), nonempty=True
     )

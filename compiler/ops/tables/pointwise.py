@@ -257,9 +257,7 @@ for _name, _others in {
     "zeta": (),
 }.items():
     _module = "torch" if hasattr(torch, _name) else "torch.special"
-    _second = (
-        "values" if _name == "heaviside" else "exponent" if _name == "float_power" else "other"
-    )
+    _second = {"heaviside": "values", "float_power": "exponent"}.get(_name, "other")
     define(_name, f"input, {_second}", f"{_module}.{_name}", NONLINEAR, *callables(_name, *_others))
 define(
     "isclose",

@@ -46,10 +46,12 @@ def _pad(op: IROp) -> OpRule:
     amounts = op.arg("pad")
     padded = {len(old) - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
     constant = op.arg("mode", "constant") == "constant"
-    # the other modes are made for [N, C, ...], and refuse tensors that are empty in any dim but N
-    frozen = (
-        padded if constant else set(range(1 if len(old) == len(amounts) // 2 + 2 else 0, len(old)))
-    )
+    frozen = padded
+    if not constant:
+        # The other modes are made for [N, C, ...], and refuse tensors that are empty in any dim but
+        # N. There are amounts for all dims but N and C.
+        has_batch = len(old) == len(amounts) // 2 + 2
+        frozen = set(range(1 if has_batch else 0, len(old)))
     operand = build.tensor(old, frozen)
     result = tuple(
         build.dim(new[dim], FROZEN) if dim in padded else refs for dim, refs in enumerate(operand)

@@ -228,7 +228,8 @@ def _repeat(op: IROp) -> OpRule:
 
 def _copies(rule: OpRule, refs: DimRefs) -> DimRefs:
     """The factors of a dim of the result that no operand has."""
-    read = {ref.factor for tensor in rule.operands for dim in tensor for ref in dim}
+    dims = (dim for tensor in rule.operands for dim in tensor)
+    read = {ref.factor for dim in dims for ref in dim}
     return tuple(ref for ref in refs if ref.factor not in read)
 
 

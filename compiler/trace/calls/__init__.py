@@ -1,1 +1,1 @@
-"""From one call of a function to one canonical operator."""
+"""Turn one call of a function into one canonical operator."""

@@ -57,14 +57,14 @@ def _evenly_spaced(start: Any, end: Any, steps: Any, *args: Any, **kwargs: Any) 
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    """A place as a tensor without dims is read as a number, and so is one that follows from dynamic
-    sizes.
+    """Read ``x[index]``. A place in the index that is a tensor without dims counts as a number, and
+    so does one that follows from dynamic sizes.
     """
     return x[_with_places(index)]
 
 
 def _setitem(x: Tensor, index: Any, value: Any) -> None:
-    """The same, written to."""
+    """Write ``x[index]``, with the index as in :func:`_getitem`."""
     x[_with_places(index)] = value
 
 

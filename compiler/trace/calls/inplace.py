@@ -223,7 +223,9 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
 
 
 def _unseen(variable: Variable) -> str:
-    """In which way autograd does not see a write to ``variable``; empty where it does."""
+    """The way in which a write to ``variable`` hides from autograd, in words; empty if autograd
+    sees it.
+    """
     if not torch.is_grad_enabled():
         return "under no_grad"
     link: Variable | None = variable

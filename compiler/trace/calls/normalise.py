@@ -1,4 +1,4 @@
-"""From a callable with its arguments to a canonical operator with bound ones."""
+"""Turn a callable and its arguments into a canonical operator with bound arguments."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ FACTS = {"requires_grad", "is_leaf", "grad_fn"}
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """Of the tensors of one trace."""
+    """What the tensors of one trace say of their gradients: ``requires_grad``, ``is_leaf``,
+    ``grad_fn``.
+    """
 
     recorder: Recorder
 
@@ -44,7 +46,9 @@ class GradientFacts:
         if name == "requires_grad":
             return recorder.requires_gradient(tensor)
         is_leaf = recorder.is_leaf(tensor)
-        return is_leaf if name == "is_leaf" else None if is_leaf else func(tensor)
+        if name == "is_leaf":
+            return is_leaf
+        return None if is_leaf else func(tensor)
 
     def ask(self, func: Any, name: str, tensor: torch.Tensor, *, asks: bool) -> Any:
         """``x.requires_grad_(asks)``, or an assignment to ``x.requires_grad``."""

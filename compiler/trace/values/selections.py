@@ -174,7 +174,9 @@ def _ctc_loss(
     reduction: str = "mean",
     **kwargs: Any,
 ) -> Any:
-    """Of targets end to end: those of sample n begin where those of the samples before it end."""
+    """The loss of targets that lie end to end: the targets of each sample begin where those of the
+    samples before it end.
+    """
     if (
         not isinstance(targets, Selection)
         or not isinstance(target_lengths, Tensor)

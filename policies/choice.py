@@ -318,7 +318,7 @@ class _Sizes:
 
     @functools.cached_property
     def elements(self) -> dict[str, float]:
-        """Of every value."""
+        """The elements of every value that a rank holds on average, by name."""
         values = (*self.graph.sources, *(result for op in self.graph.ops for result in op.results))
         return {value.name: estimate(product(value.shape)) / self._cuts(value) for value in values}
 

@@ -161,13 +161,9 @@ class _Labelling:
         high = self.cut.solve()
 
         def strategy(name: str, label: _Label) -> Strategy:
-            return (
-                self.passing[name]
-                if label.whole not in high
-                else "G"
-                if label.summand in high
-                else "R"
-            )
+            if label.whole not in high:
+                return self.passing[name]
+            return "G" if label.summand in high else "R"
 
         return {name: strategy(name, label) for name, label in self.labels.items()}
 
@@ -278,7 +274,7 @@ def _piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:
 
 @lru_cache(maxsize=KNOWN)
 def _pieces(form: RuleForm, strategy: Strategy, axis_size: int) -> tuple[str, ...]:
-    """The same of all operands."""
+    """The layouts of all operands along one axis, as texts in canonical form."""
     mesh = Mesh((("axis", axis_size),))
     return tuple(
         str(canonical(layout, mesh)) for layout in layouts(form.rule, {"axis": strategy}, mesh)[0]

@@ -1,4 +1,4 @@
-"""From dims to a plan: split chosen dim classes over an axis, and give every other operator P, R or
+"""Make a plan of dims: split chosen dim classes over an axis, and give every other operator P, R or
 G.
 """
 
@@ -105,7 +105,7 @@ def _note_fallback(
 
 
 def _why_whole(op: IROp, graph: IRGraph, num_pieces: int) -> str:
-    """For every dim of the weights of an operator, why it is not split."""
+    """The reasons for which the dims of an operator's weights are not split, in words."""
     assert op.rule is not None and graph.dims is not None
     reasons: dict[str, list[str]] = {}
     weights = [

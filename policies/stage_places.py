@@ -91,7 +91,7 @@ def starts_at(graph: IRGraph, paths: Sequence[str]) -> list[str]:
 
 
 def num_places(graph: IRGraph) -> int:
-    """At how many operators a stage may begin, other than the first."""
+    """The number of operators at which a stage may begin, other than the first."""
     return sum(
         1 for crossing in cut_traffic(graph, from_nothing(graph))[1:] if math.isfinite(crossing)
     )

@@ -86,7 +86,7 @@ class Bucket:
 
     @property
     def counted(self) -> list[Named]:
-        """Those holders that this rank counts where every distinct element is counted once."""
+        """The holders that this rank counts, when every distinct element is to be counted once."""
         return [(member.name, member.parameter) for member in self.members if member.is_counted]
 
     @property
@@ -227,8 +227,8 @@ class Bucket:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """With an element for each of the parameter's: buffers hold no sparse gradients, as
-    ``nn.Embedding(sparse=True)`` makes.
+    """The gradient with an element for each one of the parameter. ``nn.Embedding(sparse=True)``
+    makes sparse gradients, which a buffer cannot hold.
     """
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 

@@ -28,16 +28,16 @@ too.
 @named_fields
 @dataclass(frozen=True, kw_only=True)
 class DistributedOptimizerConfig:
-    """In which precision optimizer state is kept, and how gradients and parameters travel, at every
-    stage of ZeRO.
+    """The options of the distributed optimizer: the precision in which its state is kept, and how
+    gradients and parameters travel, at every stage of ZeRO.
 
-    ``dtype``: of the optimizer's state and of what it updates: float32, float16 or bfloat16, kept
-    by name. Where a parameter is of another dtype, the optimizer updates a *master* copy of its
-    shard, which is rounded into the parameter after each step. With float32 (and ``None``, which
-    means it) a wider parameter keeps its own dtype.
+    ``dtype``: the dtype of the optimizer's state and of what it updates: float32, float16 or
+    bfloat16, kept by name. Where a parameter is of another dtype, the optimizer updates a *master*
+    copy of its shard, which is rounded into the parameter after each step. With float32 (and
+    ``None``, which means it) a wider parameter keeps its own dtype.
 
-    ``grad_sync_dtype``: in which gradients are accumulated and reduced; ``None`` is the dtype of
-    the state. ``bucket_cap_mb``: MiB of gradients in a bucket, counted in it.
+    ``grad_sync_dtype``: the dtype in which gradients are accumulated and reduced; ``None`` is the
+    dtype of the state. ``bucket_cap_mb``: MiB of gradients in a bucket, counted in that dtype.
 
     ``overlap_grad_sync``: the reduction of a bucket starts in backward, as soon as all its
     gradients are there.
@@ -50,7 +50,7 @@ class DistributedOptimizerConfig:
     copy and memory when they are gathered.
 
     ``store_param_remainders``: of a float32 master of a bfloat16 parameter only the 16 bits are
-    kept that the parameter has not. The optimizer sees float32 tensors while it steps.
+    kept that the parameter lacks. The optimizer sees float32 tensors while it steps.
     """
 
     dtype: Any = "float32"

@@ -169,7 +169,9 @@ class WeightGathering:
         self._is_forward = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGathering:
-        """For a copy of the module: what is whole or on its way belongs to the original."""
+        """A fresh one for a copy of the module: what is whole or on its way belongs to the
+        original.
+        """
         return WeightGathering()
 
     @contextmanager

@@ -207,8 +207,8 @@ Dim = tuple[Atom, ...]
 
 
 def merge_atoms(dim: Dim) -> Dim:
-    """The same dim in its shortest form: no atoms of size 1, neighbouring uncut atoms and segments
-    joined.
+    """A dim in its shortest form: without atoms of size 1, and with neighbouring uncut atoms and
+    segments joined.
 
     A size-1 atom that is cut stays: it tells which rank holds the only element.
     """
@@ -267,11 +267,13 @@ class Layout:
 
     @checked_late
     def placement(self, axis: str) -> str:
-        """``'S(d)'``, ``'P'``, ``'G'`` or ``'R'``."""
+        """The placement on one axis: ``'S(d)'``, ``'P'``, ``'G'`` or ``'R'``."""
         for index, dim in enumerate(self.dims):
             if any(axis in atom.axes for atom in dim):
                 return f"S({index})"
-        return "P" if axis in self.partial else "G" if axis in self.grad_partial else "R"
+        if axis in self.partial:
+            return "P"
+        return "G" if axis in self.grad_partial else "R"
 
     @checked_late
     def dim_axes(self, dim: int) -> tuple[str, ...]:
@@ -307,7 +309,7 @@ class Layout:
         return tuple(joined)
 
     def normalized(self) -> Layout:
-        """The same layout with every dim in its shortest form."""
+        """The layout with every dim in its shortest form."""
         return replace(self, dims=tuple(merge_atoms(dim) for dim in self.dims))
 
     @checked_late

@@ -206,8 +206,8 @@ def copy_shared(
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
-    """At least one element, ``start`` to ``stop``, of a flattened tensor: blocks of ``(start,
-    stop)`` per dim, in order.
+    """The blocks that elements ``start`` to ``stop`` of a flattened tensor make up, in order. A
+    block is ``(start, stop)`` of each dim. There is at least one element.
     """
     if not shape:
         return [()]

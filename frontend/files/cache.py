@@ -84,7 +84,7 @@ def _module_name(cls: type[Any]) -> str:
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec:
-        return spec.name
+        return str(spec.name)
     return Path(file).stem if file else cls.__module__
 
 

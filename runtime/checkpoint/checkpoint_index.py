@@ -69,7 +69,7 @@ class TensorRecord:
         return untiled([piece.region for piece in self.pieces], self.shape)
 
     def merged(self, other: TensorRecord) -> TensorRecord:
-        """The same tensor with the pieces of both."""
+        """The record of one tensor with the pieces of both."""
         known = {piece.region for piece in self.pieces}
         fresh = tuple(piece for piece in other.pieces if piece.region not in known)
         return replace(self, pieces=self.pieces + fresh)
@@ -121,7 +121,7 @@ class OptimizerRecord:
         return [*self.values.get(name, ()), *self.tensors.get(name, ())]
 
     def merged(self, other: OptimizerRecord) -> OptimizerRecord:
-        """With the pieces, and the state, of both: two ranks' records of one optimizer."""
+        """The record of one optimizer with the pieces and the state that two ranks have of it."""
         groups = united_groups(self.groups, other.groups)
         names = united(tuple(self.tensors), tuple(other.tensors))
         tensors = {
@@ -197,7 +197,7 @@ class Index:
     num_ranks: int = 1
 
     def merged(self, other: Index) -> Index:
-        """With what another rank adds; what both have is this one's."""
+        """The index with what another rank adds. Of what both have, this one's is kept."""
         optimizer = self.optimizer
         if optimizer is not None and other.optimizer is not None:
             optimizer = optimizer.merged(other.optimizer)

@@ -31,11 +31,9 @@ def together(world: World) -> Iterator[None]:
         except BaseException as error:
             exchange.leave(error)
             raise
-        mine = (
-            None
-            if failure is None
-            else [str(failure) if isinstance(failure, ShardwrightError) else repr(failure)]
-        )
+        mine: list[str] | None = None
+        if failure is not None:
+            mine = [str(failure) if isinstance(failure, ShardwrightError) else repr(failure)]
         texts = exchange.all_gather_object(mine)
     if failure is not None:
         raise failure

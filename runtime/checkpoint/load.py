@@ -106,7 +106,7 @@ def load_checkpoint(
 
 
 def _agreed_folder(world: World, directory: Path) -> Path:
-    """The same folder on all ranks, whatever another process makes current meanwhile."""
+    """Choose one folder for all ranks, whatever another process makes current meanwhile."""
     folder = None
     with together(world):
         if world.rank == 0:
@@ -216,7 +216,7 @@ def _check_groups(
 
 
 def _num_rates(scheduler_state: Any) -> int | None:
-    """For how many groups a scheduler is made, if it says so."""
+    """The number of parameter groups for which a scheduler was made, if its state tells it."""
     rates = scheduler_state.get("base_lrs") if isinstance(scheduler_state, Mapping) else None
     return len(rates) if isinstance(rates, list) else None
 
@@ -322,8 +322,8 @@ def _read_part(contents: Contents, record: TensorRecord, place: StatePlace) -> T
 
 
 def _by_own_name(record: OptimizerRecord, index: Index, holdings: Holdings) -> dict[str, str]:
-    """By first names here, what the parameters are called in the checkpoint: a tied one may come
-    first there.
+    """The names of parameters in the checkpoint, by their first names here. Of tied parameters
+    another one may come first there.
     """
     saved = {alias: name for name in record.names for alias in (name, *index.tensors[name].aliases)}
     pairs = (

@@ -342,8 +342,8 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, Bounds]:
-    """By name, which elements of the flattened piece of a parameter are the rank's, where it says
-    so.
+    """The elements of each parameter's flattened piece that are the rank's, by name, as far as the
+    state dict says so.
     """
     return {
         name: WHOLE if bounds == WHOLE else (bounds[0], bounds[1])
@@ -354,7 +354,7 @@ def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, Bounds]:
 
 
 def _with_names(merged: NamedState, named: NamedState) -> NamedState:
-    """With the parameters of both in each group: the stages of a pipeline have different ones."""
+    """Unite the parameters of both in each group, as stages of a pipeline have different ones."""
     return NamedState(united_groups(merged.groups, named.groups), {})
 
 

@@ -83,8 +83,8 @@ class NamedState:
         return {"state": state, "param_groups": groups}
 
     def to_whole_state_dict(self, order: Iterable[str]) -> StateDict:
-        """The same for the original optimizer, which has no masters: if there are any they lie
-        apart, as :data:`MASTERS`.
+        """The state dict for the original optimizer, which has no masters. If there are any, they
+        lie apart, as :data:`MASTERS`.
         """
         state_dict = self.to_state_dict(order)
         masters = {

@@ -146,7 +146,7 @@ def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:
 
 
 def _files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
-    """In which file each tensor is, by name."""
+    """The file in which each tensor is, by the tensor's name."""
     try:
         weight_map = parse_json((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
         return {str(name): Path(file).name for name, file in weight_map.items()}

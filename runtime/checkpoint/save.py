@@ -412,7 +412,7 @@ class _Snapshot:
     order: list[str]  # of the parameters in the original model, whichever ranks hold them
 
     def on_host(self) -> _Snapshot:
-        """With all values copied to host memory now."""
+        """The snapshot with all values copied to host memory now."""
         copies = {key: _host_copy(source.read()) for key, source in self.sources.items()}
         if any(copy.is_pinned() for copy in copies.values()):
             torch.cuda.synchronize()  # copies to pinned memory run on their own

@@ -48,8 +48,8 @@ class StatePlace:
 
     @classmethod
     def of(cls, holding: Holding, shard: ParameterShard | WholeParameter | None) -> StatePlace:
-        """Of a parameter that the rank holds. ``shard``: what it updates of it, if that is
-        something else.
+        """The place of the state of a parameter that the rank holds. ``shard``: what the rank
+        updates of it, if that is something else.
         """
         device = holding.tensor.device
         if isinstance(shard, WholeParameter):
@@ -93,10 +93,10 @@ class StatePlace:
     def saved(
         cls, name: str, shape: tuple[int, ...], region: Region, bounds: Bounds | None
     ) -> StatePlace:
-        """As state dicts tell it: ``region`` of the parameter, ``bounds`` of its elements, or all
-        if there are none.
+        """The place as state dicts tell it: ``region`` of the parameter, and ``bounds`` of its
+        elements there, or all of them without bounds.
 
-        Nothing tells there whether an optimizer that has all elements was given them flat.
+        A state dict does not tell whether an optimizer that has all elements was given them flat.
         """
         if bounds is None:
             return cls(name, shape, (region,), (region.shape,))
@@ -170,7 +170,7 @@ def shards_of(optimizer: Optimizer) -> tuple[ParameterShard | WholeParameter, ..
 
 
 def state_places(optimizer: Optimizer, holdings: Holdings) -> dict[str, StatePlace]:
-    """By name, where the state of everything this rank holds lies."""
+    """The places of the state of everything that this rank holds, by name."""
     shards = {id(shard.parameter): shard for shard in shards_of(optimizer)}
     return {
         holding.name: StatePlace.of(holding, shards.get(id(holding.tensor)))

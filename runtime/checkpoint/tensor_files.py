@@ -89,8 +89,8 @@ class FileRecord:
         return cls(int(data["bytes"]), str(data["sha256"]))
 
     def problem(self, path: Path) -> str | None:
-        """In words, how the file at ``path`` is not this one; ``None`` if it is. Reads all of
-        it.
+        """What tells the file at ``path`` from this one, in words; ``None`` if it is this one.
+        Reads all of it.
         """
         try:
             size = path.stat().st_size

@@ -141,8 +141,8 @@ class CompiledModule(Scope):
         self.rng.next_step()
 
     def gradient_groups(self) -> dict[str, Communicator]:
-        """By name of the trained parameters, the ranks that hold summands of its gradient. All of
-        them hold equal values.
+        """The ranks that hold summands of each trained parameter's gradient, by its name. All of
+        these ranks hold equal values of the parameter.
 
         Collective: it makes the groups.
         """

@@ -48,7 +48,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, shape: str, dtype: torch.dtype, values: Any = None) -> TensorSpec:
-        """From the text of a shape, ``"[batch, 128]"``."""
+        """The spec of a shape in words: ``"[batch, 128]"``."""
         sizes = [size.strip() for size in shape.strip("[] ").split(",") if size.strip()]
         return cls(tuple(int(size) if size.isdecimal() else size for size in sizes), dtype, values)
 

@@ -21,7 +21,7 @@ Axes = tuple[AxisGroup, ...]
 
 
 def communicating(axes: Axes) -> Axes:
-    """Those of several ranks."""
+    """The axes that have several ranks."""
     return tuple(axis for axis in axes if axis.size > 1)
 
 

@@ -193,8 +193,8 @@ class _Graph:
     def parameters_below(
         self, deferred: Mapping[Node, list[Edge]], roots: Sequence[Node]
     ) -> dict[Node, list[Tensor]]:
-        """By node of ``deferred``, the parameters that its children lead to, if nothing else leads
-        to any of them.
+        """The parameters that the children of each node of ``deferred`` lead to, if nothing else
+        leads to any of them.
         """
         part = self._parts()
         leading: dict[Node, set[Node | None]] = {}
@@ -269,7 +269,7 @@ class _Graph:
                     del deferred[node]
 
     def _untangled(self, edges: list[Edge]) -> list[Edge]:
-        """The same with children from which others of them are reached replaced by their own
+        """The edges, where a child from which another one is reached is replaced by its own
         children.
         """
         while True:

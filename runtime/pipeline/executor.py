@@ -31,7 +31,7 @@ class StageRunner(Protocol):
         """The forward of one stage: what its method returns."""
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """From now on compute for this stage and microbatch: random numbers and mesh axes are
+        """Compute for this stage and microbatch from now on: random numbers and mesh axes are
         theirs.
         """
 

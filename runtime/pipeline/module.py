@@ -232,7 +232,7 @@ class PipelineModule(ParallelModule):
     # What the executor calls
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """From now on compute for this stage and microbatch: random numbers and mesh axes are
+        """Compute for this stage and microbatch from now on: random numbers and mesh axes are
         theirs.
         """
         ranks = self._stage_ranks[stage]
@@ -344,7 +344,7 @@ class PipelineModule(ParallelModule):
         ]
 
     def _choose_body(self) -> None:
-        """From now on run what the model does in the mode that it is in."""
+        """Run what the model does in its present mode from now on."""
         self.check_mode()
         self._body = self._bodies[0 if self.training else -1]
 

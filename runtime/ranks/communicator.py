@@ -123,7 +123,7 @@ class Communicator:
         return self
 
     def named(self, name: str) -> Communicator:
-        """The same group, counted under another name."""
+        """The group under another name, by which its messages are counted."""
         return Communicator(self.transport, self.ranks, self.index, name, self.counters)
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "forward") -> Tensor:

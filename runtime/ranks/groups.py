@@ -137,8 +137,8 @@ class RankMesh:
         return self._groups[key]
 
     def over_units(self, num_units: int) -> RankMesh:
-        """The same ranks of ``num_units`` neighbouring units together, with the axis ``zero`` over
-        them. Collective.
+        """The mesh of these ranks in ``num_units`` neighbouring units together, with the axis
+        ``zero`` over the units. Collective.
 
         What is stored in pieces over units refers to this mesh; its ``units`` are the groups of
         units that hold copies.

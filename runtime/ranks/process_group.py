@@ -228,8 +228,8 @@ class ProcessGroupTransport:
 
 
 def _real(x: Tensor) -> Tensor:
-    """The same memory as real numbers. Torch sees to it in all collectives but reduce-scatter; NCCL
-    knows no others.
+    """A tensor's memory as real numbers. NCCL knows no others, and torch sees to that in all
+    collectives but reduce-scatter.
     """
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
 

@@ -220,7 +220,7 @@ def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
 
 
 def _exchanged(given: list[tuple[Tensor, list[int]]]) -> list[tuple[list[int], Tensor]]:
-    """By member, how much came from each, and what, end to end."""
+    """What each member gets: how many elements came from every member, and these end to end."""
     rows = [x.split_with_sizes(sizes) for x, sizes in given]
     return [
         ([chunk.numel() for chunk in column], torch.cat(column))

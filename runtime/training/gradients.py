@@ -115,7 +115,7 @@ class TrainedModel:
                     self._shared.append((name, parameter, group))
 
     def part_elsewhere(self) -> str | None:
-        """In words, one thing of the model that this rank has not all of, if there is any."""
+        """One thing of the model that this rank does not have all of, in words, if there is any."""
         for item in self.cut:
             return f"{item.name!r} lies in pieces as {item.layout}"
         for part in self.parallel_modules:

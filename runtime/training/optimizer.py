@@ -442,8 +442,8 @@ def _frozen_of(
     parameters: Mapping[str, nn.Parameter],
     updated: Collection[str],
 ) -> dict[str, Tensor]:
-    """Of the parameters with the names ``updated``, ordinary ones that are not trained, where units
-    would differ if they were.
+    """The ordinary parameters among those named in ``updated`` that are not trained. With several
+    units, they would differ between units if they were.
 
     Compiled modules look after their own.
     """

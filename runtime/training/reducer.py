@@ -88,7 +88,7 @@ class Reducer:
 
     @property
     def counted_holders(self) -> list[Named]:
-        """Those holders that this rank counts where every distinct element is counted once."""
+        """The holders that this rank counts, when every distinct element is to be counted once."""
         return [named for bucket in self.buckets for named in bucket.counted]
 
     @property

@@ -100,7 +100,7 @@ def made_again(
 
 
 def updated_names(optimizer: Optimizer, tensors: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    """By identity of the tensors that the optimizer updates, the names of their parameters.
+    """The names of the parameters that the optimizer updates, by the identity of its tensors.
 
     Raises :class:`ConfigError` if it updates other tensors.
     """

@@ -1,0 +1,99 @@
+"""Docstrings begin with the thing or with a verb, and no conditional expression holds another.
+
+A first word such as "Of" or "By" makes a riddle of a docstring, as what it is about stands nowhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("codegen_templates", "compiler", "frontend", "policies", "runtime")
+
+NOT_YET = ("policies/autodist/",)
+"""Folders whose docstrings and conditional expressions are still to be rewritten."""
+
+RIDDLES = ("As", "At", "By", "For", "From", "In", "Of", "On", "The same", "Those", "To", "With")
+"""Words with which no docstring opens: each refers to something that the sentence does not name."""
+
+DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """The syntax trees of the files that are held to this, by path."""
+    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    paths = sorted(file.relative_to(ROOT).as_posix() for file in files)
+    held = [path for path in paths if not path.startswith(NOT_YET)]
+    return {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in held}
+
+
+def riddles(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and opening words of docstrings that open with a riddle."""
+    for node in ast.walk(tree):
+        if isinstance(node, DEFINITIONS) and (text := ast.get_docstring(node)):
+            words = text.split()[:2]
+            if words[0].rstrip(",") in RIDDLES or " ".join(words) in RIDDLES:
+                yield node.body[0].lineno, " ".join(text.split()[:6])
+
+
+def nested_conditionals(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of conditional expressions that hold another one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            inner = [child for child in ast.walk(node) if isinstance(child, ast.IfExp)]
+            if len(inner) > 1:
+                yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    ("find", "hint"),
+    [
+        (riddles, "open it with the thing, or with a verb"),
+        (nested_conditionals, "write if statements, early returns or a small function"),
+    ],
+)
+def test_it_reads_at_once(find, hint):
+    found = [
+        f"{path}:{line}: {text}" for path, tree in sources().items() for line, text in find(tree)
+    ]
+    assert not found, "\n".join([*found, hint])
+
+
+def test_the_files_are_those_of_the_package():
+    assert {path.partition("/")[0] for path in sources()} == set(FOLDERS)
+    assert len(sources()) > 300
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('"""Of one layer."""', ["Of one layer."]),
+        ('def f():\n    """By name, the shapes."""', ["By name, the shapes."]),
+        ('class A:\n    """The same for another rank."""', ["The same for another rank."]),
+        ('class A:\n    """The samples of a step, and its ranks."""', []),
+        ('def f():\n    """Forwards, one after the other."""', []),
+        ("def f(): ...", []),
+    ],
+)
+def test_riddles_are_found(source, expected):
+    assert [text for _, text in riddles(ast.parse(source))] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("x = a if b else c", 0),
+        ("x = a if b else c if d else e", 1),
+        ("x = (a if b else c) if d else e", 1),
+        ("x = [a if b else c for y in (d if e else f)]", 0),
+        ("x = [a if b else c for y in z] if d else e", 1),
+    ],
+)
+def test_nested_conditionals_are_found(source, count):
+    assert len(list(nested_conditionals(ast.parse(source)))) == count

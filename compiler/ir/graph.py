@@ -33,8 +33,8 @@ class Tree:
     type_path: str | None = None
 
     def leaves(self, path: str = "") -> list[tuple[str, Arg]]:
-        """``(path, value)`` of every leaf, as :func:`~shardwright.runtime.structure.flatten` gives
-        them at run time; the path is like ``past_key_values.0.key``.
+        """``(path, value)`` of every leaf, as ``flatten`` gives them at run time; the path is like
+        ``past_key_values.0.key``.
         """
         if self.kind == "leaf":
             return [(path, self.value)]

@@ -1,6 +1,4 @@
-"""Annotations (see :mod:`shardwright.compiler.ops.grammar`) meet the shapes of a call: the rule of
-an operator.
-"""
+"""Annotations (see ``grammar.py``) meet the shapes of a call: the rule of an operator."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Proofs of the rules of a user's own operators, made when a model that calls them is compiled.
 
 A rule is what ``register_op`` was told. Everything else that the compiler knows is proved by its
-own tests; this is proved here, on small random calls
-(:mod:`~shardwright.compiler.ops.sample_calls`) by the same prover. What was proved is known by a
-digest of rule, function, shapes and versions, so that it is proved once.
+own tests; this is proved here, on small random calls (``sample_calls.py``) by the same prover. What
+was proved is known by a digest of rule, function, shapes and versions, so that it is proved once.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ with the unsplit gradients. A strategy is right only if both agree.
     >>> report.ok
     True
 
-The calls are those that lowering makes (:func:`~shardwright.compiler.ops.localise.localise`) in the
-source text that is generated; those that communicate run on one thread per rank.
+The calls are those that lowering makes (``localise``) in the source text that is generated; those
+that communicate run on one thread per rank.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ may be split.
     def scaled(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
-Check an annotation before you rely on it: :func:`shardwright.compiler.ops.prover.prove` runs every
-split it allows.
+Check an annotation before you rely on it: ``prove`` runs every split it allows.
 
     print(prove(scaled, (torch.randn(4, 6, 8).double(), torch.randn(8).double())))
 """
@@ -112,11 +111,10 @@ def register_op(
     returns in the model: for a function of somebody else's module, ``theirs.f =
     register_op(...)(theirs.f)``.
 
-    ``annotation``: the dims of arguments and results, see
-    :mod:`~shardwright.compiler.ops.annotation`. Terms stand for the parameters in order, ``?`` for
-    those that are no tensors (at the end they may be left out). Or a function that gets the
-    arguments of a call, with an ``IRValue`` (``.shape``, ``.dtype``) in the place of every tensor,
-    and returns the annotation.
+    ``annotation``: the dims of arguments and results, see ``annotation.py``. Terms stand for the
+    parameters in order, ``?`` for those that are no tensors (at the end they may be left out). Or a
+    function that gets the arguments of a call, with an ``IRValue`` (``.shape``, ``.dtype``) in the
+    place of every tensor, and returns the annotation.
 
     ``name``: the operator's name in graphs and plans; by default its import path.
     ``code_impl_pattern``: ``"import"``, the only way a generated file gets at a function. ``emit``
@@ -303,7 +301,7 @@ def _module(path: str) -> str:
 
 
 def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
-    """The parameters as :func:`~shardwright.compiler.ops.opdef.parse_signature` reads them.
+    """The parameters as ``parse_signature`` reads them.
 
     Where a default has no literal, or arguments must be positional, no defaults are written; the
     second result fills them in.

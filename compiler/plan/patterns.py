@@ -1,5 +1,4 @@
-"""Conversions up to names and sizes: what :func:`shardwright.compiler.plan.conversion.convert`
-does, once per pattern.
+"""Conversions up to names and sizes: what ``convert`` does, once per pattern.
 
 A conversion depends on where the cut atoms of both layouts stand to each other, not on how long the
 dims are or which of them they are: gathering the batch is like gathering the heads. A planner

@@ -78,9 +78,8 @@ class Batch:
 class Certificate:
     """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no
     plan of the ``space`` that was searched takes less than ``bound_s``. ``proof``: where that comes
-    from and what it leaves out, a sentence each.
-    ``found``: what was tried besides, such as other meshes.
-    ``digest``: of the plan that it is of (see :mod:`shardwright.compiler.plan.certified`).
+    from and what it leaves out, a sentence each. ``found``: what was tried besides, such as other
+    meshes. ``digest``: of the plan that it is of (see ``certified.py``).
     """
 
     cost_s: float
@@ -136,9 +135,8 @@ class Plan:
     ``num_microbatches`` samples; ``actions`` writes it out by position, where it is the user's own.
     ``recompute``: the module paths whose activations are computed again in backward.
 
-    ``zero``: over how many units ZeRO-3 stores parameters in pieces (see
-    :mod:`shardwright.compiler.plan.zero`); 0 without it. It follows from the config, with the stage
-    that the plan has chosen.
+    ``zero``: over how many units ZeRO-3 stores parameters in pieces (see ``zero.py``); 0 without
+    it. It follows from the config, with the stage that the plan has chosen.
 
     ``zero_stage``: the stage of ZeRO that the plan was chosen for
     (``ComputeConfig(use_zero="auto")``); ``None``: any.

@@ -1,6 +1,4 @@
-"""A schedule in time as text. The page of a plan draws it to scale:
-:mod:`shardwright.frontend.report.pictures`.
-"""
+"""A schedule in time as text. The page of a plan draws it to scale: ``pictures.py``."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ JSON names everything:
     {"format": 1, "name": "1f1b", "num_microbatches": 3, "placement": [0, 1], "actions": [["0F0",
     ...], ["1F0", ...]]}
 
-Reading checks what a file says, not whether the schedule runs: follow it with
-:func:`shardwright.compiler.schedule.validate.validate`.
+Reading checks what a file says, not whether the schedule runs: follow it with ``validate``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Schedule:
     a position in the pipeline; with tensor or data parallelism inside the plan it stands for all
     ranks of its stages' sub-mesh, which do the same.
 
-    Nothing is checked here: :func:`shardwright.compiler.schedule.validate.validate` does that.
+    Nothing is checked here: ``validate`` does that.
     """
 
     num_microbatches: int

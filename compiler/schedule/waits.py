@@ -32,8 +32,7 @@ def waits_of(schedule: Schedule, dataflow: Dataflow) -> Waits:
     ====  ===============================================
 
     A rank runs its stages in order for each microbatch, ascending forward and descending backward
-    (see :mod:`shardwright.compiler.schedule.dataflow`). Messages take no part: a send never waits,
-    and a receive is posted ahead.
+    (see ``dataflow.py``). Messages take no part: a send never waits, and a receive is posted ahead.
     """
     forward, input_gradient = _positions(schedule)
     previous, following = _neighbours(schedule)

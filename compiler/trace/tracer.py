@@ -246,9 +246,7 @@ class Tracer(TorchFunctionMode):
             self._open.pop()
 
     def _run_strided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``x.as_strided(...)`` as slices and windows of dims, see
-        :mod:`shardwright.compiler.trace.calls.strided`.
-        """
+        """``x.as_strided(...)`` as slices and windows of dims, see ``strided.py``."""
         self._run(func, args, kwargs)  # torch's own checks
         with self:
             out = strided(*args, **kwargs)

@@ -1,6 +1,4 @@
-"""Choosing elements by a mask while tracing, and reading them as
-:mod:`shardwright.compiler.trace.values.selections` says.
-"""
+"""Choosing elements by a mask while tracing, and reading them as ``selections.py`` says."""
 
 from __future__ import annotations
 

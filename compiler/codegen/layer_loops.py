@@ -1,5 +1,5 @@
-"""Calls of repeated layers as loops: where each layer reads what the one before it made, and
-nothing else of it is read.
+"""Calls of repeated layers as loops. Layers make a loop if each reads what the one before it made,
+and nothing else reads that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from shardwright.compiler.plan.repeated_blocks import Item, Run, reads
 
 @dataclass(frozen=True)
 class Loop:
-    """Layers called one after another. ``carried``: by position of an input, which output of the
-    layer before it is; all other inputs are the same values for all layers.
+    """Layers called one after another. ``carried``: for the position of an input, the output of the
+    layer before that it is. All other inputs are the same values for all layers.
     """
 
     runs: tuple[Run, ...]
@@ -22,7 +22,7 @@ class Loop:
 
 
 def readers_of(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[str, set[int]]:
-    """The positions of the items that read each value; behind all of them for what is ``kept``."""
+    """The positions of the items that read each value. Values ``kept`` are read behind all items."""
     readers: dict[str, set[int]] = {value.name: {len(items)} for value in kept}
     for position, item in enumerate(items):
         for value in item.inputs if isinstance(item, Run) else reads(item):
@@ -36,8 +36,8 @@ def loop_at(
     readers: Mapping[str, set[int]],
     interrupted: Container[int],
 ) -> Loop | None:
-    """The longest loop that begins at an item, if at least two layers do. ``interrupted``:
-    positions after which something else is to be done.
+    """The longest loop that begins at an item; ``None`` if it has fewer than two layers.
+    ``interrupted``: positions after which something else is to be done.
     """
     first = items[position]
     if not isinstance(first, Run) or first.container is None:
@@ -61,17 +61,17 @@ def loop_at(
 
 
 def _is_next(run: Run, last: Run) -> bool:
-    """Whether it is the call of the next layer of the same list."""
+    """Whether a run is the call of the next layer in the same list."""
     if run.container is None or last.container is None or run.key != last.key:
         return False
     return run.container == (last.container[0], last.container[1] + 1)
 
 
 def _carried(run: Run, last: Run) -> dict[int, int] | None:
-    """Which output of the run before each input is, by the position of the input.
+    """The outputs of the run before that this one's inputs are, by position of the input.
 
-    ``None`` where some output is not read by this run, or
-    where two inputs of the first layer would be one variable.
+    It is ``None`` if this run does not read some output, or if two inputs of the first layer would
+    be one variable.
     """
     outputs = {value.name: index for index, value in enumerate(last.outputs)}
     found = {

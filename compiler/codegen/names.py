@@ -94,7 +94,8 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
 """Attributes of a ParallelModule that a model's own top-level names may collide with."""
 
 STAGE_METHOD = re.compile(r"stage\d+(_eval)?")
-"""The methods of a pipeline's stages, likewise."""
+"""The names of the methods of a pipeline's stages, which a model's own names may collide with, too.
+"""
 
 
 _MODULE_NAMES = frozenset((*dir(nn.Module), "training"))
@@ -102,8 +103,9 @@ _INDEX = re.compile(r"0|[1-9][0-9]*")
 
 
 def attribute_path(path: str, *, root: str = "self") -> str:
-    """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through
-    ``self.weights("...")``, or ``block["..."]``.
+    """The source that reads a module or weight by its path: ``transformer.h.0.attn`` ->
+    ``self.transformer.h[0].attn``. Odd or colliding names go through ``self.weights("...")``, or
+    ``block["..."]``.
     """
     parts = path.split(".")
     odd = any(
@@ -125,8 +127,8 @@ def attribute_path(path: str, *, root: str = "self") -> str:
 
 
 def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[str, ...], str]:
-    """What a body calls the groups of each axis, and of each set of axes that an adapter goes over:
-    none of the names that are ``taken``, whatever the axes are called.
+    """The variables for the groups of each axis, and of each set of axes that one adapter goes
+    over. None of them is among the names ``taken``, whatever the axes are called.
     """
     names: dict[tuple[str, ...], str] = {}
     for axes in (*((axis,) for axis in program.plan.storage_mesh.names), *program.joined_axes):
@@ -138,8 +140,10 @@ def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[
 
 
 class Scope:
-    """The variables of one method. ``strip`` is a prefix that names lose here; ``block`` the
-    container whose weights are read through the ``block`` argument.
+    """The variables of one method.
+
+    ``strip``: a prefix that names lose here. ``block``: the container whose weights are read
+    through the argument ``block``.
     """
 
     def __init__(self, reserved: set[str]) -> None:
@@ -161,8 +165,8 @@ class Scope:
         self._taken.add(name)
 
     def define(self, value: IRValue, wish: str = "") -> None:
-        """Give a new variable a name: its own (or the one wished for), with another number where
-        that is taken.
+        """Give a new variable its own name, or the one wished for. If that is taken, it gets
+        another number.
         """
         wish = wish or (value.name.removeprefix(self.strip) if self.strip else value.name)
         wish = re.sub(r"\W", "_", wish)
@@ -178,7 +182,9 @@ class Scope:
         return self.sizes[size, wish]
 
     def unused(self, wish: str) -> str:
-        """``wish``, or with another number where it is taken; not taken by this."""
+        """The name ``wish``, with another number if it is taken. The name is not taken by this
+        call.
+        """
         name, count = wish, 0
         while name in self._taken:
             count += 1

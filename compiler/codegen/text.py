@@ -13,13 +13,18 @@ from itertools import pairwise
 from shardwright.compiler.ir.quote import comment
 
 WIDTH = 128
+"""The most columns of a line of generated source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One statement. ``guards`` are the ``with``/``if`` headers it stands under, outermost first.
-    ``module`` is the path of the module it belongs to; of what moves values between modules there
-    is none. ``heading`` is a comment that begins a paragraph.
+    """One statement.
+
+    - ``comment``: stands behind it, or above it if there is no room.
+    - ``guards``: the ``with`` and ``if`` headers under which it stands, outermost first.
+    - ``module``: the path of the module that it belongs to. What moves values between modules has
+      none.
+    - ``heading``: a comment above it that begins a paragraph.
     """
 
     code: str
@@ -30,12 +35,13 @@ class Line:
 
 
 def layout_lines(lines: list[Line], indent: int) -> list[str]:
-    """The text of a body: guards become nested blocks shared by neighbouring lines; comments trail
-    where they fit.
+    """The text of a body. Guards become nested blocks, which neighbouring lines share. Comments
+    trail where they fit.
     """
     text: list[str] = []
     open_guards: tuple[str, ...] = ()
     for line in lines:
+        # Blocks that are open and that this line is in too; the others end here.
         shared = 0
         while (
             shared < min(len(open_guards), len(line.guards))
@@ -54,11 +60,11 @@ def layout_lines(lines: list[Line], indent: int) -> list[str]:
 
 
 def with_headings(lines: list[Line], own: str) -> list[Line]:
-    """The lines with the path of its module above each stretch of one module, ``own`` where that is
+    """Put the path of its module above each stretch of lines of one module, or ``own`` if that is
     the module itself.
 
-    The only statement of a module without parts, such as a linear layer, belongs to the module
-    around it: its weight says its name.
+    A module without parts that has only one statement, such as a linear layer, gets no heading: the
+    statement counts as one of the module around it, as its weight says its name.
     """
     counts = Counter(line.module for line in lines if line.module is not None)
     around = {path: path.rpartition(".")[0] for path in counts}
@@ -91,7 +97,7 @@ def _place(line: Line, indent: int) -> list[str]:
 
 
 def wrap_comment(text: str, width: int) -> list[str]:
-    """Break a comment where two spaces separate its parts; a part that is longer than a line stays
+    """Break a comment where two spaces separate its parts. A part that is longer than a line stays
     whole.
     """
     lines = [""]
@@ -125,7 +131,9 @@ def wrap_statement(code: str, width: int) -> list[str]:
 
 
 def _split_statement(code: str) -> tuple[str, str]:
-    """``("y = ", "f(x)")``, ``("return ", "y")``, and ``("", code)`` for an expression."""
+    """The head and the value of a statement: ``("y = ", "f(x)")``, ``("return ", "y")``. An
+    expression has no head: ``("", code)``.
+    """
     if code.startswith("return "):
         return "return ", code.removeprefix("return ")
     sign = next(
@@ -135,7 +143,7 @@ def _split_statement(code: str) -> tuple[str, str]:
 
 
 def _signs(value: str) -> list[int]:
-    """Where the operator signs stand that join the value's outermost operands."""
+    """The columns of the operator signs that join the value's outermost operands."""
     outer = [
         (start, text)
         for start, _, text, depth in _tokens(value)
@@ -152,9 +160,9 @@ _WORDS = frozenset(["and", "or", "if", "else", "in", "is", "not"])
 
 
 def wrap(code: str, width: int) -> list[str]:
-    """Break a long call after its outermost opening bracket, one line for all arguments, or one
-    line each. What stands in a tuple, list or dict has one line each; what has no comma gets one
-    only where it means nothing.
+    """Break a long call after its outermost opening bracket: into one line for all arguments, or
+    one line each. The elements of a tuple, list or dict always have one line each. A trailing comma
+    is added where it means nothing.
     """
     end = code[len(code.rstrip(",:")) :]
     opening = _last_bracket(code.removesuffix(end))
@@ -168,25 +176,22 @@ def wrap(code: str, width: int) -> list[str]:
     parts = split_commas(inner)
     has_comma = inner.endswith(",") or len(parts) > 1
     is_call_or_index = opening > 0 and code[opening - 1] not in _BEFORE_DISPLAY
-    if not has_comma and (code[opening] == "[" if is_call_or_index else code[opening] == "("):
-        return [
-            head,
-            *(f"    {line}" for line in wrap(inner, width - 4)),
-            tail,
-        ]  # x[i,] is another index, (x,) a tuple
+    # Here a comma would mean something: ``x[i,]`` is another index, and ``(x,)`` is a tuple.
+    if not has_comma and code[opening] == ("[" if is_call_or_index else "("):
+        return [head, *(f"    {line}" for line in wrap(inner, width - 4)), tail]
     if (is_call_or_index or not has_comma) and len(inner) + 4 <= width and not inner.endswith(","):
         return [head, f"    {inner}", tail]
     return [head, *(f"    {line}" for part in parts for line in wrap(f"{part},", width - 4)), tail]
 
 
 _BEFORE_DISPLAY = " ([{*-~"
-"""Before a bracket that makes a tuple, list or dict, or only groups: formatted calls and indices
-have nothing in between.
+"""The characters before a bracket that makes a tuple, list or dict, or only groups. In formatted
+calls and indices a name stands there.
 """
 
 
 def _last_bracket(code: str) -> int | None:
-    """Where the bracket opens that closes at the very end."""
+    """The column of the opening bracket that closes at the very end, if there is one."""
     opening = None
     for start, end, text, depth in _tokens(code):
         if text in "([{" and depth == 0:
@@ -217,7 +222,7 @@ def names_read(code: str) -> set[str]:
 
 
 def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
-    """``(start, end, text, depth)`` of every token of one line; a bracket has the depth of what
+    """The tokens of one line as ``(start, end, text, depth)``. A bracket has the depth of what
     stands outside it.
     """
     depth = 0
@@ -228,8 +233,8 @@ def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
         depth += text in ("(", "[", "{")
 
 
-# Strings, numbers, names, signs. Of what generated code says this is what `tokenize` finds, in a
-# tenth of its time. Outside of strings all that is not ASCII is part of names.
+# Strings, numbers, names, signs. In generated code these are the tokens that `tokenize` finds, in a
+# tenth of its time. Outside of strings, everything that is not ASCII is part of a name.
 _TOKEN = re.compile(
     r"""[A-Za-z]{0,2}(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
     r"""|0[xXoObB]\w+|(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?[jJ]?|[\w\u0080-\U0010ffff]+"""

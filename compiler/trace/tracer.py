@@ -70,7 +70,7 @@ _STATISTICS = {"batch_norm", "instance_norm"}
 """Operators that update their running statistics themselves when they run."""
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _NO_DATA = "its data is not allocated yet"
-"""What torch says where it reads the memory of a fake tensor itself."""
+"""A part of torch's message for code that reads the memory of a fake tensor."""
 
 
 class Tracer(TorchFunctionMode):
@@ -95,6 +95,7 @@ class Tracer(TorchFunctionMode):
         if self._unseen:
             return func(*args, **kwargs)
         name = plain_name(func)
+        # ``_running`` tells calls of the model's code from those that an operator makes inside.
         if not self._running and self._selecting.is_read((args, kwargs)):
             return self._selecting.read(func, name, args, kwargs)
         if name in FACTS and is_getter(func) and args[0] is not None and not self._running:
@@ -124,6 +125,8 @@ class Tracer(TorchFunctionMode):
         except ShardwrightError:
             raise
         except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
+            # The call needs numbers, which fake tensors do not have. It may ask whether all of them
+            # are finite, be a check of the library's, read constants alone, or choose by a mask.
             if (
                 name in ("__bool__", "is_nonzero", "item")
                 and (outcome := finite_outcome(self._recorder, args[0])) is not None
@@ -142,11 +145,15 @@ class Tracer(TorchFunctionMode):
                 return chosen
             raise untraceable from error
         except Exception as error:
+            # Some readers of values raise an exception of their own kind on fake tensors.
             if name in VALUE_READERS or _NO_DATA in str(error):
                 raise self._untraceable(func, name, args, error) from error
             raise
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run and record one call. The kinds of calls that are not recorded as they are come first:
+        literals, refusals, readers of values, in-place forms, composites.
+        """
         if func is torch.Tensor.new_tensor:  # a literal: of the tensor, only the dtype is used
             func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
         if func in _LITERALS and not has_traced(args, kwargs):
@@ -179,13 +186,13 @@ class Tracer(TorchFunctionMode):
                     return func(*real[0], **real[1])
             self._questions.unanswered[question] = None
         assumed = name in VALUE_READERS and any(map(self._constants.is_assumed, tensors_in(args)))
-        if (
-            assumed and (passes := self._passing_check(name)) is not None
-        ):  # a check makes no constant of an input
+        # A check of an input is taken to pass. Reading it would make the input a constant.
+        if assumed and (passes := self._passing_check(name)) is not None:
             return passes
         if name in VALUE_READERS and (real := self._real_values((args, kwargs))) is not None:
             with unset_fake_temporarily():
                 return func(*real[0], **real[1])
+        # ``f(x, out=y)`` is ``y.copy_(f(x))``.
         if isinstance(kwargs.get("out"), torch.Tensor):
             result = self._call(
                 func, name, args, {key: value for key, value in kwargs.items() if key != "out"}
@@ -197,6 +204,7 @@ class Tracer(TorchFunctionMode):
             self.on_fakes(args),
             {key: self.on_fakes(value) for key, value in kwargs.items()},
         )
+        # Fake tensors are on the CPU, whatever device the code asks for.
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
         if name == "to":
@@ -218,6 +226,7 @@ class Tracer(TorchFunctionMode):
             return self._reshaped_in_place(func, name, args, kwargs)
         if (functional := inplace.functional_form(func, name)) is not None:
             return self._in_place(func, functional, args, kwargs, args, kwargs)
+        # A function that no table knows is run as the calls it consists of, if these are known.
         if (
             func not in self._open
             and registry.find(func) is None
@@ -235,8 +244,8 @@ class Tracer(TorchFunctionMode):
     def _run_open(
         self, func: Any, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a composite so that its parts come back here; where it calls itself
-        (``Tensor.unflatten``), it is recorded.
+        """Run a composite so that its parts come back to this mode. If it calls itself
+        (``Tensor.unflatten``), that call is recorded.
         """
         self._open.append(func)
         try:
@@ -266,12 +275,13 @@ class Tracer(TorchFunctionMode):
         """Run a call that changes none of its arguments, and record it if it makes tensors."""
         recorder = self._recorder
         inputs = list(tensors_in((args, kwargs)))
+        # Torch counts in-place writes to each tensor. The counts tell whether a call that claims to
+        # be functional has changed an argument.
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         out = self._run(run or func, args, kwargs)
         results = list(tensors_in(out))
-        if (
-            name in _PIECES and len(results) == 1
-        ):  # in a graph, an operator of one result gives no tuple
+        # In a graph, an operator of one result gives no tuple.
+        if name in _PIECES and len(results) == 1:
             return type(out)((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
@@ -299,9 +309,9 @@ class Tracer(TorchFunctionMode):
                 hint,
                 "it has no dims that could be split, and cannot be sent",
             )
-        unchanged = (
-            name in _CASTS or not torch.is_grad_enabled()
-        )  # without gradients, x.contiguous() would cut those of x
+        # A call that gives back its argument is no operator. With gradients only casts are left out
+        # so; without them anything is, as x.contiguous() would cut the gradient of x.
+        unchanged = name in _CASTS or not torch.is_grad_enabled()
         if unchanged and any(results[0] is tensor for tensor in inputs):
             return out
         if name == "cat" and (kept := without_empty(args, kwargs)) is not None:
@@ -326,7 +336,7 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _only_piece(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The one piece that a tensor is cut into: all of it, for ``unbind`` without the dim of
+        """The one piece into which a tensor is cut: all of it, for ``unbind`` without the dim of
         size 1.
         """
         parameter = "tensor" if "tensor" in kwargs else "input"  # as functions call it

@@ -1,8 +1,11 @@
 """In-place operators as functional ones.
 
-A write to a tensor becomes a new value; a write to a view becomes a new value of what it views, up
-to the root; other views of the same root take their values anew when they are next read
-(:meth:`Recorder.current`).
+A write to a tensor becomes a new value. A write to a view becomes a new value of the tensor that it
+views, and so on up to the root. Other views of the same root take their values anew when they are
+next read (:meth:`Recorder.current`).
+
+Example: ``y = x[0]; y.add_(1); z = x + 1`` is recorded as three values. ``y1`` is ``x[0] + 1``,
+``x1`` is ``x`` with ``y1`` in the place of row 0, and ``z`` is ``x1 + 1``.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ METADATA_CHANGES = (
     "swapdims_",
     "as_strided_",
 )
-"""In-place operators that change shape and strides but no element: the tensor becomes a view of
-what it was.
+"""In-place operators that change shape and strides but no element: the tensor becomes a view of its
+former self.
 """
 
 _TRANSPOSES = {"transpose", "swapaxes", "swapdims"}
@@ -67,7 +70,7 @@ _IDENTITIES = {
 
 
 _SIGNS = {f"__i{sign}__": f"__{sign}__" for sign in ("and", "or", "xor", "lshift", "rshift")}
-"""Signs that torch has no method with ``_`` for."""
+"""In-place forms of operators for which torch has no method that ends in ``_``."""
 
 
 def functional_form(function: Any, name: str) -> Callable[..., Any] | None:
@@ -98,7 +101,7 @@ def _bernoulli(x: torch.Tensor, p: torch.Tensor | float = 0.5) -> torch.Tensor:
 
 
 def _exponential(x: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
-    """Never zero: what is drawn is often divided by, or its logarithm taken."""
+    """Draw exponential numbers. None is zero, as code often divides by them or takes logarithms."""
     return _scaled(
         (-torch.log1p(-torch.rand_like(x))).clamp(min=torch.finfo(x.dtype).tiny), 1 / lambd, 0
     )
@@ -123,7 +126,9 @@ def _geometric(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _random(x: torch.Tensor, from_: int = 0, to: int | None = None) -> torch.Tensor:
-    """``random_(to)`` has one number; without any, all integers that the dtype holds exactly."""
+    """Draw integers from ``from_`` on and below ``to``; without ``to``, among all integers that the
+    dtype holds exactly.
+    """
     every = (
         round(2 / torch.finfo(x.dtype).eps) if x.is_floating_point() else torch.iinfo(x.dtype).max
     )
@@ -131,12 +136,12 @@ def _random(x: torch.Tensor, from_: int = 0, to: int | None = None) -> torch.Ten
 
 
 CLAMPS = ("clamp_", "clip_", "clamp_min_", "clamp_max_")
-"""In-place operators that leave numbers in a range alone."""
+"""In-place operators that change no number inside a range."""
 
 
 def bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """What ``x.clamp_(...)`` or another of :data:`CLAMPS` keeps ``x`` between; ``None`` if that is
-    no number.
+    """The bounds between which ``x.clamp_(...)`` or another of :data:`CLAMPS` keeps ``x``; ``None``
+    if a bound is no number.
     """
     first, second = (*args, None, None)[:2]
     low, high = kwargs.get("min", first), kwargs.get("max", second)
@@ -159,15 +164,15 @@ DRAWS: dict[str, Callable[..., torch.Tensor]] = {
     "geometric_": _geometric,
     "random_": _random,
 }
-"""What methods that draw random numbers in place leave in a tensor, by operators that draw alike on
-all ranks.
+"""The methods that draw random numbers in place, each with a function that makes the same of
+operators which draw alike on all ranks.
 """
 
 
 def drawn(
     name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """What ``x.uniform_(...)`` or another method of :data:`DRAWS` leaves in ``x``."""
+    """The tensor that ``x.uniform_(...)`` or another method of :data:`DRAWS` leaves in ``x``."""
     named = {"from_" if key == "from" else key: value for key, value in kwargs.items()}
     if name == "random_" and len(args) == 1 and "to" not in named:
         args = (0, *args)
@@ -180,7 +185,7 @@ def _scaled(x: torch.Tensor, factor: float, shift: float) -> torch.Tensor:
 
 
 def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
-    """Let ``variable`` hold ``value``, and everything it is a view of, accordingly.
+    """Let ``variable`` hold ``value``, and change everything that it is a view of accordingly.
 
     Raises :class:`TraceError` for parameters, for tensors captured from outside, and for views with
     no known inverse.
@@ -212,6 +217,8 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
             hint="write x = x + (new - x).detach() where that is meant, else leave out no_grad "
             "and .data",
         )
+    # The write goes up to the root, view by view. The root's version tells other views of it that
+    # their values are old.
     if variable.parent is not None:
         assert variable.call is not None
         whole = recorder.current(variable.parent)
@@ -237,7 +244,9 @@ def _unseen(variable: Variable) -> str:
 
 
 def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRValue) -> IRValue:
-    """``whole`` with the elements that ``view`` shows replaced by ``new``."""
+    """``whole`` with the elements that ``view`` shows replaced by ``new``: the inverse of the call
+    that made the view.
+    """
     call = view.call
     assert call is not None
     like = TensorType(whole.shape, whole.dtype, whole.requires_grad or new.requires_grad)
@@ -304,8 +313,8 @@ def _scattered(
     part: IRValue,
     *args: Arg,
 ) -> IRValue:
-    """``scatter(whole, part, *args)``; of complex numbers by real and imaginary part, as torch has
-    no gradient of it else.
+    """``scatter(whole, part, *args)``. Complex numbers go by real and imaginary part, as torch's
+    scatters have no gradient for them.
     """
     if not whole.dtype.is_complex:
         return recorder.emit_one(scatter, like, whole, part, *args)

@@ -22,7 +22,7 @@ class Loop:
 
 
 def readers_of(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[str, set[int]]:
-    """The positions of the items that read each value. Values ``kept`` are read behind all items."""
+    """The positions of the items that read each value. Those ``kept`` are read behind all items."""
     readers: dict[str, set[int]] = {value.name: {len(items)} for value in kept}
     for position, item in enumerate(items):
         for value in item.inputs if isinstance(item, Run) else reads(item):

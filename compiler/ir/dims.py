@@ -54,7 +54,7 @@ class ModelDims:
         return tuple(c for c in self.classes if c.name == name)
 
     def describe(self, value: str) -> str:
-        """``[batch, seq, heads * head_dim]``."""
+        """The names of a value's dims: ``[batch, seq, heads * head_dim]``."""
         dims = self.values.get(value, ())
         return (
             "["

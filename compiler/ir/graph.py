@@ -165,7 +165,9 @@ class IRGraph:
         return replace(self, ops=ops)
 
     def live(self) -> IRGraph:
-        """Without operators whose results nobody reads, and constants that nobody reads."""
+        """The graph without operators whose results nobody reads, and without constants that nobody
+        reads.
+        """
         needed = {value.name for value in self.outputs} | {
             after.name for _, after in self.buffer_updates
         }

@@ -144,8 +144,8 @@ class IROp:
 
 
 def once(function: Callable[[IROp], Result]) -> Callable[[IROp], Result]:
-    """Ask a function of an operator alone once: operators are immutable, and all of a large model
-    are asked again and again.
+    """Let a function of an operator answer once for each operator. Operators are immutable, and all
+    of a large model are asked again and again.
     """
 
     @wraps(function)

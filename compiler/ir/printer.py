@@ -87,7 +87,9 @@ def print_op(op: IROp, dims: ModelDims | None = None) -> str:
 
 
 def print_value(value: IRValue) -> str:
-    """``%x: f32[4, 128]``; a trailing ``'`` marks values that gradients flow to."""
+    """The text of a value: ``%x: f32[4, 128]``. A trailing ``'`` marks values that gradients flow
+    to.
+    """
     grad = "'" if value.requires_grad else ""
     return (
         f"%{value.name}: "
@@ -101,7 +103,9 @@ def print_size(size: Size | sympy.Basic) -> str:
 
 
 def print_dtype(dtype: torch.dtype) -> str:
-    """``f32`` for ``torch.float32``; torch's own name where there is no short one."""
+    """The short name of a dtype, ``f32`` for ``torch.float32``; torch's own name if there is no
+    short one.
+    """
     return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -144,7 +148,7 @@ def print_tree(tree: Tree) -> str:
 
 
 def print_location(op: IROp) -> str:
-    """``modeling_gpt2.py:123``."""
+    """The place of a call in the user's code: ``modeling_gpt2.py:123``."""
     return f"{os.path.basename(op.source.file)}:{op.source.line}" if op.source else ""
 
 

@@ -131,7 +131,7 @@ def local_size(size: Size, axis: str, axis_size: int) -> Size:
 
 
 def offset(size: Size, axis: str) -> Size:
-    """Where a rank's piece begins of ``size`` things that the axis cuts."""
+    """The index at which a rank's piece begins, where the axis cuts ``size`` things."""
     return Offset(size, sympy.Symbol(axis))
 
 

@@ -73,7 +73,9 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """``split:k over 2`` or ``split:b over 2, split:k over 3``."""
+        """The strategies of a trial in words: ``split:k over 2`` or ``split:b over 2, split:k over
+        3``.
+        """
         return ", ".join(
             f"{strategy} over {self.mesh.axis_size(axis)}"
             for axis, strategy in self.assignment.items()
@@ -317,8 +319,8 @@ class OperatorCall:
     def _run_split(
         self, local: IROp, assignment: Assignment, mesh: Mesh, whole: _Whole
     ) -> list[_Outcome] | Exception:
-        """The local calls of all ranks, on threads if they communicate; an exception one of them
-        raised.
+        """Make the local calls of all ranks, on threads if they communicate. The result is their
+        outcomes, or the exception that one of them raised.
         """
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
         generator = torch.Generator().manual_seed(self.seed + 1)

@@ -256,8 +256,8 @@ def imports_of_literal(arg: Any) -> set[str]:
 
 
 def names_bound(statements: Iterable[str]) -> set[str]:
-    """The names that generated code reads what it imports by; of ``import a.b.c`` also the last
-    one.
+    """The names under which generated code reads what it imports; for ``import a.b.c`` the last
+    part, too.
     """
     words = (re.split(r"[ .]", statement) for statement in set(statements))
     return {name for found in words for name in (found[1], found[-1])}

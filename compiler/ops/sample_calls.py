@@ -95,14 +95,14 @@ class Sample:
 
     @property
     def shapes(self) -> str:
-        """``x [4, 6], weight [8, 6]``."""
+        """The operands of a call in words: ``x [4, 6], weight [8, 6]``."""
         names = zip(self.call.op.operand_names, self.call.operands, strict=True)
         return ", ".join(f"{name} {list(x.shape)}" for name, x in names)
 
 
 def sample_calls(op: IROp, opdef: UserOpDef) -> Iterator[Sample | UnusableError]:
-    """Small calls like ``op``, or why one of them is of no use: in float64, then in the dtypes of
-    the model.
+    """Small calls like ``op``, first in float64, then in the dtypes of the model. A call that is of
+    no use is replaced by the reason.
     """
     op = _static(op)
     rule = instantiate(opdef, op)

@@ -119,7 +119,7 @@ def layouts(
 def _layouts(
     form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """``strategies``: of every axis, in mesh order."""
+    """The layouts that strategies give. ``strategies``: those of every axis, in mesh order."""
     rule, assignment = form.rule, dict(strategies)
     per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
     operands = tuple(

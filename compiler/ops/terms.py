@@ -29,7 +29,7 @@ RUNTIME = "shardwright.runtime.ops"
 
 
 def names(count: int, prefix: str, mark: str = "") -> list[str]:
-    """``["b0^", "b1^"]``."""
+    """The names of ``count`` dims, each with a mark: ``["b0^", "b1^"]``."""
     return [f"{prefix}{i}{mark}" for i in range(count)]
 
 
@@ -63,8 +63,8 @@ def broadcast(
 
 
 def indices(op: IROp, *parameters: str) -> tuple[int, ...]:
-    """The positions of the operands bound to these parameters, those that are there; of a parameter
-    of several, all.
+    """The positions of the operands that are bound to these parameters, as far as they are there. A
+    parameter that takes several counts with all of them.
     """
     return tuple(
         index for index, name in enumerate(op.operand_names) if name.partition("[")[0] in parameters

@@ -58,8 +58,8 @@ def _chars_per_second(timeline: Timeline, room: int | None) -> float:
 
 
 def _label(action: ScheduleAction, room: int) -> str:
-    """The longest name of ``action`` that fits, in exactly ``room`` characters, the last of them
-    blank where there are two.
+    """The longest name of ``action`` that fits, in exactly ``room`` characters. If there are two or
+    more, the last one is blank.
     """
     if room < 2:
         return action.kind.value[:room]

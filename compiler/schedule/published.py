@@ -165,8 +165,8 @@ def _infer_pipe(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -
 
 
 def _rounds(rank: int, num_ranks: int, num_microbatches: int, chunks: range) -> StageRuns:
-    """All (stage, microbatch) of a rank: p microbatches through its chunks one after the other,
-    then the next p.
+    """The pairs (stage, microbatch) of a rank in order: p microbatches go through its chunks one
+    after the other, then the next p.
     """
     runs = []
     for start in range(0, num_microbatches, num_ranks):
@@ -182,8 +182,8 @@ def _rounds(rank: int, num_ranks: int, num_microbatches: int, chunks: range) -> 
 def _one_forward_one_backward(
     forwards: StageRuns, backwards: StageRuns, warmup: int
 ) -> RankActions:
-    """``warmup`` forwards, then forwards and backwards by turns, then the backwards that are
-    left.
+    """The actions of a rank: ``warmup`` forwards, then forwards and backwards by turns, then the
+    backwards that are left.
     """
     actions = [ScheduleAction(F, *run) for run in forwards[:warmup]]
     left = iter(backwards)

@@ -16,8 +16,8 @@ from shardwright.runtime.errors import TraceError, did_you_mean
 
 @dataclass(frozen=True)
 class Arguments:
-    """``given``: the dummy arguments in the order of the signature. ``defaults``: the absent ones.
-    ``order``: all names.
+    """The arguments of a call. ``given``: the dummy arguments in the order of the signature.
+    ``defaults``: the absent ones. ``order``: all names.
     """
 
     given: tuple[tuple[str, Any], ...]

@@ -220,7 +220,7 @@ class Recorder:
         return value.takes_gradient or value.name in self._asked
 
     def is_leaf(self, tensor: torch.Tensor) -> bool:
-        """``tensor.is_leaf`` outside of a trace."""
+        """Whether a tensor is a leaf of autograd's graph outside of a trace."""
         return (
             tensor.is_leaf
             or not self.requires_gradient(tensor)
@@ -284,7 +284,9 @@ class Recorder:
     def _name_results(
         self, results: list[TensorType], word: str, frame: FrameType | None, *, trained: bool
     ) -> list[IRValue]:
-        """``trained``: whether they are made of something that takes a gradient."""
+        """The values of results, with names of their own. ``trained``: whether they are made of
+        something that takes a gradient.
+        """
         return [
             IRValue(
                 self.names.unique(label),

@@ -356,8 +356,8 @@ class Tracer(TorchFunctionMode):
         inputs: list[torch.Tensor],
         call: Call,
     ) -> None:
-        """Let the results stand for their values; a result that shares memory with the first input
-        is a view of it.
+        """Let tensors stand for the values of a call's results. A result that shares memory with
+        the first input is a view of it.
         """
         recorder = self._recorder
         variables = [Variable(value) for value in values]

@@ -292,7 +292,7 @@ def _describe_program(device: Device, measured: dict[str, Any]) -> tuple[Device,
 
 
 def while_all_compute(device: Device, sharing: Sharing) -> Device:
-    """A device of which every rank has a core for itself, as each is while all ranks of its machine
+    """A device that was measured with a core for each rank, as it is while all ranks of its machine
     compute.
     """
     slower = sharing.num_ranks / sharing.num_cores
@@ -425,8 +425,8 @@ def _device_facts(world: World) -> dict[str, Any]:
 
 
 def _sharing(num_cores: int) -> Sharing | None:
-    """How the ranks of this machine share its cores; ``None`` if each has as many as it has
-    threads.
+    """The way in which the ranks of this machine share its cores; ``None`` if each has as many
+    cores as threads.
     """
     ranks, room = _local_ranks(), max(1, num_cores // torch.get_num_threads())
     return Sharing(ranks, room) if ranks > room else None

@@ -154,7 +154,7 @@ def nothing(index: int) -> None:
 
 
 def _slowest_batches(world: World, batches: Sequence[float]) -> list[float]:
-    """Each batch as its slowest rank had it."""
+    """The seconds of each batch on its slowest rank."""
     return list(map(max, zip(*world.all_gather_object(batches), strict=True)))
 
 

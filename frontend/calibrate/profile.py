@@ -31,8 +31,8 @@ MOST_COPIES = 32
 
 @dataclass(frozen=True)
 class Profile:
-    """``times`` by call. ``failed``: why a call could not run by itself, by the name of its
-    operator.
+    """The times measured, by call. ``failed``: the reasons why calls could not run by themselves,
+    by operator.
     """
 
     times: OperatorTimes

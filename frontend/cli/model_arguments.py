@@ -26,7 +26,7 @@ PIPE_WIDTH = 160
 
 
 def make_console() -> Console:
-    """Where commands print. Layouts are full of brackets: no markup."""
+    """The console on which commands print. Layouts are full of brackets, so it knows no markup."""
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
@@ -180,7 +180,7 @@ def _config_fields(settings: Sequence[str]) -> dict[str, object]:
 
 
 def _numbered(dims: object) -> object:
-    """``{"0": "batch"}`` as ``{0: "batch"}``: JSON has string keys only."""
+    """The dims of JSON with numbers as keys: ``{"0": "batch"}`` becomes ``{0: "batch"}``."""
     if not isinstance(dims, dict):
         return dims
     return {int(dim) if dim.isdecimal() else dim: name for dim, name in dims.items()}

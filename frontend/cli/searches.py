@@ -225,7 +225,7 @@ def comparison_table(left: Candidate, right: Candidate) -> Table:
 
 
 def read_sizes(text: str) -> dict[str, int]:
-    """``pp=2,tp=4`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    """Read ``pp=2,tp=4`` as a mapping. Raises :class:`ConfigError` for anything else."""
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
@@ -238,7 +238,7 @@ def read_sizes(text: str) -> dict[str, int]:
 
 
 def read_sizes_listed(text: str) -> list[int]:
-    """``1,2,4`` as numbers. Raises :class:`ConfigError` for anything else."""
+    """Read ``1,2,4`` as numbers. Raises :class:`ConfigError` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"{text!r} does not list sizes of a microbatch", hint="for example 1,2,4")
@@ -246,7 +246,7 @@ def read_sizes_listed(text: str) -> list[int]:
 
 
 def read_batch_dims(text: str) -> dict[str, int]:
-    """``input_ids=0,labels=0`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    """Read ``input_ids=0,labels=0`` as a mapping. Raises :class:`ConfigError` for anything else."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
     if not all(path and dim.isdecimal() for path, _, dim in pairs):
         raise ConfigError(

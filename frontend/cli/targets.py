@@ -86,8 +86,8 @@ def load_model(target: str, args_target: str | None) -> tuple[ModuleSource, Mapp
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """``["seed=3", "pas_config.num_stages=2"]`` as nested dicts. A value is read as JSON, and is a
-    string if it is none.
+    """Read ``["seed=3", "pas_config.num_stages=2"]`` as nested dicts. A value is read as JSON; one
+    that is not JSON is a string.
 
     Raises :class:`ConfigError` for what is no setting, and for what begins like an object or a list
     and is none.

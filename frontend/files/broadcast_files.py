@@ -128,7 +128,7 @@ class _Link:
     receivers: Sequence[int]
 
     def broadcast(self, data: torch.Tensor) -> torch.Tensor:
-        """``data`` of rank 0, in CPU memory, on every member of the group."""
+        """Send ``data`` of rank 0 to every member of the group, and return it in CPU memory."""
         backends = dist.get_backend_config(self.group)
         on_cuda = "nccl" in backends and "gloo" not in backends
         device = (

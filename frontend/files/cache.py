@@ -61,7 +61,7 @@ lists it.
 
 
 def generated_directory(gen_savedir: Path | str, cls: type[Any], instance_name: str | None) -> Path:
-    """``<gen_savedir>/_parallel_modules/<module>/<class>/<instance>``, absolute."""
+    """The absolute path ``<gen_savedir>/_parallel_modules/<module>/<class>/<instance>``."""
     instance = "_" if instance_name is None else instance_name
     if not isinstance(instance, str) or not re.fullmatch(r"\w[\w.-]*", instance):
         raise ConfigError(

@@ -73,7 +73,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Generated:
-    """What came of it. ``made``: what was written: ``"code"`` (and weights that differ),
+    """The result of making files. ``made``: what was written: ``"code"`` (and weights that differ),
     ``"weights"``, or ``"nothing"``.
     """
 

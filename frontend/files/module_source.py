@@ -66,9 +66,7 @@ class RealTables(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """Where the module comes from. ``module`` is given, or ``factory`` makes it when it is
-    needed.
-    """
+    """The source of a module: ``module`` itself, or ``factory``, which makes it when needed."""
 
     cls: type[nn.Module]
     module: nn.Module | None = None

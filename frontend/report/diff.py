@@ -149,7 +149,9 @@ def _split(plan: Plan, op: str) -> dict[str, str]:
 
 
 def _told(plan: Plan, op: str, chosen: Mapping[str, str], *, by_name: bool) -> str:
-    """``tp: split ffn``; as plans have it, ``tp: split:n``, where names tell nothing."""
+    """What an operator does along each axis, in words: ``tp: split ffn``. If names tell nothing, it
+    is ``tp: split:n``, as plans write it.
+    """
     words = (
         f"{axis}: {in_words(plan, op, axis) if by_name else strategy}"
         for axis, strategy in chosen.items()

@@ -186,8 +186,8 @@ def _hidden_s(rank: RankCost, step_s: float) -> float:
 
 
 def _parts_of_step(rank: RankCost, step_s: float) -> dict[str, float]:
-    """Where a step of a rank goes, in parts that add up to it. What runs beside other work counts
-    as far as that does not hide it: gradients that are summed beside the backward.
+    """The parts of a rank's step, which add up to it. Work beside other work counts as far as that
+    does not hide it; gradients that are summed beside the backward are such work.
     """
     parts = {"computing": rank.compute_s, **rank.comm_s, "waiting": rank.idle_s}
     hidden_s = _hidden_s(rank, step_s)
@@ -199,7 +199,7 @@ def _parts_of_step(rank: RankCost, step_s: float) -> dict[str, float]:
 
 
 def _stages_of_ranks(plan: Plan) -> dict[int, str]:
-    """``stage 1``; of a rank that runs several, ``stages 0, 3``."""
+    """The stages of each rank in words: ``stage 1``, or ``stages 0, 3`` if it runs several."""
     found: dict[int, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         for rank in stage.ranks:

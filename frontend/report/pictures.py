@@ -164,7 +164,9 @@ def _box(
 
 
 def _unnumbered(name: str) -> str:
-    """``reduce bucket`` for ``reduce bucket 3``: all of them have one colour."""
+    """The kind of an activity: ``reduce bucket`` for ``reduce bucket 3``. All activities of a kind
+    have one colour.
+    """
     return re.sub(r" \d+$", "", name)
 
 

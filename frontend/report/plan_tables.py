@@ -78,7 +78,7 @@ def work_reasons(data: Mapping[str, Any]) -> Text:
 
 
 def stages_in_words(plan: Plan) -> str:
-    """``8 stages in 4 positions``; ``1 stage``."""
+    """The stages of a plan in words: ``8 stages in 4 positions``; ``1 stage``."""
     positions, number = len({stage.ranks for stage in plan.stages}), len(plan.stages)
     words = f"{number} stages" if number > 1 else "1 stage"
     return f"{words} in {positions} positions" if positions < number else words
@@ -110,7 +110,9 @@ def strategy_table(plan: Plan, *, every_layer: bool) -> RenderableType:
 
 
 def mesh_in_words(plan: Plan) -> str:
-    """``pp=2 x tp=4``; of stages on meshes of their own each one's, ``tp=4 | tp=2 | one rank``."""
+    """The mesh of a plan in words: ``pp=2 x tp=4``. If stages have meshes of their own, these
+    follow one another: ``tp=4 | tp=2 | one rank``.
+    """
     if not has_own_meshes(plan):
         return str(plan.mesh)
     return " | ".join(
@@ -143,7 +145,7 @@ def in_words(plan: Plan, op: str, axis: str) -> str:
 
 
 def notes(found: Iterable[Note], *, every_layer: bool) -> Text:
-    """Where the policy could not split, and why."""
+    """The operators that the policy could not split, with the reasons."""
     rows = _counted(
         ((note.op, note.axis, note.reason, note.source) for note in found), every_layer=every_layer
     )

@@ -32,8 +32,8 @@ def _spatial(op: IROp) -> tuple[list[str], list[str], list[str], list[str]]:
 
 
 def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
-    """``groups`` of a rank: its channels over the channels of one group, which dim 1 of the weight
-    has.
+    """The rule of a convolution. The argument ``groups`` of a rank is its number of channels,
+    divided by that of one group, which dim 1 of the weight has.
     """
 
     def local_groups(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:

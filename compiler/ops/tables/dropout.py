@@ -61,7 +61,9 @@ def _random(
 
 
 def _dropout(num_shared: int | None, linear: bool) -> Callable[[IROp], OpRule]:
-    """``num_shared``: how many trailing dims share one number; ``None``: all after the second."""
+    """The rule of a dropout whose trailing ``num_shared`` dims share one number; ``None``: all dims
+    after the second.
+    """
 
     def mask(rule: OpRule) -> TensorRefs:
         term = rule.results[0]

@@ -43,7 +43,7 @@ def _two_dims(op: IROp) -> OpRule:
 
 
 def _some_dims(op: IROp) -> OpRule:
-    """All dims, or the last ones where sizes are given without dims."""
+    """The rule of a transform of all dims, or of the last ones if sizes are given without dims."""
     dim, sizes = op.arg("dim"), op.arg("s")
     if dim is None and isinstance(sizes, tuple | list):
         dim = tuple(range(-len(sizes), 0))

@@ -231,7 +231,9 @@ define(
 
 
 def _scatter(places: FactorKind) -> RuleMaker:
-    """``places``: the kind of the indexed dim of index and source."""
+    """The rule of writing along one dim. ``places``: the kind of the indexed dim of index and
+    source.
+    """
 
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()

@@ -31,7 +31,7 @@ from shardwright.compiler.ops.terms import (
 def _modern(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``size_average`` and ``reduce`` of old as ``reduction``."""
+    """The arguments with ``reduction`` in the place of the old ``size_average`` and ``reduce``."""
     keywords = dict(kwargs)
     size_average, reduce = keywords.pop("size_average", None), keywords.pop("reduce", None)
     if size_average is not None or reduce is not None:

@@ -26,7 +26,7 @@ def _affine(op: IROp) -> tuple[frozenset[int], ...]:
 
 
 def _layer_norm(op: IROp) -> OpRule:
-    """Also RMS norm, which has no bias."""
+    """The rule of layer norm, and of RMS norm, which has no bias."""
     normalised = names(len(op.arg("normalized_shape")), "h", "^")
     term = ["*", *normalised]
     return parse_rule(

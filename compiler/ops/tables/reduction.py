@@ -29,7 +29,7 @@ _FORM_AXES = "*, dim_axes=()"
 
 
 def reduced_term(ndim: int, dims: Sequence[int], mark: str) -> list[str]:
-    """``["a0", "r1+", "a2"]``: the dims kept and the dims reduced."""
+    """The term of an operand whose dims are kept or reduced: ``["a0", "r1+", "a2"]``."""
     return [f"r{dim}{mark}" if dim in dims else f"a{dim}" for dim in range(ndim)]
 
 

@@ -44,7 +44,7 @@ _SYMBOLIC = ("sqrt", "log2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh"
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """``owner.name`` is ``new`` for a while."""
+    """Let ``owner.name`` be ``new`` inside the ``with`` block."""
     own = name in vars(owner)
     old = vars(owner).get(name)
     setattr(owner, name, new)

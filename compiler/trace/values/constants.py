@@ -263,8 +263,8 @@ class Constants:
             return arg if real is None else real.item()
 
     def add_dummy(self, name: str, path: str, tensor: torch.Tensor) -> None:
-        """Remember the dummy argument of an input, and its path: what masks made of it are
-        there.
+        """Remember the dummy argument of an input and its path, so that masks made of it are
+        known.
         """
         self._paths[name] = path
         if not tensor.is_meta:

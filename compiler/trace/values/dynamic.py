@@ -25,8 +25,8 @@ from shardwright.runtime.errors import TraceError, did_you_mean
 
 @dataclass(frozen=True)
 class _NamedSize(Source):
-    """Where torch takes a symbol to come from. (Its own sources are in ``torch._dynamo``, which
-    takes a second to import.)
+    """The place from which torch takes a symbol to come. (Its own sources are in ``torch._dynamo``,
+    which takes a second to import.)
     """
 
     label: str

@@ -214,7 +214,7 @@ class Selecting:
         return checked
 
     def _write(self, target: Any, index: Any, chosen: Any) -> Any:
-        """``target[mask] = chosen``, where the same mask has chosen it."""
+        """Write ``target[mask] = chosen``, where the same mask has chosen the elements."""
         (mask,) = index if isinstance(index, tuple) and len(index) == 1 else (index,)
         if (
             not isinstance(target, torch.Tensor)

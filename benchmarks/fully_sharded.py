@@ -31,7 +31,7 @@ Side = tuple[Step, nn.Module, torch.optim.Optimizer]
 
 
 def make_model(num_layers: int) -> GPT:
-    """The same on every rank."""
+    """A model with one set of values on all ranks."""
     torch.manual_seed(0)
     return GPT(
         num_layers=num_layers,

@@ -68,7 +68,7 @@ class Case:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one unit."""
+        """The microbatches of one unit."""
         return self.batch * self.unit_ranks // (self.gpus * self.microbatch)
 
     @property

@@ -200,9 +200,10 @@ def parts_of(case: Case, sequence_parallel: bool, hardware: Hardware) -> Parts:
             if isinstance(instruction, Compute)
             else instruction.module_path
         )
-        place = (
-            "layer" if path.startswith("layer") else "embedding" if place == "embedding" else "head"
-        )
+        if path.startswith("layer"):
+            place = "layer"
+        elif place != "embedding":
+            place = "head"
         seconds = _seconds(instruction, program.plan.mesh, hardware)
         if isinstance(instruction, Adapt):
             message_s = seconds.backward_s
@@ -280,8 +281,8 @@ def iteration_s(case: Case, selective: bool, hardware: Hardware) -> float:
 
 
 def _message_s(case: Case, sequence_parallel: bool, hardware: Hardware) -> float:
-    """From one stage to the next: each rank sends its piece over its own link; whole activations
-    are gathered in the node.
+    """Seconds of a message from one stage to the next: each rank sends its piece over its own link,
+    and whole activations are gathered in the node.
     """
     num_bytes = 2 * SEQ * case.microbatch * case.hidden
     seconds = collective_s(hardware, "send", num_bytes / TENSOR_RANKS, (0, TENSOR_RANKS))

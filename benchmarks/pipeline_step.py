@@ -124,13 +124,9 @@ def peers(schedule: str) -> Callable[[], float]:
     num_stages = num_ranks * chunks
     per_stage = NUM_LAYERS // num_stages
     model = make_model()
-    own = (
-        [rank]
-        if chunks == 1
-        else [rank, num_stages - 1 - rank]
-        if schedule == "zb_v"
-        else [rank, rank + num_ranks]
-    )
+    own = [rank]
+    if chunks > 1:
+        own.append(num_stages - 1 - rank if schedule == "zb_v" else rank + num_ranks)
     modules = [PeerStage(model, i * per_stage, (i + 1) * per_stage) for i in own]
     stages = [
         PipelineStage(m, i, num_stages, torch.device("cpu"))

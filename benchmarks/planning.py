@@ -51,12 +51,7 @@ THREE_AXES = ((8, (2, 4)), (8, (2, 2, 2)), (8, (4, 16)), (8, (4, 4, 4)), (8, (2,
 THREE_AXES_SEARCHES = ((8, 8, 2), (8, 8, 3))
 
 SHORT = (
-    *(
-        (layers, ranks, limit_s)
-        for layers in (2, 8, 32)
-        for ranks in (8, 64)
-        for limit_s in (2.0, 5.0, 10.0)
-    ),
+    *itertools.product((2, 8, 32), (8, 64), (2.0, 5.0, 10.0)),
     *((layers, 64, 20.0) for layers in (8, 32)),
 )
 """Layers, ranks of a unit, and the limit."""

@@ -155,7 +155,7 @@ def cases(num_ranks: int) -> list[Case]:
 
 
 def make_model() -> GPT:
-    """The same on every rank."""
+    """A model with one set of values on all ranks."""
     torch.manual_seed(0)
     return GPT(**SIZES)
 

@@ -105,8 +105,8 @@ def train_alone(model: torch.nn.Module, num_steps: int) -> list[float]:
 
 
 def train_parallel(model: shardwright.ParallelModule, num_steps: int) -> list[float]:
-    """The same on all ranks: each unit does its share of the batch. Returns the mean of the units'
-    losses per step.
+    """Train on all ranks, where each unit does its share of the batch. Returns the mean of the
+    units' losses per step.
     """
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, **ADAMW)
     losses = []

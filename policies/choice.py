@@ -386,7 +386,8 @@ def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[in
         op.operands[i] for op in graph.ops if op.target in PRODUCTS for i in weights_of(op, sources)
     )
     weights = {v.name for operand in operands for v in sources[operand.name] if v.ndim > 1}
-    return {index for name in weights for indices in dims.values[name] for index in indices}
+    classes_of_dims = (indices for name in weights for indices in dims.values[name])
+    return {index for indices in classes_of_dims for index in indices}
 
 
 def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Iterable[_Option]:

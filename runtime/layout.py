@@ -263,7 +263,8 @@ class Layout:
     @property
     def cut_axes(self) -> tuple[str, ...]:
         """The axes that cut some dim, in the order of the dims."""
-        return tuple(axis for dim in self.dims for atom in dim for axis in atom.axes)
+        atoms = (atom for dim in self.dims for atom in dim)
+        return tuple(axis for atom in atoms for axis in atom.axes)
 
     @checked_late
     def placement(self, axis: str) -> str:
@@ -288,18 +289,15 @@ class Layout:
         """The piece at ``coords`` along ``dim`` as ascending global ``(start, stop)`` runs; needs
         numbers.
         """
+        # Runs of the atoms so far, in units of the product of the atoms still to come.
         runs = [(0, 1)]
         for atom in merge_atoms(self.dims[dim]):
             size, kept = atom.size, [(s, s + n) for s, n in atom.pieces(mesh, coords) if n]
             if kept == [(0, size)]:
                 runs = [(start * size, stop * size) for start, stop in runs]
             else:
-                runs = [
-                    (i * size + a, i * size + b)
-                    for start, stop in runs
-                    for i in range(start, stop)
-                    for a, b in kept
-                ]
+                indices = [i for start, stop in runs for i in range(start, stop)]
+                runs = [(i * size + a, i * size + b) for i in indices for a, b in kept]
         joined: list[tuple[int, int]] = []
         for start, stop in runs:
             if joined and joined[-1][1] == start:

@@ -104,10 +104,11 @@ def _overlap(
 ) -> list[tuple[Box, Box]]:
     """The boxes both have, in the local coordinates of each."""
     per_dim = [_overlap_runs(a, b) for a, b in zip(held, wanted, strict=True)]
-    return [
-        (tuple(x for x, _ in choice), tuple(y for _, y in choice))
-        for choice in itertools.product(*per_dim)
-    ]
+
+    def both(runs: tuple[tuple[tuple[int, int], tuple[int, int]], ...]) -> tuple[Box, Box]:
+        return tuple(x for x, _ in runs), tuple(y for _, y in runs)
+
+    return [both(runs) for runs in itertools.product(*per_dim)]
 
 
 def _overlap_runs(

@@ -107,16 +107,11 @@ class Body:
                 transfer, shape=end.shape, pieces=end.pieces, grad_pieces=end.grad_pieces
             )
 
-        segments = {
-            stage: replace(
-                segment,
-                receives=tuple(
-                    sized(transfer, stage, arriving=True) for transfer in segment.receives
-                ),
-                sends=tuple(sized(transfer, stage, arriving=False) for transfer in segment.sends),
-            )
-            for stage, segment in self.segments.items()
-        }
+        segments = {}
+        for stage, segment in self.segments.items():
+            receives = tuple(sized(transfer, stage, arriving=True) for transfer in segment.receives)
+            sends = tuple(sized(transfer, stage, arriving=False) for transfer in segment.sends)
+            segments[stage] = replace(segment, receives=receives, sends=sends)
         return Routes(self._rank, segments)
 
     def _shapes_at(self, sizes: Sizes) -> Mapping[str, tuple[int, ...]]:

@@ -118,16 +118,12 @@ class Routes:
     @property
     def receivers(self) -> set[int]:
         """The unit ranks that this one sends to."""
-        pieces = [
-            *(item for s in self.segments.values() for t in s.sends for item in t.pieces),
-            *(
-                item
-                for s in self.segments.values()
-                for t in s.receives
-                if t.differentiable
-                for item in t.grad_pieces
-            ),
-        ]
+        pieces: list[tuple[int, Box]] = []
+        for segment in self.segments.values():
+            for transfer in segment.sends:
+                pieces += transfer.pieces
+            for transfer in segment.receives:
+                pieces += transfer.grad_pieces if transfer.differentiable else ()
         return {peer for peer, box in pieces if _is_there(box)} - {self.rank}
 
     def arrivals(self, peer: int, action: ScheduleAction) -> list[tuple[Arrival, _Piece]]:

@@ -107,6 +107,16 @@ def test_the_first_compile_of_getting_started(
             assert line in printed
 
 
+def test_getting_started_verifies_and_writes_down_every_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = blocks("docs/getting-started.md")
+    alone = [page[0], *(block for block in page if ".verify(" in block or "dump=" in block)]
+    assert len(alone) == 3
+    run_as_module(tmp_path, monkeypatch, "".join(alone), "guide_verify")
+    assert (tmp_path / "passes" / "00-trace.txt").exists()
+
+
 def test_the_policies_of_the_guide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

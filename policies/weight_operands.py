@@ -35,7 +35,7 @@ PRODUCTS = frozenset(
 CONVOLUTIONS = frozenset(name for name in PRODUCTS if name.startswith("conv"))
 
 Sources = Mapping[str, tuple[IRValue, ...]]
-"""By value name, the parameters that a value is made of. Values that depend on inputs otherwise
+"""The parameters that each value is made of, by its name. Values that depend on inputs otherwise
 than by integers have none.
 """
 

@@ -47,13 +47,13 @@ MOST_PATH, MOST_NAME = 4096, 255
 """Bytes of a path, and of the name of a file or folder in it."""
 
 MOST_LEVELS = 200
-"""So many levels may be nested in an argument."""
+"""The most levels that may be nested in an argument."""
 
 MOST_BITS = 512
 """The most bits of a whole number; longer ones have no form as floats, nor as text."""
 
 MOST_ELEMENTS = 1000
-"""So many elements of a list, tuple or dict are looked at."""
+"""The most elements of a list, tuple or dict that are looked at."""
 
 
 class Stateful(Protocol):

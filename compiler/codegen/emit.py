@@ -1,7 +1,7 @@
 """Emit the source files of a program: one per rank, alike but for what says which rank it is.
 
-The body reads like a model a person wrote (``body.py``). Layers that repeat are emitted once as a
-method.
+The body reads like a model that a person wrote (``statements.py``). Layers that repeat are emitted
+once, as a method.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shardwright.compiler.plan.program import Program
 from shardwright.runtime.layout import Mesh
 
 PIPELINE_NAMES = {"PipelineModule", "Segment", "Stage", "Transfer"}
-"""What the files of pipelines import."""
+"""The names that the files of pipelines import."""
 
 
 def class_name(name: str, imported: Collection[str] = ()) -> str:
-    """What the class made of a user's class is called: the same, unless that is no name, or
-    generated code reads something else by it, such as what it has ``imported``.
+    """The name of the class that is made of a user's class. It is the user's name, unless that is
+    no identifier, or generated code reads something else by it, such as what it has ``imported``.
     """
     functions = {op.rpartition(".")[2] for op in registry.OPS if op.startswith(RUNTIME)}
     taken = (
@@ -56,8 +56,8 @@ def class_name(name: str, imported: Collection[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file's header says of where it comes from. ``unproved``: operators whose annotations
-    are taken on trust.
+    """The origin of a file, as its header tells it. ``unproved``: operators whose annotations are
+    taken on trust.
     """
 
     version: str
@@ -76,8 +76,8 @@ def emit(
     rng: str = "fast",
     end2end: bool = False,
 ) -> dict[str, str]:
-    """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical
-    input.
+    """The sources of all ranks of the unit, by file name ``gencode<rank>.py``. They are identical
+    for identical input.
 
     ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans
     share their draws.

@@ -40,7 +40,7 @@ KNOWN: dict[str, tuple[str, Annotation]] = {
     ),
     "transformers.models.sew_d.modeling_sew_d.XSoftmax": ("input, mask, dim", _masked_softmax),
 }
-"""By import path, the parameters that the rule is for, and the annotation."""
+"""The parameters that each rule is for, and its annotation, by import path of the function."""
 
 
 def register_known(function: type[torch.autograd.Function]) -> None:

@@ -216,4 +216,4 @@ class RuleForm:
 
 
 _FORMS: WeakValueDictionary[Hashable, RuleForm] = WeakValueDictionary()
-"""Those of rules that are in use."""
+"""The forms of the rules that are in use."""

@@ -25,8 +25,8 @@ Assignment = Mapping[str, Strategy]
 """Mesh axis to the operator's strategy along it; an axis left out means ``R``."""
 
 KNOWN = 2**14
-"""Of how many answers the latest are kept: the operators of a model have few rules that differ, and
-all are asked for often.
+"""The number of latest answers that are kept. The operators of a model have few rules that differ,
+and all are asked for often.
 """
 
 

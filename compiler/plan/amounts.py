@@ -6,8 +6,8 @@ _UNITS = {
     "B": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
 }
-"""By unit, its multiples from the largest on. A gigabyte is 10^9 bytes, as in ``memory_limit_gb``
-and rates of links.
+"""The multiples of each unit, from the largest on. A gigabyte is 10^9 bytes, as in
+``memory_limit_gb`` and rates of links.
 """
 
 

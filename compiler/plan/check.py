@@ -21,9 +21,9 @@ from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 NAMES_SHOWN = 5
-"""Of those that a wrong name is part of, or is least unlike."""
+"""The most names that an error shows, of those that contain the wrong name or are nearest to it."""
 FEW = 20
-"""So many names are all shown."""
+"""The most names of which an error shows all."""
 
 
 def check_mesh(plan: Plan, config: ComputeConfig) -> None:

@@ -77,9 +77,10 @@ class Batch:
 @dataclass(frozen=True)
 class Certificate:
     """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no
-    plan of the ``space`` that was searched takes less than ``bound_s``. ``proof``: where that comes
-    from and what it leaves out, a sentence each. ``found``: what was tried besides, such as other
-    meshes. ``digest``: of the plan that it is of (see ``certified.py``).
+    plan of the ``space`` that was searched takes less than ``bound_s``.
+
+    ``proof``: where that comes from and what it leaves out, a sentence each. ``found``: what was
+    tried besides, such as other meshes. ``digest``: binds it to the plan (``certified.py``).
     """
 
     cost_s: float

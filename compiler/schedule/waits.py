@@ -19,7 +19,7 @@ Position = tuple[int, int]
 """A rank and the index of one of its actions."""
 
 Waits = list[list[list[Position]]]
-"""For each rank and action, the actions that it waits for."""
+"""The actions that each action of each rank waits for."""
 
 
 def waits_of(schedule: Schedule, dataflow: Dataflow) -> Waits:

@@ -63,9 +63,7 @@ TIER_NAMES = ("node", "network")
 """Innermost first; ranks of one machine have the first only."""
 
 DEFAULT_RANKS_ON_CPU = 8
-"""At most as many processes are started on a CPU unless asked for more, and at most one per
-core.
-"""
+"""The most processes that are started on a CPU, at most one per core, unless asked for more."""
 
 
 def calibrate(
@@ -350,7 +348,7 @@ def _describe_tier(
 
 OF_ALL_KINDS = "larger messages took no longer, so that its bandwidth is that of all kinds"
 OF_MEMORY = "larger messages took no longer, so that the bandwidth is that of memory"
-"""Of a link, in sources."""
+"""What a hardware file's sources say of a link whose bandwidth no measured message tells."""
 
 
 def _same(one: float, other: float) -> bool:

@@ -28,13 +28,13 @@ from shardwright.runtime.ranks.world import World
 WARM_UP_CALLS = 2
 NUM_BATCHES = 7
 MOST_CALLS = 50
-"""In one batch."""
+"""The most calls in one batch."""
 
 LEAST_CALLS_AFTER_WORK = 5
 BATCHES_AFTER_WORK = 9
 
 WORK_SIZE = 192
-"""Of the square matrices whose products are the work between calls."""
+"""The size of the square matrices whose products are the work between calls."""
 
 Groups = tuple[tuple[int, ...], ...]
 

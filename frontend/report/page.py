@@ -33,7 +33,7 @@ LABEL_LENGTH = 17
 """Letters of a bar's label that there is room for."""
 
 MODULES_NAMED = 8
-"""Of those that are computed again."""
+"""The most recomputed modules that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,9 @@ UNCERTAIN = 1e-6
 six digits mean anything.
 """
 INSIGNIFICANT = 0.25
-"""The same where no digit does. Below, the loss is asked whether the exact gradient is zero."""
+"""How much of a gradient changes where no digit means anything. If less changes, the loss is asked
+whether the exact gradient is zero.
+"""
 UNREAL = 0.01
 """What is left of the change in the loss that a gradient promises, where its exact value is
 zero.

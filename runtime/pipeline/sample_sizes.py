@@ -22,15 +22,15 @@ Sizes = tuple[int, ...]
 """The sizes of one sample, in the order of the module's ``sizes``; empty where none vary."""
 
 LayoutsAt = Callable[..., Mapping[tuple[str, int, int], tuple[str, str]]]
-"""By value and the stages it goes between, its layouts where it is sent and where it is
-received.
+"""A function of sizes that gives the layouts of each value where it is sent and where it is
+received, by value and the two stages.
 """
 
 ShapesAt = Callable[..., Mapping[str, tuple[int, ...]]]
-"""By path, the shapes of results."""
+"""A function of sizes that gives the shapes of results, by path."""
 
 MAX_KNOWN_SIZES = 1024
-"""For how many combinations of sizes routes are kept."""
+"""The most combinations of sizes for which routes are kept."""
 
 
 class Body:

@@ -34,7 +34,7 @@ GENERATED = "shardwright_generated_"
 """How the names of modules begin that hold generated code."""
 
 _MANY_NODES = 10_000
-"""So many nodes of an autograd graph are looked at, to find a parameter."""
+"""The most nodes of an autograd graph that are looked at to find a parameter."""
 _MANY_NAMES = 3
 
 Subject = str | Callable[[], str]

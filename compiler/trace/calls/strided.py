@@ -68,7 +68,7 @@ def strided(
 
 
 _Places = list[tuple[int, int, int]]
-"""Of dims of the result: number, size, and step along a run; widest steps first."""
+"""The dims of the result, widest steps first: number, size, and step along a run."""
 
 
 def _places(runs: list[_Run], start: int, dims: _Places) -> list[tuple[int, _Places]] | None:

@@ -15,7 +15,7 @@ from shardwright.compiler.trace.context.patches import replaced
 from shardwright.runtime.errors import TraceError
 
 DEVICE_TYPES = ("cuda", "cpu")
-"""Those whose blocks around ``parallelize`` count."""
+"""The device types whose autocast blocks around ``parallelize`` count."""
 
 
 def autocast_dtype() -> torch.dtype | None:

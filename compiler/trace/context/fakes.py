@@ -172,8 +172,8 @@ def note_caches() -> None:
 _OWN = f"{__name__.partition('.')[0]}."
 _CachedFunction = functools._lru_cache_wrapper
 _counts_without_fakes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Of every cached function known, its ``cache_info`` when it kept no fakes: as long as nobody calls
-it, it keeps none.
+"""The ``cache_info`` of every cached function known, from a time when it kept no fakes. As long as
+nobody calls it, it keeps none.
 """
 
 

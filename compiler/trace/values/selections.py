@@ -219,8 +219,8 @@ READERS: dict[str, Callable[..., Any]] = {
     },
     "binary_cross_entropy_with_logits": _elementwise(F.binary_cross_entropy_with_logits),
 }
-"""By name, functions that may get a :class:`Selection` for a tensor, and return ``NotImplemented``
-where they need its size.
+"""The functions that may get a :class:`Selection` for a tensor, by name. They return
+``NotImplemented`` where they need its size.
 """
 
 _SIGNS = {

@@ -33,13 +33,29 @@ def sources() -> dict[str, ast.Module]:
     return {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in held}
 
 
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of modules, classes, functions and assigned names."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        before = [node if isinstance(node, DEFINITIONS) else None, *body]
+        for described, item in zip(before, body, strict=False):
+            text = item.value if isinstance(item, ast.Expr) else None
+            if (
+                isinstance(described, DEFINITIONS | ast.Assign | ast.AnnAssign)
+                and isinstance(text, ast.Constant)
+                and isinstance(text.value, str)
+            ):
+                yield item.lineno, text.value
+
+
 def riddles(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and opening words of docstrings that open with a riddle."""
-    for node in ast.walk(tree):
-        if isinstance(node, DEFINITIONS) and (text := ast.get_docstring(node)):
-            words = text.split()[:2]
-            if words[0].rstrip(",") in RIDDLES or " ".join(words) in RIDDLES:
-                yield node.body[0].lineno, " ".join(text.split()[:6])
+    for line, text in docstrings(tree):
+        words = text.split()[:6]
+        if words and (words[0].rstrip(",") in RIDDLES or " ".join(words[:2]) in RIDDLES):
+            yield line, " ".join(words)
 
 
 def nested_conditionals(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -77,6 +93,8 @@ def test_the_files_are_those_of_the_package():
         ('def f():\n    """By name, the shapes."""', ["By name, the shapes."]),
         ('class A:\n    """The same for another rank."""', ["The same for another rank."]),
         ('class A:\n    """The samples of a step, and its ranks."""', []),
+        ('X = 1\n"""Of elements of a bucket."""', ["Of elements of a bucket."]),
+        ('class A:\n    x: int\n    """By name, the sizes."""', ["By name, the sizes."]),
         ('def f():\n    """Forwards, one after the other."""', []),
         ("def f(): ...", []),
     ],

@@ -60,11 +60,11 @@ class RngState:
         self.microbatch = 0
 
     def next_microbatch(self) -> None:
-        """From now on draw for the next forward of this step."""
+        """Draw for the next forward of this step, from now on."""
         self.microbatch += 1
 
     def next_step(self) -> None:
-        """From now on draw for the first forward of the next step."""
+        """Draw for the first forward of the next step, from now on."""
         self.step, self.microbatch = self.step + 1, 0
 
     @property
@@ -221,11 +221,11 @@ class Draw(_Drawn):
 
     @classmethod
     def of(cls, rng: RngState, name: str, layout: str, sizes: NamedSizes = ()) -> Draw:
-        """From the keyword arguments that generated code gives to a random function."""
+        """The draw of the keyword arguments that generated code gives to a random function."""
         return cls(rng, name, read_layout(layout, tuple((name, int(size)) for name, size in sizes)))
 
     def with_dim(self, dim: int, size: int) -> Draw:
-        """The same with another, uncut dim in the place of ``dim``."""
+        """The draw with another, uncut dim in the place of ``dim``."""
         return replace(
             self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),))
         )
@@ -254,7 +254,7 @@ class PieceDraw(_Drawn):
     def of(
         cls, rng: RngState, name: str, shape: Sequence[int], axes: Sequence[str] = ()
     ) -> PieceDraw:
-        """From what generated code gives to a random function.
+        """The draw of what generated code gives to a random function.
 
         Raises :class:`LoadError` where the whole tensor is to be drawn, which only its layout can
         say.

@@ -42,19 +42,19 @@ class Failure:
 
 
 class Members(Protocol):
-    """How the members of a group are, as far as the store of the job knows."""
+    """What the store of the job knows of the members of a group."""
 
     def failures(self, ranks: Sequence[int]) -> Mapping[int, Failure]:
-        """Those that have failed, also those that have gone on since."""
+        """The errors of ranks that have failed, also of those that have gone on since."""
 
     def say_waiting(self, group: str, number: int) -> None:
         """Tell the others in which collective of a group this rank is."""
 
     def waiting(self, ranks: Sequence[int], group: str, number: int) -> set[int]:
-        """Those that have said so of the same collective."""
+        """The ranks that have said that they wait in the same collective."""
 
     def states(self, ranks: Sequence[int]) -> str:
-        """How they are, in words."""
+        """What the ranks do now, in words."""
 
 
 class Left(RuntimeError):

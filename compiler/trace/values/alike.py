@@ -62,10 +62,10 @@ class _Numbering:
         self._graph, self._constants, self._given, self._numbers = graph, constants, given, numbers
         self._number: dict[str, int] = {}
         self._follows: dict[str, frozenset[str]] = {}
-        """Of what follows from constants and given inputs alone: these inputs."""
+        """The given inputs that a value follows from, if it follows from them and constants alone."""
         self._made_by: dict[str, IROp] = {}
         self._reshaped: dict[str, tuple[int, tuple[Any, ...]]] = {}
-        """Of what has been reshaped: the number and the shape it had first."""
+        """The number and the shape that a reshaped value had first."""
         self._broadcast: dict[str, int] = {}
         """Numbers by which values are equal that differ in dims of copies only: attention reads
         these alike.

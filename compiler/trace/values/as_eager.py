@@ -82,8 +82,8 @@ def _looking(
 def _with_fewest_questions(
     run: Run, looked: Traced, warned: list[warnings.WarningMessage], values: Values
 ) -> tuple[Traced, list[warnings.WarningMessage]]:
-    """The same graph from as few looks at values as it takes: what nothing follows from need not be
-    the same in every call.
+    """Trace again with as few looks at values as that graph takes. Values that nothing follows from
+    need not be the same in every call.
     """
     needed = list(looked.questions.asked)
     for question in list(needed):

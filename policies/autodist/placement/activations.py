@@ -56,7 +56,7 @@ class Activations:
 
     @classmethod
     def of(cls, graph: IRGraph, layouts: LayoutTable, mesh: Mesh) -> Activations:
-        """For the operators of a graph whose recompute regions are marked."""
+        """What the operators of a graph keep. Its recompute regions are marked."""
         known: dict[Hashable, Saved] = {}
         saved: dict[str, Saved] = {}
         for op in graph.ops:

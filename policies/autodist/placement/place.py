@@ -270,7 +270,7 @@ class RunnerUp:
 def runners_up(
     placement: Placement, op: str, *, time_limit_s: float | None = None
 ) -> list[RunnerUp]:
-    """For every choice of an operator, the best plan that has it, cheapest first."""
+    """The best plan with each choice of an operator, the cheapest first."""
     formulation = placement.formulation
     index = next(
         i

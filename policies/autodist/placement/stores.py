@@ -119,9 +119,11 @@ def _is_in_pieces(draft: Draft, value: IRValue) -> bool:
 def _storage(
     draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """For every way to store a tensor: seconds per step of the gradient's sums and the optimizer,
-    with ZeRO-3 also of gathering it within the unit, once for every place that reads it; bytes
-    held; and bytes held when the forward ends, at least.
+    """Seconds, bytes, and least bytes of every way to store a tensor.
+
+    Seconds are per step, of the gradient's sums and the optimizer; with ZeRO-3 also of gathering
+    the tensor within the unit, once for every place that reads it. Bytes are held all the time;
+    least bytes are held when the forward ends.
     """
     request, config = draft.request, draft.request.config
     cost, held, least = (np.zeros(len(candidates)) for _ in range(3))

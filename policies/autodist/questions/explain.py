@@ -196,8 +196,9 @@ def explain_operator(request: Request, name: str, most: int = MOST) -> Explanati
 
 
 def explain_module(request: Request, path: str, most: int = MOST) -> Explanation:
-    """For every axis, what is computed in a module cut along another dim of the model, or not at
-    all; as far as its operators are on the mesh of the first, if stages differ.
+    """What a module costs if it is cut along other dims of the model, or not at all, axis by axis.
+
+    If stages differ, this is of the module's operators on the mesh of the first of them.
 
     Raises:
         PlanError: no operator belongs to such a module.

@@ -43,7 +43,7 @@ TRYING_SHARE = 0.8
 """The share of the time limit after which nothing further is tried: the rest is for audits."""
 
 AUDITS_KEPT = 2
-"""For how many audits there must be time behind that share for further things to be tried."""
+"""The number of audits that must have time behind that share, if more is to be tried."""
 
 TRIED = "trying a mesh"
 """What the clock calls cutting a placement into stages for all schedules."""

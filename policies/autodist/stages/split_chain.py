@@ -380,8 +380,8 @@ class _Paths:
 
     @functools.cached_property
     def _bound_tables(self) -> list[OwnAndFill]:
-        """For each of the two bounds, what counts of a stage itself and of those before another,
-        memory aside.
+        """What each of the two bounds counts, memory aside: of a stage itself, and of the stages
+        before another.
         """
         alone, work, fill = [], [], []
         for index, table in enumerate(self.tables):

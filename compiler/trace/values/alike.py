@@ -62,7 +62,7 @@ class _Numbering:
         self._graph, self._constants, self._given, self._numbers = graph, constants, given, numbers
         self._number: dict[str, int] = {}
         self._follows: dict[str, frozenset[str]] = {}
-        """The given inputs that a value follows from, if it follows from them and constants alone."""
+        """The inputs that a value follows from, if it follows from them and constants alone."""
         self._made_by: dict[str, IROp] = {}
         self._reshaped: dict[str, tuple[int, tuple[Any, ...]]] = {}
         """The number and the shape that a reshaped value had first."""

@@ -125,9 +125,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
                 "cpu_s": time.process_time() - cpu,
                 "stages": made.report.seconds(),
             }
-    result["peak_bytes"] = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )  # Linux counts in KiB
+    # Linux counts in KiB.
+    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return result
 
 

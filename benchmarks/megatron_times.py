@@ -267,9 +267,8 @@ def iteration_s(case: Case, selective: bool, hardware: Hardware) -> float:
         case.chunks,
     )
     times = [StageTimes(f, b, 0.0) for f, b in zip(forward, backward, strict=True)]
-    tied_bytes = (
-        4 * VOCAB * case.hidden / TENSOR_RANKS
-    )  # the gradient of the embedding, which first and last stage share
+    # The gradient of the embedding, which first and last stage share.
+    tied_bytes = 4 * VOCAB * case.hidden / TENSOR_RANKS
     tied_s = collective_s(
         hardware, "all_reduce", tied_bytes, (0, hardware.num_devices - TENSOR_RANKS)
     )

@@ -34,9 +34,8 @@ def run_rank(side: str, schedule: str, folder: str) -> None:
     step = ours(schedule, folder) if side == "ours" else peers(schedule)
     step(), step()
     gc.collect()
-    counted = LiveBytes(
-        x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)
-    )  # no fakes of the tracer
+    # No fakes of the tracer.
+    counted = LiveBytes(x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter))
     before = counted.now
     with counted:
         step()

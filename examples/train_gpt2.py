@@ -120,9 +120,8 @@ def train_parallel(model: shardwright.ParallelModule, num_steps: int) -> list[fl
         loss.backward()
         optimizer.step()
         mean = loss.detach().clone()
-        dist.all_reduce(
-            mean
-        )  # equal on the ranks of a unit, so the mean over ranks is the mean over units
+        # Equal on the ranks of a unit, so the mean over ranks is the mean over units.
+        dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
         if dist.get_rank() == 0:
             print(f"step {len(losses):3}  loss {losses[-1]:.6f}", flush=True)
@@ -196,9 +195,8 @@ def main() -> None:
     config = shardwright.ComputeConfig(
         plan_ngpus=plan_ngpus, runtime_ngpus=world_size, grad_reduction="mean", outputs="loss"
     )
-    with (
-        float64_casts() if arguments.float64 else nullcontext()
-    ):  # the models cast to float32 inside: let that mean float64
+    # The models cast to float32 inside: let that mean float64.
+    with float64_casts() if arguments.float64 else nullcontext():
         alone = make_model(arguments.model)
         alone = alone.double() if arguments.float64 else alone
         example = dummy_args(BATCH_SIZE // config.num_units)

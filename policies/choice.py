@@ -198,9 +198,8 @@ class Chooser:
         for option in options:
             if option.dim_class in chosen and option.saved > 0:
                 by_op.setdefault(option.op.name, set()).add(option.dim_class)
-        for classes in dict.fromkeys(
-            tuple(sorted(found)) for found in by_op.values()
-        ):  # repeated layers say the same
+        # Repeated layers say the same.
+        for classes in dict.fromkeys(tuple(sorted(found)) for found in by_op.values()):
             if len(classes) > 1:
                 model.add_at_most_one(chosen[c] for c in classes)
         gains, losses = self._weighed(options, chosen, axis_size, left, self._summed_along(outer))
@@ -282,9 +281,8 @@ class Chooser:
             sent /= 1 if travel in gathered else summed.get(travel, 1)
             sent *= 1.0 if travel in dear else self.channel_price
             loss = max(1, round(TRAFFIC * sent / self.total_traffic))
-            losses[key] = (
-                losses.get(key, 0) + loss
-            )  # values that the same classes move are moved together
+            # Values that the same classes move are moved together.
+            losses[key] = losses.get(key, 0) + loss
         return gains, losses
 
     def _options(self, axis_size: int, sizes: _Sizes) -> list[_Option]:
@@ -403,9 +401,8 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
         if index is None:
             continue
         pieces = sizes.pieces(index)
-        if not op.rule.splittable(
-            factor.name, pieces * axis_size
-        ):  # gathered before this operator, its gradient scattered
+        # Gathered before this operator, its gradient scattered.
+        if not op.rule.splittable(factor.name, pieces * axis_size):
             touched = [
                 v.name
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)

@@ -197,9 +197,8 @@ class _Labelling:
             self.cut.forbid(wanted.whole, label.whole)
             self.cut.forbid(wanted.summand, label.summand)
         made = self._made(value, producer, moved)
-        if (
-            made is None
-        ):  # in pieces: gathered, and for G the gradient is reduced as it is scattered
+        # In pieces: gathered, and for G the gradient is reduced as it is scattered.
+        if made is None:
             made, cut_out, all_reduce = _LABELS["P"], 0.0, moved
         else:
             # A piece is scattered as it is reduced, and its gradient gathered; what is all-reduced
@@ -252,9 +251,8 @@ class _Labelling:
         if value.kind is not ValueKind.PARAMETER or not value.takes_gradient:
             return _LABELS["R"]
         stored = _Label(_HIGH, self.cut.node())
-        self.cut.pay(
-            _LOW, stored.summand, 1.98 * moved
-        )  # the reducer sums a G parameter's gradient, in buckets
+        # The reducer sums a G parameter's gradient, in buckets.
+        self.cut.pay(_LOW, stored.summand, 1.98 * moved)
         return stored
 
 

@@ -306,9 +306,8 @@ def _is_one_of(value: Any, choices: Iterable[Any]) -> bool:
 
 
 def _class_of(base: Any) -> Kind:
-    if base is Any or not isinstance(
-        base, type
-    ):  # Any is a class itself, of which nothing is a subclass
+    # Any is a class itself, of which nothing is a subclass.
+    if base is Any or not isinstance(base, type):
         return Kind(lambda value: isinstance(value, type), "a class")
     return Kind(
         lambda value: isinstance(value, type) and issubclass(value, base),

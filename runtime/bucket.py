@@ -168,9 +168,8 @@ class Bucket:
             if divisor > 1:
                 self.gradients.div_(divisor)
             after(self.gradients)
-        elif (
-            self.is_local and divisor > 1
-        ):  # stored in pieces over all units: backward has brought the sum
+        # Stored in pieces over all units: backward has brought the sum.
+        elif self.is_local and divisor > 1:
             for member in self.members:
                 if member.parameter.grad is not None:
                     member.parameter.grad.detach().div_(divisor)

@@ -151,9 +151,8 @@ def template_named(name: str) -> jinja2.Template:
 class Writer(BodyWriter):
     """The file of a plan without pipeline stages: its class, and the bodies of ``forward``."""
 
-    _arguments: dict[str, str] = field(
-        default_factory=dict
-    )  # what each argument is called in the bodies
+    # What each argument is called in the bodies.
+    _arguments: dict[str, str] = field(default_factory=dict)
 
     def fields(self, origin: Origin) -> dict[str, Any]:
         """Everything the template needs that is the same on all ranks."""

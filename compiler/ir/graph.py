@@ -97,9 +97,8 @@ class IRGraph:
     conditions: tuple[sympy.Basic, ...] = ()
     eval_graph: IRGraph | None = None
     autocast: torch.dtype | None = None
-    module_types: Mapping[str, str] = field(
-        default_factory=dict
-    )  # module path -> class name, for naming
+    # Module path -> class name, for naming.
+    module_types: Mapping[str, str] = field(default_factory=dict)
     dims: ModelDims | None = None  # filled by the dims pass
     training_only: bool = (
         False  # in eval mode forward changes parameters, which only optimizers may

@@ -81,9 +81,8 @@ def _replaced() -> list[tuple[_Place, str]]:
 
 def _belongs(place: Any, name: str, value: Any) -> bool:
     """Whether a function is what torch itself has put there."""
-    owner = getattr(
-        value, "__objclass__", value
-    )  # methods written in C++ have no module of their own
+    # Methods written in C++ have no module of their own.
+    owner = getattr(value, "__objclass__", value)
     if not str(getattr(owner, "__module__", "")).startswith("torch"):
         return False
     own_name = str(getattr(value, "__name__", name))

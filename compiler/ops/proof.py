@@ -66,9 +66,8 @@ def prove_operators(graph: IRGraph, known: Collection[str], versions: str) -> li
         if not isinstance(opdef, UserOpDef) or opdef.proof != "compile":
             continue
         rule = instantiate(opdef, op)
-        if strategies(rule) == (
-            "R",
-        ):  # every rank computes all of it: there is nothing to be wrong
+        # Every rank computes all of it: there is nothing to be wrong.
+        if strategies(rule) == ("R",):
             continue
         digest = _digest(op, opdef, rule, versions)
         if digest in known or digest in new:

@@ -73,9 +73,8 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
         words = [
             text(arg) if name.isdigit() else _keyword(name, text(arg)) for name, arg in op.args
         ]
-        if _is_runtime_function(
-            function
-        ):  # the parallel form of a registered operator: arguments have its names
+        # The parallel form of a registered operator: arguments have its names.
+        if _is_runtime_function(function):
             function = function.rpartition(".")[2]
             words[0] = text(op.args[0][1])
         return f"{function}({', '.join(words)})"
@@ -169,9 +168,8 @@ def literal_source(arg: Any) -> str:
 
 
 def _float_source(number: float) -> str:
-    return (
-        repr(number).replace("e+", "e") if math.isfinite(number) else f'float("{number}")'
-    )  # as formatters write it
+    # As formatters write it.
+    return repr(number).replace("e+", "e") if math.isfinite(number) else f'float("{number}")'
 
 
 def _complex_source(number: complex) -> str:

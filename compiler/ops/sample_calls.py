@@ -107,9 +107,8 @@ def sample_calls(op: IROp, opdef: UserOpDef) -> Iterator[Sample | UnusableError]
     op = _static(op)
     rule = instantiate(opdef, op)
     devices = ["cpu"]
-    if (
-        torch.cuda.is_available() and rule.parallel is None
-    ):  # ranks as threads share one backward thread of a GPU
+    # Ranks as threads share one backward thread of a GPU.
+    if torch.cuda.is_available() and rule.parallel is None:
         devices.append("cuda")
     for device in devices:
         for in_float64 in (True, False):

@@ -90,9 +90,8 @@ def _is_foldable(op: IROp) -> bool:
     size.
     """
     opdef = registry.get(op.target)
-    if type(opdef) is not OpDef or op.target.startswith(
-        ("empty", "new_empty")
-    ):  # a user's function may do anything
+    # A user's function may do anything.
+    if type(opdef) is not OpDef or op.target.startswith(("empty", "new_empty")):
         return False
     if (
         op.only_in is not None

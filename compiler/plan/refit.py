@@ -183,9 +183,8 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
             problems += _refused(
                 check_assignment, ops[name], assignment, _mesh_of(plan, assignment), graph.dims
             )
-    if (
-        not plan.stages
-    ):  # with stages, layouts are of the meshes of the stages, and lowering checks them there
+    # With stages, layouts are of the meshes of the stages, and lowering checks them there.
+    if not plan.stages:
         for values, layouts in ((tensors, plan.stored), (inputs, plan.inputs)):
             for name, layout in layouts.items():
                 if name in values:

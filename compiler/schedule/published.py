@@ -123,9 +123,8 @@ def _zb_v(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> Rank
     the work (m >= 2p).
     """
     down, up = rank, 2 * num_ranks - 1 - rank
-    work = (
-        _StageWork()
-    )  # the fixed phases may name more microbatches than there are; these are left out at the end
+    # The fixed phases may name more microbatches than there are; these are left out at the end.
+    work = _StageWork()
     for _ in range(2 * (num_ranks - rank) - 1):  # until the first microbatch comes back up
         work.run(F, down)
     for _ in range(rank):  # until its gradient comes down

@@ -108,9 +108,8 @@ class Recorder:
         self.variables: dict[int, Variable] = {}
         self.selections: dict[int, Selection] = {}  # what fakes that stand for x[mask] would hold
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
-        self._asked: set[str] = (
-            set()
-        )  # values made of something whose gradient the user asks for, outside of the module
+        # Values made of something whose gradient the user asks for, outside of the module.
+        self._asked: set[str] = set()
         self._leaves: set[str] = set()  # values at which torch's own graph of such gradients begins
         self._checked: dict[str, IRValue] = {}  # value name -> what was checked
         self._kept: list[Any] = []

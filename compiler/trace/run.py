@@ -199,9 +199,8 @@ class _Run:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(without_logs_of_fakes())
                 stack.enter_context(self.mode)
-                if (
-                    self.dynamic.env is not None
-                ):  # some kernels take sizes as numbers; their Python forms do not
+                # Some kernels take sizes as numbers; their Python forms do not.
+                if self.dynamic.env is not None:
                     stack.enter_context(enable_python_dispatcher())
                 stack.enter_context(one_autocast(self.autocast))
                 stack.enter_context(

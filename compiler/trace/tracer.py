@@ -593,9 +593,8 @@ class Tracer(TorchFunctionMode):
         if self._running:
             return original(*args, **kwargs)
         args = self.on_fakes(args)
-        if (
-            cls.__module__.startswith("torch.") and cls.__name__ == "ModIndex"
-        ):  # what TransformGetItemToIndex makes of x[i]
+        # What TransformGetItemToIndex makes of x[i].
+        if cls.__module__.startswith("torch.") and cls.__name__ == "ModIndex":
             return args[0][tuple(args[1])]
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -41,9 +41,10 @@ def merge(train: IRGraph, eval_: IRGraph) -> IRGraph:
 class _Merge:
     def __init__(self, train: IRGraph, eval_: IRGraph) -> None:
         self.train, self.eval = train, eval_
+        # Eval's name -> train's value.
         self.in_train = {
             value.name: value for value in train.sources if value.kind is not ValueKind.CONSTANT
-        }  # eval's name -> train's value
+        }
         self.train_constants = {value.name: tensor for value, tensor in train.constants}
         self.eval_constants = {value.name: tensor for value, tensor in eval_.constants}
 

@@ -150,9 +150,8 @@ def measure(
         "streams": lambda: measure_streams(world, effort),
         "launches": lambda: measure_launches(world, effort),
     }
-    if (
-        world.device.type == "cpu"
-    ):  # what counts where a device waits for its host, and has nothing to do meanwhile
+    # What counts where a device waits for its host, and has nothing to do meanwhile.
+    if world.device.type == "cpu":
         parts["host"] = lambda: measure_host(world, effort)
         parts["fetches"] = lambda: measure_fetches(world, effort)
         parts["references"] = lambda: measure_references(world, effort)

@@ -162,9 +162,8 @@ def _check_asked(asked: PlanSearch, options: argparse.Namespace) -> None:
             f"--most {options.most} leaves no choice to show", hint="show at least one"
         )
     sizes = None if options.against is None else read_sizes(options.against)
-    for variant in asked.variants.listed[
-        -1:
-    ]:  # their operators have the same names, and their ranks are as many
+    # Their operators have the same names, and their ranks are as many.
+    for variant in asked.variants.listed[-1:]:
         if options.op is not None:
             check_operator(variant.graph, options.op)
         if options.module is not None:

@@ -78,9 +78,8 @@ def share_files(job: Job, directory: Path, strategy: BroadcastGenFilesStrategy) 
     packed: dict[str, Any] = job.first_rank_does(lambda: vars(Parcel.pack(directory, strategy)))
     parcel = Parcel(**packed)
     places = job.gather([_node(), str(directory)])
-    is_receiver = (
-        places.index(places[job.rank]) == job.rank != 0
-    )  # the first rank of its node, but not of rank 0's
+    # The first rank of its node, but not of rank 0's.
+    is_receiver = places.index(places[job.rank]) == job.rank != 0
     needs = job.gather(is_receiver and not parcel.is_held_by(directory))
     receivers = [rank for rank, needed in enumerate(needs) if needed]
     if not receivers:

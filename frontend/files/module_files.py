@@ -98,9 +98,8 @@ def _generated(order: Order) -> Generated:
     module = order.source.make()
     with in_dtype(module, order.module_dtype):
         graph = manager.run(FunctionPass("trace", order.trace), module)
-    with (
-        no_autocast()
-    ):  # the graph has its regions; what is computed from here on is no part of the model
+    # The graph has its regions; what is computed from here on is no part of the model.
+    with no_autocast():
         if order.config.constant_folding:
             graph = manager.run(FunctionPass("fold", fold_constants), graph)
         weights, constants = initial_values(graph, module)

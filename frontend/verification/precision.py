@@ -71,9 +71,8 @@ def float64_casts(*models: nn.Module) -> Iterator[None]:
     names = {name: getattr(torch, name) for name in _WIDER}
     default = torch.get_default_dtype()
     grouped_mm = F.grouped_mm
-    method = torch.Tensor.__dict__.get(
-        "float"
-    )  # None: inherited from the C base class, the normal state
+    # None: inherited from the C base class, the normal state.
+    method = torch.Tensor.__dict__.get("float")
     try:
         for name, wider in _WIDER.items():
             setattr(torch, name, wider)

@@ -24,9 +24,8 @@ def united(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
     if ours == theirs:
         return tuple(ours)
     common = set(ours) & set(theirs)
-    before_common: list[list[str]] = [
-        []
-    ]  # of theirs: what precedes each common name, then what follows the last one
+    # Of theirs: what precedes each common name, then what follows the last one.
+    before_common: list[list[str]] = [[]]
     for name in theirs:
         if name in common:
             before_common.append([])

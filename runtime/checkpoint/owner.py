@@ -73,9 +73,8 @@ def claim(directory: Path) -> None:
 def _is_claimed(path: Path) -> bool:
     """Try to lock the file; false if another process has."""
     descriptor = _held.get(path)
-    if descriptor is not None and not _is_at(
-        path, descriptor
-    ):  # somebody has deleted it, perhaps for another job
+    # Somebody has deleted it, perhaps for another job.
+    if descriptor is not None and not _is_at(path, descriptor):
         os.close(_held.pop(path))
         descriptor = None
     if descriptor is None:

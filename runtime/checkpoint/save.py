@@ -379,9 +379,8 @@ class _Beat:
         has_said = False
         while not self._done.wait(_BEAT_S):
             if self._save.alive_file is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # the save itself will say what is wrong with the disk
+                # The save itself will say what is wrong with the disk.
+                with contextlib.suppress(OSError):
                     self._save.alive_file.write_text(str(time.monotonic_ns()))
             if not has_said and not threading.main_thread().is_alive():
                 has_said = True

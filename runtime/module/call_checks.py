@@ -128,9 +128,8 @@ class StepsWithoutSums:
 
     def __init__(self, module: CompiledModule) -> None:
         summed = (d.name for d, _ in module.trained_parameters() if is_summed(d, module.ranks))
-        self._name = next(
-            summed, None
-        )  # one parameter stands for all; None once there is nothing to notice
+        # One parameter stands for all; None once there is nothing to notice.
+        self._name = next(summed, None)
         self._version: int | None = None  # of that parameter, at the last call
 
     def forget(self) -> None:

@@ -164,9 +164,8 @@ class InputTable:
             )
 
     def _refuse_missing(self, path: str, expected: Any, given: Mapping[str, Any]) -> None:
-        if (
-            given.get(path, ABSENT) is not ABSENT
-        ):  # a container, an array: something that is no leaf
+        # A container, an array: something that is no leaf.
+        if given.get(path, ABSENT) is not ABSENT:
             raise InputError(
                 f"{self.owner}: argument {path!r} is a {type(given[path]).__name__}, but was "
                 f"compiled as {expected}",

@@ -287,9 +287,8 @@ def _add_child(scope: nn.Module, name: str) -> Scope:
     ``nn.Module.__getattr__``, which generated code would make several times for every weight.
     (Parameters are left to it, as torch may replace them.)
     """
-    is_free = not hasattr(
-        scope, name
-    )  # else the name means something there, and the child is read by indexing
+    # Else the name means something there, and the child is read by indexing.
+    is_free = not hasattr(scope, name)
     child = scope._modules[name] = Scope()
     path = scope.__dict__.get("_path", "")
     child.__dict__["_path"] = f"{path}.{name}" if path else name

@@ -46,11 +46,12 @@ def scaled_dot_product_attention(
     if enable_gqa:
         repeats = query.shape[-3] // max(key.shape[-3], 1)
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    # [..., L, S].
     scores = (
         query
         @ key.transpose(-2, -1)
         * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
-    )  # [..., L, S]
+    )
     if is_causal:
         attn_mask = _causal_mask(query, key, 0)
     if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -42,9 +42,8 @@ def embedding(
         )
     num_local = weight.shape[0]
     if num_local == 0:
-        return (
-            weight.sum(0).expand(*input.shape, weight.shape[1]).contiguous()
-        )  # zeros, with a gradient to the empty weight
+        # Zeros, with a gradient to the empty weight.
+        return weight.sum(0).expand(*input.shape, weight.shape[1]).contiguous()
     index = input - start
     outside = (index < 0) | (index >= num_local)
     local_padding = (

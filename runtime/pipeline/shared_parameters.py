@@ -64,9 +64,8 @@ class Copies:
                 stages[number] for number in layouts if stages[number] != stages[first]
             ):
                 number = next(number for number in layouts if stages[number] == stage)
-                ranks[number].group(
-                    layouts[number].grad_partial
-                )  # groups are made by all ranks, in one order
+                # Groups are made by all ranks, in one order.
+                ranks[number].group(layouts[number].grad_partial)
                 self._copies.append(
                     _copy(
                         name, stages[first], layouts[first], stage, layouts[number], ranks[number]

@@ -77,9 +77,8 @@ class SampleTable:
         ``unit``.
         """
         paths = list(self._inputs)
-        mine = torch.zeros(
-            len(samples), len(paths), 2, dtype=torch.int64, device=device
-        )  # whether there is one, and its sum
+        # Whether there is one, and its sum.
+        mine = torch.zeros(len(samples), len(paths), 2, dtype=torch.int64, device=device)
         for number, tensors in enumerate(samples):
             for path, x in tensors.items():
                 mine[number, paths.index(path), 0] = 1
@@ -124,9 +123,8 @@ class SampleTable:
                 for size, name in zip(x.shape, expected.shape, strict=True):
                     if isinstance(name, str):
                         mine[number, self._sizes.index(name)] = size
-        everyone = (
-            torch.stack(unit.all_gather(mine)) if unit.size > 1 else mine[None]
-        )  # [ranks, samples, sizes]
+        # [ranks, samples, sizes].
+        everyone = torch.stack(unit.all_gather(mine)) if unit.size > 1 else mine[None]
         agreed = everyone.amax(0)
         differs = ((everyone != agreed) & (everyone != UNKNOWN)).nonzero().tolist()
         for rank, number, index in differs[:1]:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shardwright.runtime.ranks.communicator import Communicator
 
-_MULTIPLIER = (
-    0x9E3779B97F4A7C15 - 2**64
-)  # 2**64 / golden ratio, odd: neighbouring positions get unrelated weights
+# 2**64 / golden ratio, odd: neighbouring positions get unrelated weights.
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -275,9 +275,8 @@ class Communicator:
         lengths = [piece.numel() for piece in pieces]
         self._count(phase, "reduce_scatter", mine, sum(lengths), (self.size - 1) * mine.numel())
         longest = max(lengths)
-        rows = mine.new_empty(
-            self.size, longest
-        )  # what stands behind the shorter ones is summed, and cut off below
+        # What stands behind the shorter ones is summed, and cut off below.
+        rows = mine.new_empty(self.size, longest)
         for row, piece in zip(rows, pieces, strict=True):
             row[: piece.numel()].view(piece.shape).copy_(piece.detach())
         result = mine.new_empty(longest)

@@ -35,9 +35,8 @@ class Meeting:
     what: str  # the collective, its group and its shapes: must be the same on all members
     ranks: tuple[int, ...]
     combine: Combine
-    given: dict[int, Any] = field(
-        default_factory=dict
-    )  # by index; no tensors any more once it is done
+    # By index; no tensors any more once it is done.
+    given: dict[int, Any] = field(default_factory=dict)
     outcome: Any = None
     done: bool = False
     num_left: int = 0

@@ -91,9 +91,8 @@ class Late:
     def look(self) -> None:
         """Called after each slice. Raises :class:`Left` if the collective cannot end."""
         self._clock.passed(SLICE.total_seconds())
-        waited_s = (
-            self._clock.waited_s + SLICE.total_seconds()
-        )  # the first slice was over before there was a clock
+        # The first slice was over before there was a clock.
+        waited_s = self._clock.waited_s + SLICE.total_seconds()
         found = self._members.failures(self._others)
         failures = {rank: failure for rank, failure in found.items() if not failure.is_over}
         left = [

@@ -141,9 +141,8 @@ class ProcessGroupTransport:
 
     def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work | None:
         """Run a collective, or begin it where the host waits for its result."""
-        if (
-            self._device.type == "cpu" and not torch.compiler.is_compiling()
-        ):  # which follows what is not asynchronous
+        # Which follows what is not asynchronous.
+        if self._device.type == "cpu" and not torch.compiler.is_compiling():
             return self._start(collective, *args, **kwargs)  # type: ignore[no-any-return]
         collective(*args, group=self.process_group, **kwargs)
         return None

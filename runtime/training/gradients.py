@@ -142,9 +142,8 @@ class TrainedModel:
             differing({name: parameter}, group) for name, parameter, group in self._shared
         ]
         mine = next((found for found in differences if found is not None), None)
-        for found in self.world.all_gather_object(
-            mine
-        ):  # ranks outside the group that differs must not go on alone
+        # Ranks outside the group that differs must not go on alone.
+        for found in self.world.all_gather_object(mine):
             if found is not None:
                 name, alike = found
                 raise UsageError(

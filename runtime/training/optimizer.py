@@ -63,9 +63,8 @@ class ParallelOptimizer(Optimizer):
     _reducer: Reducer
     _gathering: ParameterGathering
     _exchange: WholeParameters
-    _frozen: Mapping[
-        str, Tensor
-    ]  # those parameters that it would update, whose gradients nobody sums
+    # Those parameters that it would update, whose gradients nobody sums.
+    _frozen: Mapping[str, Tensor]
     _round: int = -1  # the last one of the reducer whose gradients the owners of whole tensors have
     _has_stepped: bool = False
 

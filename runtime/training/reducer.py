@@ -30,9 +30,8 @@ ReducerHook = Callable[["Reducer", Tensor], Any]
 place.
 """
 
-Hooks = OrderedDict[
-    int, ReducerHook
-]  # handles hold a weak reference to it, which a plain dict does not allow
+# Handles hold a weak reference to it, which a plain dict does not allow.
+Hooks = OrderedDict[int, ReducerHook]
 
 
 class Reducer:
@@ -204,9 +203,8 @@ class Reducer:
                 hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise "
                 "after the last one",
             )
-        if (
-            self.is_synced
-        ):  # the user cleared the gradients by other means than the optimizer's zero_grad
+        # The user cleared the gradients by other means than the optimizer's zero_grad.
+        if self.is_synced:
             self.reopen()
         if (self.asynchronous or self.frees_gradients) and not self._holding:
             self._refuse_second_backward(bucket, index)

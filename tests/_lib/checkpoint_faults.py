@@ -51,12 +51,10 @@ def current_step(directory: Path) -> int:
     net = Net(0)
     loaded = shardwright.load_checkpoint(directory, net, torch.optim.Adam(net.parameters()))
     assert loaded.step is not None
-    after_one_step = torch.full(
-        (4, 3), loaded.step - 0.001
-    )  # Adam's first step is its learning rate
-    torch.testing.assert_close(
-        net.weight.detach(), after_one_step, rtol=1e-6, atol=0
-    )  # some roundings of float32
+    # Adam's first step is its learning rate.
+    after_one_step = torch.full((4, 3), loaded.step - 0.001)
+    # Some roundings of float32.
+    torch.testing.assert_close(net.weight.detach(), after_one_step, rtol=1e-6, atol=0)
     return loaded.step
 
 
@@ -83,9 +81,8 @@ def dies_at(directory: Path, number: int, act: Callable[[], Any]) -> bool:
         count = itertools.count(1)  # threads count too, at once
 
         def kill(event: str, arguments: tuple[Any, ...]) -> None:
-            relative = (
-                event == "os.remove" and arguments[1] != -1
-            )  # shutil.rmtree names files by their open folder
+            # shutil.rmtree names files by their open folder.
+            relative = event == "os.remove" and arguments[1] != -1
             if (
                 event in TOUCHING
                 and (relative or str(directory) in str(arguments[0]))

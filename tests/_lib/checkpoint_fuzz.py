@@ -161,9 +161,8 @@ def check_corruption(original: Path, expected: list[Any], directory: Path, seed:
             f"seed {seed}, {done}: read_checkpoint refuses what loads"
         )
     else:
-        if (
-            outcome == "loaded" and verify
-        ):  # an index that tells another story is believed, by all in the same way
+        # An index that tells another story is believed, by all in the same way.
+        if outcome == "loaded" and verify:
             mine = {
                 name: _values(x) for name, x in whole.module.items() if isinstance(x, torch.Tensor)
             }

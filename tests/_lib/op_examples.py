@@ -49,10 +49,11 @@ def checks() -> list[Call]:
 
 
 def products() -> list[Call]:
+    # Torch has it for neither float64 nor odd sizes.
     offs, f32 = (
         torch.tensor([3, 8], dtype=torch.int32),
         torch.float32,
-    )  # torch has it for neither float64 nor odd sizes
+    )
     return [
         (F.linear, (X, _randn(5, 7), _randn(5))),
         (F.linear, (X, _randn(5, 7))),

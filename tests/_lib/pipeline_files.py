@@ -174,9 +174,8 @@ def _route(
     for j, receiver in enumerate(receivers):
         if receiver in senders:
             forward[receiver, receiver] = [(whole, whole)]
-        elif (
-            name == "hidden" and len(senders) > 1
-        ):  # each copy sends some columns, so that they share the work
+        # Each copy sends some columns, so that they share the work.
+        elif name == "hidden" and len(senders) > 1:
             for i, sender in enumerate(senders):
                 start, size = piece(shape[1], len(senders), i)
                 box = ((0, shape[0]), (start, start + size))

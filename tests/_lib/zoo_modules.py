@@ -28,9 +28,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         hidden = F.gelu(self.up(x))
-        hidden = hidden + torch.tanh(
-            self.middle(hidden)
-        )  # a square residual: both sides of `middle` are one dim
+        # A square residual: both sides of `middle` are one dim.
+        hidden = hidden + torch.tanh(self.middle(hidden))
         prediction = self.down(self.dropout(hidden))
         return F.mse_loss(prediction, target), prediction
 
@@ -199,9 +198,8 @@ class DiT(nn.Module):
         condition = self.time(sinusoid(steps, self.hidden_size)) + self.label(labels)  # [B, D]
         for block in self.blocks:
             x = block(x, condition)
-        x = (
-            self.out(self.norm(x)).transpose(1, 2).unflatten(2, (height, width))
-        )  # [B, 3pp, H/p, W/p]
+        # [B, 3pp, H/p, W/p].
+        x = self.out(self.norm(x)).transpose(1, 2).unflatten(2, (height, width))
         return F.mse_loss(self.shuffle(x), noise)
 
 
@@ -228,9 +226,8 @@ class Attention(nn.Module):
             self.heads(self.key(memory)),
             self.heads(self.value(memory)),
         )
-        scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(
-            self.head_size
-        )  # [B, heads, S, T]
+        # [B, heads, S, T].
+        scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(self.head_size)
         weights = self.dropout(scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1))
         mixed = torch.matmul(weights, value).transpose(1, 2).contiguous().view(x.shape)
         return self.out(mixed)
@@ -356,6 +353,5 @@ class TorchTransformer(nn.Module):
         hidden = self.transformer(
             self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True
         )
-        return F.cross_entropy(
-            self.head(hidden).transpose(1, 2), labels
-        )  # [B, V, S]: classes in dim 1
+        # [B, V, S]: classes in dim 1.
+        return F.cross_entropy(self.head(hidden).transpose(1, 2), labels)

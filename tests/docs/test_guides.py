@@ -146,9 +146,8 @@ def test_the_policies_of_the_guide(
 def test_text_is_generated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = (block for block in blocks("docs/getting-started.md") if "generate" in block)
     monkeypatch.chdir(tmp_path)
-    assert (
-        transformers.GPT2LMHeadModel
-    )  # transformers loads its modules late, and not by several threads at once
+    # Transformers loads its modules late, and not by several threads at once.
+    assert transformers.GPT2LMHeadModel
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         names: dict[str, Any] = {

@@ -215,9 +215,8 @@ def test_a_meta_model(tmp_path):
 def test_match_finds_and_does_not_plan_again(tmp_path, monkeypatch):
     folder = compile_net(tmp_path)
     before = snapshot(folder)
-    monkeypatch.setattr(
-        "shardwright.frontend.files.module_files.compile_graph", None
-    )  # calling it would fail
+    # Calling it would fail.
+    monkeypatch.setattr("shardwright.frontend.files.module_files.compile_graph", None)
     compile_net(tmp_path)
     assert snapshot(folder) == before
 

@@ -48,9 +48,8 @@ def test_nothing_odd_passes() -> None:
         with pytest.raises(AssertionError):
             assert_close_tree(doubles(ours), doubles(reference))
     assert_close_tree(doubles(-math.inf, 1.0), doubles(-math.inf, 1.0))
-    with pytest.raises(
-        AssertionError
-    ):  # an infinity in the reference must not widen the bound of the others
+    # An infinity in the reference must not widen the bound of the others.
+    with pytest.raises(AssertionError):
         assert_close_tree(doubles(-math.inf, 1.1), doubles(-math.inf, 1.0))
     with pytest.raises(AssertionError):
         assert_close_tree({"ids": torch.tensor([10**12])}, {"ids": torch.tensor([10**12 + 1])})

@@ -41,9 +41,8 @@ def test_products_of_groups_in_float64(shapes: tuple[tuple[int, ...], tuple[int,
     expected = F.grouped_mm(a, b, offs=offs)
     with float64_casts():
         found = F.grouped_mm(a.double(), b.double(), offs=offs)
-    torch.testing.assert_close(
-        found, expected.double(), rtol=1e-5, atol=1e-5
-    )  # the other is of float32
+    # The other is of float32.
+    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_everything_is_restored_after_an_error_and_after_nesting() -> None:

@@ -299,9 +299,8 @@ def test_masters_of_a_part_that_was_not_compiled() -> None:
                 p.copy_(masters[name])
     for found in run_ranks(2, on_rank):
         for tensor, name in zip(found, sorted(masters), strict=True):
-            torch.testing.assert_close(
-                tensor, masters[name].detach(), rtol=1e-6, atol=1e-7
-            )  # roundings of float32
+            # Roundings of float32.
+            torch.testing.assert_close(tensor, masters[name].detach(), rtol=1e-6, atol=1e-7)
 
 
 def sums_of(model: nn.Module, step: int) -> list[Tensor]:

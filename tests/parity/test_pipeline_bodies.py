@@ -116,9 +116,8 @@ class Modes(nn.Module):
             x = x + torch.tanh(layer(x))
         if self.training:
             return F.mse_loss(x, target), x
-        x = (
-            F.gelu(self.only_in_eval(x)) * first
-        )  # a skip over the stages that training does not have
+        # A skip over the stages that training does not have.
+        x = F.gelu(self.only_in_eval(x)) * first
         return F.l1_loss(x, target), x, x.sum(-1)
 
 

@@ -92,12 +92,11 @@ def test_tensor_parallelism_sends_what_megatron_sends(
     assert calls(traffic)["backward", "all_reduce"] == 2 * L + 1
     assert elements(traffic, "backward") == (2 * L + 1) * activation
     kinds = Counter((a.step.kind, a.step.backward) for a in compiled.program.adapters())
+    # Biases of row-parallel products.
     assert kinds == {
         ("all_reduce", "identity"): 2 * L + 1,
         ("grad_all_reduce", None): 2 * L + 1,
-        **(
-            {("keep_one", "identity"): 2 * L} if name == "gpt2" else {}
-        ),  # biases of row-parallel products
+        **({("keep_one", "identity"): 2 * L} if name == "gpt2" else {}),
     }
 
 

@@ -132,9 +132,8 @@ def test_channels_are_split_where_that_is_faster(name: str, tmp_path: Path) -> N
         plans.compile_with(graph, "tp", 2, pas_config={"hardware": hardware(tmp_path, bytes_per_s)})
         for bytes_per_s in (1e3, 1e12)
     )
-    before = plans.compile_with(
-        graph, "tp", 2
-    )  # where it takes longer to begin than to do all of this work
+    # Where it takes longer to begin than to do all of this work.
+    before = plans.compile_with(graph, "tp", 2)
     assert slow.plan.strategies == before.plan.strategies
     assert share(fast) < share(slow) - 0.03
     plans.check(module, inputs, fast, tmp_path / "code", reference_run(module, [inputs], steps=1))

@@ -114,9 +114,8 @@ def test_sequence_parallelism(num_ranks: int, tmp_path: Path) -> None:
     }
     for layer in range(layers):
         for name in ("norm1", "norm2"):
-            assert (
-                str(program.layout_of(f"blocks.{layer}.{name}.weight")) == "[16] G(tp)"
-            )  # reduced with the gradients
+            # Reduced with the gradients.
+            assert str(program.layout_of(f"blocks.{layer}.{name}.weight")) == "[16] G(tp)"
         assert str(program.layout_of(f"blocks.{layer}.up.weight")) == "[64/tp, 16]"
     assert not [
         key

@@ -337,10 +337,11 @@ def run(arguments: argparse.Namespace) -> None:
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    # What most children need, imported once.
     for word in (
         "auto.modeling_auto",
         "llama.modeling_llama",
-    ):  # what most children need, imported once
+    ):
         importlib.import_module(f"transformers.models.{word}")
     for number, folder in enumerate(todo, 1):
         if time.monotonic() > deadline:

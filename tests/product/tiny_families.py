@@ -221,9 +221,8 @@ def _shrink(config: Any, seen: set[int], *, narrow: bool) -> None:
             _set(config, name, 0.0)
         elif isinstance(value, dict) and "mrope_section" in value and narrow:
             _set(config, name, {**value, "mrope_section": _sections(value)})
-    if (
-        narrow and "kv_lora_rank" in settings
-    ):  # all heads have keys of their own, made of one latent
+    # All heads have keys of their own, made of one latent.
+    if narrow and "kv_lora_rank" in settings:
         _set(config, "num_key_value_heads", HEADS)
     for name in ("use_cache", "apply_spec_augment"):
         if settings.get(name) is True:

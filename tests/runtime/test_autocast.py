@@ -35,9 +35,8 @@ class Net(nn.Module):
         ):
             hidden = F.gelu(self.up(x)).float()
         with torch.autocast("cpu", enabled=False):
-            table = torch.arange(6.0)[:, None] @ torch.full(
-                (1, 6), 0.1
-            )  # rounded in half precision
+            # Rounded in half precision.
+            table = torch.arange(6.0)[:, None] @ torch.full((1, 6), 0.1)
             exact = hidden @ self.up.weight + x @ table.cos()
         return F.cross_entropy(
             checkpoint(self.down, hidden, use_reentrant=False) + exact, torch.tensor([1, 2, 3, 0])

@@ -142,9 +142,8 @@ def test_gradients_are_those_of_whole_weights_and_each_step_gathers_twice(layout
                 loss.backward()
             assert_gradients(sharded, expected)
             assert volume.calls("all_gather", phase="forward") == count * num_axes
-            assert (
-                volume.calls("all_gather", phase="backward") == (count - 1) * num_axes
-            )  # the first input needs no gradient
+            # The first input needs no gradient.
+            assert volume.calls("all_gather", phase="backward") == (count - 1) * num_axes
             assert volume.calls("reduce_scatter", phase="backward") == count * num_axes
             assert len(volume.items()) == 3 * num_axes
 

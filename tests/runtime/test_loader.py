@@ -76,9 +76,8 @@ def test_what_is_loaded_again_and_again_is_let_go(tmp_path):
         del module
     gc.collect()
     assert [reference() for reference in alive[::2]] == [None] * 3
-    other = load_class(
-        write_files(tmp_path / "other", make_model(), dp=1, tp=1), 0
-    )  # the rest goes then
+    # The rest goes then.
+    other = load_class(write_files(tmp_path / "other", make_model(), dp=1, tp=1), 0)
     assert [reference() for reference in alive[1::2]] == [None] * 3
     assert generated() - before == {kept.__module__, other.__module__}
     assert "h = torch.tanh(" in "".join(linecache.getlines(str(files / "gencode0.py")))

@@ -195,9 +195,8 @@ def _pixel_shuffle(op: IROp) -> OpRule:
 def _pixel_unshuffle(op: IROp) -> OpRule:
     r = op.arg("downscale_factor")
     text = f"* c (y i={r}^) (x j={r}^) -> * (c i j) y x"
-    return parse_rule(
-        text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True
-    )  # an empty result has the wrong shape
+    # An empty result has the wrong shape.
+    return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
 define(

@@ -23,9 +23,8 @@ _MEMORY = ("layout", "pin_memory", "requires_grad", "out", "names", "memory_form
 
 def _constant(op: IROp) -> OpRule:
     build = RuleBuilder()
-    operands = [
-        ((),) * value.ndim for value in op.operands
-    ]  # a fill value may be a tensor of one element
+    # A fill value may be a tensor of one element.
+    operands = [((),) * value.ndim for value in op.operands]
     result = build.tensor(op.results[0].shape)
     return build.rule(
         operands, [result], linear=linear_sets(op, ("fill_value",)), localise=local_size

@@ -36,9 +36,8 @@ def _embedding(op: IROp) -> OpRule:
     if op.arg("max_norm") is not None:  # renormalises rows of the table in place
         return parse_rule("?, ? -> ?", op, updates=(1,))
     sets = linear_sets(op, ("weight",))
-    if op.arg("scale_grad_by_freq") or op.arg(
-        "sparse"
-    ):  # the gradient counts indices, or has a layout of its own
+    # The gradient counts indices, or has a layout of its own.
+    if op.arg("scale_grad_by_freq") or op.arg("sparse"):
         text = "*^, v^ h -> * h" if op.arg("scale_grad_by_freq") else "*, v^ h -> * h"
         return parse_rule(text, op, linear_sets=sets)
     form = ParallelForm(_FORM, {"v": ParallelFactor()}, {"v": "vocab_axes"}, _local_rows)

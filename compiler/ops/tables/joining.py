@@ -34,9 +34,8 @@ def _cat(op: IROp) -> OpRule:
     build = RuleBuilder()
     shape = op.results[0].shape
     dim = dim_of(op, len(shape))
-    joined = [
-        value for value in op.operands if value.ndim == len(shape)
-    ]  # empty tensors of one dim may stand beside
+    # Empty tensors of one dim may stand beside.
+    joined = [value for value in op.operands if value.ndim == len(shape)]
     result = list(build.tensor(shape))
     whole = build.factor(*(value.shape[dim] for value in joined))
     result[dim] = (whole,)
@@ -98,9 +97,8 @@ def _piece_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> tuple[Size, ...]:
 
 def _split_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
     sizes = _piece_sizes(op, rule, local)
-    equal = is_static(sizes[0]) and all(
-        size == sizes[0] for size in sizes
-    )  # others may be empty on a rank
+    # Others may be empty on a rank.
+    equal = is_static(sizes[0]) and all(size == sizes[0] for size in sizes)
     return {"split_size_or_sections": sizes[0] if equal else sizes}
 
 

@@ -186,9 +186,8 @@ def _tensordot(op: IROp) -> OpRule:
     ]
     terms = [names(left.ndim, "m"), names(right.ndim, "n")]
     for index, (i, j) in enumerate(zip(*contracted, strict=True)):
-        terms[0][i] = (
-            "1" if left.shape[i] == 1 else f"k{index}+"
-        )  # a size of 1 is summed over as if repeated
+        # A size of 1 is summed over as if repeated.
+        terms[0][i] = "1" if left.shape[i] == 1 else f"k{index}+"
         terms[1][j] = "1" if right.shape[j] == 1 else f"k{index}+"
     kept = [
         name

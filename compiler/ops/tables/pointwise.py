@@ -271,9 +271,8 @@ define("clamp_min", "input, min", "torch.clamp_min", NONLINEAR, *callables("clam
 define("clamp_max", "input, max", "torch.clamp_max", NONLINEAR, *callables("clamp_max"))
 define("lerp", "input, end, weight", "torch.lerp", pointwise(("input", "end")), *callables("lerp"))
 define("complex", "real, imag", "torch.complex", pointwise(("real", "imag")), torch.complex)
-define(
-    "polar", "abs, angle", "torch.polar", NONLINEAR, torch.polar
-)  # its backward takes abs to be positive
+# Its backward takes abs to be positive.
+define("polar", "abs, angle", "torch.polar", NONLINEAR, torch.polar)
 define(
     "addcmul",
     "input, tensor1, tensor2, *, value=1",

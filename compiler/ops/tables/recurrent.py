@@ -23,9 +23,8 @@ def _layer(num_states: int) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         params = op.arg("params")
         random = may_be(op.arg("train"), bool) and may_be(op.arg("dropout"), lambda p: p > 0)
-        if (
-            isinstance(params, IRValue) or op.operands[0].ndim != 3 or random
-        ):  # a packed sequence, or one without batch
+        # A packed sequence, or one without batch.
+        if isinstance(params, IRValue) or op.operands[0].ndim != 3 or random:
             rule = whole_rule(op)
             return (
                 drawn(rule, f"{RUNTIME}.{op.target}", lambda rule: rule.results[0])

@@ -253,9 +253,8 @@ define(
 
 def _norm(op: IROp) -> OpRule:
     matrix = op.arg("p", op.arg("ord")) == "nuc" or op.arg("ord") is not None
-    if (
-        matrix and op.arg("dim") is None
-    ):  # of a tensor that is one matrix (or, with an order that is a number, one vector)
+    # Of a tensor that is one matrix (or, with an order that is a number, one vector).
+    if matrix and op.arg("dim") is None:
         return parse_rule(
             annotation([names(op.operands[0].ndim, "r", "^")], [["1"] * op.results[0].ndim]), op
         )

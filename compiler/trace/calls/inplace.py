@@ -440,9 +440,8 @@ def _assign_basic(
     item, rest = items[0], items[1:]
     step = _step(whole, item, dim)
     if all(other == slice(None) for other in rest):
-        part = fitted(
-            recorder, step.part, new
-        )  # the old part is overwritten as a whole: no need to read it
+        # The old part is overwritten as a whole: no need to read it.
+        part = fitted(recorder, step.part, new)
     else:
         taken = recorder.emit_one(step.take.function, step.part, whole, *step.take.args)
         part = _assign_basic(recorder, taken, rest, dim + step.shift, new)

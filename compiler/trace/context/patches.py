@@ -85,21 +85,17 @@ def patched(
         stack.enter_context(_values_readable(real_values, questions))
         for owner, name, function in list(known_functions_of(module)):
             stack.enter_context(replaced(owner, name, function))
-        if hasattr(
-            torch, "_check_tensor_all_with"
-        ):  # a check of values: nothing to check, nothing to compute
+        # A check of values: nothing to check, nothing to compute.
+        if hasattr(torch, "_check_tensor_all_with"):
             stack.enter_context(
                 replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None)
             )
-        stack.enter_context(
-            replaced(torch.distributions.Distribution, "_validate_args", False)
-        )  # checks of values, too
-        stack.enter_context(
-            replaced(FakeTensor, "tolist", torch.Tensor.tolist)
-        )  # its own calls item() for every element
-        if (
-            "torch._dynamo" in sys.modules
-        ):  # compiled functions run as the Python they were made from
+        # Checks of values, too.
+        stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))
+        # Its own calls item() for every element.
+        stack.enter_context(replaced(FakeTensor, "tolist", torch.Tensor.tolist))
+        # Compiled functions run as the Python they were made from.
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

@@ -102,9 +102,8 @@ def _instructions_after(code: CodeType, offset: int) -> list[dis.Instruction]:
 
 def position_after(code: CodeType, offset: int) -> int:
     """The position, among the instructions of ``code``, behind the one at ``offset``."""
-    return bisect.bisect_right(
-        disassemble(code)[1], offset
-    )  # the offset of a running call may lie inside its inline cache
+    # The offset of a running call may lie inside its inline cache.
+    return bisect.bisect_right(disassemble(code)[1], offset)
 
 
 @functools.lru_cache(maxsize=4096)

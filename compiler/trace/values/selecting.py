@@ -94,9 +94,8 @@ class Selecting:
         if not any(map(_is_mask, index)):
             return None
         for item in index:
-            read = _is_mask(item) and not self._constants.is_assumed(
-                item
-            )  # how many it chooses is mostly not asked
+            # How many it chooses is mostly not asked.
+            read = _is_mask(item) and not self._constants.is_assumed(item)
             known = self._constants.real(item) if read else None
             if _is_mask(item) and known is None:
                 return None

@@ -345,9 +345,8 @@ class Cutter:
         if _is_modelled(prediction.cut_request) or isinstance(found, NoGain):
             return found
         positions = Positions(prediction.tables, prediction.schedule, memory_bytes)
-        if isinstance(
-            found, NoFit
-        ):  # with even shares; with others the stages that take least of these may
+        # With even shares; with others the stages that take least of these may.
+        if isinstance(found, NoFit):
             found = self._split(prediction, found.needed_bytes * named_schedule.chunks * (1 + 1e-9))
             needed = (
                 positions.least_bytes(found.stages) if isinstance(found, Split) else float("inf")

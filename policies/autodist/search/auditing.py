@@ -108,9 +108,8 @@ class Audits:
         same: list[Candidate] = []
         audits = 0
         while waiting and (audits < wanted or not self.result.audited):
-            late = (
-                not self.result.audited and self.clock.spent() > 1.0
-            )  # then what is most likely to fit is the answer
+            # Then what is most likely to fit is the answer.
+            late = not self.result.audited and self.clock.spent() > 1.0
             waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
             if waiting[0][0].predicted_s > self.space.worth_s:
                 return

@@ -310,9 +310,8 @@ class MeshSearch:
             fastest = placed_mesh.fastest
             placed = replace(placed, bound_s=fastest.bound_s, proof=fastest.proof)
             self._made.append((placed_mesh, placed))
-            title = mesh_title(
-                number, placed.plan.mesh, pp_place
-            )  # axes may be better named by now
+            # Axes may be better named by now.
+            title = mesh_title(number, placed.plan.mesh, pp_place)
             if request is not None and request.hurried and number == 1:
                 self.audits.sure.append(self._as_placed(title, placed))
                 return

@@ -155,9 +155,8 @@ def _no_placement(
         return NoPlacement(found.reason, math.inf)
     formulation = formulate(request, pricing)
     names = [_name(formulation.nodes[index]) for index in found.nodes[:3]]
-    given_bytes = (
-        request.memory_limit_bytes - formulation.problem.rows[found.row].limit
-    )  # no choice changes them
+    # No choice changes them.
+    given_bytes = request.memory_limit_bytes - formulation.problem.rows[found.row].limit
     needed_bytes = (given_bytes + found.least_usage) / num_positions
     limit_bytes = request.memory_limit_bytes / num_positions
     least, limit = (amount(num_bytes, "B", digits=4) for num_bytes in (needed_bytes, limit_bytes))

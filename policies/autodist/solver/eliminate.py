@@ -36,9 +36,8 @@ MAX_JOIN = 1 << 24
 """Entries of the largest table that a node and its neighbours may have together."""
 
 _ALWAYS = 17  # log2 of entries: computing a join of that size costs less than a batch of its own
-_LOOP_ABOVE = (
-    1 << 21
-)  # entries: larger joins are minimised strategy by strategy, without being stored
+# Entries: larger joins are minimised strategy by strategy, without being stored.
+_LOOP_ABOVE = 1 << 21
 _CACHE_BELOW = 1 << 16  # entries: batches with smaller inputs keep the positions that they read
 _SLICE_ABOVE = 256  # entries: larger tables are copied one by one, smaller ones by one indexed copy
 

@@ -223,9 +223,8 @@ def cross(
     num_nodes = len(inside)
     best: tuple[float, NDArray[np.intp]] | None = None
     for first, second in ((outside, inside), (inside, outside)):
-        steps = np.zeros(
-            num_nodes + 1
-        )  # steps[p]: what the cost changes when the first p nodes are of `first`, not p - 1
+        # steps[p]: what the cost changes when the first p nodes are of `first`, not p - 1.
+        steps = np.zeros(num_nodes + 1)
         for node, cost in network.costs.items():
             steps[node + 1] += cost[first[node]] - cost[second[node]]
         for (a, b), edge in network.edges.items():

@@ -166,9 +166,8 @@ class Moments:
             for span in self.all_spans():
                 starts[span.first] = ends[span.last] = True
             same = self.rows[:-1] == self.rows[1:]
-            by_earlier = (
-                same & ~starts[1:-1] & (self.room[:-1] <= self.room[1:])
-            )  # of each pair, the later one goes
+            # Of each pair, the later one goes.
+            by_earlier = same & ~starts[1:-1] & (self.room[:-1] <= self.room[1:])
             by_later = same & ~ends[1:-1] & (self.room[1:] <= self.room[:-1]) & ~by_earlier
             keep = np.ones(len(self.room), dtype=bool)
             keep[1:] &= ~by_earlier

@@ -410,9 +410,8 @@ def _fold(network: Network) -> None:
             network.drop_edge(a, b)
     for node in [node for node, cost in network.costs.items() if len(cost) == 1]:
         network.constant += float(network.costs.pop(node)[0])
-        assert not network.neighbours[
-            node
-        ]  # an edge with one strategy at an end is a sum of node costs
+        # An edge with one strategy at an end is a sum of node costs.
+        assert not network.neighbours[node]
 
 
 def _separate(edge: Array) -> tuple[Array, Array] | None:

@@ -20,15 +20,15 @@ class Pool:
         """The one array with this content."""
         found = self._by_id.get(id(array))
         if found is None:
-            plain = (
-                np.ascontiguousarray(array, dtype=np.float64) + 0.0
-            )  # -0.0 becomes 0.0, and nobody else writes to it
+            # -0.0 becomes 0.0, and nobody else writes to it.
+            plain = np.ascontiguousarray(array, dtype=np.float64) + 0.0
             plain.setflags(write=False)
             kept = self._by_content.setdefault((plain.shape, plain.tobytes()), plain)
+            # The first keeps the id from being used again.
             found = self._by_id[id(array)] = (
                 array,
                 kept,
-            )  # the first keeps the id from being used again
+            )
             self._by_id.setdefault(id(kept), (kept, kept))
         return found[1]
 

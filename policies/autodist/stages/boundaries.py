@@ -153,9 +153,8 @@ class Messages:
     def _least_more(self, placement: int, counted: Callable[[Array], Array]) -> Array:
         taken = [counted(self._taken(before, placement)) for before in range(len(self.walks))]
         sent = np.minimum(counted(self._sent(placement)), 0.0).min(axis=1)
-        least: Array = (
-            np.minimum(np.minimum.reduce(taken), 0.0) + sent[None]
-        )  # what ends where another begins
+        # What ends where another begins.
+        least: Array = np.minimum(np.minimum.reduce(taken), 0.0) + sent[None]
         return least
 
     def fits(self, placement: int, device: int) -> bool:
@@ -332,9 +331,8 @@ def _flows(walk: Walk, starts: Sequence[int]) -> list[_Flow]:
         if op.name not in free
         for v in op.results
     }
-    gathered = {
-        item.of.name for item in walk.program.adapters() if item.gathers_weight
-    }  # by every module for itself
+    # By every module for itself.
+    gathered = {item.of.name for item in walk.program.adapters() if item.gathers_weight}
     made = {
         v.name: (0, v)
         for v in (*graph.inputs, *graph.parameters, *graph.buffers)

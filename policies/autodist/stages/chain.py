@@ -48,9 +48,8 @@ def block_starts(
         (i for i in range(1, len(graph.ops)) if math.isfinite(traffic[i])),
         key=lambda i: (traffic[i], i),
     )
-    limit = max(
-        share * sum(times) / max(1, num_stages), (1 + share) * max(times, default=0.0)
-    )  # one operator stays whole
+    # One operator stays whole.
+    limit = max(share * sum(times) / max(1, num_stages), (1 + share) * max(times, default=0.0))
     low, high = 0, len(places)
     while low < high:  # the fewest places that keep every block below the limit
         middle = (low + high) // 2
@@ -59,9 +58,8 @@ def block_starts(
         else:
             low = middle + 1
     low = min(max(low, num_stages - 1), len(places))
-    while (
-        low < len(places) and traffic[places[low]] == traffic[places[low - 1]]
-    ):  # what costs the same is taken together
+    # What costs the same is taken together.
+    while low < len(places) and traffic[places[low]] == traffic[places[low - 1]]:
         low += 1
     chosen = sorted(places[:low])
     joined = _joined(chosen, traffic, times)

@@ -46,9 +46,8 @@ class Kept:
                 continue
             self._touch(place, instruction.value, instruction.result.name)
             if instruction.value.name in own:
-                own.add(
-                    instruction.result.name
-                )  # a weight is gathered again in the backward, not kept
+                # A weight is gathered again in the backward, not kept.
+                own.add(instruction.result.name)
             else:
                 shares = instruction.value if instruction.step.kind in VIEWS else None
                 self._result(place, instruction.result, shares, instruction.result.name)

@@ -148,9 +148,8 @@ class Least:
         again = inputs * (self.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
             saved, first_saved
         )
-        backward = np.where(
-            first_s > 0, again, np.minimum(whole, again)
-        )  # one with something computed again is not split
+        # One with something computed again is not split.
+        backward = np.where(first_s > 0, again, np.minimum(whole, again))
         rest = forwards * self.forward_s + once * self.once_s + held * self.held + kept * self.kept
         return np.where(self.fits[stage], rest + backward, np.inf)
 

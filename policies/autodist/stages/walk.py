@@ -181,9 +181,8 @@ class Walk:
         )
         inputs_s = weights_s = 0.0
         yield inputs_s, weights_s
-        for _, inside in groupby(
-            zip(timed, parts, strict=True), key=lambda item: item[0][0]
-        ):  # every place has an operator
+        # Every place has an operator.
+        for _, inside in groupby(zip(timed, parts, strict=True), key=lambda item: item[0][0]):
             for (_, item, time), (first_s, second_s) in inside:
                 if isinstance(item, Adapt) and item.result.name in self._gathered_again:
                     # for the gradient of what it is multiplied with

@@ -269,9 +269,8 @@ def test_recomputed_layers_have_the_same_gradients(policy: str, tmp_path: Path) 
         seeded(Recomputing), X, policy, 1 if policy == "dp" else 2, tmp_path
     )
     forward = body_of(compiled, "forward")
-    assert (
-        forward.count("recompute(self.layers_block, self.layers[layer]") == 1
-    )  # the dropout behind each layer included
+    # The dropout behind each layer included.
+    assert forward.count("recompute(self.layers_block, self.layers[layer]") == 1
     assert forward.count("for layer in range(3):") == 1
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
 
@@ -385,9 +384,8 @@ def test_autocast_regions_are_kept(tmp_path: Path) -> None:
     plans.write(tmp_path, compiled, model)
     expected = model(**inputs)
     for loss in run_ranks(2, lambda rank: load_class(tmp_path)()(**inputs).detach()):
-        torch.testing.assert_close(
-            loss, expected.detach(), rtol=2**-8, atol=0
-        )  # partial sums add a rounding of bfloat16
+        # Partial sums add a rounding of bfloat16.
+        torch.testing.assert_close(loss, expected.detach(), rtol=2**-8, atol=0)
     with torch.no_grad():
         assert (
             expected

@@ -23,9 +23,8 @@ def test_every_attribute_of_a_parallel_module_is_known() -> None:
             *dir(cls),
             *(name for base in cls.__mro__ for name in vars(base).get("__annotations__", {})),
         }
-        own = names - set(
-            dir(torch.nn.Module)
-        )  # libraries add attributes to all modules when they are imported
+        # Libraries add attributes to all modules when they are imported.
+        own = names - set(dir(torch.nn.Module))
         assert {name for name in own if not name.startswith("_")} <= MODULE_ATTRIBUTES
 
 

@@ -129,9 +129,8 @@ def test_numbers_under_any_names(tmp_path_factory: pytest.TempPathFactory, texts
 
 @pytest.mark.parametrize("constant", [*CONSTANTS, -(10**5000)], ids=lambda c: type(c).__name__)
 def test_the_source_of_a_constant_is_that_constant(constant: Any) -> None:
-    if not isinstance(
-        constant, odd_text.Pair | odd_text.Record
-    ):  # results of such types are rebuilt, see the numbers
+    # Results of such types are rebuilt, see the numbers.
+    if not isinstance(constant, odd_text.Pair | odd_text.Record):
         assert odd_text.same_constant(
             eval(source(constant), {"torch": torch, "odd_text": odd_text}), constant
         )

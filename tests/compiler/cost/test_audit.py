@@ -296,9 +296,8 @@ def test_an_adapter_waits_for_the_sum_on_its_axis() -> None:
         return part.end_s - part.start_s
 
     alone, beside = (backward_s("tp", 4, asynchronous=found) for found in (False, True))
-    assert beside == pytest.approx(
-        alone
-    )  # gradients are summed over units, adapters are inside of one
+    # Gradients are summed over units, adapters are inside of one.
+    assert beside == pytest.approx(alone)
     alone, beside = (backward_s("data", 2, asynchronous=found) for found in (False, True))
     assert beside > 10 * alone
 

@@ -135,10 +135,11 @@ def test_of_weights_in_pieces(recompute: tuple[str, ...], tmp_path: Path) -> Non
     )
     told = audit(compiled.program, config, load_hardware("cpu", 2)).ranks[0].comm_bytes
     assert told["dp all_gather"] == counted.total()
+    # In the backward: norm and weight of the block, the head's weight.
     block, head = (
         8 * (8 + 8 + 64),
         8 * 16 * 8,
-    )  # in the backward: norm and weight of the block, the head's weight
+    )
     assert counted["backward"] == (head if recompute else block + head)
 
 
@@ -178,9 +179,8 @@ def test_of_messages_and_gradients(zero: int, tmp_path: Path) -> None:
     summed = sum(
         seen[f"gradients {over} {kind}"] for over in ("units", "stages+units") for kind in kinds
     )
-    assert told["stages+units gradients"] == pytest.approx(
-        summed, rel=0.01
-    )  # beside them the flags of what has gradients
+    # Beside them the flags of what has gradients.
+    assert told["stages+units gradients"] == pytest.approx(summed, rel=0.01)
     received = sum(
         counted[rank][f"{phase} stages receive"]
         for rank in range(4)

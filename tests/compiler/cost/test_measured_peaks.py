@@ -54,15 +54,14 @@ TABLES = [
     PeakCase("dp", 1, 8, fields={"use_zero": 3} | table(), dtype=BF16),
     PeakCase("tp", 0, 8, fields={"use_zero": 0} | table(store_param_remainders=True), dtype=BF16),
 ]
+# The tied embedding is split between its two stages.
 PIPELINES = [
     PeakCase("pp", num_microbatches=2),
     PeakCase("pp", num_microbatches=8),
     PeakCase(
         "pp", num_microbatches=4, recompute=BLOCKS, options={"stage_starts": ("transformer.h.2",)}
     ),
-    PeakCase(
-        "pp", num_microbatches=8, fields={"use_zero": 1}
-    ),  # the tied embedding is split between its two stages
+    PeakCase("pp", num_microbatches=8, fields={"use_zero": 1}),
     *(
         PeakCase(
             "pp",

@@ -104,12 +104,13 @@ def aliases() -> list[Any]:
         for name in ("shape", "joining", "positions", "indexing", "cast")
     ]
     names = {name for name, opdef in registry.OPS.items() if opdef.rule.__module__ in tables}
+    # Their rule is that of linear pointwise operators.
     names |= {
         "alias",
         "clone",
         "contiguous",
         "detach",
-    }  # their rule is that of linear pointwise operators
+    }
     assert names == SAMPLES.keys()
     # (there is no GPU to move to)
     found = [

@@ -180,9 +180,8 @@ def test_outputs_are_whole_by_default_and_cost_nothing_otherwise(
     layouts = layouts_of(program)
     assert {path: layouts[leaf(program, path).name] for path in found} == held
     names = {i.op.name for i in program.body if isinstance(i, Compute)}
-    assert (
-        ("probe" in names) == ("sin" in names) == ("probe" in held)
-    )  # what only a dropped output needed is gone
+    # What only a dropped output needed is gone.
+    assert ("probe" in names) == ("sin" in names) == ("probe" in held)
 
 
 def test_an_output_in_a_layout_of_choice() -> None:

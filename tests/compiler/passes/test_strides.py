@@ -25,9 +25,8 @@ class Turned(nn.Module):
         self.down = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x).transpose(1, 2)).transpose(
-            1, 2
-        )  # [B, S, H], as strided as up's result
+        # [B, S, H], as strided as up's result.
+        hidden = F.gelu(self.up(x).transpose(1, 2)).transpose(1, 2)
         rows = hidden.view(-1, 8)
         return self.down(rows).view(2, -1).square().mean()
 
@@ -54,10 +53,11 @@ def test_a_gather_between_two_transposes(tmp_path: Path) -> None:
         Turned().double(), INPUTS, cut_before_the_transpose, 2, tmp_path
     )
     assert isinstance(compiled.program, Program)
+    # What the product makes is in order.
     assert targets(compiled.program) == {
         "rows": "reshape",
         "view": "view",
-    }  # what the product makes is in order
+    }
 
 
 def test_views_stay_views_where_nothing_is_moved() -> None:

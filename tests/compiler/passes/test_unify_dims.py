@@ -87,9 +87,8 @@ def test_dims_of_gpt2() -> None:
     assert not dims.conflicts
     names = Counter(c.name for c in dims.classes)
     assert names["hidden"] == names["batch"] == names["vocab"] == names["positions"] == 1
-    assert (
-        names["heads"] == names["head_dim"] == names["qkv"] == names["ffn"] == 2
-    )  # one for each layer
+    # One for each layer.
+    assert names["heads"] == names["head_dim"] == names["qkv"] == names["ffn"] == 2
     assert {c.name: c.size for c in dims.classes if not c.name.startswith("dim")} == {
         "batch": 4, "seq": 8, "vocab": 32, "hidden": 16, "positions": 16, "qkv": 3, "heads": 4,
         "head_dim": 4, "ffn": 64,
@@ -130,9 +129,10 @@ def test_query_heads_that_share_keys_and_values() -> None:
         == "[vocab, hidden]"
     )
     embedded, head = (c for c in dims_of(graph).classes if c.name == "vocab")
+    # Not tied.
     assert embedded.parameters == ("model.embed_tokens.weight:0",) and head.parameters == (
         "lm_head.weight:0",
-    )  # not tied
+    )
     halves = [c for c in dims_of(graph).classes if c.name == "head_dim"]
     assert {c.segments for c in halves} == {(2, 2)}  # rotated by halves
 

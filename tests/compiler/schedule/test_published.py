@@ -117,9 +117,8 @@ def test_zb_v() -> None:
         assert timeline.bubble_per_work <= plain.bubble_per_work + 1e-12
         if m >= 2 * p:
             assert timeline.bubble_per_work == approx((p - 1) / (6 * m))
-        assert max(timeline.peak_in_flight) == 2 * max(
-            plain.peak_in_flight
-        )  # of stages half as large
+        # Of stages half as large.
+        assert max(timeline.peak_in_flight) == 2 * max(plain.peak_in_flight)
 
 
 def test_infer_pipe() -> None:

@@ -259,9 +259,8 @@ def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPat
         calls.append(3e-3 if not calls else 1e-5 + 1e-3 * (len(calls) % 100 == 50))
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: sum(calls)))
-    assert seconds_per_call(call, torch.device("cpu"), 0.0, 2e-4) == pytest.approx(
-        1e-5
-    )  # samples without the millisecond
+    # Samples without the millisecond.
+    assert seconds_per_call(call, torch.device("cpu"), 0.0, 2e-4) == pytest.approx(1e-5)
     assert len(calls) == 2 + 3 * 20
     calls.clear()
     assert seconds_per_call(call, torch.device("cpu"), 1.9e-3, 2e-4) == pytest.approx(1e-5)

@@ -52,9 +52,8 @@ def test_every_call_of_a_rank_is_measured(policy: str, tmp_path: Path) -> None:
     estimated, measured = (
         audit(program, config, SLOW, times=times).compute_s for times in (None, found.times)
     )
-    assert (
-        measured < estimated
-    )  # estimates of this machine take a second for each operator at least
+    # Estimates of this machine take a second for each operator at least.
+    assert measured < estimated
 
 
 def test_what_is_known_is_kept() -> None:

@@ -92,9 +92,8 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
     assert {"1 < 2", "gap", "0 %", "rank 0", "How tensors are held"} <= set(read.texts)
     assert ("waiting in the pipeline" in read.texts) == (policy == "hybrid")
     if policy == "tp":
-        assert (
-            read.texts.count("ranks 0-3") == 2 and "tp all_reduce" in read.texts
-        )  # bars of memory and of time
+        # Bars of memory and of time.
+        assert read.texts.count("ranks 0-3") == 2 and "tp all_reduce" in read.texts
         row = read.texts.index("tp all_reduce", read.texts.index("bytes in a step"))
         told = cost.ranks[0].comm_s["tp all_reduce"], cost.ranks[0].comm_bytes["tp all_reduce"]
         assert [text for text in read.texts[row + 1 :] if text][:2] == [

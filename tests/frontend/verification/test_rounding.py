@@ -217,9 +217,8 @@ def chain() -> tuple[Reference, Reference, list[Reference]]:
 
     def trained(*args: Any) -> Reference:
         ours.append(train_plan(*args))
-        wrong = {
-            name: g * 0.5 for name, g in ours[0].gradients.items() if g is not None
-        }  # so that digits are asked for
+        # So that digits are asked for.
+        wrong = {name: g * 0.5 for name, g in ours[0].gradients.items() if g is not None}
         return replace(ours[0], gradients=wrong)
 
     def asked(found: Any, reference: Reference, repeats: list[Reference], is_zero: Any) -> Any:

@@ -43,9 +43,8 @@ def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
         was_killed = killed_at(directory, number, num_ranks, asynchronous, zero)
         outcomes.append(current_step(directory))
         assert outcomes[-1] in (2, 3)
-        for folder in complete_folders(
-            directory
-        ):  # also older ones: one that is half deleted does not look complete
+        # Also older ones: one that is half deleted does not look complete.
+        for folder in complete_folders(directory):
             current_step(folder)
         save(directory, 4, keep=1)  # the run goes on, and cleans up
         assert current_step(directory) == 4
@@ -53,9 +52,8 @@ def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
         if not was_killed:
             break
     assert not was_killed and outcomes[-1] == 3
-    assert outcomes.count(2) >= 8 and outcomes.count(3) >= 3, (
-        outcomes
-    )  # before and after it became current
+    # Before and after it became current.
+    assert outcomes.count(2) >= 8 and outcomes.count(3) >= 3, outcomes
 
 
 @pytest.mark.parametrize(
@@ -91,11 +89,12 @@ def test_one_rank_fails(tmp_path, monkeypatch, phase, failing_rank, asynchronous
 
     assert c.on("mlp", plan, rank) == [True, True]
     assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
+    # Its own files are gone.
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "000001-step-1",
         "LATEST",
         "OWNER",
-    ]  # its own files are gone
+    ]
     monkeypatch.undo()
     assert current_step(tmp_path) == 1
 

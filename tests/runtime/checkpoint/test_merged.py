@@ -112,9 +112,8 @@ def test_merged_equals_one_device_and_goes_on_there(tmp_path, name):
     fresh.load_state_dict(module_state)
     other = optimizer(fresh.parameters())
     other.load_state_dict(optimizer_state)
-    built.load_state_dict(
-        built.state_dict()
-    )  # torch gives some numbers the dtype of the parameters when it loads them
+    # Torch gives some numbers the dtype of the parameters when it loads them.
+    built.load_state_dict(built.state_dict())
     c.assert_same(c.optimizer_tensors(other), c.optimizer_tensors(built), TOLERANCE)
     for trained, stepper in ((model, built), (fresh, other)):
         stepper.zero_grad()
@@ -449,9 +448,8 @@ def test_parameters_in_pieces_over_units(tmp_path):
         value.numel() for state in deduped for value in state.values() if isinstance(value, Tensor)
     )
     tensors = {id(value): value for value in reference.module.state_dict(keep_vars=True).values()}
-    tied = sum(
-        value.numel() for name, value in deduped[0].items() if name == "lm_head.weight"
-    )  # under both names
+    # Under both names.
+    tied = sum(value.numel() for name, value in deduped[0].items() if name == "lm_head.weight")
     assert elements == sum(x.numel() for x in tensors.values()) + tied * len(modules)
 
 

@@ -225,11 +225,12 @@ def test_every_distinct_piece_is_stored_once(tmp_path):
     (folder,) = tmp_path.glob("0*")
     assert (tmp_path / "LATEST").read_text() == "000001-step-2\n" and folder.name == "000001-step-2"
     files = sorted(path.name for path in folder.iterdir())
+    # The second unit has copies only.
     assert files == [
         "index.json",
         "rank-00000.safetensors",
         "rank-00001.safetensors",
-    ]  # the second unit has copies only
+    ]
     stored = Counter()
     for path in folder.glob("*.safetensors"):
         stored.update({key: value.numel() for key, value in load_file(path).items()})

@@ -77,9 +77,8 @@ def assert_is_reference(module_state, optimizer_state, optimizer, steps):
     c.assert_same(dict(module_state), model.state_dict(), TOLERANCE)
     other = OPTIMIZERS[optimizer](make_model().parameters())
     other.load_state_dict(optimizer_state)
-    built.load_state_dict(
-        built.state_dict()
-    )  # torch gives some numbers the dtype of the parameters when it loads them
+    # Torch gives some numbers the dtype of the parameters when it loads them.
+    built.load_state_dict(built.state_dict())
     c.assert_same(c.optimizer_tensors(other), c.optimizer_tensors(built), TOLERANCE)
 
 

@@ -209,9 +209,8 @@ def test_none_where_a_stage_reads(files):
 def test_none_where_no_stage_reads(tmp_path):
     pipe = make_pipe("1f1b", 3, 2)
     train_rank_files = write(tmp_path / "files", pipe)
-    results = run_ranks(
-        3, lambda rank: train_rank(train_rank_files, steps=1)
-    )  # it passes None on rank 1
+    # It passes None on rank 1.
+    results = run_ranks(3, lambda rank: train_rank(train_rank_files, steps=1))
     assert_equal(pipe, train_reference(pipe, Net(3), steps=1), results)
 
 

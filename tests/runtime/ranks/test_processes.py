@@ -23,9 +23,8 @@ def test_a_process_runs_is_stopped_and_is_gone():
         child.send_signal(signal.SIGSTOP)
         until(lambda: process.state() == "is stopped")
         assert described(2, process) == f"rank 2 (process {child.pid} on {process.host}) is stopped"
-        assert (
-            replace(process, started=process.started - 1).state() == "is gone"
-        )  # the number was used again
+        # The number was used again.
+        assert replace(process, started=process.started - 1).state() == "is gone"
     finally:
         child.kill()
     until(lambda: process.state() == "is gone")  # before anybody has asked for its exit status

@@ -34,9 +34,8 @@ def test_one_runs_at_a_time_and_all_runs_have_one_order(monkeypatch):
 
     first = order(4)
     assert first == order(4)
-    assert first[:4] == [
-        (0, rank) for rank in range(4)
-    ]  # before the first barrier, in the order of the ranks
+    # Before the first barrier, in the order of the ranks.
+    assert first[:4] == [(0, rank) for rank in range(4)]
     assert [step for step, _ in first] == sorted(step for step, _ in first)
 
 

@@ -146,9 +146,8 @@ def train_pipe(rank, files, config, steps=range(STEPS), folder=None):
         )
 
     weights = dict(module.named_parameters())
-    poisoned = (
-        (weights["blocks.0.norm.bias"], 2) if rank == 0 else None
-    )  # of the first stage, of one unit
+    # Of the first stage, of one unit.
+    poisoned = (weights["blocks.0.norm.bias"], 2) if rank == 0 else None
     record = loss_scaling.train(module, optimizer, scaler, backward, poisoned, steps)
     if folder is not None:
         save_checkpoint(folder, module, optimizer, extra={"scaler": scaler.state_dict()})

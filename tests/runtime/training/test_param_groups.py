@@ -160,9 +160,8 @@ CLASSES = [
     for cls in vars(torch.optim).values()
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
 ]
-OPTIMIZERS = [
-    cls for cls in CLASSES if cls not in (torch.optim.Optimizer, torch.optim.LBFGS)
-]  # LBFGS takes one group
+# LBFGS takes one group.
+OPTIMIZERS = [cls for cls in CLASSES if cls not in (torch.optim.Optimizer, torch.optim.LBFGS)]
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)

@@ -49,9 +49,8 @@ def test_every_operator_against_autograd(name: str) -> None:
     op, operands = example_op(call)
     found = saved_for_backward(op)
     assert op.rule is not None
-    if (
-        op.rule.random
-    ):  # a rank draws in another way, which keeps other tensors than torch's own call
+    # A rank draws in another way, which keeps other tensors than torch's own call.
+    if op.rule.random:
         assert found.exact
         return
     real = really_saved(call)

@@ -193,9 +193,8 @@ def test_products_take_the_efficiency_of_their_size() -> None:
     table = EfficiencyTable((16, 64), (16, 64), (16, 64), (0.1, 0.2, 0.2, 0.4, 0.2, 0.4, 0.4, 0.8))
     device = Device("d", 1, {"float32": 1e9, "float64": 5e8}, 1.0, 0.0, {"float32": table})
     assert table.at(16, 64, 16) == pytest.approx(0.2)
-    assert table.at(32, 32, 32) == pytest.approx(
-        0.1 * 2**1.5
-    )  # halfway in log space along each dim, each a factor of sqrt 2
+    # Halfway in log space along each dim, each a factor of sqrt 2.
+    assert table.at(32, 32, 32) == pytest.approx(0.1 * 2**1.5)
     assert device.matmul_s(64, 64, 64, "float32") == pytest.approx(2 * 64**3 / 0.8e9)
     assert device.matmul_s(16, 64, 64, "float32", batch=4) == device.matmul_s(64, 64, 64, "float32")
     assert device.matmul_s(0, 64, 64, "float32") == 0.0
@@ -212,9 +211,8 @@ def test_products_take_the_efficiency_of_their_size() -> None:
 def test_products_fill_units_in_rounds_of_tiles() -> None:
     tiling = Tiling(100, ((128, 128, 1.0), (64, 64, 0.5)))
     assert tiling.fraction(1280, 1280, 64) == 1.0  # 100 tiles, one round
-    assert tiling.fraction(1281, 1280, 64) == pytest.approx(
-        1281 / 1280 / 2
-    )  # 110 tiles, two rounds
+    # 110 tiles, two rounds.
+    assert tiling.fraction(1281, 1280, 64) == pytest.approx(1281 / 1280 / 2)
     assert tiling.fraction(128, 12801, 64) == pytest.approx(0.50004, rel=1e-4)
     assert tiling.fraction(128, 1280, 64, batch=10) == 1.0
     # Fewer tiles than units: each is shared by units that sum over parts of k, as long as those are

@@ -93,9 +93,8 @@ def test_views_share_and_know_strides() -> None:
     assert (forward.storages, forward.made, forward.peak) == ((0,), (), 0)
     assert forward.results[0].strides == (1, 8)
     reshape, _ = compute(torch.reshape, torch.empty(8, 4).requires_grad_(), (32,))
-    assert ALONE.forward(reshape, [forward.results[0]]).made == (
-        4 * 32,
-    )  # a copy, of what does not lie in order
+    # A copy, of what does not lie in order.
+    assert ALONE.forward(reshape, [forward.results[0]]).made == (4 * 32,)
 
 
 def test_only_gradients_that_came_count() -> None:

@@ -120,9 +120,8 @@ def test_masters_count_beside_it() -> None:
         distributed_optimizer=DistributedOptimizerConfig(dtype="fp32"),
     )
     named = OptimizerMemory(named=NamedOptimizer("SGD(momentum=0.9)"))
-    assert (
-        state_bytes(named, (64, 32), BFLOAT, config) == 8 * 64 * 32
-    )  # momentum in float32, and the master
+    # Momentum in float32, and the master.
+    assert state_bytes(named, (64, 32), BFLOAT, config) == 8 * 64 * 32
 
 
 OPTIMIZERS = {
@@ -182,9 +181,8 @@ def test_whole_tensors_count_on_the_rank_that_owns_most(zero: int, tmp_path: Pat
     )
     muon = OptimizerMemory(named=NamedOptimizer("Muon"))
     found = program_memory(compiled.program, config, muon)  # type: ignore[arg-type]
-    assert (
-        found.by_category["optimizer"] == 4 * 128 * 128
-    )  # all of the largest; an even share is 4 * 9344
+    # All of the largest; an even share is 4 * 9344.
+    assert found.by_category["optimizer"] == 4 * 128 * 128
     measured = measured_peaks(tmp_path, compiled, model, inputs, config, make=torch.optim.Muon)
     assert found.peak_bytes == pytest.approx(max(measured), rel=1e-3)
     assert min(measured) < 0.95 * found.peak_bytes

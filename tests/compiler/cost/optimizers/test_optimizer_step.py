@@ -71,9 +71,8 @@ def test_temporary_bytes_are_those_of_a_step(
             optimizer.step()
         peaks.append(live.peak - before)
     told = work_of_step(make, shape, FLOAT).temporary_bytes
-    assert (
-        told is not None and abs(told - peaks[-1]) <= 64
-    )  # numbers of a step may be Python's or tensors
+    # Numbers of a step may be Python's or tensors.
+    assert told is not None and abs(told - peaks[-1]) <= 64
 
 
 class Listing(torch.optim.SGD):
@@ -116,7 +115,6 @@ def test_products_are_shared_by_those_who_share_the_tensors(
         steps.append(step.end_s - step.start_s)
     device = hardware.device
     sizes = ((16, 16, 64), (16, 16, 16), (16, 64, 16))
-    whole = (
-        2 * 5 * sum(device.matmul_s(m, n, k, "bfloat16") for m, n, k in sizes)
-    )  # of both matrices
+    # Of both matrices.
+    whole = 2 * 5 * sum(device.matmul_s(m, n, k, "bfloat16") for m, n, k in sizes)
     assert steps[0] - steps[1] == pytest.approx(whole / ranks)

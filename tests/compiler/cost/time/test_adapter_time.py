@@ -73,9 +73,8 @@ def test_local_copies_take_memory_time() -> None:
     (slice_,) = convert(Layout.parse("[8, 6]"), Layout.parse("[8/tp, 6]"), TP)
     assert step_time(slice_, torch.float32, TP, RANKS, slow) == OpTime(2 * 12 * 4, 0.0)
     (columns,) = convert(Layout.parse("[8, 8]"), Layout.parse("[8, 8/tp]"), TP)
-    assert (
-        step_time(columns, torch.float32, TP, RANKS, slow).backward_s == 2 * 64 * 4
-    )  # gathered pieces are joined
+    # Gathered pieces are joined.
+    assert step_time(columns, torch.float32, TP, RANKS, slow).backward_s == 2 * 64 * 4
     (zeros,) = convert(Layout.parse("[8, 6]"), Layout.parse("[8, 6] P(tp)"), TP)
     assert step_time(zeros, torch.float32, TP, RANKS, slow) == OpTime(48 * 4, 0.0)
 

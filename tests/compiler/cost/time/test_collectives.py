@@ -217,9 +217,8 @@ def test_latency_counts_every_hop_of_a_ring_but_the_cheapest_and_the_depth_of_tr
         min(A + 2 * 10 * A, A + 10 * A)
     )
     assert collective_s(nodes, "all_gather", 0, range(4)) == pytest.approx(A + 10 * A)
-    assert collective_s(nodes, "all_to_all", 0, range(4)) == pytest.approx(
-        A + 10 * A
-    )  # by tier; pairwise: A + 2 * 10 A
+    # By tier; pairwise: A + 2 * 10 A.
+    assert collective_s(nodes, "all_to_all", 0, range(4)) == pytest.approx(A + 10 * A)
 
 
 def test_trees_win_where_the_latency_of_rings_hurts() -> None:

@@ -321,9 +321,8 @@ def test_wholes_and_their_state_count_on_their_owner(
     assert told.peak_bytes == pytest.approx(max(measured), rel=0.01)
     assert told.moment in ("optimizer step", "exchange of whole tensors")
     if name == "Muon" and not fields:
-        assert told.by_category["optimizer"] == 4 * (
-            256 * 256 + 256 * 32
-        )  # mid; and down, which tp does not cut
+        # Mid; and down, which tp does not cut.
+        assert told.by_category["optimizer"] == 4 * (256 * 256 + 256 * 32)
 
 
 def test_most_state_may_be_elsewhere_than_the_largest_tensors() -> None:

@@ -107,10 +107,11 @@ def test_messages_between_stages_and_of_gradients_count() -> None:
     compiled = compile_graph(graph, find_policy("pp").apply, config, policy_name="pp")
     units = 4 * (64 * 16 + 64)
     assert largest_message(compiled.program, config) == units  # of a stage: up, and its bias
+    # What crosses.
     assert (
         largest_message(compiled.program, replace(config, reducer_bucket_cap_mb=0.001))
         == 4 * 8 * 64
-    )  # what crosses
+    )
     (first, _) = compiled.program.programs  # type: ignore[union-attr]
     assert largest_message(first, replace(config, runtime_ngpus=2)) == 0
 

@@ -256,9 +256,8 @@ def test_every_operator_has_a_time_that_splitting_does_not_raise(call: Call) -> 
                 op.rule.parallel is not None
                 and strategy.removeprefix("split:") in op.rule.parallel.keywords
             )
-            is_masked = strategy == "split:q" and op.arg(
-                "is_causal", False
-            )  # the larger of uneven pieces skips nothing
+            # The larger of uneven pieces skips nothing.
+            is_masked = strategy == "split:q" and op.arg("is_causal", False)
             if not communicates and not is_masked:  # else other, slower functions run
                 assert split.forward_s <= whole.forward_s * (1 + 1e-9), (strategy, local)
                 assert split.backward_s <= whole.backward_s * (1 + 1e-9), (strategy, local)

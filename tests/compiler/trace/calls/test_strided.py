@@ -25,9 +25,8 @@ class Chunks(nn.Module):
         self.up, self.down = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:  # [B, 8, 6]
-        rows = (
-            self.up(x).transpose(0, 1).view(8, x.shape[0], 4, 2).permute(1, 2, 0, 3)
-        )  # [B, 4, 8, 2]
+        # [B, 4, 8, 2].
+        rows = self.up(x).transpose(0, 1).view(8, x.shape[0], 4, 2).permute(1, 2, 0, 3)
         step = rows.stride(2) * 2
         chunks = rows.as_strided(
             (*rows.shape[:2], 3, 4, 2), (*rows.stride()[:2], step, rows.stride(2), 1)

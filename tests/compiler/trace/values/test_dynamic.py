@@ -74,9 +74,8 @@ def test_parts_are_written_in_place() -> None:
 
     graph = traced(Shifts(), {"x": X}, dynamic_dims=ROWS)
     assert [str(size) for size in graph.outputs[0].shape] == ["rows", "6"]
-    assert [str(condition) for condition in graph.conditions] == [
-        "Ne(rows - 1, 1)"
-    ]  # one row would be broadcast
+    # One row would be broadcast.
+    assert [str(condition) for condition in graph.conditions] == ["Ne(rows - 1, 1)"]
     for rows in (3, 5, 9):
         same_as_eager(graph, Shifts(), {"x": X.repeat(3, 1)[:rows]})
 

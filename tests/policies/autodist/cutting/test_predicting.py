@@ -97,9 +97,8 @@ def test_a_pipeline_takes_what_was_predicted(
     assert isinstance(free, Candidate) and least is not None
     between = cutter.cut(cut_request, (free.used_bytes + least.used_bytes) / 2)
     assert isinstance(between, Candidate) and between.plan.recompute
-    within = (
-        2e-5 if name == "t5" else 1e-12
-    )  # its decoder reads, in every stage, what the encoder made
+    # Its decoder reads, in every stage, what the encoder made.
+    within = 2e-5 if name == "t5" else 1e-12
     for found in (free, between, least):
         assert found.predicted_s == pytest.approx(auditor(found.plan).step_s, rel=within)
 

@@ -154,11 +154,12 @@ def test_no_random_pipeline_that_fits_is_below_the_share_of_a_position(
     binds.
     """
     graph = planning.graph_of(Stack(6), {"x": torch.randn(8, 6, 4)})
+    # Of microbatches: with few, much depends on what is computed again.
     rng, binds, count = (
         random.Random(schedule),
         0,
         chunks,
-    )  # of microbatches: with few, much depends on what is computed again
+    )
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, outputs="loss")
     machine = planning.slow_machine(2)
     asked = replace(

@@ -355,9 +355,10 @@ def test_a_pipeline_that_cannot_be_split_to_fit_is_said_to_be_in_no_bound() -> N
         if candidate.cost is not None
     }
     limit = 1.01 * min(fits["x=4"], fits["x=2 x y=2"])
+    # Placements here have no bounds.
     found = replace(
         search(recompute=(), schedules=("1f1b",), memory_bytes=limit), arithmetic_bound_s=0.0
-    )  # placements here have no bounds
+    )
     assert (
         found.best is not None
         and not found.best.plan.stages
@@ -631,9 +632,8 @@ def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.Mon
         return known[-1]
 
     monkeypatch.setattr(cutting, "split_stages", noted)
-    monkeypatch.setattr(
-        outer_search, "raise_bounds", lambda state: None
-    )  # it would raise what is said
+    # It would raise what is said.
+    monkeypatch.setattr(outer_search, "raise_bounds", lambda state: None)
     found = search(num_positions=4, schedules=("1f1b",))
     by_layer, fine = known
     assert found.best is not None and found.best.modelled_s == fine.cost_s < by_layer.cost_s

@@ -147,9 +147,8 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     assert found.title.endswith(", as a simple policy has it")
     assert without is None or without.step_s > found.step_s
     assert found.cost is not None and found.cost.peak_bytes <= memory
-    told = certificate(
-        replace(all_found, arithmetic_bound_s=0.0), found, made.state.hardware
-    )  # placements here have no bounds
+    # Placements here have no bounds.
+    told = certificate(replace(all_found, arithmetic_bound_s=0.0), found, made.state.hardware)
     assert told.cost_s == found.step_s >= told.bound_s
     assert (
         "the bound is of other placements: the plan is a simple policy's, which the search "

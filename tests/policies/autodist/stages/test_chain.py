@@ -84,6 +84,5 @@ def test_stages_begin_where_least_crosses() -> None:
     graph = zoo_graph("gpt2")
     times = [1.0 if "mlp_c" in op.name or "attn_c" in op.name else 0.0 for op in graph.ops]
     names = [graph.ops[start].name for start in block_starts(graph, times, 1)]
-    assert not any(
-        "attn_view" in name or "act" in name for name in names
-    )  # there q, k and v, or 4 times the width cross
+    # There q, k and v, or 4 times the width cross.
+    assert not any("attn_view" in name or "act" in name for name in names)

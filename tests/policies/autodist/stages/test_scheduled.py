@@ -193,11 +193,12 @@ def test_no_split_on_a_schedule_is_below_its_bound(
         if best < float("inf"):
             bound = bound_of(order, blocks, inputs_s, memory)
             assert 0 < bound <= best * (1 + 1e-9)
+            # Stages that only worse splits have are left out.
             for enough_s in (
                 0.5 * bound,
                 1.01 * best,
                 1.2 * best,
-            ):  # stages that only worse splits have are left out
+            ):
                 assert bound_of(order, blocks, inputs_s, memory, enough_s) <= best * (1 + 1e-9)
             bounded += 1
     assert bounded

@@ -19,7 +19,7 @@ HELP: Mapping[str, str] = {
     "explain": "Say why the best plan looks as it does",
     "simulate": "Predict the time and the memory of a plan",
     "profile": (
-        "Measure the operators of a plan on this machine, one rank's calls, each different one once"
+        "Measure the operators of a plan on this machine: a rank's calls, each different one once"
     ),
     "diff": "Show what differs between two plans",
     "calibrate": "Measure this machine and write it as a hardware file",

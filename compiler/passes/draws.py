@@ -18,8 +18,9 @@ ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
 
 
 def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram:
-    """``program`` with draws of pieces in the place of draws by layout."""
-    return _of_stages(program) if isinstance(program, PipelineProgram) else _of_body(program)
+    """``program`` with draws of pieces in the place of draws by layout, or itself without any."""
+    done = _of_stages(program) if isinstance(program, PipelineProgram) else _of_body(program)
+    return program if done == program else done
 
 
 def _of_stages(program: PipelineProgram) -> PipelineProgram:

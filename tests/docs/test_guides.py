@@ -17,7 +17,7 @@ import zoo
 
 import shardwright
 from shardwright.frontend.cli.main import main
-from shardwright.policies import registry
+from shardwright.policies import known_policies
 from shardwright.runtime.ranks.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_the_policies_of_the_guide(
         )
         for block in blocks(page)
     )
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(known_policies, "_registered", dict(known_policies._registered))
     run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{policies}", "guide_policy")
     shown = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)[0]
     without_lines = re.sub(r"[a-z_]+\.py:\d+", "", capsys.readouterr().out)

@@ -7,7 +7,7 @@ ranks, against one device.
 ``run`` writes one line of JSON per folder to ``DIR/families.jsonl`` and goes on where an earlier
 run has stopped. Each folder runs in a child process with a limit. Models and inputs come from
 Hugging Face's own testers where ``--tests`` names a checkout of their repository (wheels and source
-distributions do not have them), else from a recipe (``tiny_families.py`` beside it), which does
+distributions do not have them), else from a recipe (``tests/_lib/tiny_families.py``), which does
 not reach every model. Everything is float64. A model that is refused with labels or masks is tried
 without them. Where a refusal names inputs to declare as constants, the model is tried with those.
 
@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
 import tiny_families
 import torch

@@ -386,7 +386,7 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
     )
     assert (
         "of what was audited is" in why[0]
-        and "         x=4: it needs 228.3 kB on a device, and 1 B are allowed" in why
+        and "         x=4: it needs 228.2 kB on a device, and 1 B are allowed" in why
     )
     assert (
         hint

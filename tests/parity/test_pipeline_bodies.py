@@ -81,7 +81,9 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "sizes", PIPELINES, ids=lambda sizes: f"{sizes['policy']}-{sizes.get('schedule', '1f1b')}"
+    "sizes",
+    [*PIPELINES[:2], *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in PIPELINES[2:])],
+    ids=lambda sizes: f"{sizes['policy']}-{sizes.get('schedule', '1f1b')}",
 )
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_samples_of_several_sizes_in_one_step(

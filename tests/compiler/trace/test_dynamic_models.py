@@ -14,8 +14,7 @@ DYNAMIC = {path: {0: "batch", 1: "seq"} for path in ("input_ids", "labels")}
     "name",
     [
         "gpt2-cache",
-        "llama-padded",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-padded", "gpt2", "llama")),
     ],
 )
 def test_dynamic_batch_and_sequence(name: str) -> None:

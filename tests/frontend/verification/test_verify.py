@@ -34,7 +34,7 @@ class Small(nn.Module):
         pytest.param(
             "dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}, marks=pytest.mark.slow
         ),
-        (
+        pytest.param(
             "pp",
             {
                 "plan_ngpus": 2,
@@ -42,6 +42,7 @@ class Small(nn.Module):
                 "use_end2end": True,
                 "pas_config": {"num_microbatches": 2},
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

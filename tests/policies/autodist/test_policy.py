@@ -99,6 +99,7 @@ def test_what_only_outputs_that_are_dropped_need_is_in_no_plan(options: dict[str
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
     check("gpt2", 2, num_microbatches=4, num_stages=2)
 

@@ -44,6 +44,7 @@ def config(**fields: Any) -> ComputeConfig:
     return ComputeConfig(plan_ngpus=2, runtime_ngpus=2, **fields)
 
 
+@pytest.mark.slow
 def test_what_returning_the_loss_alone_would_buy() -> None:
     graph, machine = graph_of(Classifier()), planning.slow_machine(2)
     by_outputs: dict[str, list[tuple[str, float]]] = {}

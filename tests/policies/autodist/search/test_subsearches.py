@@ -222,6 +222,7 @@ def test_a_model_traced_for_one_size_is_planned_for_that() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_compile_for_any_number_of_samples_searches_their_number(tmp_path: Path) -> None:
     """The program takes any number, the plan says which is best."""
     entry = zoo.get("mlp")

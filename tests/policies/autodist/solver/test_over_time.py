@@ -98,6 +98,7 @@ def large(seed: int, limit: float) -> Problem:
     return Problem(nodes, edges, (Row(limit, {n: rng.random(4) for n in range(60)}, intervals),))
 
 
+@pytest.mark.slow
 def test_prices_of_moments_bound_the_cost_and_lead_to_choices_within_the_limit() -> None:
     problem = large(0, 10.0)
     network = simplify(problem)

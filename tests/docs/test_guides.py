@@ -143,6 +143,7 @@ def test_the_policies_of_the_guide(
     assert '"up.bias", "[256]"' in sources["mine"]
 
 
+@pytest.mark.slow
 def test_text_is_generated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = (block for block in blocks("docs/getting-started.md") if "generate" in block)
     monkeypatch.chdir(tmp_path)

@@ -120,7 +120,7 @@ class CheckpointSave:
             with together(self._world):
                 if self._world.rank == 0:
                     self._commit()
-        except Exception:
+        except Exception:  # whatever ended it, half a save is worth nothing
             self._remove()
             raise
 

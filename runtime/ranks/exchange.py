@@ -161,6 +161,7 @@ class StoreExchange:
                 Wait("", min(5.0, timeout_s())),
             )
         except Exception:
+            # The store may be gone. This rank ends with an error of its own already, which stands.
             return
 
     def _beat(self, number: int) -> None:

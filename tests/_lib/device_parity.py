@@ -135,7 +135,7 @@ def compare(case: Case, folder: Path, steps: int = 3) -> dict[str, float]:
 
 
 def farthest(held: Held, reference: Reference, unit: int, num_samples: int) -> dict[str, float]:
-    """By kind, the largest excess of what a rank holds. Buffers are compared on unit 0, losses with
+    """The largest excess of what a rank holds, by kind. Buffers are compared on unit 0, losses with
     those of the unit.
     """
     mine = slice(unit * num_samples, (unit + 1) * num_samples)
@@ -179,7 +179,7 @@ def num_samples_of(directory: Path, config: ComputeConfig) -> int:
 
 
 def on_device(tree: Any) -> Any:
-    """The same with tensors on the device of this rank."""
+    """The structure with tensors on the device of this rank."""
     return structure.map_leaves(
         tree, lambda path, x: x.to(current_world().device) if isinstance(x, Tensor) else x, ""
     )

@@ -102,7 +102,7 @@ class PeakCase:
 
 
 def predicted(case: PeakCase, num_ranks: int) -> list[int]:
-    """By rank of the unit, what the cost model says."""
+    """What the cost model says, by rank of the unit."""
     config = case.config(num_ranks)
     compiled = compile_graph(
         trace(case.model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy
@@ -125,7 +125,7 @@ def _named(text: str) -> Any:
 
 
 def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
-    """By case, the most bytes that live at once on this rank in a step. Results are kept up to its
+    """Measure, by case, the most bytes that live at once on this rank in a step. Results are kept up to its
     end.
 
     Of three steps after the second the least: a thread of gloo that has sent what a bucket held

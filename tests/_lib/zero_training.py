@@ -93,7 +93,7 @@ def train_rank(
     accumulate: int = 1,
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """The same on one of several ranks. ``state_elements``: how many elements the optimizer's state
+    """Train on one of several ranks. ``state_elements``: how many elements the optimizer's state
     has on this rank.
     """
     module = load_class(directory)()

@@ -275,7 +275,7 @@ def hf(architecture: str, config: str, **fields: Any) -> Callable[..., nn.Module
 
 
 def freeze(make: Callable[..., nn.Module], *prefixes: str) -> Callable[..., nn.Module]:
-    """The same model, parameters whose names start with one of ``prefixes`` not requiring
+    """The model with parameters whose names start with one of ``prefixes`` not requiring
     gradients.
     """
 

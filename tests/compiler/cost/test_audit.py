@@ -211,7 +211,7 @@ def test_one_bucket_of_parameters_hides_nothing() -> None:
 
 
 def test_an_adapter_waits_for_parameters_that_are_gathered_on_its_axis() -> None:
-    """Of a plan that splits the batch over an axis, the sum of the loss over it comes after all
+    """A plan that splits the batch over an axis sums the loss over it, and that comes after all
     buckets.
     """
     options = table(overlap_param_sync=True)

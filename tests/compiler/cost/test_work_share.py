@@ -91,7 +91,7 @@ def test_dp_is_exempt() -> None:
 def test_ranks_that_do_more_than_their_part_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of five products one has no gradient of its input: 14 passes, of which 6 are whole on 2
+    """Five products, one of which has no gradient of its input: 14 passes, of which 6 are whole on 2
     ranks, so that each does 10.
     """
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)

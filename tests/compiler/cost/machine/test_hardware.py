@@ -153,7 +153,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host_s", [(1e-6, 0.0), (0.0, 1e-6), (0.0, 0.0)])
 def test_a_host_may_add_nothing_to_one_of_two_directions(host_s: tuple[float, float]) -> None:
-    """As a calibration finds where the least time of an operator is that of its backward in a
+    """A calibration finds this where the least time of an operator is that of its backward in a
     program.
     """
     found = load_hardware("cpu", 2)

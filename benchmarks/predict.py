@@ -110,7 +110,7 @@ class Case:
 BLOCKS = ("blocks.*",)
 EVEN = {2: ("blocks.2",), 4: ("blocks.1", "blocks.2", "blocks.3")}
 UNEVEN = {2: ("blocks.1",), 4: ("blocks.0", "blocks.1", "blocks.2")}
-"""By the number of ranks, where stages begin."""
+"""Where stages begin, by the number of ranks."""
 
 CASES = [
     Case("dp", "dp", unit=1),

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("codegen_templates", "compiler", "frontend", "policies", "runtime")
+FOLDERS = (
+    "benchmarks",
+    "codegen_templates",
+    "compiler",
+    "examples",
+    "frontend",
+    "policies",
+    "runtime",
+    "tests",
+)
 
 RIDDLES = ("As", "At", "By", "For", "From", "In", "Of", "On", "The same", "Those", "To", "With")
 """Words with which no docstring opens: each refers to something that the sentence does not name."""

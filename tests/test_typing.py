@@ -36,7 +36,7 @@ reveal_type(shardwright.verify(MyModel(), {}, "tp", config))
 
 @pytest.mark.slow
 def test_the_example_of_the_readme_passes_mypy(tmp_path: Path) -> None:
-    """With the settings that the guide gives for checkouts."""
+    """It passes with the settings that the guide gives for checkouts."""
     example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     settings = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
     settings = settings.replace("/path/to/checkout", str(ROOT))

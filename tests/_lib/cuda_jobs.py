@@ -198,7 +198,7 @@ def evaluated(folder: Path, policy: str, **fields: Any) -> tuple[float, float]:
 
 
 def waits(folder: Path, policy: str, **fields: Any) -> list[str]:
-    """For what the host waits for the device in a step, from the second one on."""
+    """What the host waits for the device in a step, from the second one on."""
     entry = zoo.get("gpt2")
     with float64_casts():
         module = _built(folder, entry.build(), entry.inputs(), policy, **fields)
@@ -252,7 +252,7 @@ RIGHT: dict[str, Callable[[Any], bool]] = {
     "waits": lambda found: found == ["to device", "to device"],  # the inputs
     "evaluated": lambda losses: math.isclose(*losses, rel_tol=1e-10),
 }
-"""By the first word of an act, whether its result is right."""
+"""Whether the result of an act is right, by the first word of the act."""
 
 
 def act(folder: str, names: list[str]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class _Event:
 
 
 def synchronisations() -> list[str]:
-    """For what the host has waited for the device since the last call: operators, ``to host``, ``to
+    """What the host has waited for the device since the last call: operators, ``to host``, ``to
     device``.
     """
     return list(torch.ops.fake_cuda.synchronisations())

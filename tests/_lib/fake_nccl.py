@@ -257,7 +257,7 @@ def _check(what: str, x: Tensor) -> None:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """The same memory as a tensor of the CPU."""
+    """The memory as a tensor of the CPU."""
     result: Tensor = torch.ops.fake_cuda.on_host(x.detach())
     return result
 

@@ -19,7 +19,7 @@ from shardwright.runtime.ranks.world import current_world
 
 
 def tell_of_waiting(folder: Path) -> None:
-    """From now on, the first wait of this rank for a gradient is told in ``folder``."""
+    """Tell in ``folder``, from now on, of the first wait of this rank for a gradient."""
     receive = Exchange.receive
 
     def telling(exchange: Exchange, arrival: Arrival, transfer: Any) -> torch.Tensor:

@@ -75,7 +75,7 @@ def train(
 
 
 def assert_same_course(record: Record, expected: Record) -> None:
-    """The same steps were taken, at the same scales and with the same norms."""
+    """Both took the same steps, at the same scales and with the same norms."""
     assert record["taken"] == expected["taken"] == [step not in OVERFLOWS for step in range(STEPS)]
     assert record["scales"] == expected["scales"]
     torch.testing.assert_close(

@@ -223,6 +223,6 @@ def train(
 def merged_masters(
     name: str, module: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """By name, the masters in merged state dicts."""
+    """The masters in merged state dicts."""
     names = [parameter for parameter, _ in model_of(name, torch.bfloat16).named_parameters()]
     return {names[number]: master for number, master in optimizer["masters"].items()}

@@ -68,7 +68,9 @@ def make_batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def declarations() -> list[Declaration]:
-    """In the order of the original ``named_parameters()``, then buffers and constants."""
+    """The declarations, in the order of the original ``named_parameters()``, then buffers and
+    constants.
+    """
     dtype = torch.float64
 
     def parameter(name: str, layout: str, **kwargs: object) -> Declaration:

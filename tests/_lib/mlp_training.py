@@ -95,8 +95,8 @@ def piece_of(cls: Any, rank: int, name: str, whole: Tensor) -> Tensor:
 
 
 def _linear(width: int, phase: float) -> nn.Linear:
-    """A layer with fixed weights: threads share the global generator, so ranks that draw at once draw
-    different numbers.
+    """A layer with fixed weights: threads share the global generator, so ranks that draw at once
+    draw different numbers.
     """
     linear = nn.Linear(width, width).double()
     with torch.no_grad():

@@ -276,7 +276,7 @@ def sample_of(texts: Texts) -> dict[str, Any]:
 
 
 def harmless(texts: Texts) -> Texts:
-    """The same constants under harmless names."""
+    """The constants, under harmless names."""
     return dataclasses.replace(PLAIN, constant=texts.constant)
 
 

@@ -69,4 +69,4 @@ def gated(x: Tensor, gate: Tensor, *, power: int = 1) -> Tensor:
 
 @register_op("b h, ? -> b h", name="cube")
 class Registered(Cube):
-    """The same function, with a rule."""
+    """The function, with a rule."""

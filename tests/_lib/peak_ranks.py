@@ -125,8 +125,8 @@ def _named(text: str) -> Any:
 
 
 def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
-    """Measure, by case, the most bytes that live at once on this rank in a step. Results are kept up to its
-    end.
+    """Measure, by case, the most bytes that live at once on this rank in a step. Results are kept
+    up to its end.
 
     Of three steps after the second the least: a thread of gloo that has sent what a bucket held
     lets go of it when it runs again, which on a machine with other work may be far into the

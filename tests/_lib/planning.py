@@ -67,7 +67,7 @@ def graph_of(module: nn.Module, inputs: dict[str, Any]) -> PlannableGraph:
 def request(
     graph: PlannableGraph, mesh: Mesh, hardware: Hardware | None = None, **options: Any
 ) -> PlacementRequest:
-    """On all ranks of a job that is one unit."""
+    """A request on all ranks of a job that is one unit."""
     config = options.pop("config", None) or ComputeConfig(
         plan_ngpus=mesh.size, runtime_ngpus=mesh.size
     )

@@ -60,7 +60,7 @@ def zoo_traced(name: str) -> IRGraph:
 
 @functools.cache
 def zoo_graph(name: str) -> PlannableGraph:
-    """The same with rules and dims."""
+    """The graph with rules and dims."""
     return annotated(zoo_traced(name))
 
 

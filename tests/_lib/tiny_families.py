@@ -616,7 +616,7 @@ def working(
 
 
 MOST_PARAMETERS = 25_000_000
-"""Of a model that is tried."""
+"""The most parameters that a model may have to be tried."""
 
 
 def num_parameters(model: type[nn.Module], config: Any) -> int:

@@ -28,6 +28,6 @@ def train(directory: Path, name: str, steps: int = 3) -> dict[str, Tensor]:
 
 
 def train_in_process(directory: Path, name: str) -> dict[str, Tensor]:
-    """The same, in a process of its own."""
+    """Train in a process of its own."""
     with float64_casts():
         return train(directory, name)

@@ -209,7 +209,7 @@ def test_the_schedules_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_searches_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With less to choose from where it searches longest."""
+    """The searches run with less to choose from where it searches longest."""
     monkeypatch.chdir(tmp_path)
     entry = zoo.get("gpt2")
     names: dict[str, Any] = {"model": entry.build().float(), "dummy_args": entry.inputs()}

@@ -95,7 +95,9 @@ def test_training_hugging_face_models_equals_one_device(
 
 @pytest.mark.slow
 def test_training_in_float32_on_two_units_of_two_ranks(tmp_path: Path) -> None:
-    """As users run it. Rounding of float32, and nothing worse, adds up over the steps."""
+    """The example runs as users run it. Rounding of float32, and nothing worse, adds up over the
+    steps.
+    """
     printed = torchrun(
         tmp_path,
         4,

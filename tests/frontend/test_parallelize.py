@@ -93,7 +93,9 @@ def test_offline_and_then_loaded(tmp_path):
 
 
 def test_every_form_is_written_down(tmp_path):
-    """With a pass that has something to do for every setting; and nothing where files are found."""
+    """The passes have something to do for every setting; and nothing where files
+    are found.
+    """
     fields = {"inference_only": True, "constant_folding": True, "outputs": {"": "sharded"}}
     for folder in ("first", "second"):
         parallelize(

@@ -169,7 +169,7 @@ def test_ranks_differ_in_two_lines(policy: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_generated_files_are_formatted(case: str, tmp_path: Path) -> None:
-    """As ``ruff format`` leaves them, imports sorted, none unused, no line too long."""
+    """Files are as ``ruff format`` leaves them, imports sorted, none unused, no line too long."""
     text = compiled(case).files["gencode0.py"]
     path = tmp_path / "gencode0.py"
     path.write_text(text)

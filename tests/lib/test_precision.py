@@ -33,11 +33,8 @@ def test_casts_mean_float64_inside() -> None:
 )
 def test_products_of_groups_in_float64(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes)
-    offs = (
-        None
-        if a.ndim == b.ndim == 3
-        else torch.tensor([4, 8 if a.ndim != b.ndim else 16], dtype=torch.int32)
-    )
+    end = 8 if a.ndim != b.ndim else 16
+    offs = None if a.ndim == b.ndim == 3 else torch.tensor([4, end], dtype=torch.int32)
     expected = F.grouped_mm(a, b, offs=offs)
     with float64_casts():
         found = F.grouped_mm(a.double(), b.double(), offs=offs)

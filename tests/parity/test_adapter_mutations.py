@@ -93,12 +93,12 @@ def flipped(function: type[torch.autograd.Function], attribute: str, value: bool
 
 
 def zeros_around(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Of a reduce-scatter: the gradient of this rank's piece only."""
+    """A broken backward of a reduce-scatter: the gradient of this rank's piece only."""
     return adapters._pad_zeros(grad, ctx.axis, ctx.dim, ctx.cut), None, None, None
 
 
 def summed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Of a pad: summed over the ranks, as if each had a summand."""
+    """A broken backward of a pad: summed over the ranks, as if each had a summand."""
     return adapters._scatter_sum(grad, ctx.axis, ctx.dim, ctx.cut, "backward"), None, None, None
 
 
@@ -107,7 +107,7 @@ def unchanged(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def from_the_next_rank(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Of an all-to-all: the pieces in another order."""
+    """A broken backward of an all-to-all: the pieces in another order."""
     dim, cut, to_dim, to_cut = ctx.cuts
     grad = grad.flip(to_dim)
     return (

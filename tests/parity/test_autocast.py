@@ -59,8 +59,8 @@ class Numbers:
     loss_dtype: torch.dtype
 
     def errors(self, exact: Numbers) -> dict[str, float]:
-        """By name the 2-norm of what differs; ``"losses"``, ``"gradients"`` (all of them), and each
-        gradient.
+        """The 2-norm of what differs, by name; ``"losses"``, ``"gradients"`` (all of them), and
+        each gradient.
         """
         each = {
             name: (self.gradients[name] - g).norm().item() for name, g in exact.gradients.items()

@@ -72,7 +72,7 @@ def prepared(name: str) -> tuple[nn.Module, dict[str, Any], IRGraph, Any]:
 
 
 def reduced_at_once(graph: IRGraph, compiled: Compiled) -> Compiled:
-    """The same plan without sums passed on."""
+    """The plan without sums passed on."""
     strategies = {
         op: {
             axis: "R" if strategy.startswith("linear:") else strategy

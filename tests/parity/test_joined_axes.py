@@ -29,7 +29,7 @@ MODELS = {
     6: ("tp=3 x tp2=2", {"num_attention_heads": 12, "num_key_value_heads": 3}),
     8: ("tp=4 x tp2=2", {"num_attention_heads": 16, "num_key_value_heads": 4}),
 }
-"""By number of ranks: how they are split, and heads of which there are fewer groups."""
+"""How ranks are split, and heads of which there are fewer groups, by the number of ranks."""
 
 
 @functools.cache

@@ -70,8 +70,8 @@ HALF = [
     ids=str,
 )
 def test_the_error_is_that_of_one_device(case: Case) -> None:
-    """At most twice that of eager training with masters on one device, both against float64, in the
-    same norm.
+    """The error is at most twice that of eager training with masters on one device, both against
+    float64, in the same norm.
     """
     reference = exact(case)
     ranks = train(case, compiled(case))

@@ -164,8 +164,8 @@ def compiled(folder: Path, case: str, num_ranks: int) -> Path:
 
 
 def test_copies_follow_their_owner_under_any_optimizer(tmp_path: Path) -> None:
-    """At once after a step of ``build_optimizer``'s, before the next step of the module with
-    others; they have no state.
+    """Copies follow at once after a step of ``build_optimizer``'s, before the next step of the
+    module with others; they have no state.
     """
 
     def on_rank(built: bool) -> tuple[list[Any], list[bool]]:

@@ -148,8 +148,8 @@ def test_a_training_step_sends_nothing_for_outputs_beside_the_loss(
 def test_a_split_batch_sends_two_numbers_forward_and_gradients_afterwards(
     name: str, tmp_path: Path
 ) -> None:
-    """In the step itself the sum of losses and the count of tokens are summed; gradients are left
-    to one reduction.
+    """Two numbers go in the step itself: the sum of losses and the count of tokens are summed;
+    gradients are left to one reduction.
 
     GPT-2's positions are shorter than its table of them: the gradient of what was looked up, [S,
     H], is summed instead.

@@ -157,8 +157,8 @@ def test_every_convolution_of_an_extractor_is_split(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wav2vec_2_on_a100s() -> None:
-    """At its real size the preset says to split all of the extractor, whose work is half of the
-    model's.
+    """The model has its real size: the preset says to split all of the extractor, whose work is
+    half of the model's.
     """
     with torch.device("meta"):
         model = transformers.Wav2Vec2Model(

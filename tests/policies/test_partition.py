@@ -82,7 +82,7 @@ def machine(folder: Path, num_devices: int, bytes_per_s: float = 1e9) -> str:
 
 
 def layers_of(graph: IRGraph) -> list[str]:
-    """By operator, the layer that it is in."""
+    """The layer of each operator."""
     return [
         ".".join(op.module_path.split(".")[:2]) if "layers." in op.module_path else ""
         for op in graph.ops

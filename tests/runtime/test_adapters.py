@@ -104,11 +104,10 @@ def test_other_dtypes_go_forward(dtype):
     for source, target in pairs(sharded):
         if dtype == torch.bool and source == "P":
             continue  # no summands of a boolean
-        pieces = (
-            [value if r == 0 else torch.zeros_like(value) for r in range(3)]
-            if source == "P"
-            else encode(value, source, 3)
-        )
+        if source == "P":
+            pieces = [value, torch.zeros_like(value), torch.zeros_like(value)]
+        else:
+            pieces = encode(value, source, 3)
         outputs = run_ranks(
             3,
             lambda r, source, target, pieces: convert(pieces[r], axis_of(3), source, target),

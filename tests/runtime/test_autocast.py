@@ -53,8 +53,8 @@ def compiled(folder, policy="tp", plan_ngpus=2, model=None, **config):
 
 
 def gradients(module, inside):
-    """Of a loss that is computed in the block. The block ends before the backward, as PyTorch wants
-    it.
+    """The gradients of a loss that is computed in the block. The block ends before the backward, as
+    PyTorch wants it.
     """
     with block() if inside else nullcontext():
         loss = module(x=X)

@@ -83,7 +83,9 @@ class Alive:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, Alive]:
-    """By rank. Pieces are gathered into the memory of the whole, so that counts from the start."""
+    """Bytes alive, by rank. Pieces are gathered into the memory of the whole, so that counts from
+    the start.
+    """
     found = {rank: Alive() for rank in range(2)}
     start = gathered_weights.start_gather
 
@@ -127,7 +129,7 @@ def assert_gradients(sharded: Sharded, expected: list[Tensor]) -> None:
     "layout", ["[32/dp, 32]", "[32, 32/dp]", "[32/dp/zero, 32]", "[32/dp, 32/zero]"]
 )
 def test_gradients_are_those_of_whole_weights_and_each_step_gathers_twice(layout: str) -> None:
-    """In the second and third step gathers are begun ahead of time."""
+    """Gathers of the second and third step are begun ahead of time."""
     count, num_axes = 4, layout.count("/")
     expected = reference(count, num_ranks=2**num_axes)
 
@@ -218,8 +220,8 @@ def test_a_second_backward_through_a_retained_graph() -> None:
 
 
 def test_what_was_computed_from_a_weight_is_gathered() -> None:
-    """As by an adapter along another axis: it is no leaf, and its gradient goes on through what
-    made it.
+    """An adapter may have made it along another axis: it is no leaf, and its gradient goes on
+    through what made it.
     """
     expected = reference(2)
 
@@ -238,7 +240,7 @@ def test_what_was_computed_from_a_weight_is_gathered() -> None:
 
 
 def test_ranks_agree_to_gather_again_where_one_of_them_keeps_the_weight() -> None:
-    """As a summand the weight is zeros on the other ranks, which save nothing of a gathered
+    """Held as a summand, the weight is zeros on the other ranks, which save nothing of a gathered
     weight.
     """
 

@@ -91,8 +91,8 @@ def test_dp_is_exempt() -> None:
 def test_ranks_that_do_more_than_their_part_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Five products, one of which has no gradient of its input: 14 passes, of which 6 are whole on 2
-    ranks, so that each does 10.
+    """Five products, one of which has no gradient of its input: 14 passes, of which 6 are whole on
+    2 ranks, so that each does 10.
     """
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
     with pytest.warns(UserWarning) as told:

@@ -59,7 +59,7 @@ def test_rules_are_proved(path: str) -> None:
 
 
 class Namesake(torch.autograd.Function):
-    """Of a library of another version: the same place, other parameters."""
+    """A function of a library of another version: the same place, other parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:

@@ -66,7 +66,9 @@ assert registry.CALLABLES[torch._C.TensorBase.float] != registry.CALLABLES[torch
 
 @pytest.mark.slow
 def test_the_tables_mean_what_torch_calls_so():
-    """In a process of its own, as before a first compile; what no operator is may be anything."""
+    """This runs in a process of its own, as before a first compile; what no operator is may be
+    anything.
+    """
     done = subprocess.run(
         [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
     )

@@ -28,7 +28,7 @@ from shardwright.runtime.ranks.threads import run_ranks
 
 @pytest.fixture(autouse=True)
 def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Forget what is proved, as in a new process."""
     monkeypatch.setattr(proof, "_proved", set())
 
 

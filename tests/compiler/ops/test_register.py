@@ -295,7 +295,9 @@ def test_a_parallel_form_adds_strategies() -> None:
 
 
 def test_a_function_as_an_argument_is_refused_in_words() -> None:
-    """Of any kind: a graph holds no objects, and what a lambda is cannot be written into a file."""
+    """Functions of any kind are refused: a graph holds no objects, and what a lambda is cannot be
+    written into a file.
+    """
 
     def f(x: Tensor) -> Tensor:
         return x

@@ -54,7 +54,7 @@ class FusedAttention(nn.Module):
 
 
 def fused_attention(**sizes: int) -> FusedAttention:
-    """In float64, seeded."""
+    """Attention in float64, seeded."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return FusedAttention(**sizes).double()

@@ -365,7 +365,7 @@ def test_parameters_in_pieces_over_units(policy: str, num_ranks: int) -> None:
 
 
 def test_a_gradient_that_is_not_summed_over_units() -> None:
-    """As R the loss would be right too."""
+    """Stored as R, the loss would be right too."""
     program = zero_program()
     adapter = next(a for a in program.adapters() if a.step.axis == ZERO)
     after = replace(adapter.step.after, grad_partial=())

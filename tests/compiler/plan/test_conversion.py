@@ -172,8 +172,8 @@ def test_slices_come_before_collectives_and_gathers_last() -> None:
 
 
 def test_a_sum_over_several_axes_is_one() -> None:
-    """Of the value over all axes on which it is P, and of the gradient over all on which that is to
-    be G.
+    """One sum of the value over all axes on which it is P, and of the gradient over all on which
+    that is to be G.
     """
     mesh = Mesh.of({"a": 2, "b": 2, "c": 2})
 

@@ -25,7 +25,7 @@ from shardwright.runtime.layout import Layout, Mesh
 
 
 def plan_of(graph: PlannableGraph, policy: str, num_ranks: int, **options: Any) -> Plan:
-    """As it comes back from its file."""
+    """The plan as it comes back from its file."""
     config = ComputeConfig(
         plan_ngpus=num_ranks,
         runtime_ngpus=num_ranks,

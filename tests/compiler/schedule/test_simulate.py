@@ -98,7 +98,7 @@ def test_in_flight() -> None:
 
 
 def test_what_is_held_together() -> None:
-    """Of two stages of a rank: as many of both as no other moment has of each."""
+    """What is held of two stages of a rank: as many of both as no other moment has of each."""
     schedule = generate("1f1b_interleaved", 2, 4, 2)
     assert held_together(schedule) == (((3, 2), (4, 1)), ((2, 1), (3, 0)))
     assert held_together(schedule, in_any_case=True) == (((3, 2),), ((3, 0), (2, 1)))

@@ -203,7 +203,7 @@ def test_a_cpu_waits_for_its_host() -> None:
 def test_collectives_are_timed_without_the_work_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of batches after work the median counts, less that of the work alone."""
+    """The median of batches after work counts, less that of the work alone."""
     spread = itertools.cycle([0.0, 1e-3, 5e-3])
 
     def batch(world: World, call: Callable[[int], object], calls: int, work: links.Work) -> float:
@@ -250,7 +250,7 @@ def test_nothing_larger_is_sent_or_copied_than_what_takes_long() -> None:
 
 
 def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only calls move: each takes 10 us, the first 3 ms, and one of every hundred 1
+    """A clock that only calls move: each takes 10 us, the first 3 ms, and one of every hundred 1
     ms more.
     """
     calls: list[float] = []
@@ -274,8 +274,8 @@ def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPat
 def test_cores_are_those_that_the_ranks_may_use(
     bound: list[set[int]], num_cores: int, sharing: Sharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of however many cores there are: each rank bound to one of its own, both to the same one,
-    both to the same two.
+    """Cores are told of however many there are: each rank bound to one of its own, both to the same
+    one, both to the same two.
     """
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: bound[current_world().rank])

@@ -1,4 +1,4 @@
-"""From points to numbers: fits find what made the points, and say how far off they are."""
+"""Numbers from points: fits find what made the points, and say how far off they are."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def setting(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> It
 
 
 def test_what_torch_and_the_module_are_set_to() -> None:
-    """With another setting of torch, either the key differs or the program is the same."""
+    """Either, with another setting of torch, the key differs or the program is the same."""
     backends = torch.backends
     settings: dict[str, Any] = {
         "default dtype": setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),

@@ -224,7 +224,7 @@ def test_a_rank_that_works_is_waited_for_beyond_the_limit(monkeypatch):
 
 
 def test_a_rank_that_stands_still_is_given_up(short_limit, monkeypatch):
-    """As one that is stopped: its process is there, and gives no more signs of life."""
+    """A rank is stopped: its process is there, and gives no more signs of life."""
     monkeypatch.setattr(exchange_module.StoreExchange, "_beat", beat_once)
     given_up = threading.Event()
 

@@ -68,8 +68,8 @@ def test_rounding_that_is_large_beside_other_tensors() -> None:
 
 
 def test_a_gradient_of_few_digits_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a scale in front of a norm, whose ``eps`` alone leaves it an effect: a difference of a
-    tenth is a mistake.
+    """The gradient is that of a scale in front of a norm, whose ``eps`` alone leaves it an effect:
+    a difference of a tenth is a mistake.
     """
     few = Deviation("scale", (1,), error=1e-10, magnitude=1e-9, allowed=1e-14)
     wrong = replace(few, error=5e-11)

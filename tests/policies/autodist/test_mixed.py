@@ -104,8 +104,8 @@ def test_stages_that_differ_train_like_one_device(
 
 @pytest.mark.slow
 def test_plans_whose_stages_differ_are_explained() -> None:
-    """By the mesh of the stage that an operator is in; with the stages free to differ in what would
-    help.
+    """They are explained by the mesh of the stage that an operator is in; with the stages free to
+    differ in what would help.
     """
     found = found_for("gpt2", 5, 1e7)
     assert found.best is not None

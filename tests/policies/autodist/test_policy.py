@@ -461,8 +461,8 @@ def test_a_pin_of_a_pattern_gives_way_to_one_that_says_more() -> None:
 
 @pytest.mark.slow
 def test_three_axes_are_never_worse_than_two() -> None:
-    """On one mesh they may be, as adapters go axis by axis; the search has the coarser meshes
-    too.
+    """Placed on one mesh they may be, as adapters go axis by axis; the search has the coarser
+    meshes too.
     """
     config = ComputeConfig(plan_ngpus=8, runtime_ngpus=8)
     found = [

@@ -190,7 +190,7 @@ def test_runs_that_are_killed_again_and_again(tmp_path):
 
 
 def shift(region):
-    """The same elements, one row further."""
+    """The elements, one row further."""
     region[0] = [[start + 1, stop + 1] for start, stop in region[0]]
 
 

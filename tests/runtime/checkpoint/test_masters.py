@@ -71,8 +71,8 @@ def loading(path: Path) -> Prepare:
     "others", [OTHERS[:2], pytest.param(OTHERS[2:], marks=pytest.mark.slow)], ids=["cut", "more"]
 )
 def test_masters_move_from_plan_to_plan(others: list[Case], tmp_path: Path) -> None:
-    """On disk and merged: not a bit is lost on the way through several plans, nor on the way to one
-    device.
+    """Masters move on disk and merged: not a bit is lost on the way through several plans, nor on
+    the way to one device.
     """
     module, optimizer = merged(train(FIRST, compiled(FIRST), saving(tmp_path / "0"), steps=2))
     masters = merged_masters("gpt2", module, optimizer)
@@ -113,7 +113,9 @@ SAME = [
     "case", [SAME[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SAME[1:])], ids=str
 )
 def test_resuming_is_bit_for_bit(case: Case, tmp_path: Path) -> None:
-    """From a checkpoint, from the state dicts of the rank in either order, from deduped ones."""
+    """Training resumes from a checkpoint, from the state dicts of the rank in either order, from
+    deduped ones.
+    """
     directory = compiled(case)
 
     def save(module: Any, optimizer: ParallelOptimizer) -> Any:

@@ -169,7 +169,7 @@ def test_between_pipelines(tmp_path, pipes):
 
 
 class Frozen(torch.nn.Module):
-    """Of both stages one parameter is not trained."""
+    """One parameter of each stage is not trained."""
 
     def __init__(self):
         super().__init__()

@@ -86,7 +86,7 @@ def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_refused(files):
 
 
 def test_steps_along_gradients_that_nobody_has_summed_are_warned_of(files):
-    """By hand, without an optimizer that could be asked."""
+    """Steps by hand, without an optimizer that could be asked."""
 
     class ByHand:
         def __init__(self, module):

@@ -20,7 +20,7 @@ def test_mean(dim, keepdim, num_ranks):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 2, dtype=torch.float64).requires_grad_()
     split_dim = 0 if dim != 1 else 1
-    count = 15 * 2 if dim is None else 5 if dim == 1 else 6
+    count = {None: 30, 1: 5, (0, -1): 6}[dim]
     assert_parallel(
         num_ranks,
         lambda x: x.mean() if dim is None else x.mean(dim, keepdim),

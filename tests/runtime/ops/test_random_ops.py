@@ -342,7 +342,7 @@ QKV_MASKS = {
 
 @pytest.mark.parametrize("case", QKV_MASKS)
 def test_attention(case, monkeypatch):
-    """With a mask that drops nothing it is torch's attention; with one that drops, weights are
+    """Given a mask that drops nothing it is torch's attention; with one that drops, weights are
     dropped before the product.
     """
     generator = torch.Generator().manual_seed(0)

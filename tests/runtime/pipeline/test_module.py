@@ -333,7 +333,7 @@ def test_random_numbers_are_those_of_step_and_microbatch(tmp_path):
 
 
 def test_random_numbers_do_not_depend_on_the_stages(tmp_path):
-    """With ``plan_independent`` draws, one stage and four on two ranks train alike, dropout
+    """Given ``plan_independent`` draws, one stage and four on two ranks train alike, dropout
     included.
     """
     records = []

@@ -52,8 +52,8 @@ def test_units_add_their_gradients(tmp_path, name):
 
 
 def test_slices_handed_over_on_the_ranks_that_have_them(tmp_path):
-    """In the middle of a V two stages have the same ranks: a part of what each needs is there, the
-    other one comes.
+    """The middle of a V is where two stages have the same ranks: a part of what each needs is
+    there, the other one comes.
     """
     train(tmp_path, make_pipe("zb_v", 2, 3, 2, (2, 2), cut=(0, 1, 2)))
     train(tmp_path / "3", make_pipe("zb_v", 2, 2, 2, (1, 3), cut=(1,)))

@@ -45,7 +45,7 @@ SAID = {
     ),
     "clip": (TP, "all_reduce over world with rank 1", "the norm of all gradients"),
 }
-"""By moment, what the survivor says: its job, in which collective it was, and where."""
+"""What the survivor says at each moment: its job, in which collective it was, and where."""
 
 SLOW = pytest.mark.slow
 
@@ -94,7 +94,7 @@ def test_a_rank_that_is_missed_in_a_save_is_named(tmp_path, victim, signal):
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
-    """As without torchrun, where the key-value store lies in rank 0."""
+    """The job runs without torchrun, where the key-value store lies in rank 0."""
     outcome = faults.run(
         tmp_path,
         HOST,
@@ -131,8 +131,8 @@ def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
 def test_an_error_of_one_rank_reaches_the_others_from_every_stage_of_a_compile(
     tmp_path, stage, victim
 ):
-    """With its whole text. Where the others are in a collective by then, they say so after its time
-    limit at the latest.
+    """It reaches them with its whole text. Where the others are in a collective by then, they say
+    so after its time limit at the latest.
     """
     outcome = faults.run(
         tmp_path, TP, Fault(victim, stage), timeout_s=6.0, target="compile_together"

@@ -122,7 +122,7 @@ def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
 
 @pytest.mark.parametrize(("every", "due"), [(EVERY, [0, 3, 4, 6]), (0, [0]), (1, list(range(7)))])
 def test_in_between_nothing_is_sent(tmp_path, every, due):
-    """In the step after a comparison of all ranks, those of a unit compare the arguments."""
+    """One step after a comparison of all ranks, those of a unit compare the arguments."""
     for volumes in train(files(tmp_path, every), 7):
         assert [step for step, elements in enumerate(volumes) if elements] == due
 

@@ -250,7 +250,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(tmp_path):
 
 
 def test_the_scale_moves_as_in_torch():
-    """The same losses, steps and state dicts, for a random course of overflows."""
+    """Losses, steps and state dicts, for a random course of overflows."""
     weight = torch.nn.Parameter(torch.ones(2))
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(2))

@@ -136,7 +136,7 @@ def test_functions_that_make_other_groups_on_some_ranks_are_refused(pipeline):
 
 
 def test_one_parameter_in_two_groups_is_refused():
-    """As where ranks hold pieces of other sizes, and the function looks at sizes."""
+    """This happens where ranks hold pieces of other sizes, and the function looks at sizes."""
 
     def rank(number):
         shardwright.build_optimizer(

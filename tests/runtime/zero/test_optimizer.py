@@ -51,8 +51,8 @@ def text_of(fn, error=ConfigError):
 
 
 def test_it_receives_as_many_elements_as_plain_data_parallelism():
-    """For parameters that the ranks divide. A flag for each of them tells whether any rank used it,
-    in both.
+    """This holds for parameters that the ranks divide. A flag for each of them tells whether any
+    rank used it, in both.
     """
 
     def received(rank, options):
@@ -428,7 +428,7 @@ def test_a_function_that_makes_something_else_of_flat_pieces(function, problem):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_function_that_leaves_out_what_is_not_trained_where_nothing_is(kind):
-    """As on the ranks of a pipeline's stage that is frozen."""
+    """So it is on the ranks of a pipeline's stage that is frozen."""
     for model in (torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Module()):
         optimizer = build_optimizer(
             model, lambda parameters: kind([p for p in parameters if p.requires_grad], lr=0.1)

@@ -133,7 +133,9 @@ def test_zero_splits_the_state() -> None:
 
 @pytest.mark.parametrize(("runtime", "groups"), [(2, 1), (4, 1), (4, 2)])
 def test_zero_splits_what_stages_share_between_them_too(runtime: int, groups: int) -> None:
-    """As the runtime does: over all ranks that hold a copy, whichever stage they are of."""
+    """Costs split as the runtime does: over all ranks that hold a copy, whichever stage they are
+    of.
+    """
     _, _, compiled, config = compiled_case("gpt2", "pp", 2, runtime, {"num_microbatches": 2})
     plain = predicted(compiled, config)
     split = predicted(compiled, replace(config, use_zero=1, zero_ngroups=groups))

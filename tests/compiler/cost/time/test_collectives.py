@@ -313,7 +313,7 @@ def test_the_slowest_group_of_an_axis_counts() -> None:
 def test_one_sum_over_two_axes_takes_no_longer_than_one_after_the_other(
     name: str, sizes: tuple[int, ...]
 ) -> None:
-    """On one tier it sends less; where one axis is inside of nodes and one between them, it is
+    """One sum sends less; where one axis is inside of nodes and one between them, it is
     hierarchical.
     """
     mesh = Mesh(tuple(zip("abc", sizes, strict=False)))

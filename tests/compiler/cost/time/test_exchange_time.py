@@ -100,8 +100,8 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
 def test_bytes_are_those_that_ranks_count(
     policy: str, plan: int, runtime: int, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """On average over the ranks of a stage: who owns a tensor sends more of it, and its copies may
-    have no part in it.
+    """Bytes are averages over the ranks of a stage: who owns a tensor sends more of it, and its
+    copies may have no part in it.
     """
     name = list(OPTIMIZERS)[CASES.index((policy, plan, runtime, fields)) % 2]
     config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime, use_end2end=True, **fields)
@@ -144,7 +144,7 @@ def machine(
 
 
 def seconds(size: int, batch: int, hardware: Hardware) -> Exchange:
-    """Of ``[size]`` over four ranks in float32, ``batch`` elements together."""
+    """Seconds of ``[size]`` over four ranks in float32, ``batch`` elements together."""
     layout, mesh = Layout.parse(f"[{size}/tp]"), Mesh((("tp", 4),))
     return exchange_of(
         layout, torch.float32, torch.bfloat16, mesh, range(4), hardware, num_units=1, unit_size=4,
@@ -326,7 +326,7 @@ def test_wholes_and_their_state_count_on_their_owner(
 
 
 def test_most_state_may_be_elsewhere_than_the_largest_tensors() -> None:
-    """Of two copies one updates a matrix with short edges for its size, the other one nine thin
+    """One of two copies updates a matrix with short edges for its size, the other one nine thin
     ones, that with longer edges together. No bound of a planner, which counts the mean, is above
     what is counted of state.
     """

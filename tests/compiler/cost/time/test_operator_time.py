@@ -175,7 +175,7 @@ def test_measured_times_are_known_by_the_numbers_of_dynamic_sizes() -> None:
 
 
 def test_a_host_that_is_waited_for_adds_its_time() -> None:
-    """To views too, to measured times too, and to a backward where there is one."""
+    """It is added to views too, to measured times too, and to a backward where there is one."""
     device = replace(REAL.device, host_s=(1.0, 2.0))
     hardware = replace(REAL, device=device)
     for call in (

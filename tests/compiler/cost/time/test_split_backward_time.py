@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def parts(hardware: Hardware, schedule: str = "zb_h1") -> tuple[PipelineProgram, list[StageTimes]]:
-    """By stage, the times of one microbatch."""
+    """The times of one microbatch by stage."""
     options = {"num_microbatches": 2, "schedule": schedule, "stage_starts": ("second",)}
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, pas_config=options)
     found = compile_graph(
@@ -68,7 +68,9 @@ def parts(hardware: Hardware, schedule: str = "zb_h1") -> tuple[PipelineProgram,
 
 
 def added_s(num_elements: int) -> float:
-    """Of adding to gradients in one of two microbatches, spread over both: read, read, write."""
+    """Seconds of adding to gradients in one of two microbatches, spread over both: read, read,
+    write.
+    """
     return 3 * 4 * num_elements / BYTES / 2
 
 

@@ -63,7 +63,7 @@ def test_one_name_is_one_size() -> None:
 
 def test_parts_are_written_in_place() -> None:
     class Shifts(nn.Module):
-        """As T5 makes the inputs of its decoder of its labels."""
+        """A shift as T5 makes the inputs of its decoder of its labels."""
 
         def forward(self, x: Tensor) -> Tensor:
             shifted = x.new_zeros(x.shape)

@@ -28,7 +28,7 @@ def found_with(**options: object) -> tuple[Plan, float]:
 
 
 def roles(plan: Plan) -> dict[str, set[str]]:
-    """By axis, the roles of the dims that it splits."""
+    """The roles of the dims that each axis splits."""
     found: dict[str, set[str]] = {axis: set() for axis in plan.mesh.names}
     for by_axis in split_dim_names(plans.zoo_graph("mlp"), plan).values():
         for axis, dim in by_axis.items():

@@ -149,8 +149,8 @@ def test_no_plan_of_a_policy_is_below(policy):
 
 
 def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
-    """As where a search ends with the plan of a simple policy, before anything was placed on its
-    mesh.
+    """Such is a search that ends with the plan of a simple policy, before anything was placed on
+    its mesh.
     """
     graph, config, hardware = plans.zoo_graph("mlp"), config_of(2), planning.slow_machine(2)
     found = search(graph, config, AutodistOptions(), hardware)
@@ -183,8 +183,8 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
 
 
 def test_several_searches_have_the_least_of_their_floors():
-    """Of microbatches of one and of two samples: the products of a step are the same, and so is
-    what they take at best.
+    """Searches are of microbatches of one and of two samples: the products of a step are the same,
+    and so is what they take at best.
     """
     graphs = {size: planning.graph_of(Two(), {"x": torch.ones(size, 32)}) for size in (1, 2)}
     config, hardware = config_of(1, outputs="loss"), load_hardware("a100-80gb", 1)

@@ -81,7 +81,7 @@ def optimizer(*, beside: bool, **fields: Any) -> dict[str, Any]:
 
 
 def both(*, beside: bool) -> dict[str, Any]:
-    """Of ZeRO-2, where every backward is reduced."""
+    """Both under ZeRO-2, where every backward is reduced."""
     table = {"overlap_param_sync": beside, "overlap_grad_sync": beside, "bucket_cap_mb": 0.005}
     return {"distributed_optimizer": table, "use_zero": 2}
 

@@ -89,7 +89,7 @@ FAST = [("gpt2", "2", 1e6, 2, ONE_F_ONE_B), ("gpt2", "2", 1e6, 2, ZERO_BUBBLE)]
 def test_a_pipeline_takes_what_was_predicted(
     name: str, mesh: str, rate: float, num_positions: int, named_schedule: NamedSchedule
 ) -> None:
-    """With nothing computed again, with some of it, and with all that can be."""
+    """Predictions hold with nothing computed again, with some of it, and with all that can be."""
     cut_request, auditor = cut_request_for(name, mesh, rate, num_positions)
     cut_request = replace(cut_request, named_schedule=named_schedule)
     cutter = Cutter(zoo_graph(name), SearchSpace(meshes={}, num_microbatches=COUNT))
@@ -124,7 +124,9 @@ def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None
 def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(
     named_schedule: NamedSchedule,
 ) -> None:
-    """From nothing computed again to all that can be, in as much memory as the audit says."""
+    """Cuts go from nothing computed again to all that can be, in as much memory as the audit
+    says.
+    """
     cut_request, auditor = cut_request_for("gpt2", "2", 1e6, 2)
     cut_request, graph = replace(cut_request, named_schedule=named_schedule), zoo_graph("gpt2")
     cutter = Cutter(graph, SearchSpace(meshes={}, num_microbatches=COUNT))

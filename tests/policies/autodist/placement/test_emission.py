@@ -33,7 +33,7 @@ LARGE = ["gpt2", "llama", "t5", "unet"]
 def asked(
     graph: PlannableGraph, mesh: str, zero: int = 0, microbatches: int = 1, **options: object
 ) -> PlacementRequest:
-    """With ZeRO, over two units."""
+    """A request with ZeRO, over two units."""
     size = mesh_of(mesh).size
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size * (2 if zero else 1), use_zero=zero)
     hardware = planning.slow_machine(config.runtime_ngpus)

@@ -119,7 +119,7 @@ def test_no_random_plan_that_fits_is_below(mesh: str, num_microbatches: int, use
     "mesh", ["1", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2", "2x2"))]
 )
 def test_the_best_plan_of_every_set_of_parts_is_not_below(mesh: str) -> None:
-    """At limits from no bother to nothing that fits; and the bound rises on the way."""
+    """Limits go from no bother to nothing that fits; and the bound rises on the way."""
     asked = wanted(mesh)
     pricing, parts = Pricing(asked), parts_of(asked.graph)
     sets = [

@@ -104,9 +104,10 @@ def test_what_binds_a_module() -> None:
 
 
 def test_figures_of_a_pipeline_are_of_that_pipeline() -> None:
-    """Of the plan its own step, of the others no more than if this one operator did so; not those
-    of the whole model on the ranks of one stage, which are about twice as long. Parameters are
-    stored as is best without stages, so that with them the same choice may take a little less.
+    """The figure of the plan is its own step, those of the others are no more than if this one
+    operator did so; not those of the whole model on the ranks of one stage, which are about twice
+    as long. Parameters are stored as is best without stages, so that with them the same choice may
+    take a little less.
     """
     request = pipeline()
     plan = request.best.plan

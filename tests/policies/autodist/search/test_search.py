@@ -261,8 +261,8 @@ class Placings(Clock):
 
 @pytest.mark.parametrize(("limit_s", "begun"), [(12.0, 2), (4.0, 1), (100.0, 4)])
 def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun: int) -> None:
-    """As soon as a fifth of it has gone into meshes; with more time all are placed before one is
-    tried.
+    """It begins as soon as a fifth of it has gone into meshes; with more time all are placed before
+    one is tried.
     """
     clock, asked = Placings(limit_s), []
 
@@ -566,7 +566,9 @@ def test_meshes_and_paces() -> None:
 
 
 def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as the least of the others, or the best plan, asks for; with nothing else changed."""
+    """Bounds rise as much as the least of the others, or the best plan, asks for; with nothing else
+    changed.
+    """
     schedules = ("1f1b", "zb_v")
     raised = search(schedules=schedules, num_positions=2, mixed=False)
     monkeypatch.setattr(outer_search, "raise_bounds", lambda state: None)
@@ -583,8 +585,8 @@ def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch
 def test_bounds_are_raised_no_further_than_what_cannot_be_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the best plan's own, which is looked at first, and of the least bound; in a tenth of the
-    limit.
+    """The bounds raised are that of the best plan, which is looked at first, and the least
+    bound; in a tenth of the limit.
     """
     asked: list[tuple[str, bool, bool]] = []
 

@@ -157,7 +157,7 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
 
 
 def test_tp_on_two_axes_is_among_them() -> None:
-    """Of a model with fewer groups of heads than ranks."""
+    """The model is one with fewer groups of heads than ranks."""
     graph = plans.zoo_graph("llama")
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
     whole_batch = Constraints(forbid={"batch": ("x", "y")})
@@ -214,7 +214,7 @@ def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
 def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As long as there is any time, however little is dealt out at once."""
+    """It waits as long as there is any time, however little is dealt out at once."""
     search, found = searched(simple=True)
     assert found.best is not None
     simple_policies = SimplePolicies(search.state, search.audited)
@@ -228,8 +228,8 @@ def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
 
 
 def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as its limit is short for what it takes to find out which is likely the best: then
-    before all placements.
+    """It comes first as soon as the limit is short for what it takes to find out which is likely
+    the best: then before all placements.
     """
     monkeypatch.setattr(mesh_search, "SHORT", math.inf)
     monkeypatch.setattr(outer_search, "ESTIMATED", math.inf)
@@ -276,7 +276,7 @@ def test_the_stages_of_a_simple_plan_are_tried_with_the_fastest_placement() -> N
 def test_plans_that_break_the_constraints_are_no_floor(
     constraints: Constraints, splits: set[str]
 ) -> None:
-    """By what their axis splits, of one axis."""
+    """What their one axis splits breaks the constraints."""
     flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
     found = searched(simple=True, **flat, constraints=lambda mesh: constraints)[1]
     assert {c.plan.mesh.names[0] for c in found.audited if c.is_simple} <= splits
@@ -334,7 +334,7 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
 def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With room for all that a plan holds but its gradients, it is not audited to begin with."""
+    """Given room for all that a plan holds but its gradients, it is not audited to begin with."""
     monkeypatch.setattr(outer_search, "ESTIMATED", math.inf)
     monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     audits: list[int] = []

@@ -257,7 +257,7 @@ def test_a_start_is_repaired_and_never_made_worse() -> None:
 
 
 def shuffled(problem: Problem, seed: int) -> Problem:
-    """The same problem with its nodes numbered at random, and the hint that says which
+    """The problem with its nodes numbered at random, and the hint that says which
     correspond.
     """
     new = np.random.default_rng(seed).permutation(problem.num_nodes).tolist()

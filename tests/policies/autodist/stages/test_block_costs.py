@@ -47,8 +47,8 @@ def drawn(parts: dict[int, tuple[Part, ...]], choice: str, rng: random.Random) -
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) -> None:
-    """With a random strategy for every operator, so that there are adapters in front of regions,
-    and inside.
+    """Every operator has a random strategy, so that there are adapters in front
+    of regions, and inside.
     """
     graph, rng = zoo_graph(name), random.Random(f"{name} {mesh} {choice}")
     starts, layers = layer_blocks(graph)

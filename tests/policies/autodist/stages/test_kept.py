@@ -41,7 +41,7 @@ def gpt() -> nn.Module:
 
 
 def kept_bytes(module: nn.Module) -> int:
-    """Of all storages that eager torch saves, parameters aside."""
+    """The bytes of all storages that eager torch saves, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     found: dict[int, Tensor] = {}
 

@@ -206,7 +206,7 @@ def test_no_split_on_a_schedule_is_below_its_bound(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_split_into_stages_that_differ_is_below_its_bound(seed: int) -> None:
-    """Of two placements, on one device and on two, on four devices in all."""
+    """Stages are of two placements, on one device and on two, on four devices in all."""
     rng = random.Random(seed)
     order = generate(rng.choice(["1f1b", "zb_h1"]), 3, rng.randint(1, 4))
     sizes, count = (1, 2), 4
@@ -279,7 +279,9 @@ def test_stages_of_one_position_cannot_all_have_its_memory(schedule: str, chunks
     [("1f1b", 1, 3 / 16), pytest.param("1f1b_interleaved", 2, 3 / 32, marks=pytest.mark.slow)],
 )
 def test_what_ranks_wait_for_is_in_the_bound(schedule: str, chunks: int, bubble: float) -> None:
-    """Of equal blocks: the bubble of the papers, but for what an average of splits avoids."""
+    """The bound of equal blocks has the bubble of the papers, but for what an average of splits
+    avoids.
+    """
     blocks = [Block(1.0, 2.0)] * 64
     free = bound_of(generate(schedule, 4, 16, chunks), blocks, [1.0] * 64, float("inf"))
     step_s = 16 * 16 * 3.0 * (1 + bubble)

@@ -18,7 +18,7 @@ from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks
 from shardwright.runtime.schedule_actions import ActionKind
 
 Choice = list[int | None]
-"""By block the way in which it is computed again."""
+"""The way in which each block is computed again."""
 
 
 def tables_of(rng: random.Random, num_blocks: int) -> StageCosts:
@@ -40,7 +40,7 @@ def stages_of(rng: random.Random, num_blocks: int, num_stages: int) -> list[Stag
 def peaks(
     schedule: Schedule, stages: list[Stage], tables: StageCosts, choice: Choice
 ) -> list[float]:
-    """By position the most bytes, action by action."""
+    """The most bytes by position, action by action."""
     kept = []
     for stage in stages:
         ways = [(tables.blocks[block], choice[block]) for block in range(stage.start, stage.stop)]

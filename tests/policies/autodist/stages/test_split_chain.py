@@ -171,19 +171,18 @@ def brute_force(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_split_is_the_best_of_all(seed: int) -> None:
-    """With up to three placements of one to four devices, several of one size among them, and
-    messages between them.
+    """Chains have up to three placements of one to four devices, several of one size among them,
+    and messages between them.
     """
     rng = random.Random(seed)
     num_blocks, num_stages = rng.randint(1, 7), rng.randint(1, 4)
     sizes = rng.choices([1, 2, 3, 4], k=rng.randint(1, 3))
     num_devices, num_microbatches = rng.randint(num_stages, 8), rng.randint(1, 6)
     placements = random_placed_blocks(rng, num_blocks, sizes, alike=rng.random() < 0.3)
-    messages = (
-        Messages(rng, num_blocks, len(placements), {0} if rng.random() < 0.2 else set())
-        if rng.random() < 0.8
-        else None
-    )
+    messages = None
+    if rng.random() < 0.8:
+        tied = {0} if rng.random() < 0.2 else set()
+        messages = Messages(rng, num_blocks, len(placements), tied)
     in_flight = rng.choice([one_forward_one_backward, all_at_once])(num_microbatches)
     total = sum(b.held_bytes + 2 * b.activation_bytes for b in placements[0].blocks)
     memory = rng.choice([float("inf"), total, total * rng.uniform(0.2, 1.0)])

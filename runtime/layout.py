@@ -226,10 +226,30 @@ def merge_atoms(dim: Dim) -> Dim:
 
 
 @dataclass(frozen=True, slots=True)
+class Density:
+    """What is stored of a tensor whose first ``dims`` dims are all pairs of an expert and a token,
+    experts outermost: the rows of those pairs that routing chose. So a rank holds as many rows as
+    the values at hand say.
+
+    ``share``: the part of all pairs that is chosen, ``top_k / num_experts``. ``imbalance``: how
+    many times its even share the busiest rank is assumed to get where experts are cut.
+    """
+
+    dims: int
+    share: float
+    imbalance: float
+
+    def rows(self, pairs: float, *, experts_cut: bool) -> float:
+        """The rows that the busiest rank is assumed to hold, of so many local pairs."""
+        return pairs * self.share * (self.imbalance if experts_cut else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How one tensor lies on a mesh. ``dims``: of each dim its atoms, whose product it is, and the
     axes that cut them. ``partial``, ``grad_partial``: the axes along which ranks hold summands of
-    the value (P) and of its gradient (G).
+    the value (P) and of its gradient (G). ``density``: of a tensor of which rows are left out,
+    which they are.
 
     :meth:`parse` reads what ``str`` writes: ``Layout.parse("[50257/tp, 768] G(dp)")`` has its rows
     cut over ``tp``, and along ``dp`` whole copies, each with a summand of the gradient.
@@ -238,6 +258,7 @@ class Layout:
     dims: tuple[Dim, ...]
     partial: tuple[str, ...] = ()
     grad_partial: tuple[str, ...] = ()
+    density: Density | None = None
 
     @classmethod
     @checked_late
@@ -379,6 +400,8 @@ class Layout:
     def __str__(self) -> str:
         dims = ", ".join(" * ".join(map(str, merge_atoms(dim))) for dim in self.dims)
         marks = [f"P({', '.join(self.partial)})"] if self.partial else []
+        if self.density is not None:
+            marks.insert(0, f"at {self.density.share:.3g}")
         marks += [f"G({', '.join(self.grad_partial)})"] if self.grad_partial else []
         return " ".join([f"[{dims}]", *marks])
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from shardwright.compiler.ir.size import Size, dynamic_sizes
-from shardwright.compiler.plan.conversion import AdapterStep
+from shardwright.compiler.plan.conversion import REGROUP, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 
 
@@ -23,13 +23,18 @@ def estimate(size: Size) -> float:
 
 def local_elements(layout: Layout, mesh: Mesh) -> float:
     """The elements a rank holds, on average."""
-    return math.prod(estimate(size) for size in layout.shape) / math.prod(
-        mesh.axis_size(axis) for axis in layout.cut_axes
+    share = 1.0 if layout.density is None else layout.density.share
+    return (
+        share
+        * math.prod(estimate(size) for size in layout.shape)
+        / math.prod(mesh.axis_size(axis) for axis in layout.cut_axes)
     )
 
 
 def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
     """``(forward, backward)`` elements each rank sends in one adapter step."""
+    if step.kind == REGROUP:
+        return math.inf, 0.0
     before, after = local_elements(step.before, mesh), local_elements(step.after, mesh)
     return elements_sent(step.kind, step.backward, mesh.num_ranks(step.axes), before, after)
 

@@ -22,7 +22,7 @@ from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
 from shardwright.compiler.ops.strategy import KNOWN, Assignment, split_factor
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import Density, Layout, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
     """The call of the rank at index 0 of every axis. Dynamic sizes are those of the dummy
     arguments.
     """
-    return LocalCall(op, *_local_tensors(Alike(op), tuple(_cuts(assignment, mesh).items())))
+    cuts = (tuple(_cuts(assignment, mesh, side).items()) for side in (0, 1))
+    return LocalCall(op, *_local_tensors(Alike(op), *cuts))
 
 
 class Alike:
@@ -86,38 +87,46 @@ class Alike:
 
 @functools.lru_cache(maxsize=KNOWN)
 def _local_tensors(
-    asked: Alike, cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    asked: Alike, of_operands: CutItems, of_results: CutItems
 ) -> tuple[tuple[LocalTensor, ...], tuple[LocalTensor, ...], Mapping[str, int]]:
-    """Operands, results, and the sizes of factors, all on the rank at index 0.
+    """Operands, results, and the sizes of factors (in the results, where they differ), all on the
+    rank at index 0.
 
-    ``cut``: what :func:`_cuts` says, as tuples, so that it can be a key of the cache.
+    ``of_operands``, ``of_results``: what :func:`_cuts` says, as tuples, so that it can be a key of
+    the cache.
     """
-    op, rule, cuts = asked.op, asked.op.rule, dict(cut)
+    op, rule = asked.op, asked.op.rule
     assert rule is not None
     # By name of a factor, the sizes of its segments: uncut, and on this rank.
     whole = {factor.name: tuple(map(estimated_size, factor.segments)) for factor in rule.factors}
-    local = {
-        name: cut_sizes(sizes, [n for _, n in cuts.get(name, ())]) for name, sizes in whole.items()
-    }
-    exceptions = _exceptions(rule, cuts)
+    sides = []
+    for cuts in (dict(of_operands), dict(of_results)):
+        local = {
+            name: cut_sizes(sizes, [n for _, n in cuts.get(name, ())])
+            for name, sizes in whole.items()
+        }
+        sides.append((cuts, local))
+    exceptions = _exceptions(rule, dict(of_results))
 
     def tensors(
         values: tuple[IRValue, ...], all_refs: tuple[TensorRefs, ...], side: int
     ) -> tuple[LocalTensor, ...]:
         found = []
+        cuts, local = sides[side]
         for index, (value, refs) in enumerate(zip(values, all_refs, strict=True)):
             uncut = exceptions.get((side, index))
             sizes = local if uncut is None else {**local, **_without_axes(whole, cuts, uncut)}
-            found.append(
-                LocalTensor(
-                    tuple(_dim_size(dim, sizes) for dim in refs), value.dtype, value.takes_gradient
-                )
-            )
+            shape = tuple(_dim_size(dim, sizes) for dim in refs)
+            density = rule.densities[side][index] if rule.densities else None
+            if density is not None:
+                shape = stored_shape(shape, density, experts_cut=refs[0][0].factor in cuts)
+            found.append(LocalTensor(shape, value.dtype, value.takes_gradient))
         return tuple(found)
 
     operands = tensors(op.operands, rule.operands, 0)
     results = tensors(op.results, rule.results, 1)
-    return operands, results, MappingProxyType({name: sum(sizes) for name, sizes in local.items()})
+    factors = {name: sum(sizes) for name, sizes in sides[1][1].items()}
+    return operands, results, MappingProxyType(factors)
 
 
 @once
@@ -150,7 +159,19 @@ def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
             segments = tuple(map(estimated_size, atom.segments))
             size *= sum(cut_sizes(segments, [mesh.axis_size(axis) for axis in atom.axes]))
         shape.append(size)
-    return tuple(shape)
+    if layout.density is None:
+        return tuple(shape)
+    cut = any(mesh.axis_size(axis) > 1 for axis in layout.dims[0][0].axes)
+    return stored_shape(tuple(shape), layout.density, experts_cut=cut)
+
+
+def stored_shape(
+    shape: tuple[int, ...], density: Density, *, experts_cut: bool
+) -> tuple[int, ...]:
+    """The shape in which the rows of chosen pairs are stored."""
+    pairs = math.prod(shape[: density.dims])
+    rows = math.ceil(density.rows(pairs, experts_cut=experts_cut))
+    return (min(rows, pairs), *(1,) * (density.dims - 1), *shape[density.dims :])
 
 
 def local_bytes(layout: Layout, dtype: torch.dtype, mesh: Mesh) -> int:
@@ -170,10 +191,14 @@ Cuts = Mapping[str, tuple[tuple[str, int], ...]]
 """The axes that cut each factor, with their sizes, major to minor: ``{"k": (("tp", 4),)}``."""
 
 
-def _cuts(assignment: Assignment, mesh: Mesh) -> Cuts:
+CutItems = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+"""The items of :data:`Cuts`."""
+
+
+def _cuts(assignment: Assignment, mesh: Mesh, side: int = 1) -> Cuts:
     cuts: dict[str, tuple[tuple[str, int], ...]] = {}
     for axis, size in mesh.axes:
-        factor = split_factor(assignment.get(axis, "R")) if size > 1 else None
+        factor = split_factor(assignment.get(axis, "R"), side) if size > 1 else None
         if factor is not None:
             cuts[factor] = (*cuts.get(factor, ()), (axis, size))
     return cuts

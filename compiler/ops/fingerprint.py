@@ -80,6 +80,7 @@ def rule_text(rule: OpRule) -> str:
                 rule.updates,
             ),
             *(rule.nonempty, rule.localise and function_digest(rule.localise), parallel),
+            *(rule.exchanges, rule.densities),
         )
     )
 

@@ -7,12 +7,14 @@ rank's axis groups (``tp.local_size(50257)``), so one program serves all ranks o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sympy import Symbol
 
 from shardwright.compiler.ir.op import AxisRef, IROp
 from shardwright.compiler.ir.size import LocalSize, Size, local_size, offset
-from shardwright.compiler.ops.rule import LocalSizes, OpRule
-from shardwright.compiler.ops.strategy import Assignment, factor_axes
+from shardwright.compiler.ops.rule import Exchanged, LocalSizes, OpRule
+from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes
 from shardwright.runtime.layout import Mesh
 
 
@@ -20,7 +22,8 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
     axes = {
         factor: cut
-        for factor, cut in factor_axes(assignment, mesh).items()
+        for side in (1, 0)
+        for factor, cut in factor_axes(assignment, mesh, side).items()
         if any(mesh.axis_size(a) > 1 for a in cut)
     }
     if axes and rule.localise is not None:
@@ -28,14 +31,21 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     if rule.parallel is not None and (
         rule.random or any(factor in axes for factor in rule.parallel.factors)
     ):
-        form = rule.parallel
+        form, local = rule.parallel, local_sizes(rule, axes, mesh)
+        for axis in mesh.names:
+            exchanged = exchange(assignment.get(axis, "R"))
+            if exchanged and mesh.axis_size(axis) > 1:
+                whole = {f: tuple(a for a in cut if a != axis) for f, cut in axes.items()}
+                local = replace(
+                    local, exchange=Exchanged(axis, *exchanged, local_sizes(rule, whole, mesh))
+                )
         keywords: dict[str, tuple[AxisRef, ...]] = {}
         for factor, keyword in form.keywords.items():
             if factor in axes:
                 keywords[keyword] = keywords.get(keyword, ()) + tuple(
                     AxisRef(axis) for axis in axes[factor]
                 )
-        extra = form.local_args(op, local_sizes(rule, axes, mesh)) if form.local_args else {}
+        extra = form.local_args(op, local) if form.local_args else {}
         op = op.with_args(**{**extra, **keywords}).retarget(form.target)
     return op
 

@@ -14,6 +14,8 @@ From the factors follow all strategies of the operator along one mesh axis (:fun
    (the bias) is ``P``, not ``G``.
 2. all ``R``, or all ``G``.
 3. one linear set all ``P``, the other operands ``G``, the results ``P``.
+4. exchange two factors: operands ``S`` in the one, results ``S`` in the other. The few operators
+   that can do so communicate inside.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from weakref import WeakValueDictionary
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, product
+from shardwright.runtime.layout import Density
 
 
 class FactorKind(Enum):
@@ -107,18 +110,31 @@ class ParallelForm:
 
 
 @dataclass(frozen=True)
+class Exchanged:
+    """An exchange along ``axis``: operands are cut in factor ``source``, results in ``target``.
+    ``whole``: the sizes without the cut along this axis.
+    """
+
+    axis: str
+    source: str
+    target: str
+    whole: LocalSizes
+
+
+@dataclass(frozen=True)
 class LocalSizes:
     """What one rank sees of a rule's factors: handed to the functions that localise arguments.
 
     ``segments`` maps each factor to the local sizes of its segments, ``offsets`` to the global
     start of the local piece of its first segment, ``axes`` to the axes that split it, ``full`` to
-    its whole size.
+    its whole size. ``exchange``: the two factors that change places along an axis, if any do.
     """
 
     segments: Mapping[str, tuple[Size, ...]]
     offsets: Mapping[str, Size]
     axes: Mapping[str, tuple[str, ...]]
     full: Mapping[str, Size]
+    exchange: Exchanged | None = None
 
     def ref_size(self, ref: FactorRef) -> Size:
         """The local size of a factor, or of one segment of it."""
@@ -140,6 +156,11 @@ class LocalSizes:
         return any(self.axes.get(factor) for factor in factors)
 
 
+Exchange = tuple[str, str]
+"""Two factors that change places along an axis: operands are cut in the first, results in the
+second.
+"""
+
 Localise = Callable[[IROp, "OpRule", LocalSizes], Mapping[str, Arg]]
 """Gives the arguments that differ on a rank: view sizes, split sizes, slice bounds, ``groups``."""
 
@@ -159,6 +180,9 @@ class OpRule:
     need communication (or a global size) inside the operator. ``random``: draws random numbers.
     ``updates``: operand positions changed in place (running statistics). ``nonempty``: the function
     refuses empty tensors, so no rank may be left without a piece.
+    ``exchanges``: pairs of factors of which the parallel form may exchange the cut: along one axis
+    all operands are cut in the first, all results in the second.
+    ``densities``: of operands and of results, which rows are stored, where not all are.
     """
 
     annotation: str
@@ -173,6 +197,8 @@ class OpRule:
     random: bool = False
     updates: tuple[int, ...] = ()
     nonempty: bool = False
+    exchanges: tuple[Exchange, ...] = ()
+    densities: tuple[tuple[Density | None, ...], tuple[Density | None, ...]] | None = None
     known: bool = True  # False: no rule was found, the operator is replicated
 
     def factor(self, name: str) -> Factor:
@@ -192,7 +218,7 @@ class OpRule:
         parallel = form and (form.target, tuple(form.factors.items()), tuple(form.keywords.items()))
         key = (
             *(self.factors, self.operands, self.results, self.additive, self.linear_sets),
-            *(self.grad_linear, self.nonempty, parallel),
+            *(self.grad_linear, self.nonempty, parallel, self.exchanges, self.densities),
         )
         return _FORMS.setdefault(key, RuleForm(self))
 

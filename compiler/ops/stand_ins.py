@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -26,6 +27,55 @@ def unclamped(input: Tensor, min: float | None = None, max: float | None = None)
 def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.all_chosen`."""
     return _dispatched(all_chosen, input, mask)
+
+
+def dispatch(
+    x: Tensor, chosen: Tensor, weights: Tensor | None = None, *, num_experts: int
+) -> tuple[Tensor, ...]:
+    """Stands for :func:`shardwright.runtime.ops.dispatch`: a row for every pair of an expert and a
+    token.
+    """
+    given = [x, chosen] if weights is None else [x, chosen, weights]
+    if has_torch_function(given):
+        made: tuple[Tensor, ...] = handle_torch_function(
+            dispatch, given, *given, num_experts=num_experts
+        )
+        return made
+    rows = x.repeat(num_experts, 1)
+    routing = chosen.new_zeros(num_experts, x.shape[0])
+    gains = () if weights is None else (weights[:, :1].reshape(-1).repeat(num_experts),)
+    return rows, *gains, routing
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    routing: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    autocast: bool = False,
+) -> Tensor:
+    """Stands for :func:`shardwright.runtime.ops.grouped_linear`."""
+    given = [rows, weight, routing] if bias is None else [rows, weight, routing, bias]
+    if has_torch_function(given):
+        options = {"transposed": transposed, "autocast": autocast}
+        result: Tensor = handle_torch_function(grouped_linear, given, *given, **options)
+        return result
+    matrix = weight[0] if transposed else weight[0].T
+    device = rows.device.type
+    casts = autocast and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casts else weight.dtype
+    out = rows.to(dtype) @ matrix.to(dtype)
+    return out if bias is None else out + bias[0].to(dtype)
+
+
+def combine(rows: Tensor, routing: Tensor) -> Tensor:
+    """Stands for :func:`shardwright.runtime.ops.combine`."""
+    if has_torch_function((rows, routing)):
+        result: Tensor = handle_torch_function(combine, (rows, routing), rows, routing)
+        return result
+    return rows.view(*routing.shape, *rows.shape[1:]).sum(0)
 
 
 def _dispatched(function: Any, input: Tensor, *args: Any) -> Tensor:

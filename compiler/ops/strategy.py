@@ -6,6 +6,7 @@ A strategy is a short string, as it stands in a plan:
     ``R``  ``G``            everything replicated; everything gradient-partial
     ``split:<factor>``      one factor is cut
     ``linear:<i>``          operands of linear set ``i``, results: partial; other operands: ``G``
+    ``exchange:<a>><b>``    operands are cut in factor ``a``, results in factor ``b``
 
 An operator has one strategy per mesh axis. Several axes may cut one factor, major to minor in mesh
 order.
@@ -17,8 +18,8 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
-from shardwright.compiler.ops.rule import OpRule, RuleForm, TensorRefs
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.compiler.ops.rule import Exchange, OpRule, RuleForm, TensorRefs
+from shardwright.runtime.layout import Atom, Density, Layout, Mesh
 
 Strategy = str
 Assignment = Mapping[str, Strategy]
@@ -40,24 +41,43 @@ def _strategies(form: RuleForm) -> tuple[Strategy, ...]:
     rule = form.rule
     found = ["R", "G"] if rule.grad_linear else ["R"]
     found += [f"split:{factor.name}" for factor in rule.factors if rule.splittable(factor.name)]
-    return (*found, *(f"linear:{i}" for i in range(len(rule.linear_sets))))
+    found += [f"linear:{i}" for i in range(len(rule.linear_sets))]
+    return (*found, *(f"exchange:{a}>{b}" for a, b in rule.exchanges))
 
 
 def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
     """Whether the operator may follow all strategies of an assignment together."""
     known = strategies(rule)
-    sizes = {
-        factor: math.prod(mesh.axis_size(axis) for axis in axes)
-        for factor, axes in factor_axes(assignment, mesh).items()
-    }
-    return all(s in known for s in assignment.values()) and all(
-        rule.splittable(f, n) for f, n in sizes.items()
-    )
+    if not all(s in known for s in assignment.values()):
+        return False
+    exchanging = [axis for axis in mesh.names if exchange(assignment.get(axis, "R"))]
+    for side in (0, 1):
+        for factor, axes in factor_axes(assignment, mesh, side).items():
+            if not rule.splittable(factor, mesh.num_ranks(axes)):
+                return False
+            # What the ranks of an axis exchange must lie together: it is the piece that the axes
+            # before it leave them, and no other axis cuts it further.
+            if any(axis in exchanging for axis in axes[:-1]):
+                return False
+    return len(exchanging) <= 1
 
 
-def split_factor(strategy: Strategy) -> str | None:
-    """The factor a strategy cuts, if it cuts one."""
-    return strategy.removeprefix("split:") if strategy.startswith("split:") else None
+def split_factor(strategy: Strategy, side: int = 1) -> str | None:
+    """The factor that a strategy cuts, if it cuts one: of the operands (``side`` 0), or of the
+    results (1). They differ where two factors are exchanged.
+    """
+    if strategy.startswith("split:"):
+        return strategy.removeprefix("split:")
+    exchanged = exchange(strategy)
+    return exchanged[side] if exchanged else None
+
+
+def exchange(strategy: Strategy) -> Exchange | None:
+    """The two factors that a strategy exchanges, if it does."""
+    if not strategy.startswith("exchange:"):
+        return None
+    a, _, b = strategy.removeprefix("exchange:").partition(">")
+    return a, b
 
 
 def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -78,6 +98,8 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
         return tuple("P" if i in linear_set else "G" for i in range(num_operands)), (
             "P",
         ) * num_results
+    if strategy.startswith("exchange:"):
+        return ("S",) * num_operands, ("S",) * num_results
     factor = strategy.removeprefix("split:")
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
     summed = "P" in results
@@ -98,11 +120,15 @@ def has_factor(tensor: TensorRefs, factor: str) -> bool:
     return any(ref.factor == factor for dim in tensor for ref in dim)
 
 
-def factor_axes(assignment: Assignment, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The axes that cut each factor, major to minor; only factors that are cut."""
+def factor_axes(
+    assignment: Assignment, mesh: Mesh, side: int = 1
+) -> dict[str, tuple[str, ...]]:
+    """The axes that cut each factor, major to minor; only factors that are cut. ``side``: of the
+    operands (0), or of the results (1).
+    """
     axes: dict[str, tuple[str, ...]] = {}
     for axis in mesh.names:
-        factor = split_factor(assignment.get(axis, "R"))
+        factor = split_factor(assignment.get(axis, "R"), side)
         if factor is not None:
             axes[factor] = (*axes.get(factor, ()), axis)
     return axes
@@ -122,27 +148,35 @@ def _layouts(
     """The layouts that strategies give. ``strategies``: those of every axis, in mesh order."""
     rule, assignment = form.rule, dict(strategies)
     per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
-    operands = tuple(
-        tensor_layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()})
-        for i, refs in enumerate(rule.operands)
-    )
-    results = tuple(
-        tensor_layout(rule, refs, assignment, {axis: p[1][i] for axis, p in per_axis.items()})
-        for i, refs in enumerate(rule.results)
-    )
-    return operands, results
+    sides = []
+    for side, tensors in enumerate((rule.operands, rule.results)):
+        factors = {axis: split_factor(s, side) or "" for axis, s in assignment.items()}
+        densities = rule.densities[side] if rule.densities else (None,) * len(tensors)
+        sides.append(
+            tuple(
+                tensor_layout(
+                    rule, refs, factors, {axis: p[side][i] for axis, p in per_axis.items()}, density
+                )
+                for i, (refs, density) in enumerate(zip(tensors, densities, strict=True))
+            )
+        )
+    return sides[0], sides[1]
 
 
 def tensor_layout(
-    rule: OpRule, tensor: TensorRefs, assignment: Assignment, placement: Mapping[str, str]
+    rule: OpRule,
+    tensor: TensorRefs,
+    factors: Mapping[str, str],
+    placement: Mapping[str, str],
+    density: Density | None = None,
 ) -> Layout:
     """The layout of one operand or result, from its placement letter along every axis, in mesh
-    order.
+    order, and the factor that each axis cuts.
     """
     cuts: dict[str, tuple[str, ...]] = {}
     for axis, letter in placement.items():
         if letter == "S":
-            factor = assignment[axis].removeprefix("split:")
+            factor = factors[axis]
             cuts[factor] = (*cuts.get(factor, ()), axis)
     dims = []
     for refs in tensor:
@@ -160,4 +194,5 @@ def tensor_layout(
         tuple(dims),
         tuple(sorted(axis for axis, letter in placement.items() if letter == "P")),
         tuple(sorted(axis for axis, letter in placement.items() if letter == "G")),
+        density,
     )

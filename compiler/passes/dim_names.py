@@ -105,6 +105,8 @@ def _name_by_operators(
                     give(indices[1:], "heads_per_kv")
                 else:
                     give(indices, word)
+        if op.target == "dispatch":
+            give(dims.values[op.results[-1].name][0], "experts")
         if op.target.startswith("conv"):
             for indices in dims.values[op.arg("weight").name][2:]:
                 give(indices, "kernel")

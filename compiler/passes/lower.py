@@ -28,10 +28,11 @@ from shardwright.compiler.passes.copy_trees import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
 from shardwright.compiler.plan.check import check_strategies
-from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
+from shardwright.compiler.plan.conversion import REGROUP, AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
 from shardwright.compiler.plan.zero import in_pieces, is_large, over_units
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.structure import join
 
@@ -299,6 +300,8 @@ class _Lowering:
         # A copy is there for all readers, unless a weight was gathered on the way to it.
         is_everywhere = (route.start, None) in versions
         for step in route.steps:
+            if step.kind == REGROUP:
+                raise _cannot_regroup(value, step, op)
             result = replace(
                 value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None
             )
@@ -362,6 +365,17 @@ class _Lowering:
             (key, self._output(child, join(path, key), left_out)) for key, child in tree.children
         )
         return replace(tree, children=tuple(children))
+
+
+def _cannot_regroup(value: IRValue, step: AdapterStep, op: IROp | None) -> PlanError:
+    """Rows of chosen experts are asked for on other ranks than those that have them."""
+    return PlanError(
+        f"the rows of {value.name} cannot be converted from {step.before} to {step.after}",
+        where=f"{op.source} ({op.module_path or 'top-level forward'})" if op else None,
+        why="which rank has which of them follows from what the router chose, and only dispatch "
+        "and combine move them",
+        hint="let all operators between dispatch and combine split experts, or all of them tokens",
+    )
 
 
 @lru_cache(maxsize=KNOWN)

@@ -14,6 +14,7 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.annotation import instantiate
 from shardwright.compiler.ops.rule import Factor, FactorKind, FactorRef, OpRule
 from shardwright.compiler.ops.shapes import segmented_slice_rule, slice_of
+from shardwright.compiler.passes.chosen_rows import follow_chosen_rows
 
 
 def attach_rules(graph: IRGraph) -> IRGraph:
@@ -31,7 +32,7 @@ def attach_rules(graph: IRGraph) -> IRGraph:
             ops.append(replace(op, rule=instantiate(opdef, op)))
     for op in unknown.values():
         warn_of_unknown(op)
-    return segment_slices(graph.with_ops(tuple(ops)))
+    return follow_chosen_rows(segment_slices(graph.with_ops(tuple(ops))))
 
 
 def opaque_rule(op: IROp) -> OpRule:

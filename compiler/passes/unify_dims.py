@@ -313,8 +313,12 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
                 in_form.setdefault(factor.name, []).append(name)
             frozen = entry is not None and not entry.anywhere and not contiguous
             factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
+    exchanges = tuple(
+        (a, b) for source, target in rule.exchanges for a in renamed[source] for b in renamed[target]
+    )
     return replace(
         rule,
+        exchanges=exchanges,
         factors=tuple(factors),
         operands=tuple(_rename(tensor, renamed) for tensor in rule.operands),
         results=tuple(_rename(tensor, renamed) for tensor in rule.results),

@@ -20,7 +20,7 @@ from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.printer import print_graph
-from shardwright.compiler.ops.strategy import allowed, factor_axes
+from shardwright.compiler.ops.strategy import allowed, factor_axes, split_factor
 from shardwright.compiler.plan.check import (
     check_assignment,
     check_layout,
@@ -189,8 +189,20 @@ class PlanBuilder:
         return self
 
     def _split_op(self, op: IROp, factors: list[str], axis: str) -> None:
-        """Split the first of the factors that can be."""
+        """Split the first of the factors that can be. Where the axis cuts another factor by now,
+        and the operator can exchange the two, it does.
+        """
         assert op.rule is not None
+        now = split_factor(self._strategies.get(op.name, {}).get(axis, "R"))
+        for exchange in op.rule.exchanges:
+            if now in exchange and set(exchange) - {now} <= set(factors):
+                assignment = {
+                    **self._strategies.get(op.name, {}),
+                    axis: f"exchange:{exchange[0]}>{exchange[1]}",
+                }
+                if allowed(op.rule, assignment, self.mesh):
+                    self._strategies[op.name] = assignment
+                    return
         for factor in factors:
             assignment = {**self._strategies.get(op.name, {}), axis: f"split:{factor}"}
             if allowed(op.rule, assignment, self.mesh):

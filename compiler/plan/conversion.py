@@ -14,12 +14,16 @@ import functools
 from dataclasses import dataclass
 
 from shardwright.compiler.ir.size import Size, local_size, product, quotient
-from shardwright.compiler.plan.layout_cuts import PlaceKey, cut_places
+from shardwright.compiler.plan.layout_cuts import Place, PlaceKey, cut_places
 from shardwright.compiler.plan.layout_moves import Move, State, moves
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import Atom, Dim, Layout, Mesh
+from shardwright.runtime.layout import Atom, Density, Dim, Layout, Mesh
 
 GATHERS, SLICES = ("all_gather", "pad"), ("narrow", "reduce_scatter")
+REGROUP = "regroup"
+"""The step that no adapter can do: rows that routing chose (``Density``) have no positions by
+which they could be cut or joined. Only ``dispatch`` and ``combine`` move them. It has no price.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,9 @@ def canonical(layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> Lay
     """The one way to write a layout: without axes of size 1, with even cuts as products of their
     pieces, and without G if no gradient flows.
     """
-    return _build(layout.shape, State.of(layout, mesh, differentiable=differentiable))
+    return _build(
+        layout.shape, State.of(layout, mesh, differentiable=differentiable), layout.density
+    )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -85,13 +91,21 @@ def convert(
         raise InternalError(
             f"no conversion from {source} to {target} on mesh {mesh}", why="their shapes differ"
         )
+    density = source.density
     state = State.of(source, mesh, differentiable=differentiable)
-    before = _build(shape, state)
+    goal = State.of(target, mesh, differentiable=differentiable)
+    before = _build(shape, state, density)
+    if density is not None and _cuts_of(state, density.dims) != _cuts_of(goal, density.dims):
+        return (AdapterStep(REGROUP, mesh.names, before, _build(shape, goal, density)),)
     steps: list[AdapterStep] = []
-    for move in moves(state, State.of(target, mesh, differentiable=differentiable), mesh):
-        steps.append(_step(move, before, _build(shape, move.after), mesh))
+    for move in moves(state, goal, mesh):
+        steps.append(_step(move, before, _build(shape, move.after, density), mesh))
         before = steps[-1].after
     return tuple(steps)
+
+
+def _cuts_of(state: State, num_dims: int) -> tuple[Place, ...]:
+    return tuple(place for place in state.places if place.dim < num_dims)
 
 
 def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
@@ -159,7 +173,7 @@ def _local_segments(atom: Atom, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Size
     return segments
 
 
-def _build(shape: tuple[Size, ...], state: State) -> Layout:
+def _build(shape: tuple[Size, ...], state: State, density: Density | None) -> Layout:
     """The layout of a tensor of ``shape`` that is cut as ``state`` says. What lies between two cut
     atoms of a dim is one uncut atom.
     """
@@ -179,4 +193,4 @@ def _build(shape: tuple[Size, ...], state: State) -> Layout:
         if rest != 1 or not atoms:
             atoms.append(Atom((rest,)))
         dims.append(tuple(atoms))
-    return Layout(tuple(dims), state.partial, state.grad_partial)
+    return Layout(tuple(dims), state.partial, state.grad_partial, density)

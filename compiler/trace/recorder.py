@@ -240,7 +240,8 @@ class Recorder:
             leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)
         ]
         trained = any(value.takes_gradient for value in operands)
-        values = self._name_results(list(results), bound.name, frame, trained=trained)
+        names_from = user_frame(naming=True)
+        values = self._name_results(list(results), bound.name, names_from, trained=trained)
         if not operands or any(value.name in self._asked for value in operands):
             self._asked.update(value.name for value in values if value.requires_grad)
         self.calls.update({value.name: (call, index) for index, value in enumerate(values)})

@@ -19,6 +19,7 @@ from shardwright.runtime.ops.dropout import (
     feature_alpha_dropout,
 )
 from shardwright.runtime.ops.embedding import embedding
+from shardwright.runtime.ops.experts import combine, dispatch, grouped_linear
 from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
 from shardwright.runtime.ops.means import (
     binary_cross_entropy,
@@ -68,8 +69,10 @@ __all__ = [
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
     "causal_attention",
+    "combine",
     "cosine_embedding_loss",
     "cross_entropy",
+    "dispatch",
     "dropout",
     "dropout1d",
     "dropout2d",
@@ -78,6 +81,7 @@ __all__ = [
     "exponential_like",
     "feature_alpha_dropout",
     "gaussian_nll_loss",
+    "grouped_linear",
     "gru",
     "gumbel_softmax",
     "hinge_embedding_loss",

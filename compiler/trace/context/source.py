@@ -12,7 +12,8 @@ from types import CodeType, FrameType
 import torch
 
 from shardwright.compiler.ir.value import SourceLocation
-from shardwright.compiler.ops import known_loops, register
+from shardwright.compiler.ops import known_loops, register, stand_ins
+from shardwright.compiler.trace.calls import routed_experts
 
 _TRACER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _SKIPPED = (
@@ -20,14 +21,21 @@ _SKIPPED = (
     _TRACER,
     register.__file__,
     known_loops.__file__,
+    stand_ins.__file__,
     "<",
 )
+_NAMES_VALUES = routed_experts.__file__
+"""A file of the tracer that stands for code of a model: its variables name values."""
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame that belongs neither to torch nor to the tracer."""
+def user_frame(*, naming: bool = False) -> FrameType | None:
+    """The innermost frame that belongs neither to torch nor to the tracer. ``naming``: that whose
+    variables name values.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        if naming and frame.f_code.co_filename == _NAMES_VALUES:
+            return frame
         frame = frame.f_back
     return frame
 

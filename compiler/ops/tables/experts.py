@@ -1,0 +1,127 @@
+"""Experts: rows of tokens that routing sends to the experts it chose, and their sums.
+
+Between :func:`dispatch` and :func:`combine` a tensor has a row for every pair of an expert and a
+token, of which only the chosen ones are stored (``Density``). So experts and tokens are two factors
+of one dim, and all ways to run experts in parallel are strategies like others:
+
+    dispatch         ``t h^, t k^, t k^ -> (e t) h, (e t), e t``
+    grouped_linear   ``(e t) k+, e n k, e t -> (e t) n``
+    combine          ``(e+ t) h, e t -> t h``
+
+Split ``t``: each rank runs all experts for its tokens, and their weights are G. Split ``e``: each
+rank runs its experts for all tokens, and results are P. Exchange ``t`` for ``e``: expert
+parallelism with an all-to-all each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardwright.compiler.ir.op import Arg, AxisRef, IROp
+from shardwright.compiler.ir.size import product
+from shardwright.compiler.ops import stand_ins
+from shardwright.compiler.ops.annotation import parse_rule
+from shardwright.compiler.ops.definitions import define
+from shardwright.compiler.ops.rule import DimRefs, LocalSizes, OpRule, ParallelFactor, ParallelForm
+from shardwright.compiler.ops.rule_builder import linear_sets
+from shardwright.compiler.ops.terms import RUNTIME, indices
+from shardwright.runtime.layout import Density
+
+IMBALANCE = 1.25
+"""How many times its even share of rows the busiest rank is assumed to get."""
+
+_EXCHANGE = "exchange=(), token_dim=(1, 0, 1)"
+
+
+def _exchange_args(local: LocalSizes, tokens: DimRefs) -> Mapping[str, Arg]:
+    """What an exchange is told: its axis, and the dim of tokens without the cut along it."""
+    exchange = local.exchange
+    if exchange is None:
+        return {}
+    names = [ref.factor for ref in tokens]
+    cut = exchange.source if exchange.source in names else exchange.target
+    at = names.index(cut)
+    sizes = [exchange.whole.ref_size(ref) for ref in tokens]
+    dim = (product(sizes[:at]), sizes[at], product(sizes[at + 1 :]))
+    return {"exchange": (AxisRef(exchange.axis),), "token_dim": dim}
+
+
+def _dispatch(op: IROp) -> OpRule:
+    chosen = op.arg("chosen")
+    num_experts, weighted = op.arg("num_experts"), op.has_arg("weights")
+    text = (
+        "t h^, t k^, t k^ -> (e t) h, (e t), e t" if weighted else "t h^, t k^ -> (e t) h, e t"
+    )
+
+    def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+        assert op.rule is not None
+        return _exchange_args(local, op.rule.operands[0][0])
+
+    form = ParallelForm(
+        "dispatch",
+        {"e": ParallelFactor()},
+        {"e": "expert_axes"},
+        local_args,
+    )
+    rule = parse_rule(text, op, sizes={"e": num_experts}, parallel=form)
+    share = chosen.shape[1] / num_experts
+    rows, routing = Density(1, share, IMBALANCE), Density(2, share, IMBALANCE)
+    results = (rows, rows, routing) if weighted else (rows, routing)
+    return replace(
+        rule,
+        exchanges=_pairs(rule, "t", "e"),
+        densities=((None,) * len(op.operands), results),
+    )
+
+
+def _grouped_linear(op: IROp) -> OpRule:
+    weight = "e k n" if op.arg("transposed", False) else "e n k"
+    bias = ", e n" if op.has_arg("bias") else ""
+    return parse_rule(
+        f"(e t) k+, {weight}, e t{bias} -> (e t) n",
+        op,
+        additive=indices(op, "bias"),
+        linear_sets=linear_sets(op, ("rows", "bias"), ("weight", "bias")),
+    )
+
+
+def _combine(op: IROp) -> OpRule:
+    def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+        assert op.rule is not None
+        return _exchange_args(local, op.rule.results[0][0])
+
+    form = ParallelForm("combine", {"e": ParallelFactor()}, {}, local_args)
+    rule = parse_rule(
+        "(e+ t) h, e t -> t h", op, linear_sets=linear_sets(op, ("rows",)), parallel=form
+    )
+    return replace(rule, exchanges=_pairs(rule, "e", "t"))
+
+
+def _pairs(rule: OpRule, source: str, target: str) -> tuple[tuple[str, str], ...]:
+    """The exchange of two factors, unless one of them has size 1 and is none."""
+    known = {factor.name for factor in rule.factors}
+    return ((source, target),) if {source, target} <= known else ()
+
+
+define(
+    "dispatch",
+    f"x, chosen, weights=None, *, num_experts, expert_axes=(), {_EXCHANGE}",
+    f"{RUNTIME}.dispatch",
+    _dispatch,
+    stand_ins.dispatch,
+)
+define(
+    "grouped_linear",
+    "rows, weight, routing, bias=None, *, transposed=False, autocast=False",
+    f"{RUNTIME}.grouped_linear",
+    _grouped_linear,
+    stand_ins.grouped_linear,
+)
+define(
+    "combine",
+    f"rows, routing, *, {_EXCHANGE}",
+    f"{RUNTIME}.combine",
+    _combine,
+    stand_ins.combine,
+)

@@ -1,0 +1,421 @@
+"""Experts: each token's row goes to the experts that a router chose for it, and what they make of
+it is added up.
+
+    rows, gains, routing = dispatch(x, chosen, weights, num_experts=8)
+    rows = grouped_linear(rows, up, routing)             # each row by the matrix of its expert
+    rows = grouped_linear(F.silu(rows), down, routing)
+    y = combine(rows * gains.unsqueeze(-1), routing)
+
+``rows`` are sorted by expert, and by token within an expert. They are what is stored of a tensor
+with a row for every pair of an expert and a token; how many there are, the router says at run time.
+Nothing is dropped. An expert, and a rank, may get no row: its weights then have a gradient of
+zeros, and the rank takes part in every collective.
+
+Over ranks, either of the two dims of these pairs may be cut:
+
+- tokens: a rank has the rows of its own tokens, for all experts;
+- experts (``expert_axes``): a rank has the rows of all tokens for its own experts, and
+  :func:`combine` gives a summand;
+- from the one to the other (``exchange``): ranks hold pieces of the tokens outside, and of the
+  experts inside. A token goes once to each rank that has an expert for it, and one row comes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.runtime.layout import piece
+from shardwright.runtime.ops.axes import Axes, communicating
+from shardwright.runtime.ops.indices import check_indices
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.groups import AxisGroup
+
+TokenDim = tuple[int, int, int]
+"""The dim of tokens as ``outer x size x inner``, of which an axis cuts the middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How rows came from other ranks, and go back.
+
+    ``position [rows]``: which of the tokens that arrived a row was made of. ``received``: how many
+    tokens came from each rank. ``sent``: how many went to each. ``tokens``: which of its own tokens
+    this rank sent, by receiver.
+    """
+
+    axis: AxisGroup
+    position: Tensor
+    received: list[int]
+    sent: list[int]
+    tokens: Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which rows a rank holds.
+
+    ``token [rows]``: the token of each row, counted among the ``num_tokens`` that lie on the ranks
+    with which this one shares its experts' work. ``counts [experts]``: the rows of each expert
+    here. ``complete``: all of the ``top_k`` choices of every token are here. ``arrivals``: how rows
+    came from other ranks, if they did.
+    """
+
+    token: Tensor
+    counts: Tensor
+    num_tokens: int
+    top_k: int
+    complete: bool
+    arrivals: Arrivals | None = None
+
+
+def dispatch(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None = None,
+    *,
+    num_experts: int,
+    expert_axes: Axes = (),
+    exchange: Axes = (),
+    token_dim: TokenDim = (1, 0, 1),
+) -> tuple[Any, ...]:
+    """The rows of tokens for the experts that were chosen, and of each row its weight.
+
+    ``x [tokens, hidden]``; ``chosen [tokens, top_k]``: expert numbers; ``weights [tokens, top_k]``.
+    ``expert_axes``: the axes that cut the experts, major to minor. ``exchange``: the last of them,
+    if it cuts the tokens of ``x``; ``token_dim`` then describes the tokens without this cut.
+    Returns ``(rows, gains, routing)``, without gains if there are no weights.
+    """
+    exchange, expert_axes = communicating(exchange), communicating(expert_axes)
+    check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
+    if exchange:
+        made = _exchanged(x, chosen, weights, expert_axes, exchange[0], token_dim, num_experts)
+    else:
+        made = _local(x, chosen, weights, expert_axes, num_experts)
+    rows, gains, routing = made
+    return (rows, routing) if gains is None else (rows, gains, routing)
+
+
+def combine(
+    rows: Tensor,
+    routing: Routing,
+    *,
+    exchange: Axes = (),
+    token_dim: TokenDim = (1, 0, 1),
+) -> Tensor:
+    """The sum over the rows of each token, ``[tokens, hidden]``. Without some of the experts it is
+    a summand.
+
+    ``exchange``, ``token_dim``: as in :func:`dispatch`; each rank then gets the sums of its own
+    tokens.
+    """
+    _check(routing)
+    exchange = communicating(exchange)
+    if exchange:
+        return _returned(rows, routing, exchange[0], token_dim)
+    num_tokens, top_k = routing.num_tokens, routing.top_k
+    if not routing.complete:
+        return _summed(rows, routing.token, num_tokens)
+    # All rows of a token are here, so that its sum can be made in one order on any device.
+    by_token = routing.token.argsort(stable=True)
+    return rows[by_token].view(num_tokens, top_k, *rows.shape[1:]).sum(1)
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    autocast: bool = False,
+) -> Tensor:
+    """Each row times the matrix of its expert, plus its bias.
+
+    ``weight [experts, out, in]``, or ``[experts, in, out]`` if ``transposed``; ``bias [experts,
+    out]``. ``autocast``: whether it follows autocast as ``F.linear`` does. Otherwise rows are
+    converted to the dtype of the weight.
+    """
+    _check(routing)
+    device = rows.device.type
+    dtype = weight.dtype
+    if autocast and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    matrices = weight.to(dtype) if transposed else weight.to(dtype).transpose(-2, -1)
+    out = _grouped_product(rows.to(dtype), matrices, routing.counts)
+    if bias is not None:
+        out = out + torch.repeat_interleave(
+            bias.to(out.dtype), routing.counts, dim=0, output_size=rows.shape[0]
+        )
+    return out
+
+
+def _check(routing: Any) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"the routing of rows is what dispatch returned, not a {type(routing)}")
+
+
+# ------------------------------------------------------------------------------------------------
+# rows of a rank's own tokens
+
+
+def _experts_of(axes: Axes, num_experts: int) -> tuple[int, int]:
+    """``(start, count)`` of this rank's experts."""
+    start, count = 0, num_experts
+    for axis in axes:
+        inner, count = piece(count, axis.size, axis.index)
+        start += inner
+    return start, count
+
+
+def _local(
+    x: Tensor, chosen: Tensor, weights: Tensor | None, expert_axes: Axes, num_experts: int
+) -> tuple[Tensor, Tensor | None, Routing]:
+    start, count = _experts_of(expert_axes, num_experts)
+    num_tokens, top_k = chosen.shape
+    expert = chosen.reshape(-1) - start
+    order = expert.argsort(stable=True)
+    complete = count == num_experts  # then a GPU is not asked how many rows there are
+    if not complete:
+        sorted_expert = expert[order]
+        order = order[(sorted_expert >= 0) & (sorted_expert < count)]
+    counts = _counted(expert[order], count)
+    token = order.div(max(1, top_k), rounding_mode="floor")
+    gains = None if weights is None else weights.reshape(-1)[order]
+    return x[token], gains, Routing(token, counts, num_tokens, top_k, complete)
+
+
+def _counted(expert: Tensor, count: int) -> Tensor:
+    """The number of rows of each of ``count`` experts."""
+    ones = torch.ones_like(expert)
+    return torch.zeros(count, dtype=torch.long, device=expert.device).index_add_(0, expert, ones)
+
+
+def _summed(rows: Tensor, place: Tensor, count: int) -> Tensor:
+    """Rows added up by their places."""
+    return rows.new_zeros(count, *rows.shape[1:]).index_add(0, place, rows)
+
+
+# ------------------------------------------------------------------------------------------------
+# rows from and to other ranks
+
+
+def _exchanged(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None,
+    expert_axes: Axes,
+    axis: AxisGroup,
+    token_dim: TokenDim,
+    num_experts: int,
+) -> tuple[Tensor, Tensor | None, Routing]:
+    """Send each token once to every rank that has an expert for it, and make the rows there."""
+    num_tokens, top_k = chosen.shape
+    first, count = _experts_of(expert_axes[:-1], num_experts)
+    starts = [piece(count, axis.size, index)[0] for index in range(axis.size)]
+    expert = chosen - first
+    inside = (expert >= 0) & (expert < count)  # other ranks of the axes in front have the others
+    bounds = torch.tensor(starts[1:], device=x.device)
+    owner = torch.bucketize(expert, bounds, right=True)
+
+    # What goes where: a token once to each owner, and of each choice its expert and its token.
+    wanted = torch.zeros(axis.size, num_tokens, dtype=torch.bool, device=x.device)
+    number = torch.arange(num_tokens, device=x.device)
+    pairs = inside.reshape(-1).nonzero().squeeze(1)
+    pair_owner, pair_token = owner.reshape(-1)[pairs], pairs.div(top_k, rounding_mode="floor")
+    wanted[pair_owner, pair_token] = True
+    receiver, sent_token = wanted.nonzero(as_tuple=True)
+    pairs_by_owner = pair_owner.argsort(stable=True)
+    pairs, pair_owner = pairs[pairs_by_owner], pair_owner[pairs_by_owner]
+    pair_token = pair_token[pairs_by_owner]
+    sent_before = wanted.reshape(-1).cumsum(0).view_as(wanted) - 1
+    tokens_to = torch.bincount(receiver, minlength=axis.size)
+    pairs_to = torch.bincount(pair_owner, minlength=axis.size)
+    place = sent_before[pair_owner, pair_token] - (tokens_to.cumsum(0) - tokens_to)[pair_owner]
+    local_expert = expert.reshape(-1)[pairs] - torch.tensor(starts, device=x.device)[pair_owner]
+
+    # Counts go first, then numbers, then what has gradients.
+    counts = torch.stack([tokens_to, pairs_to], 1)
+    came = torch.cat(_all_to_all(counts, axis, [1] * axis.size, [1] * axis.size))
+    (tokens_in, pairs_in), (tokens_out, pairs_out) = came.T.tolist(), counts.T.tolist()
+    token_in = torch.cat(_all_to_all(number[sent_token], axis, tokens_out, tokens_in))
+    told = torch.stack([local_expert, place], 1)
+    told_in = torch.cat(_all_to_all(told, axis, pairs_out, pairs_in))
+    arrived = _Exchange.apply(x[sent_token], axis, tokens_out, tokens_in)
+
+    # The rows, sorted by expert; where tokens stand among those of all ranks of the axis.
+    offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=x.device)
+    sender = _repeated(torch.arange(axis.size, device=x.device), pairs_in)
+    position, local = told_in[:, 1] + offset[sender], told_in[:, 0]
+    of_sender = _repeated(torch.arange(axis.size, device=x.device), tokens_in)
+    whole = _positions(token_dim, axis, x.device)
+    joined = torch.cat([whole[i][token_in[of_sender == i]] for i in range(axis.size)])
+    # By expert, then by token: the same order as on one device.
+    order = joined[position].argsort(stable=True)
+    order = order[local[order].argsort(stable=True)]
+    position = position[order]
+    gains = None
+    if weights is not None:
+        gains = _Exchange.apply(weights.reshape(-1)[pairs], axis, pairs_out, pairs_in)[order]
+    arrivals = Arrivals(axis, position, tokens_in, tokens_out, sent_token, num_tokens)
+    routing = Routing(
+        joined[position],
+        _counted(local[order], piece(count, axis.size, axis.index)[1]),
+        token_dim[0] * token_dim[1] * token_dim[2],
+        top_k,
+        complete=False,
+        arrivals=arrivals,
+    )
+    return arrived[position], gains, routing
+
+
+def _returned(rows: Tensor, routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Tensor:
+    """Add up what this rank's experts made of each token, send it home, and add it up there."""
+    arrivals = routing.arrivals
+    if arrivals is None or arrivals.axis.communicator is not axis.communicator:
+        arrivals = _departures(routing, axis, token_dim)
+    made = _summed(rows, arrivals.position, sum(arrivals.received))
+    back = _Exchange.apply(made, axis, arrivals.received, arrivals.sent)
+    return _summed(back, arrivals.tokens, arrivals.num_tokens)
+
+
+def _departures(routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Arrivals:
+    """How rows go to the ranks that their tokens belong to, if they did not come from there."""
+    device = routing.token.device
+    whole = _positions(token_dim, axis, device)
+    owner = torch.empty(routing.num_tokens, dtype=torch.long, device=device)
+    number = torch.empty_like(owner)
+    for index, positions in enumerate(whole):
+        owner[positions] = index
+        number[positions] = torch.arange(positions.numel(), device=device)
+    present, position = routing.token.unique(return_inverse=True)
+    by_owner = owner[present].argsort(stable=True)
+    present, place = present[by_owner], by_owner.argsort()
+    going = torch.bincount(owner[present], minlength=axis.size)
+    came = torch.cat(_all_to_all(going, axis, [1] * axis.size, [1] * axis.size))
+    received, sent = going.tolist(), came.tolist()
+    tokens = torch.cat(_all_to_all(number[present], axis, received, sent))
+    return Arrivals(axis, place[position], received, sent, tokens, whole[axis.index].numel())
+
+
+def _positions(token_dim: TokenDim, axis: AxisGroup, device: torch.device) -> list[Tensor]:
+    """Where the tokens of each rank of the axis stand among those of all of them."""
+    outer, size, inner = token_dim
+    whole = torch.arange(outer * size * inner, device=device).view(outer, size, inner)
+    pieces = [piece(size, axis.size, index) for index in range(axis.size)]
+    return [whole[:, start : start + count].reshape(-1) for start, count in pieces]
+
+
+def _repeated(values: Tensor, counts: list[int]) -> Tensor:
+    return values.repeat_interleave(torch.tensor(counts, device=values.device))
+
+
+def _all_to_all(
+    x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase = "forward"
+) -> list[Tensor]:
+    """Rows of ``x`` to every rank, ``send[i]`` to rank ``i``, and the rows that come from each."""
+    shapes = [(count, *x.shape[1:]) for count in receive]
+    return axis.communicator.all_to_all(list(x.split(send)), shapes, phase=phase)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks, and their gradients back. Every rank takes part in both, rows or not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]
+    ) -> Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return torch.cat(_all_to_all(rows, axis, send, receive))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back = _all_to_all(grad.contiguous(), ctx.axis, ctx.receive, ctx.send, "backward")
+        return torch.cat(back), None, None, None
+
+
+# ------------------------------------------------------------------------------------------------
+# products
+
+
+def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups of ``counts`` rows."""
+    if _has_kernel(rows, matrices):
+        offsets = counts.cumsum(0).to(torch.int32)
+        return _Contiguous.apply(F.grouped_mm(rows, matrices, offs=offsets))
+    return cast(Tensor, _GroupedProduct.apply(rows, matrices, counts))  # type: ignore[no-untyped-call]
+
+
+def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether torch has one kernel for all groups: it wants rows of whole 16 bytes, and on CPU it
+    is a loop itself.
+    """
+    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16:
+        return False
+    widths = (matrices.shape[1], matrices.shape[2])
+    return matrices.shape[0] > 0 and all(
+        width * rows.element_size() % 16 == 0 and width > 0 for width in widths
+    )
+
+
+class _Contiguous(torch.autograd.Function):
+    """The identity. Its backward hands on a contiguous gradient, as the kernel asks for one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """One product for each expert that has rows. The weights of the others have gradients of
+    zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.bounds = _bounds(counts)
+        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        for index, here in ctx.bounds:
+            torch.mm(rows[here], matrices[index], out=out[here])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = grad_matrices = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = torch.empty_like(rows)
+            for index, here in ctx.bounds:
+                torch.mm(grad[here], matrices[index].T, out=grad_rows[here])
+        if ctx.needs_input_grad[1]:
+            grad_matrices = torch.zeros_like(matrices)
+            for index, here in ctx.bounds:
+                grad_matrices[index] = rows[here].T @ grad[here]
+        return grad_rows, grad_matrices, None
+
+
+def _bounds(counts: Tensor) -> list[tuple[int, slice]]:
+    """The experts that have rows, and which."""
+    ends = list(itertools.accumulate(counts.tolist()))
+    starts = [0, *ends[:-1]]
+    return [
+        (index, slice(start, end))
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if end > start
+    ]
+

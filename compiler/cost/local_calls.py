@@ -165,9 +165,7 @@ def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     return stored_shape(tuple(shape), layout.density, experts_cut=cut)
 
 
-def stored_shape(
-    shape: tuple[int, ...], density: Density, *, experts_cut: bool
-) -> tuple[int, ...]:
+def stored_shape(shape: tuple[int, ...], density: Density, *, experts_cut: bool) -> tuple[int, ...]:
     """The shape in which the rows of chosen pairs are stored."""
     pairs = math.prod(shape[: density.dims])
     rows = math.ceil(density.rows(pairs, experts_cut=experts_cut))

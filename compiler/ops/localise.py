@@ -20,12 +20,13 @@ from shardwright.runtime.layout import Mesh
 
 def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp:
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
+    # A factor that is exchanged is cut on one side only: of the operands, or of the results.
+    sides = [factor_axes(assignment, mesh, side) for side in (0, 1)]
     axes = {
-        factor: cut
-        for side in (1, 0)
-        for factor, cut in factor_axes(assignment, mesh, side).items()
-        if any(mesh.axis_size(a) > 1 for a in cut)
+        factor: tuple(a for a in mesh.names if any(a in side.get(factor, ()) for side in sides))
+        for factor in dict.fromkeys((*sides[1], *sides[0]))
     }
+    axes = {f: cut for f, cut in axes.items() if any(mesh.axis_size(a) > 1 for a in cut)}
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
     if rule.parallel is not None and (

@@ -29,7 +29,7 @@ from shardwright.compiler.ir.identifier import axis_variable
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves, map_leaves
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops import registry
+from shardwright.compiler.ops import dense_rows, registry
 from shardwright.compiler.ops.annotation import instantiate
 from shardwright.compiler.ops.local_shards import (
     DisagreementError,
@@ -409,6 +409,14 @@ class OperatorCall:
                 call_source(op, lambda value: value.name, to_python), scope, inputs, grads
             )
 
+    def _results(self, source: str, scope: dict[str, Any], inputs: list[Tensor]) -> list[Tensor]:
+        densities = self.rule.densities
+        if densities is None:
+            return _tensors(eval(source, scope))
+        given = dense_rows.stored(inputs, densities[0])
+        made = eval(source, {**scope, **{f"x{i}": x for i, x in enumerate(given)}})
+        return dense_rows.dense(made if isinstance(made, tuple) else (made,), given, densities)
+
     def _evaluate(
         self,
         source: str,
@@ -416,7 +424,7 @@ class OperatorCall:
         inputs: list[Tensor],
         grads: Sequence[Tensor] | None,
     ) -> _Outcome:
-        results = _tensors(eval(source, scope))
+        results = self._results(source, scope, inputs)
         wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
         received: list[Tensor | None] = [None] * len(inputs)
         if grads is not None and wanted:

@@ -161,6 +161,9 @@ Exchange = tuple[str, str]
 second.
 """
 
+Densities = tuple[tuple[Density | None, ...], tuple[Density | None, ...]]
+"""Which rows are stored of every operand and every result; ``None`` where all are."""
+
 Localise = Callable[[IROp, "OpRule", LocalSizes], Mapping[str, Arg]]
 """Gives the arguments that differ on a rank: view sizes, split sizes, slice bounds, ``groups``."""
 
@@ -198,7 +201,7 @@ class OpRule:
     updates: tuple[int, ...] = ()
     nonempty: bool = False
     exchanges: tuple[Exchange, ...] = ()
-    densities: tuple[tuple[Density | None, ...], tuple[Density | None, ...]] | None = None
+    densities: Densities | None = None
     known: bool = True  # False: no rule was found, the operator is replicated
 
     def factor(self, name: str) -> Factor:

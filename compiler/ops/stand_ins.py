@@ -59,7 +59,7 @@ def grouped_linear(
     """Stands for :func:`shardwright.runtime.ops.grouped_linear`."""
     given = [rows, weight, routing] if bias is None else [rows, weight, routing, bias]
     if has_torch_function(given):
-        options = {"transposed": transposed, "autocast": autocast}
+        options: Any = {"transposed": transposed, "autocast": autocast}
         result: Tensor = handle_torch_function(grouped_linear, given, *given, **options)
         return result
     matrix = weight[0] if transposed else weight[0].T

@@ -14,7 +14,6 @@ order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -120,9 +119,7 @@ def has_factor(tensor: TensorRefs, factor: str) -> bool:
     return any(ref.factor == factor for dim in tensor for ref in dim)
 
 
-def factor_axes(
-    assignment: Assignment, mesh: Mesh, side: int = 1
-) -> dict[str, tuple[str, ...]]:
+def factor_axes(assignment: Assignment, mesh: Mesh, side: int = 1) -> dict[str, tuple[str, ...]]:
     """The axes that cut each factor, major to minor; only factors that are cut. ``side``: of the
     operands (0), or of the results (1).
     """

@@ -314,7 +314,10 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
             frozen = entry is not None and not entry.anywhere and not contiguous
             factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
     exchanges = tuple(
-        (a, b) for source, target in rule.exchanges for a in renamed[source] for b in renamed[target]
+        (a, b)
+        for source, target in rule.exchanges
+        for a in renamed[source]
+        for b in renamed[target]
     )
     return replace(
         rule,

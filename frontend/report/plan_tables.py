@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.compiler.cost.work_share import WorkShare
-from shardwright.compiler.ops.strategy import split_factor
+from shardwright.compiler.ops.strategy import exchange, split_factor
 from shardwright.compiler.plan.plan import Note, Plan
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def in_words(plan: Plan, op: str, axis: str) -> str:
     strategy = plan.assignment(op).get(axis, "R")
     factor = split_factor(strategy)
     if factor is not None:
-        return f"split {plan.dims.get(op, {}).get(axis, factor)}"
+        verb = "exchange" if exchange(strategy) else "split"
+        return f"{verb} {plan.dims.get(op, {}).get(axis, factor)}"
     return {"R": "-", "G": "-, gradients summed later"}.get(strategy, "on summands of its operands")
 
 

@@ -248,7 +248,7 @@ def _exchanged(
     token_in = torch.cat(_all_to_all(number[sent_token], axis, tokens_out, tokens_in))
     told = torch.stack([local_expert, place], 1)
     told_in = torch.cat(_all_to_all(told, axis, pairs_out, pairs_in))
-    arrived = _Exchange.apply(x[sent_token], axis, tokens_out, tokens_in)
+    arrived = exchange_rows(x[sent_token], axis, tokens_out, tokens_in)
 
     # The rows, sorted by expert; where tokens stand among those of all ranks of the axis.
     offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=x.device)
@@ -263,7 +263,7 @@ def _exchanged(
     position = position[order]
     gains = None
     if weights is not None:
-        gains = _Exchange.apply(weights.reshape(-1)[pairs], axis, pairs_out, pairs_in)[order]
+        gains = exchange_rows(weights.reshape(-1)[pairs], axis, pairs_out, pairs_in)[order]
     arrivals = Arrivals(axis, position, tokens_in, tokens_out, sent_token, num_tokens)
     routing = Routing(
         joined[position],
@@ -282,7 +282,7 @@ def _returned(rows: Tensor, routing: Routing, axis: AxisGroup, token_dim: TokenD
     if arrivals is None or arrivals.axis.communicator is not axis.communicator:
         arrivals = _departures(routing, axis, token_dim)
     made = _summed(rows, arrivals.position, sum(arrivals.received))
-    back = _Exchange.apply(made, axis, arrivals.received, arrivals.sent)
+    back = exchange_rows(made, axis, arrivals.received, arrivals.sent)
     return _summed(back, arrivals.tokens, arrivals.num_tokens)
 
 
@@ -295,7 +295,7 @@ def _departures(routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Arriv
     for index, positions in enumerate(whole):
         owner[positions] = index
         number[positions] = torch.arange(positions.numel(), device=device)
-    present, position = routing.token.unique(return_inverse=True)
+    present, position = torch.unique(routing.token, return_inverse=True)
     by_owner = owner[present].argsort(stable=True)
     present, place = present[by_owner], by_owner.argsort()
     going = torch.bincount(owner[present], minlength=axis.size)
@@ -322,7 +322,12 @@ def _all_to_all(
 ) -> list[Tensor]:
     """Rows of ``x`` to every rank, ``send[i]`` to rank ``i``, and the rows that come from each."""
     shapes = [(count, *x.shape[1:]) for count in receive]
-    return axis.communicator.all_to_all(list(x.split(send)), shapes, phase=phase)
+    return axis.communicator.all_to_all(list(x.split_with_sizes(send)), shapes, phase=phase)
+
+
+def exchange_rows(rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:
+    """The rows that other ranks send, in the order of the ranks; gradients go back."""
+    return cast(Tensor, _Exchange.apply(rows, axis, send, receive))  # type: ignore[no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
@@ -350,7 +355,8 @@ def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups of ``counts`` rows."""
     if _has_kernel(rows, matrices):
         offsets = counts.cumsum(0).to(torch.int32)
-        return _Contiguous.apply(F.grouped_mm(rows, matrices, offs=offsets))
+        out = F.grouped_mm(rows, matrices, offs=offsets)
+        return cast(Tensor, _Contiguous.apply(out))  # type: ignore[no-untyped-call]
     return cast(Tensor, _GroupedProduct.apply(rows, matrices, counts))  # type: ignore[no-untyped-call]
 
 
@@ -412,10 +418,9 @@ class _GroupedProduct(torch.autograd.Function):
 def _bounds(counts: Tensor) -> list[tuple[int, slice]]:
     """The experts that have rows, and which."""
     ends = list(itertools.accumulate(counts.tolist()))
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     return [
         (index, slice(start, end))
         for index, (start, end) in enumerate(zip(starts, ends, strict=True))
         if end > start
     ]
-

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.stand_ins import all_chosen, only_finite, unclamped
+from shardwright.compiler.ops.stand_ins import (
+    all_chosen,
+    combine,
+    dispatch,
+    grouped_linear,
+    only_finite,
+    unclamped,
+)
 
 Call = tuple[Any, ...]
 
@@ -82,6 +89,27 @@ def products() -> list[Call]:
         (F.bilinear, (_randn(4, 3), _randn(4, 5), _randn(6, 3, 5), _randn(6))),
         (F.grouped_mm, (_randn(8, 24, dtype=f32), _randn(2, 24, 24, dtype=f32)), {"offs": offs}),
         (F.grouped_mm, (_randn(4, 3, 24, dtype=f32), _randn(4, 24, 24, dtype=f32))),
+    ]
+
+
+def experts() -> list[Call]:
+    """Rows of seven tokens for five experts, of which some have none."""
+    tokens, num_experts, hidden, inner = 7, 5, 6, 4
+    scores = torch.rand(tokens, num_experts, generator=_GENERATOR) * torch.tensor([1, 1, 0, 2, 1])
+    chosen = scores.topk(2).indices
+    mask = torch.zeros(num_experts, tokens, dtype=torch.int64)
+    mask[chosen.T, torch.arange(tokens)] = 1
+    rows, several = _randn(num_experts * tokens, hidden), {"num_experts": num_experts}
+    up, bias = _randn(num_experts, inner, hidden), _randn(num_experts, inner)
+    x, weights = _randn(tokens, hidden), _randn(tokens, 2)
+    return [
+        (dispatch, (x, chosen, weights), several),
+        (dispatch, (x, chosen), several),
+        (dispatch, (x, chosen[:, :1], weights[:, :1]), several),
+        (grouped_linear, (rows, up, mask)),
+        (grouped_linear, (rows, up, mask, bias)),
+        (grouped_linear, (rows, _randn(num_experts, hidden, inner), mask), {"transposed": True}),
+        (combine, (rows, mask)),
     ]
 
 
@@ -599,6 +627,7 @@ EXAMPLES: dict[str, list[Call]] = {
         views,
         checks,
         products,
+        experts,
         reductions,
         norms,
         attention,

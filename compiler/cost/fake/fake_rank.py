@@ -122,7 +122,10 @@ class FakeRank:
                 else torch.autocast(self._module.device.type, dtype=op.autocast)
             )
             with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
-                return _tensors(eval(code, scope))
+                found = _tensors(eval(code, scope))
+            if len(found) != len(op.results):
+                raise TypeError(f"{op.target} gives {len(found)} tensors, not {len(op.results)}")
+            return found
 
         return call
 

@@ -18,7 +18,7 @@ from shardwright.compiler.cost.local_calls import local_bytes, local_shape
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.collectives import axes_collective_s, groups_collective_s
 from shardwright.compiler.cost.time.operator_time import OpTime
-from shardwright.compiler.plan.conversion import GATHERS, AdapterStep
+from shardwright.compiler.plan.conversion import GATHERS, REGROUP, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -51,6 +51,8 @@ def _step_time(
     hardware: Hardware,
     differentiable: bool,
 ) -> OpTime:
+    if step.kind == REGROUP:
+        return OpTime(math.inf, 0.0)
     movement = Movement(
         step.kind,
         step.backward,

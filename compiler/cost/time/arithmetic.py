@@ -30,6 +30,7 @@ PRODUCTS: Mapping[str, tuple[int, int]] = {
     "tensordot": (0, 1),
     "outer": (0, 1),
     "grouped_mm": (0, 1),
+    "grouped_linear": (0, 1),
 }
 """Where the two factors of a product stand among the operands."""
 
@@ -150,7 +151,10 @@ def _matrix_product(call: LocalCall, left: int, right: int) -> _Product:
     def size(names: set[str]) -> float:
         return math.prod(call.factors[name] for name in names)
 
-    return _Product(size((a & c) - b), size((b & c) - a), size((a & b) - c), size(a & b & c))
+    # Of rows for pairs of an expert and a token, only the chosen ones are multiplied.
+    stored = call.operands[left].num_elements / max(1.0, size(a)) if rule.densities else 1.0
+    rows = stored * size((a & c) - b)
+    return _Product(rows, size((b & c) - a), size((a & b) - c), size(a & b & c))
 
 
 def _contraction(call: LocalCall) -> tuple[_Product, tuple[int, int]] | None:

@@ -34,7 +34,13 @@ from typing import Any
 import sympy
 
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, local_call, signature
+from shardwright.compiler.cost.local_calls import (
+    LocalCall,
+    LocalTensor,
+    estimated_size,
+    local_call,
+    signature,
+)
 from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.time.arithmetic import (
     ATTENTION,
@@ -47,7 +53,7 @@ from shardwright.compiler.cost.time.collectives import axes_collective_s
 from shardwright.compiler.ir.op import IROp, map_leaves
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.strategy import Assignment, factor_axes
+from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
 from shardwright.runtime.layout import Mesh
 
 
@@ -430,6 +436,10 @@ def _messages(
 ) -> OpTime:
     """What the parallel form of the call communicates."""
     target = call.op.target
+    for axis, strategy in assignment.items():
+        if exchange(strategy) and mesh.axis_size(axis) > 1:
+            on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
+            return _exchange_time(call, axis, mesh, hardware, on)
     axes = _inner_axes(call.op.rule, assignment, mesh) if target in _MESSAGES else ()
     if not axes:
         return OpTime()
@@ -447,13 +457,46 @@ def _messages(
     return total
 
 
+def _exchange_time(
+    call: LocalCall, axis: str, mesh: Mesh, hardware: Hardware, ranks: tuple[int, ...]
+) -> OpTime:
+    """Tokens that go to the ranks of their experts, or come back: each once to every rank that has
+    an expert for it. Numbers and weights of the choices go with them.
+    """
+    rule, num_ranks = call.op.rule, mesh.axis_size(axis)
+    assert rule is not None and rule.densities is not None
+    there = call.op.target == "dispatch"
+    density = next(d for side in rule.densities for d in side if d is not None)
+    tokens, hidden = (call.operands[0] if there else call.results[0]).shape
+    routing = rule.results[-1] if there else rule.operands[-1]
+    (experts,) = routing[0]
+    num_experts = rule.factor(experts.factor).size
+    top_k = density.share * estimated_size(num_experts)
+    # The part of all ranks that one token goes to, if it chooses evenly.
+    asked = 1 - (1 - 1 / num_ranks) ** top_k
+    rows = tokens * num_ranks * asked * density.imbalance * hidden
+    item = (call.operands[0] if there else call.results[0]).dtype.itemsize
+
+    def sent_s(num_bytes: float) -> float:
+        return axes_collective_s(hardware, "all_to_all", num_bytes, mesh, (axis,), ranks)
+
+    rows_s = sent_s(rows * item)
+    if not there:
+        return OpTime(rows_s, rows_s if call.differentiated else 0.0)
+    numbers_s = sent_s(16.0 * num_ranks) + sent_s(8 * rows / hidden) + sent_s(16 * tokens * top_k)
+    weights_s = sent_s(item * tokens * top_k) if len(call.operands) > 2 else 0.0
+    forward_s = rows_s + weights_s + numbers_s
+    return OpTime(forward_s, rows_s + weights_s if call.differentiated else 0.0)
+
+
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:
     """The elements that one all-reduce of a parallel form sums: those of the first operand without
     its split factor; one for a loss whose rows are split; one per channel for batch norm.
     """
     rule = call.op.rule
     assert rule is not None
-    factor = assignment[axis].removeprefix("split:")
+    factor = split_factor(assignment[axis], 0)
+    assert factor is not None
     if call.op.target in ("cross_entropy", "nll_loss") and factor in factors_of(rule.operands[1]):
         return 1.0
     if call.op.target == "batch_norm":

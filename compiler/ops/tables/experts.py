@@ -31,6 +31,9 @@ from shardwright.runtime.layout import Density
 IMBALANCE = 1.25
 """How many times its even share of rows the busiest rank is assumed to get."""
 
+_ROWS, _ROUTING = Density(1, 1.0, IMBALANCE), Density(2, 1.0, IMBALANCE)
+"""Rows, and what tells which they are. The share that is chosen follows from the dispatch."""
+
 _EXCHANGE = "exchange=(), token_dim=(1, 0, 1)"
 
 
@@ -50,9 +53,7 @@ def _exchange_args(local: LocalSizes, tokens: DimRefs) -> Mapping[str, Arg]:
 def _dispatch(op: IROp) -> OpRule:
     chosen = op.arg("chosen")
     num_experts, weighted = op.arg("num_experts"), op.has_arg("weights")
-    text = (
-        "t h^, t k^, t k^ -> (e t) h, (e t), e t" if weighted else "t h^, t k^ -> (e t) h, e t"
-    )
+    text = "t h^, t k^, t k^ -> (e t) h, (e t), e t" if weighted else "t h^, t k^ -> (e t) h, e t"
 
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
         assert op.rule is not None
@@ -66,7 +67,7 @@ def _dispatch(op: IROp) -> OpRule:
     )
     rule = parse_rule(text, op, sizes={"e": num_experts}, parallel=form)
     share = chosen.shape[1] / num_experts
-    rows, routing = Density(1, share, IMBALANCE), Density(2, share, IMBALANCE)
+    rows, routing = replace(_ROWS, share=share), replace(_ROUTING, share=share)
     results = (rows, rows, routing) if weighted else (rows, routing)
     return replace(
         rule,
@@ -83,6 +84,7 @@ def _grouped_linear(op: IROp) -> OpRule:
         op,
         additive=indices(op, "bias"),
         linear_sets=linear_sets(op, ("rows", "bias"), ("weight", "bias")),
+        densities=((_ROWS, None, _ROUTING, *((None,) if bias else ())), (_ROWS,)),
     )
 
 
@@ -95,7 +97,9 @@ def _combine(op: IROp) -> OpRule:
     rule = parse_rule(
         "(e+ t) h, e t -> t h", op, linear_sets=linear_sets(op, ("rows",)), parallel=form
     )
-    return replace(rule, exchanges=_pairs(rule, "e", "t"))
+    return replace(
+        rule, exchanges=_pairs(rule, "e", "t"), densities=((_ROWS, _ROUTING), (None,))
+    )
 
 
 def _pairs(rule: OpRule, source: str, target: str) -> tuple[tuple[str, str], ...]:

@@ -45,18 +45,21 @@ def routed_experts(
             f"the experts of a {type(module).__name__} are split over ranks by transformers",
             hint="load the model without a distributed_config, and let a policy split them",
         )
+    transposed = bool(module.is_transposed)
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        weight = getattr(module, name)
+        rows = grouped_linear(rows, weight, routing, bias, transposed=transposed, autocast=autocast)
+        return rows
+
     rows, gains, routing = dispatch(x, chosen, weights, num_experts=module.num_experts)
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    options = {"transposed": bool(module.is_transposed), "autocast": autocast}
-    rows = grouped_linear(rows, *_weights(module, name, routing), **options)
-    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-    rows = grouped_linear(rows, *_weights(module, "down_proj", routing), **options)
+    if module.has_gate:
+        rows = module._apply_gate(product(rows, "gate_up_proj"))
+    else:
+        rows = module.act_fn(product(rows, "up_proj"))
+    rows = product(rows, "down_proj")
     if module.has_post_expert_norm:
         rows = module.post_expert_norm(rows)
-    return combine(rows * gains.unsqueeze(-1), routing).to(x.dtype)
-
-
-def _weights(module: Any, name: str, routing: Tensor) -> tuple[Tensor, ...]:
-    """The weights of one product of all experts, the routing, and their biases if they have some."""
-    bias = (getattr(module, f"{name}_bias"),) if module.has_bias else ()
-    return getattr(module, name), routing, *bias
+    y = combine(rows * gains.unsqueeze(-1), routing)
+    return y.to(x.dtype)

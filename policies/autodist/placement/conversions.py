@@ -262,9 +262,10 @@ class Conversions:
     ) -> tuple[float, tuple[StepTime, ...]]:
         """The weight of a conversion, and its steps."""
         forms = self._form(source, kind.differentiable), self._form(goal, kind.differentiable)
-        return (self._priced if forms[0].is_static and forms[1].is_static else self._converted)(
-            kind, source, goal
-        )
+        # Patterns know places, not which rows are left out.
+        dense = self.layouts[source].density is None
+        is_static = forms[0].is_static and forms[1].is_static
+        return (self._priced if dense and is_static else self._converted)(kind, source, goal)
 
     def _converted(
         self, kind: ValueType, source: int, goal: int

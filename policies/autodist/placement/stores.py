@@ -81,9 +81,9 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     found = pricing.candidates.get(key)
     if found is None:
         letters = ["R", *(["G"] if value.requires_grad else [])]
-        words = [(letter, letter) for letter in letters]
+        words: list[tuple[str, str | None]] = [(letter, None) for letter in letters]
         factors = dict.fromkeys(ref.factor for ref in itertools.chain.from_iterable(refs))
-        words += [("S", f"split:{name}") for name in factors]
+        words += [("S", name) for name in factors]
         placed = itertools.product(words, repeat=len(draft.request.mesh.names))
         own = {
             pricing.op_choices.tensor(value, refs, op.rule, each)

@@ -29,11 +29,12 @@ from shardwright.compiler.ops.strategy import (
     allowed,
     factor_axes,
     placements,
+    split_factor,
     strategies,
     tensor_layout,
 )
 from shardwright.compiler.plan.conversion import canonical
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import Density, Layout, Mesh
 
 Ids = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -148,13 +149,13 @@ class AllOpChoices:
             if not allowed(rule, assignment, mesh):
                 continue
             count += 1
-            operands = self._layouts(
-                op.operands, rule.operands, rule, combination, [letters[s][0] for s in combination]
+            operands, results = (
+                self._layouts(
+                    values, rule, combination, [letters[s][side] for s in combination], side
+                )
+                for side, values in enumerate((op.operands, op.results))
             )
-            results = self._layouts(
-                op.results, rule.results, rule, combination, [letters[s][1] for s in combination]
-            )
-            cut = tuple(sorted(factor_axes(assignment, mesh).items()))
+            cut = tuple(tuple(factor_axes(assignment, mesh, side).items()) for side in (0, 1))
             if cut not in times:
                 times[cut] = op_time(
                     op, assignment, mesh, self.hardware, self.times, ranks=self.ranks
@@ -176,42 +177,48 @@ class AllOpChoices:
     def _layouts(
         self,
         values: Sequence[IRValue],
-        tensors: Sequence[TensorRefs],
         rule: OpRule,
         combination: Sequence[str],
         letters: Sequence[Sequence[str]],
+        side: int,
     ) -> tuple[int, ...]:
-        """The numbers of the layouts of some operands or results, whose placement letters are given
-        per axis.
+        """The numbers of the layouts of the operands (``side`` 0) or results (1), whose placement
+        letters are given per axis.
         """
+        factors = [split_factor(strategy, side) for strategy in combination]
+        densities = rule.densities[side] if rule.densities else (None,) * len(values)
         return tuple(
             self.tensor(
                 value,
                 refs,
                 rule,
-                [(letter[i], s) for letter, s in zip(letters, combination, strict=True)],
+                [(letter[i], factor) for letter, factor in zip(letters, factors, strict=True)],
+                densities[i],
             )
-            for i, (value, refs) in enumerate(zip(values, tensors, strict=True))
+            for i, (value, refs) in enumerate(
+                zip(values, (rule.operands, rule.results)[side], strict=True)
+            )
         )
 
     def tensor(
-        self, value: IRValue, refs: TensorRefs, rule: OpRule, placed: Sequence[tuple[str, str]]
+        self,
+        value: IRValue,
+        refs: TensorRefs,
+        rule: OpRule,
+        placed: Sequence[tuple[str, str | None]],
+        density: Density | None = None,
     ) -> int:
-        """The number of a layout: per axis a letter, and for S the strategy that says along which
-        factor.
-        """
-        words = tuple(strategy if letter == "S" else letter for letter, strategy in placed)
+        """The number of a layout: per axis a letter, and for S the factor that is cut."""
+        words = tuple((letter, factor if letter == "S" else None) for letter, factor in placed)
         names = {ref.factor for dim in refs for ref in dim}
-        key = (refs, words, value.requires_grad, tuple(f for f in rule.factors if f.name in names))
+        own = tuple(f for f in rule.factors if f.name in names)
+        key = (refs, words, value.requires_grad, own, density)
         found = self._tensors.get(key)
         if found is None:
-            assignment = {
-                axis: strategy for axis, (_, strategy) in zip(self.mesh.names, placed, strict=True)
-            }
-            placement = {
-                axis: letter for axis, (letter, _) in zip(self.mesh.names, placed, strict=True)
-            }
-            layout = tensor_layout(rule, refs, assignment, placement)
+            axes = self.mesh.names
+            factors = {axis: factor or "" for axis, (_, factor) in zip(axes, placed, strict=True)}
+            placement = {axis: letter for axis, (letter, _) in zip(axes, placed, strict=True)}
+            layout = tensor_layout(rule, refs, factors, placement, density)
             found = self._tensors[key] = self.table.id(
                 canonical(layout, self.mesh, differentiable=value.requires_grad)
             )

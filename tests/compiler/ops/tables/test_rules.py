@@ -118,7 +118,7 @@ def test_every_operator_has_an_example() -> None:
     assert operators - shown == set(WITHOUT_EXAMPLE)
 
 
-MOST_DELICATE = ("losses", "norms", "attention")
+MOST_DELICATE = ("losses", "norms", "attention", "experts")
 
 
 @pytest.mark.filterwarnings("ignore")

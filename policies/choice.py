@@ -29,7 +29,8 @@ from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
-from shardwright.compiler.passes.dim_names import is_data
+from shardwright.compiler.passes.chosen_rows import stored_shares
+from shardwright.compiler.passes.dim_names import EXPERTS, is_data
 from shardwright.policies.weight_operands import (
     PRODUCTS,
     Sources,
@@ -318,7 +319,13 @@ class _Sizes:
     def elements(self) -> dict[str, float]:
         """The elements of every value that a rank holds on average, by name."""
         values = (*self.graph.sources, *(result for op in self.graph.ops for result in op.results))
-        return {value.name: estimate(product(value.shape)) / self._cuts(value) for value in values}
+        stored = stored_shares(self.graph)
+        return {
+            value.name: stored.get(value.name, 1.0)
+            * estimate(product(value.shape))
+            / self._cuts(value)
+            for value in values
+        }
 
     def summed(self, value: IRValue) -> list[_Travel]:
         """What travels to sum a value that is there in summands: of the places to which linear
@@ -367,7 +374,8 @@ class _Sizes:
         rule, products = op.rule, _products(op)
         if not all(factor is None or factor in names for names in products):
             return 0.0
-        return sum(
+        density = rule.densities[0][0] if rule.densities is not None else None
+        return (1.0 if density is None else density.share) * sum(
             math.prod(self._factor(op, name, rule.factor(name).size) for name in names)
             for names in products
         )
@@ -385,7 +393,9 @@ def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[in
     )
     weights = {v.name for operand in operands for v in sources[operand.name] if v.ndim > 1}
     classes_of_dims = (indices for name in weights for indices in dims.values[name])
-    return {index for indices in classes_of_dims for index in indices}
+    # Which ranks have which experts is asked for by name (``ep``), as their rows may be uneven.
+    experts = {dim.index for dim in dims.named(EXPERTS)}
+    return {index for indices in classes_of_dims for index in indices} - experts
 
 
 def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Iterable[_Option]:

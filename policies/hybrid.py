@@ -9,7 +9,9 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.data import batch_classes
+from shardwright.policies.batches import batch_classes
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.expert_axes import expert_axes
 from shardwright.policies.pipelines import (
     PipelineOptions,
     add_stages,
@@ -17,7 +19,7 @@ from shardwright.policies.pipelines import (
     hardware_files,
 )
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.splits import inner_axes, split_dims
+from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
@@ -25,11 +27,14 @@ from shardwright.runtime.errors import PlanError
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions(PipelineOptions):
     """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a
-    sample's batch.
+    sample's batch. ``ep``: those of its ``dp x tp`` ranks that share the experts; ``etp``: that
+    share the inner dims of an expert (default: as much of ``tp`` as there are ranks for).
     """
 
     tp: int | None = None
     dp: int = 1
+    ep: int | None = None
+    etp: int | None = None
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
@@ -39,6 +44,12 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     check_end2end("hybrid", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
+    if options.ep is not None or options.etp is not None:
+        found = expert_axes(options.dp, tp, options.ep or 1, options.etp, "hybrid")
+        mesh = {"pp": num_stages, **{axis.name: axis.size for axis in found}}
+        builder = graph.builder(mesh=mesh, order=config.rank_order)
+        split_on_expert_axes(builder, found, "hybrid", choose_dims(graph, tp) if tp > 1 else None)
+        return add_stages(graph, config, builder.plan("hybrid"), options, num_stages)
     inner = inner_axes(graph, tp, config.rank_order)
     sizes = {
         "pp": num_stages,

@@ -15,6 +15,7 @@ BUILT_IN: Mapping[str, str] = {
     "dp": "shardwright.policies.dp",
     "tp": "shardwright.policies.tp",
     "data": "shardwright.policies.data",
+    "ep": "shardwright.policies.ep",
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
     "autodist": "shardwright.policies.autodist.policy",

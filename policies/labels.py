@@ -41,6 +41,7 @@ from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.rule import OpRule, RuleForm
 from shardwright.compiler.ops.strategy import KNOWN, Strategy, layouts, placements
+from shardwright.compiler.passes.chosen_rows import stored_shares
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.runtime.layout import Mesh
 
@@ -143,6 +144,11 @@ class _Labelling:
     labels: dict[str, _Label] = field(default_factory=dict)
 
     @cached_property
+    def stored(self) -> Mapping[str, float]:
+        """The share of its rows that is stored, of values of which not all are."""
+        return stored_shares(self.graph)
+
+    @cached_property
     def outputs(self) -> frozenset[str]:
         """The names of the values that the graph returns."""
         return frozenset(value.name for value in self.graph.outputs)
@@ -184,7 +190,8 @@ class _Labelling:
         """The costs between what makes a value and what reads it. ``wanted`` is the highest label
         that a reader asks for.
         """
-        moved = _bytes(value) * (self.axis_size - 1) / self.axis_size
+        stored = self.stored.get(value.name, 1.0) * _bytes(value)
+        moved = stored * (self.axis_size - 1) / self.axis_size
         asked = [self._asked(op, position) for op, position in uses]
         pieces = {form for form in asked if isinstance(form, str)}
         labels = [form for form in asked if not isinstance(form, str)]

@@ -4,14 +4,17 @@ G.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import Strategy, has_factor
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
-from shardwright.policies.choice import Chosen, choose_axes
+from shardwright.policies.batches import batch_classes
+from shardwright.policies.choice import Chosen, choose_axes, choose_dims
+from shardwright.policies.expert_axes import ExpertAxis, exchange_of, experts_of, runs_experts
 from shardwright.policies.labels import label
 from shardwright.policies.weight_operands import PRODUCTS
 
@@ -28,16 +31,57 @@ def inner_axes(
     return dict(zip(("tp", "tp2"), chosen, strict=False))
 
 
-def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
+@dataclass(frozen=True)
+class InsideExperts:
+    """What an axis splits of experts, if that is another dim than outside of them. ``experts``: the
+    classes of experts for which ``tokens`` are exchanged.
+    """
+
+    classes: set[int]
+    tokens: set[int] = field(default_factory=set)
+    experts: set[int] = field(default_factory=set)
+
+
+def split_on_expert_axes(
+    builder: PlanBuilder, axes: Sequence[ExpertAxis], policy: str, chosen: set[int] | None = None
+) -> None:
+    """Split the batch over axes for data, ``chosen`` classes over those for tensors, and inside of
+    experts what each axis has to split there.
+    """
+    graph = builder.graph
+    batch, experts = batch_classes(graph), experts_of(graph, policy)
+    inner = chosen if chosen is not None else set()
+    for axis in axes:
+        outside = batch if axis.outside == "dp" else inner
+        if axis.inside == "ep":
+            tokens = batch if axis.outside == "dp" else set[int]()
+            inside = InsideExperts(experts, tokens, experts)
+        elif axis.inside == "edp":
+            inside = InsideExperts(batch)
+        else:
+            inside = InsideExperts(inner or choose_dims(graph, axis.size))
+        split_dims(builder, axis.name, outside, inside)
+
+
+def split_dims(
+    builder: PlanBuilder, axis: str, classes: set[int], inside: InsideExperts | None = None
+) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
     included.
     """
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
-        own_classes = classes_in(graph, builder.graph, classes)
+        outside = classes_in(graph, builder.graph, classes)
         splits: dict[str, Strategy] = {}
         for op in graph.ops:
-            split = split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
+            own_classes, split = outside, None
+            if inside is not None and runs_experts(op):
+                own_classes, tokens, experts = (
+                    classes_in(graph, builder.graph, found)
+                    for found in (inside.classes, inside.tokens, inside.experts)
+                )
+                split = exchange_of(op, graph, tokens, experts)
+            split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
             if split is not None:
                 splits[op.name] = split
             else:

@@ -41,14 +41,21 @@ def cut_traffic(graph: IRGraph, free: set[str]) -> list[float]:
 def _kept_together(graph: IRGraph) -> Iterator[tuple[int, int]]:
     """Places of first and last operators that one stage must have, with all between them.
 
-    A recompute region is one. Another is what reads a buffer that the forward updates, as it was
-    before, and what makes its new value: stages run several microbatches at a time, so a copy in
-    another stage would be out of date. Evaluation counts too.
+    A recompute region is one. So is what lies between a dispatch of tokens to experts and the sum
+    of their rows, as their number is not known before. Another is what reads a buffer that the
+    forward updates, as it was before, and what makes its new value: stages run several microbatches
+    at a time, so a copy in another stage would be out of date. Evaluation counts too.
     """
     for index in range(1, len(graph.ops)):
         region = graph.ops[index].region
         if region is not None and graph.ops[index - 1].region == region:
             yield index - 1, index
+    dispatched: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        if op.target == "dispatch":
+            dispatched[op.results[-1].name] = index
+        elif op.target == "combine" and op.operands[-1].name in dispatched:
+            yield dispatched[op.operands[-1].name], index
     body = graph.eval_graph
     updated = names_of_updated(graph)
     if not updated:

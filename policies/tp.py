@@ -33,9 +33,11 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.expert_axes import expert_axes
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.splits import inner_axes, split_dims
+from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
 from shardwright.policies.weight_operands import CONVOLUTIONS, is_convolution
 from shardwright.runtime.config import ComputeConfig
 
@@ -52,19 +54,36 @@ CLEARLY = 0.02
 @dataclass(frozen=True, kw_only=True)
 class TensorOptions:
     """Options of ``tp`` in ``pas_config``. ``hardware``: the preset or file whose times say which
-    channels are split.
+    channels are split. ``ep``: the ranks that share the experts; ``etp``: those that share the
+    inner dims of an expert (default: the others).
     """
 
     hardware: str = "a100-80gb"
+    ep: int | None = None
+    etp: int | None = None
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """The plan for ``config.plan_ngpus`` ranks on one axis, ``tp``, or on two."""
     options = read_options(TensorOptions, config.pas_config, policy="tp")
+    if options.ep is not None or options.etp is not None:
+        return _with_experts(graph, config, options)
     plan = _plan(graph, config, 1.0)
     if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
         plan = _fastest(graph, config, options, plan)
     return replace(graph, plan=plan)
+
+
+def _with_experts(
+    graph: PlannableGraph, config: ComputeConfig, options: TensorOptions
+) -> PlannableGraph:
+    """The plan with experts on axes of their own."""
+    ranks = config.plan_ngpus
+    axes = expert_axes(1, ranks, options.ep or 1, options.etp, "tp")
+    mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
+    builder = graph.builder(mesh=mesh, order=config.rank_order)
+    split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks))
+    return builder.build("tp")
 
 
 def _plan(graph: PlannableGraph, config: ComputeConfig, channel_price: float) -> Plan:

@@ -26,6 +26,7 @@ PRODUCTS = frozenset(
         "conv_transpose2d",
         "conv_transpose3d",
         "scaled_dot_product_attention",
+        "grouped_linear",
         "grouped_mm",
         "bilinear",
         "embedding",

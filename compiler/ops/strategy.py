@@ -54,11 +54,15 @@ def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
         for factor, axes in factor_axes(assignment, mesh, side).items():
             if not rule.splittable(factor, mesh.num_ranks(axes)):
                 return False
-            # What the ranks of an axis exchange must lie together: it is the piece that the axes
-            # before it leave them, and no other axis cuts it further.
-            if any(axis in exchanging for axis in axes[:-1]):
+            # The ranks of an axis exchange tokens that lie together: the piece that the axes before
+            # it leave them. So no other axis cuts them further.
+            if _on_both_sides(rule, factor) and any(axis in exchanging for axis in axes[:-1]):
                 return False
     return len(exchanging) <= 1
+
+
+def _on_both_sides(rule: OpRule, factor: str) -> bool:
+    return all(has_factor(tensors[0], factor) for tensors in (rule.operands, rule.results))
 
 
 def split_factor(strategy: Strategy, side: int = 1) -> str | None:

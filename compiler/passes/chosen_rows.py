@@ -38,6 +38,16 @@ def follow_chosen_rows(graph: IRGraph) -> IRGraph:
     return graph.with_ops(tuple(ops)) if known else graph
 
 
+def stored_shares(graph: IRGraph) -> dict[str, float]:
+    """The share of its rows that is stored of every value of which not all are, by name."""
+    found: dict[str, float] = {}
+    for op in graph.ops:
+        if op.rule is not None and op.rule.densities is not None:
+            stored = zip(op.results, op.rule.densities[1], strict=True)
+            found |= {value.name: density.share for value, density in stored if density is not None}
+    return found
+
+
 def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IROp:
     """The operator with what is stored of its operands and results, and without the number of rows
     among its arguments.

@@ -26,6 +26,9 @@ _ATTENTION_DIMS = {
     ),
     "softmax": (("input", ("heads", "query_seq", "key_seq")),),  # attention written out
 }
+EXPERTS = "experts"
+"""The name of the dim of experts that tokens are dispatched to."""
+
 _FFN_WORDS = (
     "mlp",
     "ffn",
@@ -106,7 +109,7 @@ def _name_by_operators(
                 else:
                     give(indices, word)
         if op.target == "dispatch":
-            give(dims.values[op.results[-1].name][0], "experts")
+            give(dims.values[op.results[-1].name][0], EXPERTS)
         if op.target.startswith("conv"):
             for indices in dims.values[op.arg("weight").name][2:]:
                 give(indices, "kernel")

@@ -23,6 +23,7 @@ Over ranks, either of the two dims of these pairs may be cut:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -166,11 +167,15 @@ def _check(routing: Any) -> None:
 # rows of a rank's own tokens
 
 
-def _experts_of(axes: Axes, num_experts: int) -> tuple[int, int]:
-    """``(start, count)`` of this rank's experts."""
+def _experts_of(
+    axes: Axes, num_experts: int, index: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """``(start, count)`` of this rank's experts, or those of the rank with another ``index`` along
+    the axes named.
+    """
     start, count = 0, num_experts
     for axis in axes:
-        inner, count = piece(count, axis.size, axis.index)
+        inner, count = piece(count, axis.size, (index or {}).get(axis.name, axis.index))
         start += inner
     return start, count
 
@@ -218,12 +223,9 @@ def _exchanged(
 ) -> tuple[Tensor, Tensor | None, Routing]:
     """Send each token once to every rank that has an expert for it, and make the rows there."""
     num_tokens, top_k = chosen.shape
-    first, count = _experts_of(expert_axes[:-1], num_experts)
-    starts = [piece(count, axis.size, index)[0] for index in range(axis.size)]
-    expert = chosen - first
-    inside = (expert >= 0) & (expert < count)  # other ranks of the axes in front have the others
-    bounds = torch.tensor(starts[1:], device=x.device)
-    owner = torch.bucketize(expert, bounds, right=True)
+    owners, starts, count = _owners(expert_axes, axis, num_experts)
+    owner = owners.to(x.device)[chosen]
+    inside = owner >= 0
 
     # What goes where: a token once to each owner, and of each choice its expert and its token.
     wanted = torch.zeros(axis.size, num_tokens, dtype=torch.bool, device=x.device)
@@ -239,7 +241,7 @@ def _exchanged(
     tokens_to = torch.bincount(receiver, minlength=axis.size)
     pairs_to = torch.bincount(pair_owner, minlength=axis.size)
     place = sent_before[pair_owner, pair_token] - (tokens_to.cumsum(0) - tokens_to)[pair_owner]
-    local_expert = expert.reshape(-1)[pairs] - torch.tensor(starts, device=x.device)[pair_owner]
+    local_expert = chosen.reshape(-1)[pairs] - starts.to(x.device)[pair_owner]
 
     # Counts go first, then numbers, then what has gradients.
     counts = torch.stack([tokens_to, pairs_to], 1)
@@ -267,13 +269,26 @@ def _exchanged(
     arrivals = Arrivals(axis, position, tokens_in, tokens_out, sent_token, num_tokens)
     routing = Routing(
         joined[position],
-        _counted(local[order], piece(count, axis.size, axis.index)[1]),
+        _counted(local[order], count),
         token_dim[0] * token_dim[1] * token_dim[2],
         top_k,
         complete=False,
         arrivals=arrivals,
     )
     return arrived[position], gains, routing
+
+
+def _owners(axes: Axes, axis: AxisGroup, num_experts: int) -> tuple[Tensor, Tensor, int]:
+    """Which rank of ``axis`` has each expert, -1 where ranks beyond this axis have it; the first
+    expert of each rank; and how many experts this one has.
+    """
+    owners = torch.full((num_experts,), -1)
+    starts = []
+    for index in range(axis.size):
+        start, count = _experts_of(axes, num_experts, {axis.name: index})
+        owners[start : start + count] = index
+        starts.append(start)
+    return owners, torch.tensor(starts), _experts_of(axes, num_experts)[1]
 
 
 def _returned(rows: Tensor, routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Tensor:

@@ -25,8 +25,8 @@ from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.published import generate
 from shardwright.frontend.verification.one_device import adamw, reference_run
 from shardwright.frontend.verification.verify import compile_into
+from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
-from shardwright.policies.data import batch_classes
 from shardwright.policies.partition import stage_starts
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.splits import split_dims

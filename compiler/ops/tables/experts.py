@@ -97,9 +97,7 @@ def _combine(op: IROp) -> OpRule:
     rule = parse_rule(
         "(e+ t) h, e t -> t h", op, linear_sets=linear_sets(op, ("rows",)), parallel=form
     )
-    return replace(
-        rule, exchanges=_pairs(rule, "e", "t"), densities=((_ROWS, _ROUTING), (None,))
-    )
+    return replace(rule, exchanges=_pairs(rule, "e", "t"), densities=((_ROWS, _ROUTING), (None,)))
 
 
 def _pairs(rule: OpRule, source: str, target: str) -> tuple[tuple[str, str], ...]:

@@ -45,8 +45,8 @@ from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.stages.block_costs import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chooser
-from shardwright.policies.data import batch_classes
 from shardwright.policies.partition import cut as cut_into_stages
 from shardwright.policies.partition import with_regions
 from shardwright.policies.splits import split_dims, split_of

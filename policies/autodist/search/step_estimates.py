@@ -26,8 +26,8 @@ from shardwright.compiler.plan.program import Compute, Declaration, Instruction
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
-from shardwright.policies.data import batch_classes
 from shardwright.policies.splits import split_dims
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh

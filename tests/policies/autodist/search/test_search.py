@@ -35,8 +35,8 @@ from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_sa
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.autodist.stages.split_chain import Split, split_stages
+from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
-from shardwright.policies.data import batch_classes
 from shardwright.policies.splits import split_dims
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError

@@ -1,0 +1,37 @@
+"""``ep``: expert parallelism. Splits the batch over all ranks of the plan, and experts over some or
+all of them; tokens are exchanged on their way to the experts and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.expert_axes import expert_axes
+from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.splits import split_on_expert_axes
+from shardwright.runtime.config import ComputeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Options of ``ep`` in ``pas_config``. ``ep``: ranks that share the experts (default: all).
+    ``etp``: ranks that share the inner dims of an expert.
+    """
+
+    ep: int | None = None
+    etp: int = 1
+
+
+def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
+    """The plan for ``config.plan_ngpus`` ranks."""
+    options = read_options(ExpertOptions, config.pas_config, policy="ep")
+    ep = config.plan_ngpus // options.etp if options.ep is None else options.ep
+    axes = expert_axes(config.plan_ngpus, 1, ep, options.etp, "ep")
+    mesh = {axis.name: axis.size for axis in axes} or {"ep": 1}
+    builder = graph.builder(mesh=mesh, order=config.rank_order)
+    split_on_expert_axes(builder, axes, "ep")
+    return builder.build("ep")
+
+
+POLICY = Policy("ep", apply, ExpertOptions, built_in=True)

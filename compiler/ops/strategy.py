@@ -56,13 +56,13 @@ def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
                 return False
             # The ranks of an axis exchange tokens that lie together: the piece that the axes before
             # it leave them. So no other axis cuts them further.
-            if _on_both_sides(rule, factor) and any(axis in exchanging for axis in axes[:-1]):
+            if any(axis in exchanging for axis in axes[:-1]) and _on_both_sides(rule, factor):
                 return False
     return len(exchanging) <= 1
 
 
 def _on_both_sides(rule: OpRule, factor: str) -> bool:
-    return all(has_factor(tensors[0], factor) for tensors in (rule.operands, rule.results))
+    return has_factor(rule.operands[0], factor) and has_factor(rule.results[0], factor)
 
 
 def split_factor(strategy: Strategy, side: int = 1) -> str | None:

@@ -273,7 +273,7 @@ class _Lowering:
         """The routes to all layouts in which a value is wanted."""
         return routes(
             self.produced[value.name],
-            [self._needed(value, layout) for layout in self.wanted[value.name]],
+            [self._needed(value, layout) for layout in self.wanted.get(value.name, [])],
             self.storage_mesh,
             differentiable=value.requires_grad,
             takes_gradient=value.takes_gradient,

@@ -474,7 +474,7 @@ def _exchange_time(
     top_k = density.share * estimated_size(num_experts)
     # The part of all ranks that one token goes to, if it chooses evenly.
     asked = 1 - (1 - 1 / num_ranks) ** top_k
-    rows = tokens * num_ranks * asked * density.imbalance * hidden
+    rows = tokens * num_ranks * min(1.0, asked * density.imbalance) * hidden
     item = (call.operands[0] if there else call.results[0]).dtype.itemsize
 
     def sent_s(num_bytes: float) -> float:

@@ -45,21 +45,21 @@ def routed_experts(
             f"the experts of a {type(module).__name__} are split over ranks by transformers",
             hint="load the model without a distributed_config, and let a policy split them",
         )
-    transposed = bool(module.is_transposed)
-
-    def product(rows: Tensor, name: str) -> Tensor:
-        bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        weight = getattr(module, name)
-        rows = grouped_linear(rows, weight, routing, bias, transposed=transposed, autocast=autocast)
-        return rows
-
     rows, gains, routing = dispatch(x, chosen, weights, num_experts=module.num_experts)
     if module.has_gate:
-        rows = module._apply_gate(product(rows, "gate_up_proj"))
+        rows = _product(module, "gate_up_proj", rows, routing, autocast=autocast)
+        rows = module._apply_gate(rows)
     else:
-        rows = module.act_fn(product(rows, "up_proj"))
-    rows = product(rows, "down_proj")
+        rows = module.act_fn(_product(module, "up_proj", rows, routing, autocast=autocast))
+    rows = _product(module, "down_proj", rows, routing, autocast=autocast)
     if module.has_post_expert_norm:
         rows = module.post_expert_norm(rows)
     y = combine(rows * gains.unsqueeze(-1), routing)
     return y.to(x.dtype)
+
+
+def _product(module: Any, name: str, rows: Tensor, routing: Tensor, *, autocast: bool) -> Tensor:
+    weight, transposed = getattr(module, name), bool(module.is_transposed)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    rows = grouped_linear(rows, weight, routing, bias, transposed=transposed, autocast=autocast)
+    return rows

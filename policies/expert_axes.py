@@ -80,7 +80,7 @@ def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list
 
 
 def experts_of(graph: IRGraph, policy: str) -> set[int]:
-    """The dim classes of experts that tokens are dispatched to.
+    """The dim classes of experts.
 
     Raises :class:`PlanError` for a model without.
     """
@@ -89,16 +89,26 @@ def experts_of(graph: IRGraph, policy: str) -> set[int]:
     if not found:
         raise PlanError(
             f"policy {policy!r} finds no experts to split",
-            why="no tokens are dispatched to experts in this model",
-            hint="leave ep and etp out; experts that are written in another way are told of in "
-            "docs/experts.md",
+            why="no tokens are dispatched to experts in this model, and it has no weights "
+            "[experts, in, out] in a module that is called so",
+            hint="leave ep and etp out; docs/experts.md says which forms of experts are known",
         )
     return found
 
 
-def runs_experts(op: IROp) -> bool:
-    """Whether an operator is part of what experts compute, dispatch and combination included."""
-    return op.rule is not None and op.rule.densities is not None
+def runs_experts(op: IROp, graph: IRGraph, experts: Set[int]) -> bool:
+    """Whether an operator is part of what experts compute: it is told of chosen rows, or makes or
+    reads a tensor that has experts beside two other dims, as a router's scores have not.
+    """
+    assert op.rule is not None and graph.dims is not None
+    if op.rule.densities is not None:
+        return True
+    dims = graph.dims
+    for value in (*op.operands, *op.results):
+        classes = {index for dim in dims.values.get(value.name, ()) for index in dim}
+        if classes & experts and len(classes) > 2:
+            return True
+    return False
 
 
 def exchange_of(op: IROp, graph: IRGraph, tokens: Set[int], experts: Set[int]) -> str | None:

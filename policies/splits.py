@@ -33,13 +33,13 @@ def inner_axes(
 
 @dataclass(frozen=True)
 class InsideExperts:
-    """What an axis splits of experts, if that is another dim than outside of them. ``experts``: the
-    classes of experts for which ``tokens`` are exchanged.
+    """What an axis splits of experts, if that is another dim than outside of them. ``experts``:
+    their own classes. ``tokens``: the classes that are exchanged for these.
     """
 
     classes: set[int]
+    experts: set[int]
     tokens: set[int] = field(default_factory=set)
-    experts: set[int] = field(default_factory=set)
 
 
 def split_on_expert_axes(
@@ -55,11 +55,11 @@ def split_on_expert_axes(
         outside = batch if axis.outside == "dp" else inner
         if axis.inside == "ep":
             tokens = batch if axis.outside == "dp" else set[int]()
-            inside = InsideExperts(experts, tokens, experts)
+            inside = InsideExperts(experts, experts, tokens)
         elif axis.inside == "edp":
-            inside = InsideExperts(batch)
+            inside = InsideExperts(batch, experts)
         else:
-            inside = InsideExperts(inner or choose_dims(graph, axis.size))
+            inside = InsideExperts(inner or choose_dims(graph, axis.size), experts)
         split_dims(builder, axis.name, outside, inside)
 
 
@@ -72,15 +72,17 @@ def split_dims(
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
         outside = classes_in(graph, builder.graph, classes)
+        within, of_experts, tokens = (
+            classes_in(graph, builder.graph, found) if found else set[int]()
+            for found in (
+                (inside.classes, inside.experts, inside.tokens) if inside else (None, None, None)
+            )
+        )
         splits: dict[str, Strategy] = {}
         for op in graph.ops:
             own_classes, split = outside, None
-            if inside is not None and runs_experts(op):
-                own_classes, tokens, experts = (
-                    classes_in(graph, builder.graph, found)
-                    for found in (inside.classes, inside.tokens, inside.experts)
-                )
-                split = exchange_of(op, graph, tokens, experts)
+            if inside is not None and runs_experts(op, graph, of_experts):
+                own_classes, split = within, exchange_of(op, graph, tokens, of_experts)
             split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
             if split is not None:
                 splits[op.name] = split

@@ -82,6 +82,7 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
     _name_logits(graph, dims, give, names)
     _name_fused_heads(graph, dims, names)
     _name_hidden(dims, names)
+    _name_stacked_experts(graph, dims, give)
     for dim_class in dims.classes:
         names.setdefault(
             dim_class.index, _name_by_parameters(dim_class.parameters) or f"dim{dim_class.index}"
@@ -174,6 +175,15 @@ def is_data(value: IRValue, graph: IRGraph) -> bool:
                 v for v in op.operands if op.target in _MOVING and v.dtype is not torch.bool
             ]
     return False
+
+
+def _name_stacked_experts(
+    graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]
+) -> None:
+    """Name the first dim of weights that are the matrices of all experts, one behind the other."""
+    for value in graph.parameters:
+        if value.ndim == 3 and "expert" in (value.fqn or "").lower():
+            give(dims.values[value.name][0], EXPERTS)
 
 
 def _name_hidden(dims: ModelDims, names: dict[int, str]) -> None:

@@ -19,6 +19,7 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwright.compiler.trace.calls.expert_loops import expert_loops_of
 from shardwright.compiler.trace.calls.routed_experts import experts_function, experts_interface
 from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.calls.transforms import Modes, vmap_traced
@@ -84,7 +85,7 @@ def patched(
         stack.enter_context(_batches_averaged())
         stack.enter_context(_sizes_computed_with())
         stack.enter_context(_values_readable(real_values, questions))
-        for owner, name, function in list(known_functions_of(module)):
+        for owner, name, function in [*known_functions_of(module), *expert_loops_of(module)]:
             stack.enter_context(replaced(owner, name, function))
         if (interface := experts_interface()) is not None:
             stack.enter_context(replaced(interface, "get_interface", experts_function))

@@ -13,7 +13,7 @@ import torch
 
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.ops import known_loops, register, stand_ins
-from shardwright.compiler.trace.calls import routed_experts
+from shardwright.compiler.trace.calls import expert_loops, routed_experts
 
 _TRACER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _SKIPPED = (
@@ -24,8 +24,8 @@ _SKIPPED = (
     stand_ins.__file__,
     "<",
 )
-_NAMES_VALUES = routed_experts.__file__
-"""A file of the tracer that stands for code of a model: its variables name values."""
+_NAMES_VALUES = (routed_experts.__file__, expert_loops.__file__)
+"""Files of the tracer that stand for code of models: their variables name values."""
 
 
 def user_frame(*, naming: bool = False) -> FrameType | None:
@@ -34,7 +34,7 @@ def user_frame(*, naming: bool = False) -> FrameType | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        if naming and frame.f_code.co_filename == _NAMES_VALUES:
+        if naming and frame.f_code.co_filename in _NAMES_VALUES:
             return frame
         frame = frame.f_back
     return frame

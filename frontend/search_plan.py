@@ -74,7 +74,11 @@ class PlanSearch:
         with in_dtype(module, module_dtype):
             graphs = _graphs(module, dummy_args, config, options)
         return cls(
-            Subsearches.of(graphs, config, options.zero), config, options, hardware, dummy_args
+            Subsearches.of(graphs, config, options.zero, options.imbalance),
+            config,
+            options,
+            hardware,
+            dummy_args,
         )
 
     def run(self) -> SearchResult:
@@ -83,7 +87,7 @@ class PlanSearch:
 
     def settled(self, found: SearchResult) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""
-        plan = settled(found, self.config, self.hardware)
+        plan = settled(found, self.config, self.hardware, self.variants.imbalance)
         graph = self.variants.chosen(plan).graph
         plan = certified(replace(plan, dims=split_dim_names(graph, plan)), graph, self.config)
         dummy_args = (

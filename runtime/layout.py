@@ -239,9 +239,11 @@ class Density:
     share: float
     imbalance: float
 
-    def rows(self, pairs: float, *, experts_cut: bool) -> float:
-        """The rows that the busiest rank is assumed to hold, of so many local pairs."""
-        return pairs * self.share * (self.imbalance if experts_cut else 1.0)
+    def rows(self, pairs: float, num_ranks: int) -> float:
+        """The rows that the busiest rank is assumed to hold, of so many local pairs, where
+        ``num_ranks`` share the experts. It gets no more than all rows.
+        """
+        return min(pairs, pairs * self.share * min(self.imbalance, num_ranks))
 
 
 @dataclass(frozen=True, slots=True)

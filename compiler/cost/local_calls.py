@@ -119,7 +119,8 @@ def _local_tensors(
             shape = tuple(_dim_size(dim, sizes) for dim in refs)
             density = rule.densities[side][index] if rule.densities else None
             if density is not None:
-                shape = stored_shape(shape, density, experts_cut=refs[0][0].factor in cuts)
+                num_ranks = math.prod(n for _, n in cuts.get(refs[0][0].factor, ()))
+                shape = stored_shape(shape, density, num_ranks)
             found.append(LocalTensor(shape, value.dtype, value.takes_gradient))
         return tuple(found)
 
@@ -161,15 +162,15 @@ def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
         shape.append(size)
     if layout.density is None:
         return tuple(shape)
-    cut = any(mesh.axis_size(axis) > 1 for axis in layout.dims[0][0].axes)
-    return stored_shape(tuple(shape), layout.density, experts_cut=cut)
+    return stored_shape(tuple(shape), layout.density, mesh.num_ranks(layout.dims[0][0].axes))
 
 
-def stored_shape(shape: tuple[int, ...], density: Density, *, experts_cut: bool) -> tuple[int, ...]:
-    """The shape in which the rows of chosen pairs are stored."""
-    pairs = math.prod(shape[: density.dims])
-    rows = math.ceil(density.rows(pairs, experts_cut=experts_cut))
-    return (min(rows, pairs), *(1,) * (density.dims - 1), *shape[density.dims :])
+def stored_shape(shape: tuple[int, ...], density: Density, num_ranks: int) -> tuple[int, ...]:
+    """The shape in which the rows of chosen pairs are stored, if so many ranks share the
+    experts.
+    """
+    rows = math.ceil(density.rows(math.prod(shape[: density.dims]), num_ranks))
+    return (rows, *(1,) * (density.dims - 1), *shape[density.dims :])
 
 
 def local_bytes(layout: Layout, dtype: torch.dtype, mesh: Mesh) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp, leaves
@@ -46,6 +47,39 @@ def stored_shares(graph: IRGraph) -> dict[str, float]:
             stored = zip(op.results, op.rule.densities[1], strict=True)
             found |= {value.name: density.share for value, density in stored if density is not None}
     return found
+
+
+def imbalance_of(graph: IRGraph) -> float | None:
+    """How many times its even share of rows the busiest rank is assumed to get; ``None`` for a
+    model without experts.
+    """
+    for op in graph.ops:
+        if op.rule is not None and op.rule.densities is not None:
+            stored = (*op.rule.densities[0], *op.rule.densities[1])
+            return next(density.imbalance for density in stored if density is not None)
+    return None
+
+
+Graph = TypeVar("Graph", bound=IRGraph)
+
+
+def with_imbalance(graph: Graph, imbalance: float | None) -> Graph:
+    """The graph with another assumption of how unevenly rows are chosen; ``None``: the same."""
+    now = imbalance_of(graph)
+    if imbalance is None or now is None or imbalance == now:
+        return graph
+    ops = []
+    for op in graph.ops:
+        if op.rule is not None and op.rule.densities is not None:
+            operands, results = (
+                tuple(stored and replace(stored, imbalance=imbalance) for stored in side)
+                for side in op.rule.densities
+            )
+            op = replace(op, rule=replace(op.rule, densities=(operands, results)))
+        ops.append(op)
+    other = graph.eval_graph and with_imbalance(graph.eval_graph, imbalance)
+    assumed: Graph = replace(graph, ops=tuple(ops), eval_graph=other)
+    return assumed
 
 
 def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IROp:

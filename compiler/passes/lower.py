@@ -24,6 +24,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import KNOWN, layouts
+from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.copy_trees import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
@@ -49,7 +50,7 @@ def lower(
     Raises :class:`PlanError` for strategies that its operators do not have.
     """
     check_strategies(graph, plan)
-    graph = drop_outputs(graph, plan.outputs)
+    graph = drop_outputs(with_imbalance(graph, plan.imbalance), plan.outputs)
     program = without_strided_views(_Lowering(graph, plan, whole_in_units, delivers).run())
     if graph.eval_graph is None:
         return program

@@ -143,6 +143,8 @@ class Plan:
     (``ComputeConfig(use_zero="auto")``); ``None``: any.
     ``batch``: the microbatches that it was chosen for, where their size was; inputs are of that
     size then.
+    ``imbalance``: of a model with experts, how many times its even share of rows the busiest rank
+    is assumed to get; ``None``: as the cost model has it.
     """
 
     mesh: Mesh
@@ -162,6 +164,7 @@ class Plan:
     zero: int = 0
     zero_stage: int | None = None
     batch: Batch | None = None
+    imbalance: float | None = None
 
     @property
     def storage_mesh(self) -> Mesh:
@@ -196,6 +199,7 @@ class Plan:
             **({"zero": self.zero} if self.zero else {}),
             **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
             **({"batch": self.batch.to_json()} if self.batch is not None else {}),
+            **({"imbalance": self.imbalance} if self.imbalance is not None else {}),
             **(
                 {
                     "stages": [stage.to_json() for stage in self.stages],
@@ -238,6 +242,7 @@ class Plan:
                 data.get("zero", 0),
                 data.get("zero_stage"),
                 Batch(**data["batch"]) if "batch" in data else None,
+                data.get("imbalance"),
             )
 
     def dumps(self) -> str:

@@ -47,6 +47,11 @@ def _count(least: int) -> Check:
     return check
 
 
+def _factor(value: Any, where: str) -> str | None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+    return None if fits else f"{where} is {value!r}, not a number from 1"
+
+
 def _each(item: Check) -> Check:
     """Every value of an object."""
 
@@ -163,6 +168,7 @@ KEYS: Mapping[str, Key] = {
     "zero": Key(_count(0)),
     "zero_stage": Key(_count(0)),
     "batch": Key(_object(_BATCH)),
+    "imbalance": Key(_factor),
     "stages": Key(_list(_object(_STAGE))),
     "schedule": Key(_TEXT),
     "num_microbatches": Key(_count(1)),

@@ -284,6 +284,12 @@ def _plan(options: argparse.Namespace) -> int:
             f"stage of ZeRO: {plan.zero_stage} (use_zero='auto' takes it from the plan)",
             soft_wrap=True,
         )
+    if plan.imbalance is not None:
+        console.print(
+            f"experts: the busiest rank is assumed to get {plan.imbalance:g} times an even share "
+            "(--set imbalance=...)",
+            soft_wrap=True,
+        )
     if options.out is not None:
         write_file(options.out, plan.dumps().encode())
         console.print(f"plan: {options.out}", soft_wrap=True)

@@ -110,6 +110,8 @@ def _settings(plan: Plan) -> dict[str, str]:
         settings["parameters in pieces"] = f"over {plan.zero} units"
     if plan.batch is not None:
         settings["batch of a unit"] = str(plan.batch)
+    if plan.imbalance is not None:
+        settings["imbalance of experts"] = f"{plan.imbalance:g}"
     if plan.recompute:
         settings["recompute"] = ", ".join(plan.recompute)
     return settings

@@ -60,6 +60,11 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ),
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
+        *(
+            [("experts", f"the busiest rank is assumed to get {plan.imbalance:g} of an even share")]
+            if plan.imbalance is not None
+            else []
+        ),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
         ("files", str(directory)),
         *([("work", str(WorkShare.from_json(manifest.work)))] if manifest.work is not None else []),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.ops.tables.experts import IMBALANCE
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.axis_roles import check_degrees
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
@@ -50,6 +51,9 @@ class AutodistOptions:
     **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none.
     Left out, layers are computed again as far as the memory asks for it.
 
+    **Experts.** ``imbalance``: how many times its even share of rows the busiest rank is assumed to
+    get where experts are split.
+
     ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use
     the plan of a file and search nothing.
     """
@@ -75,6 +79,7 @@ class AutodistOptions:
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
+    imbalance: float = IMBALANCE
     time_limit_s: float = 120.0
     save_plan: str | None = None
     load_plan: str | None = None
@@ -133,8 +138,8 @@ COUNTS = (
 
 def _check_amounts(options: AutodistOptions) -> None:
     """Refuse numbers that mean nothing."""
-    for name in (*COUNTS, "memory_limit_gb", "time_limit_s"):
-        value, least = getattr(options, name), 1 if name in COUNTS else 0
+    for name in (*COUNTS, "imbalance", "memory_limit_gb", "time_limit_s"):
+        value, least = getattr(options, name), 1 if name in (*COUNTS, "imbalance") else 0
         if value is not None and not value >= least:
             raise ConfigError(
                 f"option {name!r} of policy 'autodist' cannot be {value!r}",

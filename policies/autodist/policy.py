@@ -57,8 +57,10 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         batch = own_batch(
             graph, config, options.global_batch, options.microbatch, options.batch_dims
         )
-    subsearches = Subsearches.of({batch: graph}, config, options.zero)
-    plan = settled(search_each(subsearches, options, hardware), config, hardware)
+    subsearches = Subsearches.of({batch: graph}, config, options.zero, options.imbalance)
+    plan = settled(
+        search_each(subsearches, options, hardware), config, hardware, subsearches.imbalance
+    )
     plan = certified(plan, subsearches.chosen(plan).graph, config)
     save(options, plan)
     return plan
@@ -83,8 +85,11 @@ def check_save(options: AutodistOptions) -> None:
         check_target(Path(options.save_plan), "save_plan")
 
 
-def settled(found: SearchResult, config: ComputeConfig, hardware: Hardware) -> Plan:
-    """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing
+def settled(
+    found: SearchResult, config: ComputeConfig, hardware: Hardware, imbalance: float | None = None
+) -> Plan:
+    """The best plan of a search, with its certificate. ``imbalance``: what was assumed of experts.
+    Raises :class:`PlanError` if nothing
     fits.
     """
     if found.best is None:
@@ -113,6 +118,7 @@ def settled(found: SearchResult, config: ComputeConfig, hardware: Hardware) -> P
         best,
         strategies=strategies,
         policy="autodist",
+        imbalance=imbalance,
         certificate=certificate(found, found.best, hardware),
     )
 
@@ -136,7 +142,9 @@ def search(
 
     Raises what :func:`search_each` raises.
     """
-    return search_each(Subsearches.of({None: graph}, config, options.zero), options, hardware)
+    return search_each(
+        Subsearches.of({None: graph}, config, options.zero, options.imbalance), options, hardware
+    )
 
 
 def search_each(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.compiler.passes.chosen_rows import imbalance_of, with_imbalance
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Batch, Plan
@@ -77,9 +78,10 @@ class Subsearches:
         graphs: Mapping[Batch | None, PlannableGraph],
         config: ComputeConfig,
         stages: Sequence[int] | None,
+        imbalance: float | None = None,
     ) -> Subsearches:
         """What is needed of every graph, with every stage of ZeRO among ``stages`` (``None``: all)
-        where the config leaves it to the plan.
+        where the config leaves it to the plan. ``imbalance``: how unevenly experts are chosen.
 
         Raises:
             ConfigError: stages for a config that names its own, or that are none.
@@ -87,7 +89,7 @@ class Subsearches:
         """
         listed, refused = [], {}
         for batch, whole in graphs.items():
-            graph = PlannableGraph.of(needed(whole, config))
+            graph = PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)
                 listed.append(Subsearch(graph, config, batch=batch))
@@ -98,6 +100,11 @@ class Subsearches:
                 except ConfigError as error:
                     refused[Subsearch(graph, config, stage, batch).title] = error.what
         return cls(tuple(listed), refused)
+
+    @property
+    def imbalance(self) -> float | None:
+        """How unevenly experts are assumed to be chosen; ``None`` without experts."""
+        return imbalance_of(self.listed[0].graph) if self.listed else None
 
     def chosen(self, plan: Plan) -> Subsearch:
         """The one that a plan comes from."""

@@ -7,17 +7,20 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.operator_file import dumps_times, load_times, times_file
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.chosen_rows import imbalance_of
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace import trace
@@ -77,11 +80,26 @@ def _simulate(options: argparse.Namespace) -> int:
         if options.optimizer is None
         else OptimizerMemory(named=NamedOptimizer(options.optimizer))
     )
-    cost = audit(
-        compiled.program, compiled.config, hardware,
-        optimizer=optimizer, times=times, num_microbatches=options.microbatches,
-    )  # fmt: skip
+
+    def cost_of(compiled: Compiled) -> PlanCost:
+        return audit(
+            compiled.program, compiled.config, hardware,
+            optimizer=optimizer, times=times, num_microbatches=options.microbatches,
+        )  # fmt: skip
+
+    cost = cost_of(compiled)
     print(cost.dumps() if options.json else cost)
+    assumed = imbalance_of(compiled.program.graph)
+    if assumed is not None and not options.json:
+        # No rank gets more than all rows: as many times its share as there are ranks.
+        plan = replace(compiled.plan, imbalance=float(max(1, config.plan_ngpus)))
+        worst = cost_of(
+            compile_graph(graph, policy.apply, config, policy_name=policy.name, plan=plan)
+        )
+        print(
+            f"experts: with {assumed:g} times an even share of tokens on the busiest rank; with "
+            f"all on one: {amount(worst.step_s, 's')}, {amount(worst.peak_bytes, 'B')}"
+        )
     limit = memory_limit_bytes(policy, config, hardware)
     if cost.peak_bytes > limit and not options.json:
         has = "a device has" if limit == hardware.device.memory_bytes else "memory_limit_gb allows"

@@ -7,7 +7,7 @@ An argument is an :class:`IRValue`, a literal (number, string, bool, ``None``, d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,6 +129,11 @@ class IROp:
         return replace(
             self, args=tuple((key, map_leaves(value, function)) for key, value in self.args)
         )
+
+    def with_operands(self, operands: Iterable[IRValue]) -> IROp:
+        """The call with its tensor arguments replaced, position by position."""
+        remaining = iter(operands)
+        return self.map_args(lambda leaf: next(remaining) if isinstance(leaf, IRValue) else leaf)
 
     def retarget(self, target: str) -> IROp:
         """The call with another function as its target."""

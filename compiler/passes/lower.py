@@ -173,7 +173,7 @@ class _Lowering:
             targets = zip(op.operands, self.operand_layouts[op.name], strict=True)
             operands = [self._adapted(value, target, op) for value, target in targets]
             assignment = self.plan.assignment(op.name)
-            local = localise(_with_operands(op, operands), _rule(op), assignment, self.mesh)
+            local = localise(op.with_operands(operands), _rule(op), assignment, self.mesh)
             results = tuple(self.produced[value.name] for value in op.results)
             self.body.append(Compute(local, op, assignment, results))
 
@@ -406,9 +406,3 @@ def _best_storage(
 def _rule(op: IROp) -> OpRule:
     assert op.rule is not None, f"{op.name} has no rule"
     return op.rule
-
-
-def _with_operands(op: IROp, operands: list[IRValue]) -> IROp:
-    """The call with its tensor arguments replaced, position by position."""
-    remaining = iter(operands)
-    return op.map_args(lambda leaf: next(remaining) if isinstance(leaf, IRValue) else leaf)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.size import Size, dynamic_sizes
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.lower import lower
@@ -176,13 +176,76 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
 
 
 def verify_pipeline(program: PipelineProgram) -> None:
-    """Prove a pipeline: every stage keeps the invariant, and every crossing delivers each element
-    of each piece exactly once, in both directions.
+    """Prove a pipeline. Every stage keeps the invariant. What a stage receives crosses to it once,
+    in the layouts that both ends have. A crossing delivers each element of each piece exactly once,
+    in both directions. The copies of a parameter in several stages are known to be copies.
     """
-    if program.eval_program is not None:
-        verify_pipeline(program.eval_program)
-    for stage in program.programs:
-        verify_program(stage)
+    for body in program.bodies:
+        for stage in body.programs:
+            verify_program(stage)
+        _check_ends(body)
+        _check_crossings(body)
+    _check_copies(program)
+
+
+def _check_ends(program: PipelineProgram) -> None:
+    """Check that each value that a stage receives has one crossing, and that this one says of both
+    ends what their programs say.
+    """
+    found = {(c.value.name, c.source, c.target): c for c in program.crossings}
+    needed = {(v.name, source, s.index) for s in program.stages for v, source in s.receives}
+    if found.keys() != needed or len(found) != len(program.crossings):
+        listed = ", ".join(f"{n} from stage {s} to {t}" for n, s, t in sorted(needed - set(found)))
+        raise InternalError(f"what crosses is not what stages receive; missing: {listed or 'none'}")
+    leading = _leading_to_outputs(program.graph)
+    given = {v.name: v for stage in program.stages for v, _ in stage.receives}
+    for (name, source, target), crossing in found.items():
+        where = f"{name} crosses from stage {source} to stage {target}"
+        sends = program.stages[source].sends
+        position = next(i for i, (v, to) in enumerate(sends) if (v.name, to) == (name, target))
+        left = program.programs[source].plan.outputs[str(position)]
+        arrived = program.programs[target].input_layouts[name]
+        for end, layout, stage in (
+            (crossing.sent, left, source),
+            (crossing.received, arrived, target),
+        ):
+            planned = program.plan.stages[stage]
+            if (end.layout, end.mesh, end.ranks) != (layout, planned.mesh, planned.ranks):
+                raise InternalError(f"{where} as {end.layout}, stage {stage} has it as {layout}")
+        takes_gradient = given[name].takes_gradient and name in leading
+        if crossing.value.takes_gradient != takes_gradient:
+            raise InternalError(f"{where} {'without its' if takes_gradient else 'with a'} gradient")
+
+
+def _check_copies(program: PipelineProgram) -> None:
+    """Check that a parameter of several stages is shared or copied, in the layouts that they have.
+
+    A shared one has its gradients summed, piece by piece, so that all stages hold it alike.
+    """
+    held: dict[str, dict[int, Layout]] = {}
+    for body in program.bodies:
+        for index, stage in enumerate(body.programs):
+            for declaration in stage.declarations:
+                if declaration.value.kind is ValueKind.PARAMETER and declaration.value.fqn:
+                    held.setdefault(declaration.value.fqn, {})[index] = declaration.layout
+    for fqn, layouts_by_stage in held.items():
+        if len(layouts_by_stage) == 1:
+            continue
+        stages = tuple(sorted(layouts_by_stage))
+        listed = ", ".join(f"{layouts_by_stage[index]} in stage {index}" for index in stages)
+        if len({program.plan.stages[index].mesh for index in stages}) > 1:
+            if program.owned.get(fqn) != layouts_by_stage:
+                raise InternalError(f"{fqn} is not copied between its stages: {listed}")
+        elif program.shared.get(fqn) != stages:
+            raise InternalError(f"the gradients of {fqn} are not summed over its stages: {listed}")
+        elif len(set(layouts_by_stage.values())) > 1:
+            raise InternalError(f"{fqn} is shared by stages that hold other pieces: {listed}")
+
+
+def _check_crossings(program: PipelineProgram) -> None:
+    """Check that a crossing delivers each element of each piece exactly once, in both
+    directions.
+    """
     # Dynamic sizes are tried with a few different numbers, odd ones among them.
     symbols = sorted({dim.symbol for dim in program.graph.dynamic_dims})
     examples = [

@@ -5,15 +5,22 @@ one of its strategies on every axis, and every edge between them is a chain of a
 table. Then the placement of every parameter's gradient is known, and each axis on which it is G
 gets exactly one reduction. This pass walks the program with layouts in place of tensors and
 re-derives all of it independently of the pass that made it.
+
+Placements say nothing of numbers inside a call: by how many elements of all ranks a mean divides,
+from which class a rank's logits start, who draws which mask. So each local call is derived again
+too, from the operator as it was traced and its strategies; the rule prover shows that such calls
+are right.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 
 from shardwright.compiler.ir.graph import Tree
-from shardwright.compiler.ir.op import LeftOut
+from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
@@ -36,6 +43,8 @@ TABLE = {
     ("keep_one", "keep_one"): ("G", "P"),
     ("grad_keep_one", None): ("G", "R"),
 }
+
+_FIELDS = tuple(field.name for field in fields(IRValue))
 
 
 def verify_program(program: Program) -> None:
@@ -75,6 +84,7 @@ class _Walk:
                     f"{declaration.layout}"
                 )
             self.define(declaration.value, declaration.layout)
+        self.check_sources()
         for value in program.graph.inputs:
             self.define(value, program.input_layouts[value.name])
         self.walk(program.body)
@@ -82,11 +92,40 @@ class _Walk:
         self.check_updates()
         self.walk(program.tail)
         self.check_outputs(program.whole_output or program.output, in_training=False)
-        computed = [i.original.name for i in program.instructions if isinstance(i, Compute)]
-        if computed != [op.name for op in program.graph.ops]:
+        computed = [i.original for i in program.instructions if isinstance(i, Compute)]
+        if computed != list(program.graph.ops):
             raise InternalError(
                 "the program does not compute every operator of the graph once, in its order"
             )
+
+    def check_sources(self) -> None:
+        """Check that the program holds the parameters, buffers and constants of its graph."""
+        graph = self.program.graph
+        constants = (value for value, _ in graph.constants)
+        known = {v.name: v for v in (*graph.parameters, *graph.buffers, *constants)}
+        declared = [declaration.value for declaration in self.program.declarations]
+        if missing := known.keys() - {value.name for value in declared}:
+            raise InternalError(f"{', '.join(sorted(missing))} of the graph is not declared")
+        for declaration in self.program.declarations:
+            value = declaration.value
+            if value.name not in known or declaration.layout.shape != value.shape:
+                raise InternalError(
+                    f"{value.name} of shape {list(value.shape)} is declared as {declaration.layout}"
+                )
+            self.check_same(value, known[value.name], "declared")
+
+    def check_same(self, value: IRValue, known: IRValue, what: str) -> None:
+        """Check that a value of the program is what it was in the graph, but for its place there.
+        One that has lost its gradient would train nothing above it.
+        """
+        if value is known:
+            return
+        for name in _FIELDS:
+            here, there = getattr(value, name), getattr(known, name)
+            if here != there:
+                raise InternalError(
+                    f"{value.name} is {what} with {name} = {here}, the graph has {there}"
+                )
 
     def walk(self, instructions: tuple[Instruction, ...]) -> None:
         """Check instructions one after the other."""
@@ -148,8 +187,26 @@ class _Walk:
                 f"{op.name} gives {_listed(results)}, not {_listed(instruction.layouts)}",
                 where=where,
             )
-        for value, layout in zip(instruction.op.results, instruction.layouts, strict=True):
+        self.check_call(instruction)
+        for value, known in zip(instruction.op.results, op.results, strict=True):
+            self.check_same(value, known, "computed")
+        for value, layout in zip(op.results, instruction.layouts, strict=True):
             self.define(value, layout)
+
+    def check_call(self, instruction: Compute) -> None:
+        """Check that a rank calls the operator as its pieces ask for: the function, and arguments
+        such as sizes, offsets, counts and the axes over which it communicates.
+        """
+        original, layouts = instruction.original, instruction.layouts
+        assert original.rule is not None
+        whole = original.with_operands(instruction.op.operands)
+        expected = localise(whole, original.rule, instruction.assignment, self.mesh)
+        if not any(instruction.op == form for form in _forms(expected, layouts)):
+            raise InternalError(
+                f"{original.name} is computed as {_call_text(instruction.op)}, its strategies ask "
+                f"for {_call_text(expected)}",
+                where=str(original.source),
+            )
 
     def check_adapter(self, instruction: Adapt) -> None:
         step, value, name = (
@@ -179,6 +236,8 @@ class _Walk:
         if step.before == step.after:
             raise InternalError(f"{name} changes nothing")
         self.check_cut(step, name)
+        made = {"name": instruction.result.name, "kind": ValueKind.ACTIVATION, "fqn": None}
+        self.check_same(instruction.result, replace(instruction.of, **made), "adapted")
         self.define(instruction.result, step.after, instruction.of.name)
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
@@ -232,10 +291,53 @@ class _Walk:
             declaration.value.name: declaration.layout for declaration in self.program.declarations
         }
         graph_updates = {before.name: after for before, after in self.program.graph.buffer_updates}
+        updated = [before.name for before, _ in self.program.buffer_updates]
+        if updated != list(graph_updates):
+            raise InternalError(
+                f"the program updates the buffers {_names(updated)}, the graph "
+                f"{_names(list(graph_updates))}"
+            )
         for before, after in self.program.buffer_updates:
             self.require(
                 after, graph_updates[before.name], stored[before.name], f"buffer {before.fqn}"
             )
+
+
+def _forms(expected: IROp, layouts: tuple[Layout, ...]) -> Iterator[IROp]:
+    """The ways to write a local call that later passes may choose: a ``reshape`` for a ``view``,
+    and a mask that is drawn by the axes that cut it, where its layout would tell the same.
+    """
+    yield expected
+    if expected.target == "view":
+        yield expected.retarget("reshape")
+    if expected.has_arg("layout"):
+        kept = tuple((key, arg) for key, arg in expected.args if key not in ("layout", "sizes"))
+        drawn, axes = replace(expected, args=kept), tuple(layouts[0].cut_axes)
+        yield drawn.with_args(axes=axes) if axes else drawn
+
+
+def _call_text(op: IROp) -> str:
+    """A call in one line, for messages: ``cross_entropy(head, labels, row_axes=(tp,), count=8)``.
+    What a value is passed as is not said.
+    """
+    words = [
+        text if isinstance(arg, IRValue) else f"{key}={text}"
+        for key, arg in op.args
+        for text in (_argument_text(arg),)
+    ]
+    return f"{op.target}({', '.join(words)})"
+
+
+def _argument_text(arg: object) -> str:
+    if isinstance(arg, tuple):
+        return f"({', '.join(map(_argument_text, arg))}{',' if len(arg) == 1 else ''})"
+    if isinstance(arg, IRValue | AxisRef):
+        return arg.name
+    return arg if isinstance(arg, str) else str(arg)
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _axes_text(axes: tuple[str, ...]) -> str:

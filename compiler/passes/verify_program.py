@@ -201,10 +201,12 @@ class _Walk:
         assert original.rule is not None
         whole = original.with_operands(instruction.op.operands)
         expected = localise(whole, original.rule, instruction.assignment, self.mesh)
-        if not any(instruction.op == form for form in _forms(expected, layouts)):
+        forms = tuple(_forms(expected, layouts))
+        if instruction.op not in forms:
+            nearest = min(forms, key=lambda form: len(_differences(instruction.op, form)))
+            here, there = _differences(instruction.op, nearest)[0]
             raise InternalError(
-                f"{original.name} is computed as {_call_text(instruction.op)}, its strategies ask "
-                f"for {_call_text(expected)}",
+                f"{original.name} is computed with {here}, its strategies ask for {there}",
                 where=str(original.source),
             )
 
@@ -316,24 +318,26 @@ def _forms(expected: IROp, layouts: tuple[Layout, ...]) -> Iterator[IROp]:
         yield drawn.with_args(axes=axes) if axes else drawn
 
 
-def _call_text(op: IROp) -> str:
-    """A call in one line, for messages: ``cross_entropy(head, labels, row_axes=(tp,), count=8)``.
-    What a value is passed as is not said.
-    """
-    words = [
-        text if isinstance(arg, IRValue) else f"{key}={text}"
-        for key, arg in op.args
-        for text in (_argument_text(arg),)
-    ]
-    return f"{op.target}({', '.join(words)})"
+def _differences(op: IROp, expected: IROp) -> list[tuple[str, str]]:
+    """In what two calls differ, in words for messages: ``("count = 2", "count = 8")``."""
+    if op.target != expected.target:
+        return [(op.target, expected.target)]
+    keys = dict.fromkeys(key for key, _ in (*op.args, *expected.args))
+    arguments = [(_argument(op, key), _argument(expected, key)) for key in keys]
+    differing = [(here, there) for here, there in arguments if here != there]
+    named = ((f.name, getattr(op, f.name), getattr(expected, f.name)) for f in fields(IROp))
+    others = [(f"{n} = {a}", f"{n} = {b}") for n, a, b in named if n != "args" and a != b]
+    return [*differing, *others]
+
+
+def _argument(op: IROp, key: str) -> str:
+    return f"{key} = {_argument_text(op.arg(key))}" if op.has_arg(key) else f"no {key}"
 
 
 def _argument_text(arg: object) -> str:
     if isinstance(arg, tuple):
-        return f"({', '.join(map(_argument_text, arg))}{',' if len(arg) == 1 else ''})"
-    if isinstance(arg, IRValue | AxisRef):
-        return arg.name
-    return arg if isinstance(arg, str) else str(arg)
+        return f"({', '.join(map(_argument_text, arg))})"
+    return arg.name if isinstance(arg, IRValue | AxisRef) else str(arg)
 
 
 def _names(names: list[str]) -> str:

@@ -238,9 +238,10 @@ class _Walk:
         if step.before == step.after:
             raise InternalError(f"{name} changes nothing")
         self.check_cut(step, name)
-        made = {"name": instruction.result.name, "kind": ValueKind.ACTIVATION, "fqn": None}
-        self.check_same(instruction.result, replace(instruction.of, **made), "adapted")
-        self.define(instruction.result, step.after, instruction.of.name)
+        result = instruction.result
+        made = replace(instruction.of, name=result.name, kind=ValueKind.ACTIVATION, fqn=None)
+        self.check_same(result, made, "adapted")
+        self.define(result, step.after, instruction.of.name)
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
         """Check that an adapter is told of the dims it joins and cuts what their layouts say."""
@@ -319,7 +320,7 @@ def _forms(expected: IROp, layouts: tuple[Layout, ...]) -> Iterator[IROp]:
 
 
 def _differences(op: IROp, expected: IROp) -> list[tuple[str, str]]:
-    """In what two calls differ, in words for messages: ``("count = 2", "count = 8")``."""
+    """The differences of two calls in words, for messages: ``("count = 2", "count = 8")``."""
     if op.target != expected.target:
         return [(op.target, expected.target)]
     keys = dict.fromkeys(key for key, _ in (*op.args, *expected.args))

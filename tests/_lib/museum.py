@@ -91,8 +91,9 @@ class InRule:
 
     def verdict(self) -> str:
         """What the prover says of the first strategy that is wrong, or nothing."""
-        failures = self.proof(mutated=True).failures
-        return f"WRONG {failures[0].name}: {failures[0].failure}" if failures else ""
+        head, *lines = str(self.proof(mutated=True)).splitlines()
+        wrong = [line for line in lines if line.startswith("  WRONG")]
+        return "\n".join([head, *wrong[:1]]) if wrong else ""
 
 
 def _said(check: Callable[[], object]) -> str:
@@ -204,11 +205,7 @@ PARTIAL = Room(
     (
         Exhibit(
             "The bias of a row-parallel linear",
-            (
-                "huggingface/text-generation-inference/issues/1036",
-                "PaddlePaddle/Paddle/pull/35186",
-                "Wenyueh/MinivLLM/issues/80",
-            ),
+            ("PaddlePaddle/Paddle/pull/35186", "Wenyueh/MinivLLM/issues/80"),
             "Each rank added the bias to its summand, so that the sum had it once for every rank.",
             "the bias is P(tp), on one rank and zero on the others; it was R",
             InProgram("tp", m.without("keep_one", "down_bias")),
@@ -282,8 +279,8 @@ PARTIAL = Room(
                 "huggingface/transformers/pull/48167",
                 "NovaSky-AI/SkyRL/pull/1420",
             ),
-            "A loss that all ranks had in full was added up over them: it grew with the number of "
-            "ranks along the sequence.",
+            "Losses were reported that grew with the number of ranks along the sequence. In SkyRL "
+            "all ranks had the value in full, and it was summed over them.",
             "an all-reduce goes from P to R; its operand was R",
             InProgram("cp", m.twice("all_reduce", "cross_entropy")),
             "all_reduce of cross_entropy",
@@ -336,8 +333,8 @@ BACKWARD = Room(
         Exhibit(
             "A gather whose backward sums",
             ("awslabs/slapo/pull/20",),
-            "The other way around: what follows is the same on all ranks, and a reduce-scatter "
-            "counts its gradient once for every rank.",
+            "The other way around: where all ranks go on alike, a reduce-scatter counts the "
+            "gradient once for every rank. A schedule language had to learn to tell both apart.",
             "the gather goes from S to R, and went from S to G",
             InProgram(
                 "experts-tp", m.changed("all_gather", "probabilities", backward="reduce_scatter")
@@ -381,8 +378,8 @@ LOSSES = Room(
             "The mean of means",
             ("huggingface/transformers/pull/34191", "huggingface/trl/issues/2175"),
             "Each part of the batch took the mean over its own tokens, and the means were "
-            "averaged. Parts with few tokens weighed too much; runs with gradient accumulation "
-            "were worse for years.",
+            "averaged. Parts with few tokens weighed too much, and runs with gradient accumulation "
+            "came out worse.",
             "a mean over rows is not the sum of the pieces' means",
             InRule(F.cross_entropy, rows_of_unequal_number, m.splittable(n="+")),
             "split:n",
@@ -440,8 +437,8 @@ LOSSES = Room(
         Exhibit(
             "An auxiliary loss times the number of ranks",
             ("huggingface/transformers/pull/48706", "NVIDIA-NeMo/Automodel/pull/3359"),
-            "The sum of all losses was scaled to undo an average over ranks. The auxiliary one "
-            "needed no such scale.",
+            "The sum of all losses was scaled to undo an average over ranks; the auxiliary one "
+            "needed no such scale. Elsewhere it entered every microbatch without its own.",
             "a factor of the call is another than the graph has",
             InProgram("experts", m.called("mul_3", other=0.04)),
             "mul_3 is computed with",
@@ -527,7 +524,7 @@ EXPERTS = Room(
             ),
             "An expert gets tokens of all ranks, so that its gradient is the sum already. It was "
             "treated like a mean over fewer ranks: 4 times too large on 4 ranks.",
-            "the weights are cut over ep, where nothing is left to sum; they were G(ep) too",
+            "the weights are cut over ep, where nothing is left to sum; one more sum does that",
             InProgram("experts", m.stored("w_in", "[4/ep, 8, 16] G(dp, ep)")),
             "'ep' twice",
         ),

@@ -1,5 +1,5 @@
-"""Random good plans of all kinds, compiled and so verified, but not run: on one mesh, in pieces over
-units, or in stages on meshes of different sizes.
+"""Random good plans, compiled and so verified, but not run: on one mesh, in pieces over units, or
+in stages on meshes of different sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import warnings
 from dataclasses import replace
 
 import plans
-import zoo
 from museum_models import CASES
 
 from shardwright.compiler.compile import Compiled, compile_graph

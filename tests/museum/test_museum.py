@@ -113,10 +113,10 @@ def test_parameters_that_are_not_those_of_the_graph() -> None:
 
 
 def links(exhibit: Exhibit) -> Iterator[str]:
-    """The threads as links, such as ``[ColossalAI #4927](https://...)``."""
+    """The threads as links, such as ``[hpcaitech/ColossalAI #4927](https://...)``."""
     for source in exhibit.sources:
-        _, repository, _, number = source.split("/")
-        yield f"[{repository} #{number}](https://github.com/{source})"
+        owner, repository, _, number = source.split("/")
+        yield f"[{owner}/{repository} #{number}](https://github.com/{source})"
 
 
 def rendered(exhibit: Exhibit) -> str:
@@ -134,9 +134,7 @@ def rendered(exhibit: Exhibit) -> str:
 
 def test_the_page(golden: Callable[[str, str], None]) -> None:
     """The part between the marks is written from the table, messages included."""
-    rooms = "".join(
-        f"## {room.title}\n\n{''.join(map(rendered, room.exhibits))}" for room in ROOMS
-    )
+    rooms = "".join(f"## {room.title}\n\n{''.join(map(rendered, room.exhibits))}" for room in ROOMS)
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tail = rest.split(END)[1]
     golden("../../docs/museum.md", f"{head}{BEGIN}\n{rooms}{END}{tail}")

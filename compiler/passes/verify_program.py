@@ -322,7 +322,7 @@ def _forms(expected: IROp, layouts: tuple[Layout, ...]) -> Iterator[IROp]:
 def _differences(op: IROp, expected: IROp) -> list[tuple[str, str]]:
     """The differences of two calls in words, for messages: ``("count = 2", "count = 8")``."""
     if op.target != expected.target:
-        return [(op.target, expected.target)]
+        return [(f"the function {op.target}", f"the function {expected.target}")]
     keys = dict.fromkeys(key for key, _ in (*op.args, *expected.args))
     arguments = [(_argument(op, key), _argument(expected, key)) for key in keys]
     differing = [(here, there) for here, there in arguments if here != there]

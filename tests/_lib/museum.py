@@ -188,6 +188,15 @@ REPLICATED = Room(
             "k_bias",
         ),
         Exhibit(
+            "Copies over which nobody sums",
+            ("verl-project/verl/issues/7493", "pytorch/pytorch/issues/154888"),
+            "With hybrid sharding over groups of one rank, gradients were reduced within these "
+            "groups only. The copies trained on their own batches, each for itself, in silence.",
+            "a weight that units store together is G over them where it is used; it was R",
+            InProgram("fsdp", m.changed("all_gather", "up_weight", backward="slice")),
+            "all_gather of up_weight",
+        ),
+        Exhibit(
             "Summed a second time",
             ("inclusionAI/AReno/pull/496",),
             "The gradients that reach the replicated projections of latent attention were summed "
@@ -539,9 +548,13 @@ EXPERTS = Room(
         ),
         Exhibit(
             "Experts without tokens",
-            ("NVIDIA-NeMo/Automodel/pull/2995", "THUDM/slime/pull/1010"),
+            (
+                "NVIDIA-NeMo/Automodel/pull/2995",
+                "THUDM/slime/pull/1010",
+                "pytorch/pytorch/issues/158719",
+            ),
             "On a rank where an expert had no tokens its weights took no part in backward. Their "
-            "gradients were missing there; in slime the other ranks waited for ever.",
+            "gradients were missing there, and the other ranks waited for ever, or failed.",
             "a rank with an empty piece gives no gradient, where zeros are due",
             InRule(expert, lambda: (randn(2, 3), randn(3, 4).requires_grad_()), num_ranks=3),
             "no gradient reaches weight",

@@ -236,7 +236,6 @@ CASES = {
     "tp": Case(decoder, "tp"),
     "sp": Case(decoder, sequence_parallel),
     "cp": Case(decoder, on_tokens),
-    "data": Case(decoder, "data"),
     "fsdp": Case(decoder, "dp", 1, {"runtime_ngpus": 2, "use_zero": 3}),
     "experts": Case(experts, by_experts, 4),
     "experts-tp": Case(experts, "tp"),

@@ -203,8 +203,8 @@ class _Walk:
         expected = localise(whole, original.rule, instruction.assignment, self.mesh)
         forms = tuple(_forms(expected, layouts))
         if instruction.op not in forms:
-            nearest = min(forms, key=lambda form: len(_differences(instruction.op, form)))
-            here, there = _differences(instruction.op, nearest)[0]
+            found = min((_differences(instruction.op, form) for form in forms), key=len)
+            here, there = found[0] if found else ("other arguments", "those of the graph")
             raise InternalError(
                 f"{original.name} is computed with {here}, its strategies ask for {there}",
                 where=str(original.source),

@@ -93,7 +93,7 @@ class InRule:
         """What the prover says of the first strategy that is wrong, or nothing."""
         head, *lines = str(self.proof(mutated=True)).splitlines()
         wrong = [line for line in lines if line.startswith("  WRONG")]
-        return "\n".join([head, *wrong[:1]]) if wrong else ""
+        return "\n".join([head.rstrip(), *wrong[:1]]) if wrong else ""
 
 
 def _said(check: Callable[[], object]) -> str:

@@ -71,7 +71,7 @@ def test_the_sources() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# faults of pipelines that nobody has published
+# faults that nobody has published
 
 
 def refused(mutation: m.PipelineMutation, match: str) -> None:
@@ -106,6 +106,20 @@ def test_parameters_that_are_not_those_of_the_graph() -> None:
     ):
         with pytest.raises(InternalError, match=match):
             verify_program(replace(program, declarations=declarations))
+
+
+def test_calls_that_are_not_those_of_the_graph() -> None:
+    program = program_of("tp")
+    assert isinstance(program, Program)
+    call = m.compute(program, "dropout")
+    first, *rest = call.op.args
+    for op, match in (
+        (replace(call.op, args=(first, *rest[::-1])), "dropout is computed with other arguments"),
+        (replace(call.op, grad_enabled=False), "with grad_enabled = False, its strategies ask for"),
+        (call.op.with_args(axes=("tp",), p=0.2), "with p = 0.2, its strategies ask for p = 0.1"),
+    ):
+        with pytest.raises(InternalError, match=match):
+            verify_program(m.swapped(program, call, replace(call, op=op)))
 
 
 # ------------------------------------------------------------------------------------------------

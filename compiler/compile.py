@@ -19,7 +19,7 @@ from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import AnyPass, CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.decide import Decide, PolicyFunction
-from shardwright.compiler.passes.draws import draw_pieces
+from shardwright.compiler.passes.draws import check_draws, draw_pieces
 from shardwright.compiler.passes.identities import without_identities
 from shardwright.compiler.passes.lower_planned import lower_planned
 from shardwright.compiler.passes.lower_stages import verify_pipeline
@@ -151,6 +151,7 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
         FunctionPass("name", _with_class_name),
         *(inference if config.inference_only else ()),
         *(() if isinstance(graph, PlannableGraph) else ANNOTATE),
+        *(() if config.rng == "fast" else (FunctionPass("check draws", check_draws),)),
         decide,
         SettleZero(config),
         SettleOutputs(config),

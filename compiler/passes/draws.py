@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Instruction, Program
+from shardwright.runtime.errors import PlanError
 
 ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
 """Operators that draw a number for every element of their result."""
@@ -21,6 +23,22 @@ def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram
     """``program`` with draws of pieces in the place of draws by layout, or itself without any."""
     done = _of_stages(program) if isinstance(program, PipelineProgram) else _of_body(program)
     return program if done == program else done
+
+
+def check_draws(graph: IRGraph) -> IRGraph:
+    """The graph, if ``rng="plan_independent"`` can draw for all of it. Raises :class:`PlanError`
+    for a draw over rows of chosen experts: which numbers of the whole are theirs is not told.
+    """
+    for op in (op for body in graph.bodies for op in body.ops):
+        if op.rule is not None and op.rule.random and op.rule.densities is not None:
+            raise PlanError(
+                f"{op.target} draws numbers for rows of chosen experts",
+                where=f"{op.source} ({op.module_path or 'top-level forward'})",
+                why="with rng='plan_independent' a rank draws its piece of what one device draws, "
+                "and which rows it has follows from what the router chose",
+                hint="ComputeConfig(rng='fast')",
+            )
+    return graph
 
 
 def _of_stages(program: PipelineProgram) -> PipelineProgram:

@@ -297,7 +297,10 @@ def _signature(instruction: Instruction) -> object:
     """A key that is equal for instructions that do the same."""
     if isinstance(instruction, Adapt):
         return instruction.step
-    return _signature_of_call(instruction.op)
+    rule = instruction.original.rule
+    # How many rows are chosen cannot be told from the call.
+    rows = instruction.layouts if rule is not None and rule.densities is not None else ()
+    return _signature_of_call(instruction.op), rows
 
 
 @once

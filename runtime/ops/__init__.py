@@ -19,7 +19,7 @@ from shardwright.runtime.ops.dropout import (
     feature_alpha_dropout,
 )
 from shardwright.runtime.ops.embedding import embedding
-from shardwright.runtime.ops.experts import combine, dispatch, grouped_linear
+from shardwright.runtime.ops.experts import combine, dispatch, grouped_linear, grouped_mm
 from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
 from shardwright.runtime.ops.means import (
     binary_cross_entropy,
@@ -82,6 +82,7 @@ __all__ = [
     "feature_alpha_dropout",
     "gaussian_nll_loss",
     "grouped_linear",
+    "grouped_mm",
     "gru",
     "gumbel_softmax",
     "hinge_embedding_loss",

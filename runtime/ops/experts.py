@@ -158,6 +158,29 @@ def grouped_linear(
     return out
 
 
+def grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``F.grouped_mm`` of rows ``[rows, in]`` or ``[groups, rows, in]`` and matrices ``[groups, in,
+    out]``, also where torch's kernel refuses pieces of rows that are no multiple of 16 bytes.
+    """
+    if all(width * input.element_size() % 16 == 0 for width in mat2.shape[1:]):
+        return F.grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+    if offs is None:
+        out = input @ mat2
+    else:
+        ends = offs.long()
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        out = cast(Tensor, _GroupedProduct.apply(input, mat2, counts))  # type: ignore[no-untyped-call]
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.to(out_dtype)
+
+
 def _check(routing: Any) -> None:
     if not isinstance(routing, Routing):
         raise TypeError(f"the routing of rows is what dispatch returned, not a {type(routing)}")
@@ -408,7 +431,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, matrices)
         ctx.bounds = _bounds(counts)
-        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        out = rows.new_zeros(rows.shape[0], matrices.shape[2])
         for index, here in ctx.bounds:
             torch.mm(rows[here], matrices[index], out=out[here])
         return out
@@ -420,7 +443,7 @@ class _GroupedProduct(torch.autograd.Function):
         grad = grad.contiguous()
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[0]:
-            grad_rows = torch.empty_like(rows)
+            grad_rows = torch.zeros_like(rows)
             for index, here in ctx.bounds:
                 torch.mm(grad[here], matrices[index].T, out=grad_rows[here])
         if ctx.needs_input_grad[1]:

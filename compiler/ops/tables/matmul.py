@@ -13,9 +13,9 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, functions, methods, through, without
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
-from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule import OpRule, ParallelFactor, ParallelForm
 from shardwright.compiler.ops.rule_builder import linear_sets
-from shardwright.compiler.ops.terms import annotation, broadcast, indices, names
+from shardwright.compiler.ops.terms import annotation, broadcast, define_form, indices, names
 
 _NO_OUT = without("out")
 
@@ -240,18 +240,24 @@ def _grouped_mm(op: IROp) -> OpRule:
     }[left.ndim, right.ndim]
     operands, results = terms.split(" -> ")
     sets = linear_sets(op, ("input", "bias"), ("mat2", "bias"))
+    # Torch's kernel wants rows of whole 16 bytes, which pieces may not be.
+    widths = {"k": ParallelFactor(anywhere=True), "n": ParallelFactor(anywhere=True)}
+    form = ParallelForm(_GROUPED, widths, {}) if right.ndim == 3 else None
     return parse_rule(
         f"{operands}{experts}{bias} -> {results}",
         op,
         additive=indices(op, "bias"),
         linear_sets=sets,
         nonempty=True,
+        parallel=form,
     )
 
 
+_GROUPED_MM = "input, mat2, *, offs=None, bias=None, out_dtype=None"
+_GROUPED = define_form("grouped_mm", _GROUPED_MM)
 define(
     "grouped_mm",
-    "input, mat2, *, offs=None, bias=None, out_dtype=None",
+    _GROUPED_MM,
     "F.grouped_mm",
     _grouped_mm,
     *functions("_grouped_mm"),

@@ -100,8 +100,6 @@ def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def test_rule_holds_on_two_axes(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    if getattr(function, "__name__", "") == "grouped_mm":
-        pytest.skip("torch's kernel takes only pieces of a multiple of 16 bytes")
     skip_without_derivative(function, args)
     report = prove(function, args, kwargs, num_ranks=[{"u": 2, "v": 2}])
     assert report.ok, str(report)
@@ -134,7 +132,5 @@ def test_more_ranks_than_elements(group: str) -> None:
     through them.
     """
     for function, args, *kwargs in op_examples.EXAMPLES[group]:
-        if getattr(function, "__name__", "") == "grouped_mm":
-            continue  # torch's kernel takes only pieces of a multiple of 16 bytes
         report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=(7,))
         assert report.ok, str(report)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.meshes import meshes
 from shardwright.runtime.errors import ConfigError, did_you_mean
@@ -26,18 +27,25 @@ from shardwright.runtime.layout import Atom, Layout, Mesh
 ROLES: Sequence[tuple[str, frozenset[str]]] = (
     ("dp", frozenset({"batch"})),
     ("sp", frozenset({"seq", "query_seq", "key_seq"})),
-    ("ep", frozenset({"experts"})),
+    ("ep", frozenset({EXPERTS})),
     ("tp", frozenset({"heads", "kv_heads", "ffn", "vocab", "head_dim", "hidden"})),
 )
 """What an axis is called by the dims that most of its splits cut."""
 
+
+TOKENS = ("dp", "sp")
+"""The roles whose dims an axis for experts may split too: outside of the experts it has tokens."""
 
 COPIES = "copies"
 """What an axis is called whose ranks all do and hold the same."""
 
 
 def role_of(dim: str) -> str:
-    """The role of a dim by its name: ``tp`` for anything that no other role has."""
+    """The role of a dim by its name: ``tp`` for anything that no other role has. Where tokens are
+    exchanged for experts, ``batch -> experts``, it is that of the experts.
+    """
+    if dim.count(" -> ") and EXPERTS in dim:
+        return "ep"
     return next((role for role, members in ROLES if dim.rstrip("0123456789_") in members), "tp")
 
 
@@ -164,7 +172,11 @@ def forbidden(
     ):
         role = role_of(dim)
         axes = tuple(
-            axis for axis in mesh.names if axis != role and (axis in degrees or role in degrees)
+            axis
+            for axis in mesh.names
+            if axis != role
+            and (axis in degrees or role in degrees)
+            and not (axis == "ep" and role in TOKENS)
         )
         if axes:
             found[dim] = tuple(dict.fromkeys((*found.get(dim, ()), *axes)))

@@ -20,7 +20,7 @@ from shardwright.compiler.trace.checks import (
 from shardwright.compiler.trace.dummy_arguments import bind_arguments
 from shardwright.compiler.trace.run import Traced, run_once
 from shardwright.compiler.trace.train_eval import merge
-from shardwright.compiler.trace.values.as_eager import as_eager
+from shardwright.compiler.trace.values.as_eager import Said, as_eager
 from shardwright.compiler.trace.values.known_inputs import known_inputs, warn_found
 from shardwright.compiler.trace.values.questions import Questions
 from shardwright.runtime.arguments import checked_late
@@ -54,6 +54,8 @@ def trace(
     name, dims = name or type(module).__name__, dynamic_dims or {}
     known = known_inputs(arguments, constants or {})
 
+    said: set[Said] = set()
+
     def once(training: bool) -> Traced:
         def run(questions: Questions, dummies: Mapping[str, torch.Tensor]) -> Traced:
             return run_once(
@@ -67,7 +69,7 @@ def trace(
                 dummies=dummies,
             )
 
-        return as_eager(run)
+        return as_eager(run, said)
 
     with watched_hooks(module):
         train = once(training=True)

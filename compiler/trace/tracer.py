@@ -182,6 +182,7 @@ class Tracer(TorchFunctionMode):
             )
         if name in VALUE_READERS and (question := self._questions.looks()) is not None:
             if (real := self._real_values((args, kwargs), self._constants.look)) is not None:
+                self._questions.have_looked = True
                 with unset_fake_temporarily():
                     return func(*real[0], **real[1])
             self._questions.unanswered[question] = None

@@ -7,10 +7,12 @@ Mostly both compute the same, and the way that looks at nothing is right for all
 a decoder whose attention is not causal attends to everything without a mask, and not with the
 causal mask that was built for it.
 
-So the module is traced both ways. Where the two graphs are alike on the dummy arguments, the one
-that looks at nothing stands. Where they are not, the one of eager stands; it holds for the values
-that it has looked at, so these inputs become constants, which every call is checked against. The
-graphs are also compared for masks of ones, which calls without padding have.
+So the module is traced the way of eager first. Often no value is looked at: GPT-2 without a mask
+asks, and then reads nothing of its arguments. Such a graph is what eager does in every call, and it
+stands. Else the module is traced again, by the way that looks at nothing. Where the two graphs are
+alike on the dummy arguments, the second stands. Where they are not, the one of eager stands; it
+holds for the values that it has looked at, so these inputs become constants, which every call is
+checked against. The graphs are also compared for masks of ones, which calls without padding have.
 """
 
 from __future__ import annotations
@@ -32,16 +34,22 @@ arguments.
 """
 
 
-def as_eager(run: Run) -> Traced:
+Said = tuple[str, type[Warning], str, int]
+"""A warning: its text, category, file and line."""
+
+
+def as_eager(run: Run, said: set[Said]) -> Traced:
     """What ``run`` traces, alike to what the module does on the dummy arguments without a trace.
+
+    ``said``: what this trace of the module has warned of before, in another mode. It grows.
 
     Raises :class:`TraceError` where the two differ and the dummy arguments have no values (on the
     meta device).
     """
-    unlooked = run(Questions(), {})
-    if not unlooked.questions.asked:
-        return unlooked
     looked, warned = _looking(run, {})
+    if looked.questions.hold_in_every_call:
+        return _standing(looked, warned, said)
+    unlooked = run(Questions(), {})
     stood_for = _ones(looked, unlooked, only_meta=True)
     if stood_for:
         looked, warned = _looking(run, stood_for)
@@ -49,14 +57,10 @@ def as_eager(run: Run) -> Traced:
         looked, warned = _with_fewest_questions(run, looked, warned, stood_for)
         if stood_for.keys() & dict(looked.graph.constant_inputs).keys():
             raise _without_values(looked, stood_for)
-        for warning in warned:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-        return looked
+        return _standing(looked, warned, said)
     unmasked = _ones(looked, unlooked, only_meta=False)
     if unmasked and not _alike(unlooked, _looking(run, unmasked)[0], unmasked):
-        return looked
+        return _standing(looked, warned, said)
     return unlooked
 
 
@@ -75,8 +79,26 @@ def _looking(
                 return run(questions, values), warned
         except TraceError:
             if not questions.unanswered:
+                _say(warned, set())
                 raise
             refused |= questions.unanswered.keys()
+
+
+def _standing(traced: Traced, warned: list[warnings.WarningMessage], said: set[Said]) -> Traced:
+    """The trace that stands. What it warns of is said now."""
+    _say(warned, said)
+    return traced
+
+
+def _say(warned: list[warnings.WarningMessage], said: set[Said]) -> None:
+    """Warn once of each of ``warned`` that is not ``said`` yet."""
+    for warning in warned:
+        key = (str(warning.message), warning.category, warning.filename, warning.lineno)
+        if key not in said:
+            said.add(key)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def _with_fewest_questions(

@@ -3,7 +3,7 @@
 ``if not is_tracing(mask) and mask.all(): return None`` has two ways: one for calls whose values can
 be looked at, and one that is meant to be right for all values. Eager takes the first. A trace takes
 the second, unless it is told to take the first with the values of the dummy arguments:
-:mod:`shardwright.compiler.trace.values.as_eager` runs both and compares them.
+:mod:`shardwright.compiler.trace.values.as_eager` says when both are traced and compared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from types import FrameType
 
 Question = tuple[str, int, str]
 """File, line and name of the function that asks."""
+
+_ONLY_WARN = {"warn_if_padding_and_no_attention_mask"}
+"""Functions of transformers that ask, and do nothing but warn. Both ways compute the same."""
 
 
 class Questions:
@@ -31,11 +34,15 @@ class Questions:
         self.asked: dict[Question, None] = {}
         self.unanswered: dict[Question, None] = {}
         """Questions that look at values which do not follow from the arguments."""
+        self.have_looked = False
+        """Whether an asker has been given values of the dummy arguments."""
 
     def may_look(self, frame: FrameType) -> bool:
         """Note that the function of ``frame`` asks; whether it is told that values can be looked
         at.
         """
+        if frame.f_code.co_name in _ONLY_WARN:
+            return False
         question = _question(frame)
         self.asked[question] = None
         if question in self._refused or (
@@ -44,6 +51,13 @@ class Questions:
             return False
         self._looking.append((frame, question))
         return True
+
+    @property
+    def hold_in_every_call(self) -> bool:
+        """Whether every asker has got the answer of eager, and no value has decided what it did
+        then: such a trace is what eager does in every call.
+        """
+        return not (self.have_looked or self._refused)
 
     def looks(self) -> Question | None:
         """The question whose asker runs now, itself or in what it calls, and was told to look."""

@@ -4,6 +4,7 @@ whether they are traced.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from tracing import same_as_eager, traced
-from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
 
-from shardwright.compiler.trace import trace
+from shardwright.compiler.trace import entry, trace
 from shardwright.runtime.errors import InputError, TraceError
 
 CONFIG = transformers.LlamaConfig(
@@ -59,6 +64,20 @@ class Recurs(nn.Module):
         )
 
 
+class Slides(nn.Module):
+    """Asks whether the mask is traced. The window is shorter than the sequence, so no value of the
+    mask is read then.
+    """
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        config = transformers.MistralConfig(
+            hidden_size=8, num_attention_heads=2, sliding_window=2, attn_implementation="sdpa"
+        )
+        mask = create_sliding_window_causal_mask(config, x, attention_mask, None)
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, mask).square().mean()
+
+
 class Counts(nn.Module):
     """Takes another way for ones, and says so nowhere."""
 
@@ -76,6 +95,7 @@ CASES: list[tuple[Callable[[], nn.Module], Tensor, list[str]]] = [
     (Recurs, PADDED, []),
     (Counts, ONES, ["attention_mask"]),
     (Counts, PADDED, ["attention_mask"]),
+    (Slides, PADDED, []),
 ]
 
 
@@ -126,3 +146,49 @@ def test_prefixes_are_attended_to_as_on_one_device(name: str) -> None:
     given.pop("token_type_ids", None)
     graph = traced(model, given, exact=False)
     assert [name for name, _ in graph.constant_inputs] == ["attention_mask"]
+
+
+def _padding_token() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model that looks at its tokens for nothing but a warning, if it is not traced."""
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, vocab_size=16, pad_token_id=0, use_cache=False
+    )
+    return transformers.GPT2Model(config), {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("made", "runs"),
+    [
+        (lambda: (nn.Linear(8, 2).double(), {"input": X}), 1),
+        (_padding_token, 2),  # in training and in eval mode: it has dropout
+        (lambda: (Slides(), {"x": X, "attention_mask": PADDED}), 1),
+        (lambda: (Attends(causal=True), {"x": X, "attention_mask": ONES}), 2),
+    ],
+    ids=["asks nothing", "only warns", "asks and reads nothing", "reads a mask"],
+)
+def test_one_trace_where_no_value_is_read(
+    made: Callable[[], tuple[nn.Module, dict[str, Tensor]]],
+    runs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done, run_once = [], entry.run_once
+
+    def counted(*args: object, **kwargs: object) -> object:
+        done.append(kwargs["training"])
+        return run_once(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(entry, "run_once", counted)
+    module, given = made()
+    trace(module, given)
+    assert len(done) == runs
+
+
+def test_a_model_warns_once_of_what_both_modes_do() -> None:
+    class Warns(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("too long", stacklevel=1)
+            return F.dropout(x, 0.1, self.training)
+
+    with pytest.warns(UserWarning) as said:
+        trace(Warns(), {"x": X})
+    assert [str(warning.message) for warning in said] == ["too long"]

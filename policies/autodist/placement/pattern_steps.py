@@ -76,7 +76,9 @@ class Pieces:
         outside = math.prod(self.shape[:dim]) * outer
         for index, cut_by in step.after if step.kind in GATHERS else step.before:
             other = self.places[index]
-            if index != step.place and (other[0] < dim or (other[0] == dim and other[1] < outer)):
+            # A place of one element has the same outer size as the place that follows it.
+            end = other[1] * sum(other[2])
+            if index != step.place and (other[0] < dim or (other[0] == dim and end <= outer)):
                 if other[0] == dim and self._uneven(other[2], cut_by):
                     return False  # a size that differs between ranks is not told to be 1
                 outside = outside // sum(other[2]) * self._piece(other[2], cut_by)

@@ -13,7 +13,7 @@ from shardwright.policies.autodist.placement.conversions import Conversions, Val
 from shardwright.policies.autodist.placement.strategies import LayoutTable
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
-SHAPES = [[(8,), (6,)], [(4, 3), (7,), (2, 8)], [(1,), (12,)], [(5,), (4, 4)]]
+SHAPES = [[(8,), (6,)], [(4, 3), (7,), (2, 8)], [(1,), (12,)], [(5,), (4, 4)], [(2, 1, 8)]]
 
 
 def random_layout(shape: list[tuple[int, ...]], mesh: Mesh, rng: random.Random) -> Layout:

@@ -71,6 +71,7 @@ from shardwright.runtime.module.extra_state import (
 from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
 from shardwright.runtime.module.scope import Place, place
+from shardwright.runtime.module.tracers import refuse_onnx, refuse_tracers
 from shardwright.runtime.module.weights import WeightFiles
 from shardwright.runtime.module.wrappers import watch_wrappers
 from shardwright.runtime.ops.random import RngMode, RngState
@@ -485,6 +486,7 @@ class ParallelModule(CompiledModule):
                 hint="call train_step(samples) or infer_step(samples), or compile with "
                 "use_end2end=False",
             )
+        refuse_tracers(type(self).__name__, given.values())
         self.check_mode()
         tensors = self._input_table.check(given, absent or {})
         check_devices(type(self).__name__, tensors, self._device)
@@ -572,6 +574,7 @@ class ParallelModule(CompiledModule):
 
     def get_extra_state(self) -> dict[str, Any]:
         """See :func:`shardwright.runtime.module.extra_state.extra_state`."""
+        refuse_onnx(type(self).__name__)
         return extra_state(self)
 
     def set_extra_state(self, state: Any) -> None:

@@ -2,17 +2,21 @@
 in words.
 """
 
+import io
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from mlp_files import make_batch, make_model, write_files
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import shardwright
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -99,6 +103,76 @@ def test_torch_jit(tmp_path):
     module = load_class(write_files(tmp_path, make_model(), 1, 1))()
     with pytest.raises(UsageError, match="the parallel module MLP cannot be traced by torch.jit\n"):
         torch.jit.trace(module, make_batch(0))
+
+
+class Loss(nn.Module):
+    """A linear layer and a loss, or a loss around another module."""
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.part = nn.Linear(6, 6).double() if part is None else part
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if isinstance(self.part, nn.Linear):
+            return nn.functional.mse_loss(self.part(x), target)
+        return 2 * self.part(x, target)
+
+
+def compiled_loss(tmp_path):
+    """Compiled, as nothing of its own has a name that torch.export cannot read."""
+    return shardwright.parallelize(
+        Loss(),
+        dict(zip(("x", "target"), make_batch(0), strict=True)),
+        "dp",
+        shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=1),
+        gen_savedir=tmp_path,
+    )
+
+
+TRACERS = {
+    "torch.export": lambda module: torch.export.export(module, make_batch(0)),
+    "torch.fx": torch.fx.symbolic_trace,
+    "make_fx": lambda module: make_fx(module)(*make_batch(0)),
+    "torch.onnx": lambda module: torch.onnx.export(
+        module, make_batch(0), io.BytesIO(), dynamo=False
+    ),
+}
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("name", TRACERS)
+@pytest.mark.filterwarnings("ignore")
+def test_tracers_of_torch(tmp_path, group, name, is_inside):
+    module = compiled_loss(tmp_path)
+    with pytest.raises(UsageError) as error:
+        TRACERS[name](Loss(module) if is_inside else module)
+    what, why, hint = str(error.value).split("\n")
+    assert what == f"the parallel module Loss cannot be traced by {name}"
+    assert "communication" in why
+    assert hint == "  try:   trace the original module; torch.compile takes the parallel one"
+
+
+@pytest.mark.slow
+def test_strict_export(tmp_path, group):
+    with pytest.raises(
+        Unsupported,
+        match="the parallel module Loss cannot be traced by torch.export; trace the original",
+    ):
+        torch.export.export(compiled_loss(tmp_path), make_batch(0), strict=True)
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda f: f.__name__
+)
+def test_transforms_of_functions(tmp_path, group, transform):
+    module = compiled_loss(tmp_path)
+    x, target = make_batch(0)
+    with pytest.raises(
+        UsageError,
+        match="the parallel module Loss cannot be called under a transform of torch.func",
+    ):
+        transform(lambda x: module(x, target))(x)
+    module(x, target).backward()
 
 
 def test_parameters_are_not_pickled_with_their_optimizer(tmp_path):

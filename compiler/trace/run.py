@@ -215,10 +215,12 @@ class _Run:
                 )
                 stack.enter_context(self.running.followed())
                 stack.enter_context(tracer)
-                return self.module(**arguments)
-        except ShardwrightError:
-            raise
+                result = self.module(**arguments)
         except Exception as error:
+            if tracer.refusals.first not in (None, error):
+                raise tracer.refusals.first from error
+            if isinstance(error, ShardwrightError):
+                raise
             location = location_of_error(error)
             raise TraceError(
                 f"forward of {type(self.module).__name__} failed while it was traced: "
@@ -226,6 +228,9 @@ class _Run:
                 where=str(location) if location else None,
                 hint="call the module with the dummy arguments to see whether it runs by itself",
             ) from error
+        if tracer.refusals.first is not None:
+            raise tracer.refusals.first
+        return result
 
     # effects
 

@@ -38,6 +38,7 @@ from shardwright.compiler.trace.calls.opening import opened
 from shardwright.compiler.trace.calls.strided import strided
 from shardwright.compiler.trace.context.source import user_frame
 from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.refusals import Refusals
 from shardwright.compiler.trace.values.constants import SIZED, Constants
 from shardwright.compiler.trace.values.finite_guards import finite_outcome
 from shardwright.compiler.trace.values.gradient_facts import FACTS, GradientFacts
@@ -83,6 +84,7 @@ class Tracer(TorchFunctionMode):
         self._running = 0  # calls being executed: what they call themselves is not recorded
         self._unseen = False
         self._open: list[Any] = []  # composites that run opened now
+        self.refusals = Refusals()
 
     def __torch_function__(
         self,
@@ -91,9 +93,13 @@ class Tracer(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if self._unseen:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        with self.refusals:
+            return self._see(func, args, dict(kwargs or {}))
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call, or say why it cannot be traced."""
         name = plain_name(func)
         # ``_running`` tells calls of the model's code from those that an operator makes inside.
         if not self._running and self._selecting.is_read((args, kwargs)):
@@ -587,6 +593,12 @@ class Tracer(TorchFunctionMode):
         self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record ``cls.apply(...)`` of an autograd Function as one operator."""
+        with self.refusals:
+            return self._apply_function(cls, original, args, kwargs)
+
+    def _apply_function(
+        self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._unseen:  # under torch.vmap: the gradient will be that of the operators in forward
             if not cls.__module__.startswith("torch."):
                 raise self.untransformed(cls.__name__)

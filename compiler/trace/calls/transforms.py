@@ -19,10 +19,13 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.compiler.trace.calls.call_arguments import tensors_in
+from shardwright.compiler.trace.refusals import Refusals
 
 
 class Modes(Protocol):
-    """The function mode under which calls are recorded."""
+    """The function mode under which calls are recorded. ``refusals``: of the running trace."""
+
+    refusals: Refusals
 
     def unseen(self) -> Any:
         """A context in which calls are run and not recorded."""
@@ -49,7 +52,8 @@ def vmap_traced(modes: Modes) -> Iterator[None]:
                 map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))
             ):
                 return mapped(*args, **kwargs)  # inside of another one
-            return _run_whole(modes, mapped, modes.on_fakes(args), kwargs)
+            with modes.refusals:
+                return _run_whole(modes, mapped, modes.on_fakes(args), kwargs)
 
         return run
 

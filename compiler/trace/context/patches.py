@@ -25,6 +25,7 @@ from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.calls.transforms import Modes, vmap_traced
 from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import user_location
+from shardwright.compiler.trace.refusals import Refusals
 from shardwright.compiler.trace.values.questions import Questions
 from shardwright.runtime.errors import TraceError
 
@@ -78,9 +79,9 @@ def patched(
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(tracer.apply_function))
         stack.enter_context(_checkpoints_traced_through(running, tracer.run_reentrant))
-        stack.enter_context(_scripts_inlined())
+        stack.enter_context(_scripts_inlined(tracer.refusals))
         stack.enter_context(vmap_traced(tracer))
-        stack.enter_context(_modules_converted())
+        stack.enter_context(_modules_converted(tracer.refusals))
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
         stack.enter_context(_sizes_computed_with())
@@ -200,19 +201,20 @@ def _checkpoints_traced_through(
 
 
 @contextmanager
-def _scripts_inlined() -> Iterator[None]:
+def _scripts_inlined(refusals: Refusals) -> Iterator[None]:
     """Scripted functions run as the Python they were made from."""
     call = torch.jit.ScriptFunction.__call__
 
     def inlined(self: Any, *args: Any, **kwargs: Any) -> Any:
         python = getattr(self, "_torchdynamo_inline", None)
         if python is None:
-            raise TraceError(
-                f"the scripted function {getattr(self, 'name', '')} cannot be traced",
-                why="its Python source is not attached (it was loaded or traced, not made by "
-                "torch.jit.script)",
-                hint="call the Python function it was made from",
-            )
+            with refusals:
+                raise TraceError(
+                    f"the scripted function {getattr(self, 'name', '')} cannot be traced",
+                    why="its Python source is not attached (it was loaded or traced, not made by "
+                    "torch.jit.script)",
+                    hint="call the Python function it was made from",
+                )
         return python(*args, **kwargs)
 
     with replaced(torch.jit.ScriptFunction, "__call__", inlined):
@@ -221,7 +223,7 @@ def _scripts_inlined() -> Iterator[None]:
 
 
 @contextmanager
-def _modules_converted() -> Iterator[None]:
+def _modules_converted(refusals: Refusals) -> Iterator[None]:
     """``module.to(dtype)`` leaves parameters alone that have this dtype. Others are not changed by
     forward.
     """
@@ -237,13 +239,15 @@ def _modules_converted() -> Iterator[None]:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 dtype = fn(tensor).dtype
             if dtype != tensor.dtype:
-                raise TraceError(
-                    f"forward converts {name} of a {type(self).__name__} from {tensor.dtype} "
-                    f"to {dtype}",
-                    where=str(user_location()),
-                    why="it would be of another dtype after the first call than before",
-                    hint="convert the module before compiling, or cast in forward what it is given",
-                )
+                with refusals:
+                    raise TraceError(
+                        f"forward converts {name} of a {type(self).__name__} from {tensor.dtype} "
+                        f"to {dtype}",
+                        where=str(user_location()),
+                        why="it would be of another dtype after the first call than before",
+                        hint="convert the module before compiling, or cast in forward what it is "
+                        "given",
+                    )
         return self
 
     with replaced(torch.nn.Module, "_apply", apply):

@@ -126,6 +126,62 @@ def test_values_are_needed(function: object, name: str, remedy: str, dynamic: bo
     assert hint.endswith("; or put the code into a function, and register_op it with fake=")
 
 
+ELSEWHERE = nn.Linear(4, 4)
+
+
+def converts(x: Tensor) -> Tensor:
+    ELSEWHERE.double()
+    return x
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def doubles_rows(x: Tensor) -> Tensor:
+    return torch.vmap(Doubles.apply)(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (item, "item() needs the values of a tensor"),
+        (nonzero, "nonzero() needs the values of a tensor"),
+        (to_numpy, "numpy() needs the values of a tensor"),
+        (converts, "forward converts weight of a Linear"),
+        (doubles_rows, "forward calls Doubles under torch.vmap"),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_refusal_that_forward_swallows(function: object, words: str, fails: bool) -> None:
+    def swallows(x: Tensor) -> Tensor:
+        try:
+            return function(x)
+        except Exception:
+            if fails:
+                raise ValueError("cannot do it") from None
+            return 2 * x
+
+    assert error_of(swallows).startswith(words)
+
+
+def test_an_error_of_torch_may_be_swallowed() -> None:
+    def falls_back(x: Tensor) -> Tensor:
+        try:
+            return x.view(5, 5)
+        except RuntimeError:
+            return 2 * x
+
+    module = Apply(falls_back)
+    assert trace(module, {"x": X}).ops[-1].target == "mul"
+
+
 def skips_at_random(x: Tensor) -> Tensor:
     if torch.rand([]) < 0.1:
         return x

@@ -67,6 +67,11 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
 
 def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
     num_stages, tp = options.num_stages, options.tp
+    for name, size in (("num_stages", num_stages), ("dp", options.dp), ("tp", tp)):
+        if size is not None and size < 1:
+            raise PlanError(
+                f"policy 'hybrid' cannot place {name}={size} on ranks", hint="pass 1 or more"
+            )
     if num_stages is None and tp is None:
         num_stages = 2 if plan_ngpus % (2 * options.dp) == 0 else 1
     if num_stages is None:

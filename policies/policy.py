@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.runtime.arguments import is_too_long
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE
 
 PolicyFunction = Callable[[PlannableGraph, ComputeConfig], Any]
@@ -97,7 +98,7 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
             )
         if not _fits(value, hints[name]):
             raise ConfigError(
-                f"option {written!r} of policy {policy!r} cannot be {value!r}",
+                f"option {written!r} of policy {policy!r} cannot be {brief(value)}",
                 why=f"it takes {_words(hints[name])}",
             )
         given[name] = _frozen(value)
@@ -128,10 +129,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             _fits(item, arguments[1]) for item in value.values()
         )
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (int, float):
+        kinds = (int,) if hint is int else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and not is_too_long(value)
     return hint is Any or isinstance(value, hint)
 
 

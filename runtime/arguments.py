@@ -269,9 +269,12 @@ def _any_of(kinds: Sequence[Kind | None]) -> Kind | None:
 
 def _is_number(value: Any) -> bool:
     """Not a truth value, nor one of thousands of digits, which has no other form."""
-    return not isinstance(value, bool) and not (
-        isinstance(value, int) and value.bit_length() > MOST_BITS
-    )
+    return not isinstance(value, bool) and not is_too_long(value)
+
+
+def is_too_long(value: Any) -> bool:
+    """Whether a value is a whole number of so many digits that it has no other form."""
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
 
 
 def _is_path(value: Any) -> bool:

@@ -28,6 +28,50 @@ def test_some_bad_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+ONCE_RAW = {
+    "pas_config of pp, schedule": [("value", "10**5000")],
+    "pas_config of pp, num_stages": [("value", "10**5000")],
+    "pas_config of hybrid, dp": [("value", "0"), ("value", "-1")],
+    "pas_config of autodist, num_microbatches": [("value", "10**5000")],
+    "run_ranks": [("num_ranks", "10**30")],
+    "scale_grads": [("factor", "10**30")],
+    "save_checkpoint": [
+        ("extra", "10**5000"),
+        ("extra", "meta tensor"),
+        ("step", "10**5000"),
+        ("step", "odd"),
+    ],
+    "export_pretrained": [
+        ("config", "'x'*5000"),
+        ("config", "{1: 2}"),
+        ("config", "{'x': odd}"),
+        ("config", "cyclic dict"),
+    ],
+    "verify": [("optimizer", "lambda *a, **k: None")],
+}
+"""Calls that ended in an exception of another kind once: argument and value, by function."""
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("options", [name for name in ONCE_RAW if name.startswith("pas_config")]),
+        ("ranks", ["run_ranks"]),
+        ("optimizers", ["scale_grads"]),
+        ("checkpoints", ["save_checkpoint", "export_pretrained"]),
+        ("compile", ["verify"]),
+    ],
+)
+def test_inputs_that_were_not_refused_once(
+    group: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = {call for name in names for call in ONCE_RAW[name]}
+    counts = bad_inputs.run(group, names=names, calls=wanted)
+    assert counts.refused or counts.accepted
+    assert [str(trouble) for trouble in counts.troubles] == []
+
+
 @checked
 def example(
     directory: Path | str, names: list[str], keep: int | None = 2, *, rate: float = 1.0

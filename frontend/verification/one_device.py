@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.frontend.verification.deviation import tensors_of
 from shardwright.frontend.verification.precision import float64_casts
 from shardwright.frontend.verification.sample_inputs import copied
+from shardwright.runtime.errors import UsageError, brief
 from shardwright.runtime.module.end2end import scaled
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -63,6 +64,12 @@ def reference_run(
     gradients: dict[str, Tensor | None] = {}
     with float64_casts(model):
         stepper = optimizer(model.parameters())
+        if not isinstance(stepper, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer gives {brief(stepper)} for the parameters of a module",
+                why="it is a function that makes an optimizer of torch",
+                hint="lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+            )
         for step in range(steps):
             stepper.zero_grad()
             losses.append([])

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.runtime.arguments import is_too_long
 from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
-from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.errors import CheckpointError, brief
 
 _SEQUENCES: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "tuple": (tuple, tuple),
@@ -38,6 +39,13 @@ def encode(value: Any, path: str) -> Any:
     Raises :class:`CheckpointError` for a value that has no form here.
     """
     value = _plain_number(value)
+    if is_too_long(value) or (isinstance(value, Tensor) and value.is_meta):
+        raise CheckpointError(
+            f"{path} cannot be saved",
+            why="a tensor on the meta device has no values"
+            if isinstance(value, Tensor)
+            else f"it is {brief(value)}",
+        )
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:

@@ -19,7 +19,7 @@ from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.merge_files import checked_index, write_model_files
 from shardwright.runtime.checkpoint.optimizer_state import listed
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
-from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.errors import CheckpointError, brief, brief_text
 from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region, copy_shared
@@ -67,15 +67,14 @@ def export_pretrained(
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
         raise CheckpointError(f"rename gives several tensors the name {twice!r}")
-    content = {**_config(config)}
-    content.setdefault("architectures", [index.module_class])
+    content = _config_text(config, index.module_class)
     with write_folder(out) as fresh, Contents(folder, index) as contents:
         _, where = write_model_files(fresh, contents, names, max_file_bytes)
         if set(where.values()) - {MODEL_FILE}:
             total = sum(record.num_bytes for record in index.tensors.values())
             weight_map = {"metadata": {"total_size": total}, "weight_map": where}
             write_file(fresh / WEIGHT_MAP_FILE, _json(weight_map))
-        write_file(fresh / CONFIG_FILE, _json(content))
+        write_file(fresh / CONFIG_FILE, content)
     return out
 
 
@@ -169,11 +168,13 @@ def _config(config: Any) -> Mapping[str, Any]:
     """The content of ``config.json``."""
     if isinstance(config, str | Path):
         path = Path(config)
-        path = path / CONFIG_FILE if path.is_dir() else path
         try:
+            path = path / CONFIG_FILE if path.is_dir() else path
             config = parse_json(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is no configuration", why=str(error)) from error
+            raise CheckpointError(
+                f"{brief(config)} is no configuration", why=brief_text(error)
+            ) from error
     elif hasattr(config, "to_json_string"):
         config = parse_json(config.to_json_string())
     if not isinstance(config, Mapping):
@@ -184,6 +185,24 @@ def _config(config: Any) -> Mapping[str, Any]:
     return {
         key: value for key, value in config.items() if value is not None or key != "architectures"
     }
+
+
+def _config_text(config: Any, module_class: str) -> bytes:
+    """``config.json``, with the class of the model if the configuration does not name one."""
+    content = {**_config(config)}
+    content.setdefault("architectures", [module_class])
+    if not all(isinstance(key, str) for key in content):
+        raise CheckpointError(
+            "the configuration cannot be written as JSON", why="not all of its keys are strings"
+        )
+    try:
+        return _json(content)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "the configuration cannot be written as JSON",
+            why=brief_text(error),
+            hint="keep numbers, strings, lists and dicts in it",
+        ) from error
 
 
 def _json(content: Any) -> bytes:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import Stateful, checked
+from shardwright.runtime.arguments import Stateful, checked, is_too_long
 from shardwright.runtime.checkpoint.checkpoint_index import (
     INDEX_FILE,
     Index,
@@ -56,7 +56,7 @@ from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.owner import claim
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
-from shardwright.runtime.errors import CheckpointError, ConfigError
+from shardwright.runtime.errors import CheckpointError, ConfigError, brief
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file, writing
@@ -331,9 +331,9 @@ def _checked_step(step: Any) -> int | None:
         checked = None if step is None else int(operator.index(step))
     except TypeError:
         checked = -1
-    if checked is not None and checked < 0:
+    if checked is not None and (checked < 0 or is_too_long(checked)):
         raise ConfigError(
-            f"step={step!r} is no count of steps",
+            f"step={brief(step)} is no count of steps",
             why="it is a part of the folder's name",
             hint="pass an integer from 0 on",
         )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import ConfigError, brief
 from shardwright.runtime.ranks.communicator import ReduceOp, Transport, Work
 from shardwright.runtime.ranks.hub import Combine, Hub, Meeting, RankAbortedError, in_words
 from shardwright.runtime.ranks.messages import MessageTransport, Sending
@@ -267,6 +268,10 @@ class ThreadWorld(World):
         return ThreadMessages(self._hub, self.rank)
 
 
+MOST_THREADS = 2**14
+"""The most ranks of one process."""
+
+
 @checked
 def run_ranks(
     num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float | None = None
@@ -280,6 +285,11 @@ def run_ranks(
 
     Raises :class:`DistributedError` where the ranks' collectives do not fit together.
     """
+    if num_ranks > MOST_THREADS:
+        raise ConfigError(
+            f"num_ranks is at most {MOST_THREADS:,}",
+            why=f"it is {brief(num_ranks)}, and each rank is a thread of this process",
+        )
     # A mode of fake tensors replaces the guard of CUDA devices where there are none. With torch
     # 2.11 the guard dies with the thread that did so first, and the next one crashes: so that is
     # the thread that outlives the ranks.

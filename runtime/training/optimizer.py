@@ -148,9 +148,10 @@ class ParallelOptimizer(Optimizer):
                 "factor is one number for all gradients",
                 why=f"it is a tensor of shape {list(factor.shape)}",
             )
+        scale = factor if isinstance(factor, Tensor) else float(factor)
         for _, tensor in self.gradient_holders:
             if tensor.grad is not None:
-                tensor.grad.detach().mul_(factor)
+                tensor.grad.detach().mul_(scale)
 
     @checked
     def unscale_grads(self, factor: float) -> bool:

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,9 +211,10 @@ def run(
     names: Sequence[str] = (),
     share: float = 1.0,
     tell: Callable[[str], None] = lambda text: None,
+    calls: Collection[tuple[str, str]] | None = None,
 ) -> Counts:
     """:func:`try_all` of the targets of these groups, or of all; with ``names`` of these functions
-    alone.
+    alone; with ``calls`` those alone, each an argument and a value.
 
     It runs in a temporary folder: calls with names like ``nope`` in the place of a path make files
     where they run.
@@ -225,7 +226,7 @@ def run(
             for target in targets_of(Path(folder) / "made", *groups)
             if not names or target.name in names
         ]
-        return try_all(targets, VALUES, share, tell)
+        return try_all(targets, VALUES, share, tell, calls)
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         (Path(folder) / "made").mkdir()
@@ -276,16 +277,18 @@ def try_all(
     values: Mapping[str, Callable[[], Any]],
     share: float = 1.0,
     tell: Callable[[str], None] = lambda text: None,
+    calls: Collection[tuple[str, str]] | None = None,
 ) -> Counts:
     """Try the values on every argument; with ``share`` below 1 a random part of all calls, the same
-    each time. ``tell`` gets each failure when it is there, and the names of the targets.
+    each time; with ``calls`` those alone, each an argument and a value. ``tell`` gets each failure
+    when it is there, and the names of the targets.
     """
     counts, dice = Counts(), random.Random(0)
     for target in targets:
         start, known = time.monotonic(), len(counts.troubles)
         target.function(**target.good())  # must work, or nothing is told by what follows
         for argument, value in calls_of(target, values):
-            if dice.random() <= share:
+            if dice.random() <= share and (calls is None or (argument, value) in calls):
                 given = {**target.good(), argument: values[value]()} if argument else None
                 attempt(
                     counts,
@@ -320,6 +323,9 @@ OWN = {
     ("where", "Linear"),
     ("optimizer_fn", "Linear"),
     ("rename", "int"),
+    ("rename", "Linear"),
+    ("fn", "Linear"),
+    ("optimizer", "Linear"),
 }
 """Functions of the caller's that fail when they are called: what they raise is the caller's own."""
 

@@ -221,6 +221,14 @@ def attention() -> list[Call]:
             (_randn(2, 6, 4, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3), _randn(6, 4, 5)),
             {"enable_gqa": True},
         ),
+        *(
+            (
+                sdpa,
+                (_randn(2, 4, 5, 3), _randn(2, keys, 5, 3), _randn(2, values, 5, 2)),
+                {"is_causal": True, "enable_gqa": True},
+            )
+            for keys, values in [(2, 4), (4, 2)]
+        ),
         (sdpa, (_randn(6, 3), _randn(5, 3), _randn(5, 3))),
         (sdpa, (q, k, v), {"dropout_p": 0.5}),
         (sdpa, (q, q, q), {"dropout_p": 0.5, "is_causal": True}),

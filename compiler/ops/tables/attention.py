@@ -42,20 +42,25 @@ def _attention(op: IROp) -> OpRule:
     causal attention is told at which position of the sequence the rank's queries start.
 
     With ``enable_gqa``, query head ``g * r + i`` reads key and value head ``g``: the head dim is
-    ``(g r)``.
+    ``(g r)``. Keys alone may be grouped, or values alone.
     """
     query, key, value = op.operands[:3]
     mask = op.operands[3] if len(op.operands) > 3 else None
     leads = [tensor.shape[:-2] for tensor in (query, key, value)]
-    grouped = op.arg("enable_gqa", False) and query.shape[-3] != key.shape[-3]
+    heads = [tensor.shape[-3] for tensor in (query, key, value) if len(tensor.shape) > 2]
+    grouped = op.arg("enable_gqa", False) and any(number != heads[0] for number in heads)
     if grouped:
         leads = [lead[:-1] for lead in leads]
     terms, batch = broadcast(leads)
     sizes = {}
     if grouped:
-        assert divides(key.shape[-3], query.shape[-3])
-        sizes = {"g": key.shape[-3], "r": quotient(query.shape[-3], key.shape[-3])}
-        terms = [[*term, heads] for term, heads in zip(terms, ("(g r)", "g", "g"), strict=True)]
+        groups = next(number for number in heads if number != heads[0])
+        assert divides(groups, heads[0])
+        sizes = {"g": groups, "r": quotient(heads[0], groups)}
+        terms = [
+            [*term, "g" if number == groups else "(g r)"]
+            for term, number in zip(terms, heads, strict=True)
+        ]
         batch = [*batch, "(g r)"]
     is_causal = bool(op.arg("is_causal", False))
     q = "q^" if is_causal else "q"

@@ -4,6 +4,7 @@ that renews golden files, the fixture that compares with them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import gc
 import random
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from shardwright.compiler.collector import only_new_objects
 from shardwright.compiler.trace.context.fakes import note_caches
 
 # A loaded machine is no defect of the code under test. `--hypothesis-profile=explore` looks at
@@ -25,6 +27,9 @@ settings.register_profile("explore", **ANY_SPEED)
 settings.load_profile("shardwright")
 
 GOLDEN = Path(__file__).parent / "golden"
+
+RUNNING = contextlib.ExitStack()
+"""What lasts while tests run: compiles inside need not ask what is set aside, which takes long."""
 
 # The collector would walk millions of objects of torch, transformers and pytest again and again,
 # for a tenth of the time.
@@ -44,8 +49,13 @@ def pytest_collection_finish() -> None:
     make.
     """
     freeze()
+    RUNNING.enter_context(only_new_objects())
     gc.set_threshold(50_000, 10, 10)
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    RUNNING.close()
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shardwright.compiler import collector
 from shardwright.compiler.collector import only_new_objects
 
 
@@ -21,8 +22,9 @@ class Ring:
 
 
 @pytest.fixture(autouse=True)
-def nothing_set_aside() -> Iterator[None]:
+def nothing_set_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever the test process has set aside before."""
+    monkeypatch.setattr(collector, "_entered", 0)
     number = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -51,6 +53,16 @@ def test_what_was_set_aside_before_stays_so() -> None:
     with pytest.raises(ValueError), only_new_objects():
         raise ValueError
     assert gc.get_freeze_count() >= number > 0
+
+
+def test_inside_another_it_leaves_what_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    with only_new_objects():
+        with monkeypatch.context() as without:
+            without.delattr(gc, "get_freeze_count")  # it looks at every object
+            with only_new_objects():
+                pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_error_ends_it() -> None:

@@ -5,8 +5,6 @@ import dataclasses
 import enum
 import inspect
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,26 +40,6 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_version_is_the_installed_one():
     assert shardwright.__version__ == version("shardwright")
-
-
-@pytest.mark.parametrize(
-    ("needed", "unwanted"),
-    [
-        ("shardwright.ParallelModule", "shardwright.compiler"),
-        ("shardwright.parallelize, import_module('shardwright.policies.dp')", "ortools"),
-    ],
-)
-def test_what_is_not_needed_is_not_imported(needed, unwanted):
-    code = (
-        f"import sys, shardwright; from importlib import import_module; {needed}; "
-        "print(list(sys.modules))"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert not [
-        name for name in ast.literal_eval(loaded.stdout) if f"{name}.".startswith(f"{unwanted}.")
-    ]
 
 
 @pytest.mark.parametrize("name", sorted(set(shardwright.__all__) - {"__version__"}))

@@ -48,16 +48,28 @@ def test_templates_are_package_data() -> None:
     assert all(any(path.match(pattern) for pattern in patterns) for path in files)
 
 
-def test_importing_the_package_imports_no_torch_and_the_runtime_no_compiler() -> None:
+def test_importing_imports_nothing_that_is_not_needed() -> None:
+    """Neither torch with the package, nor the compiler with the runtime, nor solvers with the
+    compiler.
+    """
     code = """
-import sys
+import importlib, pkgutil, sys
+
+def require_without(*names):
+    there = sys.modules.keys() & set(names)
+    assert not there, sorted(there)
+
 import shardwright
-assert "torch" not in sys.modules
-import importlib, pkgutil
+require_without("torch")
+shardwright.ParallelModule
 import shardwright.runtime
 for module in pkgutil.walk_packages(shardwright.runtime.__path__, "shardwright.runtime."):
     importlib.import_module(module.name)
-heavy = ("networkx", "ortools", "jinja2", "rich", "shardwright.compiler", "shardwright.policies")
-assert not sys.modules.keys() & set(heavy), sorted(sys.modules.keys() & set(heavy))
+require_without(
+    "networkx", "ortools", "jinja2", "rich", "shardwright.compiler", "shardwright.policies"
+)
+shardwright.parallelize
+importlib.import_module("shardwright.policies.dp")
+require_without("ortools", "shardwright.policies.autodist")
 """
     subprocess.run([sys.executable, "-c", code], check=True)

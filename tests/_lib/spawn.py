@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
+import socket
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -41,6 +44,27 @@ def run_processes(num_ranks: int, target: str, *args: Any, fake_cuda: bool = Fal
         return [torch.load(Path(folder) / f"result{rank}.pt") for rank in range(num_ranks)]
 
 
+def run_script(num_ranks: int, folder: Path, script: str) -> None:
+    """Run a script of ``folder`` in one process per rank, with the environment that ``torchrun``
+    gives it. The script makes the process group.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    job = (num_ranks, {**os.environ, **address}, str(folder), script)
+    multiprocessing.start_processes(_run_script, job, nprocs=num_ranks, start_method="forkserver")
+
+
+def _run_script(
+    rank: int, num_ranks: int, environment: dict[str, str], folder: str, script: str
+) -> None:
+    _become(rank, num_ranks, environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    runpy.run_path(script, run_name="__main__")
+
+
 def _run(
     rank: int,
     num_ranks: int,
@@ -50,15 +74,7 @@ def _run(
     folder: str,
     fake_cuda: bool,
 ) -> None:
-    torch.set_num_threads(1)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-    )
+    _become(rank, num_ranks, environment)
     backend = "gloo"
     if fake_cuda:
         import fake_nccl
@@ -77,3 +93,16 @@ def _run(
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _become(rank: int, num_ranks: int, environment: dict[str, str]) -> None:
+    """Make this process rank ``rank`` of a job on one node."""
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+    )

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from spawn import run_script
 
 import shardwright
 from shardwright.frontend.cli.main import main
@@ -44,8 +46,8 @@ def run_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, 
     importlib.import_module(name)
 
 
-def torchrun(folder: Path, script: str, num_ranks: int = 2) -> None:
-    """Run a script of ``folder`` on ranks that are processes."""
+def torchrun(num_ranks: int, folder: Path, script: str) -> None:
+    """Run a script of ``folder`` as the guides say."""
     command = [
         sys.executable,
         "-m",
@@ -176,10 +178,11 @@ def test_the_registered_function_of_the_guide(
     )
 
 
-def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [run_script, pytest.param(torchrun, marks=pytest.mark.slow)])
+def test_the_readme_trains_on_two_ranks(start: Callable[..., None], tmp_path: Path) -> None:
     for name, block in zip(("train.py", "my_project.py"), blocks("README.md"), strict=True):
         (tmp_path / name).write_text(block)
-    torchrun(tmp_path, "train.py")
+    start(2, tmp_path, "train.py")
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
     generated = next(tmp_path.rglob("gencode0.py")).read_text().replace("        ", "")
     (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -192,13 +195,13 @@ def test_getting_started_trains_on_two_ranks(tmp_path: Path) -> None:
     data = "torch.manual_seed(0)\nbatches = [torch.randn(2, 8, 64) for _ in range(3)]\n"
     leaving = "dist.barrier()\ndist.destroy_process_group()\n"
     (tmp_path / "train.py").write_text("\n".join((compiled, loaded, data, training, leaving)))
-    torchrun(tmp_path, "train.py")
+    run_script(2, tmp_path, "train.py")
 
 
 @pytest.mark.slow
 def test_the_pipeline_of_the_guide_trains_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("docs/pipelines.md")[0])
-    torchrun(tmp_path, "train.py")
+    run_script(2, tmp_path, "train.py")
     assert "1F0 1B0" in next(tmp_path.rglob("gencode1.py")).read_text()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -101,6 +102,7 @@ print(digest(t.trace(t.Model([1, 2, 3]), {{"x": t.X}})))
 """
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "12345"}
     command = [sys.executable, "-c", SCRIPT.format(folder=os.path.dirname(__file__))]

@@ -79,6 +79,7 @@ def classes_in(body: IRGraph, graph: IRGraph, indices: set[int]) -> set[int]:
     assert graph.dims is not None and body.dims is not None
     here, there = graph.dims, body.dims
     found = set()
+    # Each body numbers its classes for itself. What bodies have in common are inputs and weights.
     for value in (*graph.inputs, *graph.parameters, *graph.buffers):
         for mine, theirs in zip(
             here.values[value.name], there.values.get(value.name, ()), strict=False
@@ -182,6 +183,7 @@ class PlanBuilder:
                     ]
                     self._split_op(op, factors, axis)
         if not found:
+            # Dims of the evaluation body alone can be meant, too.
             names = {c.name for body in self.graph.bodies if body.dims for c in body.dims.classes}
             raise PlanError(
                 f"the model has no dim {str(dim)!r}", hint=suggestion(str(dim), sorted(names))
@@ -203,6 +205,8 @@ class PlanBuilder:
                 if allowed(op.rule, assignment, self.mesh):
                     self._strategies[op.name] = assignment
                     return
+        # An operator that has the dim twice, as x @ x.T, can have one of the two split over an
+        # axis.
         for factor in factors:
             assignment = {**self._strategies.get(op.name, {}), axis: f"split:{factor}"}
             if allowed(op.rule, assignment, self.mesh):

@@ -189,6 +189,7 @@ def _build(shape: tuple[Size, ...], state: State, density: Density | None) -> La
                 atoms.append(Atom((gap,)))
             atoms.append(Atom(place.segments, place.axes))
             outer = product((place.outer, place.size))
+        # No quotient of 0 says how large a part is: a dim without elements is one atom.
         rest = quotient(size, outer) if size != 0 else size
         if rest != 1 or not atoms:
             atoms.append(Atom((rest,)))

@@ -75,6 +75,8 @@ def _even_pieces(
     """
     places = []
     size = atom.size
+    # Whether a symbolic size divides is not known before a call. Segments are cut each for itself,
+    # so that their sum says nothing.
     if len(atom.segments) == 1 and isinstance(size, int):
         while axes and size % mesh.axis_size(axes[0]) == 0:
             places.append(Place(dim, outer, (mesh.axis_size(axes[0]),), axes[:1]))

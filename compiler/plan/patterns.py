@@ -111,6 +111,7 @@ class Patterns:
         places = self._together.get(both)
         if places is None:
             places = self._together[both] = self._join(both)
+        # What `moves` asks of two states: nothing else of them may enter here, or be left out.
         pattern = (places.relations, self._on(places, source), self._on(places, target))
         found = self._steps.get(pattern)
         if found is None:
@@ -118,6 +119,8 @@ class Patterns:
         return places, found
 
     def _join(self, both: tuple[int, int]) -> Places:
+        # Sorted, so that pairs of layouts that differ by the numbers of dims alone meet in one
+        # pattern.
         keys = tuple(sorted({key for number in both for key in self._keys.items[number]}))
         found = self._places.get(keys)
         if found is None:
@@ -151,6 +154,7 @@ def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
     elements.
     """
     together = tuple(
+        # Cuts of different dims never hinder each other.
         None if a[0] != b[0] else fits(Place(*a, ()), [Place(*b, ())])
         for i, a in enumerate(keys)
         for b in keys[i + 1 :]

@@ -40,6 +40,7 @@ def refit(
     so many ranks), stages that cannot be dealt out anew.
     """
     mesh = _resized(plan.mesh, num_ranks, axis_sizes or {})
+    # Mesh and stages first: whether a strategy is allowed depends on the number of ranks.
     moved = replace(plan, mesh=mesh, stages=_stages(plan, mesh))
     problems: list[str] = []
     moved = replace(moved, inputs=_inputs(moved, graph, problems))
@@ -109,6 +110,7 @@ def _stages(plan: Plan, mesh: Mesh) -> tuple[StagePlan, ...]:
             "stages have equal meshes",
             hint=f"keep the sizes of mesh {plan.mesh}, or plan anew",
         )
+    # All stages of a plan with a `pp` axis have the rest of its mesh as theirs.
     inner = Mesh(tuple(axis for axis in mesh.axes if axis[0] != "pp"))
     ranks = [
         tuple(rank for rank in range(mesh.size) if mesh.coords(rank)["pp"] == position)
@@ -155,6 +157,8 @@ def _sized(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:
     for dim, old, new in zip(layout.dims, layout.shape, shape, strict=True):
         if old != new and (len(dim) > 1 or len(dim[0].segments) > 1):
             return None
+        # Axes stay on the dim whatever its size: the first ranks get one more where it does not
+        # divide.
         dims.append(dim if old == new else (Atom((new,), dim[0].axes),))
     return replace(layout, dims=tuple(dims))
 

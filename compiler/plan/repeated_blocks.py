@@ -24,6 +24,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 
+# torch numbers the modules of a list without leading zeros, so `block.01` is a name.
 _CONTAINER = re.compile(r"(?s)^(?:(?P<prefix>.*?)\.)?(?P<index>0|[1-9][0-9]*)(?:\.|\Z)")
 MIN_RUN = 6
 """The fewest instructions of a run. Shorter ones stay inline, as a call would make no file shorter.
@@ -186,6 +187,7 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
             for value in reads(instruction):
                 readers.setdefault(value.name, set()).add(position)
     moved: list[Stretch] = []
+    # Instructions of the forward itself stay where they are; only blocks give adapters away.
     for position, (place, instructions) in enumerate(stretches):
         if place == (None, None):
             moved.append((place, instructions))
@@ -195,6 +197,7 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
             return any(reader > position for reader in readers.get(name, ()))
 
         front = in_front(instructions, is_read_later, recompute=place[1] is not None)
+        # By identity: two equal adapters of one value are two instructions.
         rest = [i for i in instructions if not any(i is f for f in front)]
         moved += [((None, None), front)] if front else []
         moved.append((place, rest))
@@ -317,6 +320,7 @@ def _run(
         if path is not None:
             return path
         inputs.setdefault(value.name, value)
+        # Inputs have no name in common, but one method can take those of one shape and dtype alone.
         return ("in", list(inputs).index(value.name), value.shape, value.dtype)
 
     keys = []
@@ -377,7 +381,9 @@ def instruction_key(
         if isinstance(arg, str):
             return ("text", layered(arg, container, identifier))
         if isinstance(arg, torch.Tensor):
+            # Two layers share a method only if they share the very constant.
             return id(arg)
+        # With the type, as 1 == 1.0 == True, and each is written in another way.
         return (type(arg).__name__, str(arg))
 
     args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)

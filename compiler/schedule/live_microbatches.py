@@ -65,6 +65,8 @@ def held_together(
             if action.kind in RELEASES:
                 without.discard(action.stage)
             if not without:
+                # A dict is a set that keeps its order, so that the result does not depend on
+                # hashes.
                 moments[tuple(held.values())] = None
         found.append(_largest(moments))
     return tuple(found)

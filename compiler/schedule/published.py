@@ -1,14 +1,11 @@
 """The published pipeline schedules, each a function from sizes to the order of work.
 
-========
-=====================================================================================================
-GPipe     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-Parallelism", 2019 1F1B      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", 2021,
-          sections 2.2.1 (PipeDream-Flush) and 2.2.2 (with interleaved stages)
-ZB-H1     Qi et al., "Zero Bubble Pipeline Parallelism", 2023 ZB-V      Qi et al., "Pipeline
-Parallelism with Controllable Memory", 2024 ========
-=====================================================================================================
+- GPipe: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+  Parallelism", 2019
+- 1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+  Megatron-LM", 2021, sections 2.2.1 (PipeDream-Flush) and 2.2.2 (with interleaved stages)
+- ZB-H1: Qi et al., "Zero Bubble Pipeline Parallelism", 2023
+- ZB-V: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024
 
 In formulas p is the number of ranks, m of microbatches, v of chunks (stages per rank), r a rank.
 :data:`SCHEDULES` lists all by name with what they need.
@@ -68,6 +65,7 @@ def _gpipe(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> Ran
     m microbatches are held.
     """
     forwards = _rounds(rank, num_ranks, num_microbatches, range(chunks))
+    # The last forward is of the last chunk, the only one whose gradient is there at once.
     return _one_forward_one_backward(forwards, forwards[::-1], warmup=len(forwards))
 
 
@@ -108,6 +106,8 @@ def _zb_h1(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> Ran
             work.run(F, rank)
         if work.count(I, rank) < num_microbatches:
             work.run(I, rank)
+        # Past the last input gradient nothing is left to wait for: the rest of the weight gradients
+        # run.
         if work.waiting(rank) > rank or work.count(I, rank) == num_microbatches:
             work.run(W, rank)
     return work.actions(num_microbatches)

@@ -166,6 +166,8 @@ class _Run:
         # the speed of all ranks at work.
         running: dict[int, tuple[float, float]] = {}
         while True:
+            # Ranks whose next action waits for one that still runs are in neither set: that one's
+            # end is a moment, after which they are asked again.
             waiting = (rank for rank in range(len(self.spans)) if rank not in running)
             coming = {rank: at for rank in waiting if (at := self._ready_s(rank)) is not None}
             running |= {
@@ -174,6 +176,7 @@ class _Run:
             moments = [at for at in coming.values() if at > now]
             speeds = dict(zip(running, machines.speeds(list(running)), strict=True))
             ends = {rank: now + left / speeds[rank] for rank, (_, left) in running.items()}
+            # run_order has refused schedules that deadlock, so this is the end of all actions.
             if not ends and not moments:
                 return
             then = min([*ends.values(), *moments])

@@ -70,12 +70,15 @@ def run_order(schedule: Schedule, waits: Waits) -> list[Position]:
     while awake:
         rank = awake.pop()
         while counts[rank] < len(waits[rank]):
+            # One open wait is enough to sleep on: when it is over, the next one is looked for.
             blocking = _first_open(waits[rank][counts[rank]], counts)
             if blocking is not None:
                 waiting_for[blocking[0]].append(rank)
                 break
             order.append((rank, counts[rank]))
             counts[rank] += 1
+            # Each rank is looked at again only when one that it waits for has moved on, so the work
+            # is linear in the actions and waits.
             awake += waiting_for[rank]
             waiting_for[rank].clear()
     if len(order) < sum(map(len, waits)):

@@ -195,6 +195,8 @@ def parallelize(
 
     with Job(title, _exchange(title)) as job:
         order, strategy = job.every_rank_does(lambda: read_arguments(current_world()))
+        # Before rank 0 begins to work: ranks that ask for different things would load files of
+        # another's request, or wait for a call that never comes.
         job.agree(
             model=f"{order.source.cls.__module__}.{order.source.cls.__qualname__}",
             instance_name=order.directory.name,
@@ -206,6 +208,7 @@ def parallelize(
         share_files(job, order.directory, strategy)
         if not load_module:
             return None
+        # A node without a shared disk may hold files of an earlier compile, which would load.
         loaded = job.every_rank_does(lambda: _load(order.directory, made))
         if order.source.module is None:
             return loaded

@@ -169,7 +169,9 @@ def resized(dummy_args: Mapping[str, Any], dims: Mapping[str, int], samples: int
         if path not in dims:
             return leaf
         dim = dims[path]
+        # A trace tells two arguments that are one tensor from two equal ones.
         if (id(leaf), dim) not in made:
+            # Repeated, never made up: indices and masks stay such as the model can take.
             rows = torch.arange(samples, device=leaf.device) % leaf.shape[dim]
             made[id(leaf), dim] = (
                 leaf.detach().index_select(dim, rows).requires_grad_(leaf.requires_grad)

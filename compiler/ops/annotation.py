@@ -79,6 +79,7 @@ class _Fit:
         ]
         kinds = self.kinds([*operands, *results], results)
         segments = self.infer_sizes([*operands, *results])
+        # Factors of size 1 are left out, so that broadcast operands need no rules of their own.
         kept = {name for name, sizes in segments.items() if sizes != (1,)}
         factors = tuple(
             Factor(name, segments[name], kinds[name]) for name in segments if name in kept
@@ -169,6 +170,8 @@ class _Fit:
         for tensor in tensors:
             seen: set[str] = set()
             for name in _names([tensor]):
+                # Cutting one factor would cut both dims of the tensor, and leave its diagonal
+                # blocks alone.
                 if name.name in seen and kinds[name.name] is not FactorKind.FROZEN:
                     self.fail(
                         f"{name.name} stands twice in {tensor[2]}",
@@ -208,6 +211,8 @@ class _Fit:
             for names, value, what in tensors
             for i, dim in enumerate(names)
         ]
+        # Each round takes the dims of which all factors but one are known, until nothing is left or
+        # nothing new follows.
         while dims:
             waiting = [dim for dim in dims if not self.infer_dim(*dim, sizes)]
             if len(waiting) == len(dims):

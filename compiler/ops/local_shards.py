@@ -83,6 +83,7 @@ def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, tolerance: floa
         )
         places = [_index(layout, dim, mesh, coords) for dim in range(piece.ndim)]
         here = torch.meshgrid(*places, indexing="ij") if places else ()
+        # Summands add up, pieces of copies lie beside each other: both are a sum into zeros.
         total[here] = total[here] | piece if piece.dtype == torch.bool else total[here] + piece
     first, *others = whole.values()
     for other in others:

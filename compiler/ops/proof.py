@@ -70,6 +70,7 @@ def prove_operators(graph: IRGraph, known: Collection[str], versions: str) -> li
         if strategies(rule) == ("R",):
             continue
         digest = _digest(op, opdef, rule, versions)
+        # Layers of one kind make one call, which is proved once.
         if digest in known or digest in new:
             continue
         if digest not in _proved:
@@ -112,12 +113,15 @@ def _prove(op: IROp, opdef: UserOpDef) -> None:
         if not isinstance(sample, Sample):
             reasons.append(str(sample))
             continue
+        # One sample in float64 has shown a difference: only one in the model's dtypes can clear it.
         if wrong is not None and sample.casts is not None:
             continue
         failures, count = _tried(sample, clock)
         if not failures:
             return
         wrong = _wrong(op, sample, failures, count)
+        # Kernels that are not torch's may compute in fewer bits than their tensors have. A small
+        # difference is then tried again in the dtypes of the model, where its bound is wider.
         opaque = sample.casts is not None and sample.casts.opaque
         if not opaque or any(not 0 < trial.error < _ROUNDING for trial in failures):
             raise wrong

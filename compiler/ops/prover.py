@@ -204,6 +204,7 @@ class OperatorCall:
         operands = [
             leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)
         ]
+        # In an example call without a word on gradients all that can have one is checked.
         explicit = any(x.requires_grad for x in operands)
         values = (
             IRValue(
@@ -249,6 +250,7 @@ class OperatorCall:
                 arg, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
             )
 
+        # The function may draw from the global generator, which is the caller's.
         with torch.random.fork_rng(devices=[]):
             if isinstance(operator, OpDef):
                 return self._run(self.op, self.operands, {}, None).results
@@ -323,6 +325,7 @@ class OperatorCall:
         outcomes, or the exception that one of them raised.
         """
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
+        # Another seed than that of the gradients: equal random numbers could cancel a mistake.
         generator = torch.Generator().manual_seed(self.seed + 1)
         pieces = [
             shards(x, layout, mesh, generator)
@@ -346,6 +349,7 @@ class OperatorCall:
             return run(rank, {axis_variable(name): groups.axis(name) for name in mesh.names})
 
         try:
+            # Threads cost more than most calls, so only calls that communicate get them.
             if any(isinstance(leaf, AxisRef) for _, arg in local.args for leaf in leaves(arg)):
                 return run_ranks(mesh.size, run_thread)
             return [
@@ -377,10 +381,12 @@ class OperatorCall:
         for i, (grad, layout) in enumerate(zip(reference.grads, operand_layouts, strict=True)):
             held = [outcome.grads[i] for outcome in outcomes]
             if grad is not None or any(g is not None for g in held):
+                # Where a rank has no gradient it counts as zeros: its piece may not have been used.
                 zeros = [torch.zeros_like(outcome.operands[i]) for outcome in outcomes]
                 pieces = [zero if g is None else g for g, zero in zip(held, zeros, strict=True)]
                 expected = torch.zeros_like(self.operands[i]) if grad is None else grad
                 yield f"gradient of {self.op.operand_names[i]}", expected, pieces, dual(layout)
+        # Running statistics are a result that the call does not return.
         for i in self.rule.updates:
             yield (
                 f"{self.op.operand_names[i]} after the call",

@@ -181,6 +181,7 @@ def register_op(
             function,
         )
         registry.OPS[opdef.name] = opdef
+        # A model may call it by any of these: a custom operator dispatches as its overload.
         for known in (registered, function, *_overloads(function)):
             registry.CALLABLES[known] = (opdef.name, normalise)
         return registered
@@ -225,6 +226,8 @@ def _dispatched(function: Function, fake: Callable[..., Any] | None) -> Function
             for leaf in leaves(arg)
             if isinstance(leaf, Tensor)
         )
+        # A trace is a function mode, which torch asks about every function that hands itself over
+        # here. The trace then records one call, and nothing of what the function does inside.
         if has_torch_function(tensors):
             return handle_torch_function(dispatched, tensors, *args, **kwargs)
         if fake is not None and any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -245,6 +248,7 @@ def _differentiable(result: Any, inputs: Sequence[Tensor]) -> Any:
 
 def _is_native(function: Any) -> bool:
     """Whether it is a function of torch, which dispatches itself."""
+    # Functions of C have no module that says so, and dispatch themselves as well.
     of_torch = str(getattr(_python(function), "__module__", "")).startswith("torch.")
     return of_torch or isinstance(function, BuiltinFunctionType | MethodDescriptorType)
 
@@ -330,6 +334,7 @@ def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
         parameter.kind is inspect.Parameter.POSITIONAL_ONLY or not _is_literal(parameter.default)
         for parameter in parameters
     )
+    # Annotations may hold commas and brackets, which the parser of signatures does not read.
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     if not complete:
         return str(inspect.Signature(plain))[1:-1], None

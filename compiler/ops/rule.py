@@ -223,6 +223,7 @@ class OpRule:
             *(self.factors, self.operands, self.results, self.additive, self.linear_sets),
             *(self.grad_linear, self.nonempty, parallel, self.exchanges, self.densities),
         )
+        # The cache of strategies is by form. The rules of a thousand layers share a few forms.
         return _FORMS.setdefault(key, RuleForm(self))
 
     def splittable(self, name: str, num_pieces: int = 1) -> bool:

@@ -104,6 +104,7 @@ def sample_calls(op: IROp, opdef: UserOpDef) -> Iterator[Sample | UnusableError]
     """Small calls like ``op``, first in float64, then in the dtypes of the model. A call that is of
     no use is replaced by the reason.
     """
+    # The prover calls functions with numbers, and any number stands for a dynamic size.
     op = _static(op)
     rule = instantiate(opdef, op)
     devices = ["cpu"]
@@ -156,6 +157,8 @@ def _sizes(op: IROp, rule: OpRule) -> Iterator[Mapping[str, Size]]:
     told = {factor.name for factor in rule.factors if factor.size in numbers}
     frozen = {factor.name for factor in rule.factors if factor.kind is FactorKind.FROZEN}
     tried: list[Mapping[str, Size]] = []
+    # A function may be told a size as an argument, or rely on one that must stay whole. Those keep
+    # their size in the later tries.
     for kept in (set(), told, frozen, told | frozen, set(small)):
         sizes = {name: size for name, size in small.items() if name not in kept}
         if sizes not in tried:
@@ -201,6 +204,7 @@ def _sample(
         found = instantiate(opdef, op)
     except ShardwrightError as error:
         raise UnusableError(f"the annotation does not fit it: {error.what}") from error
+    # A proof on the sample holds for the model's call only if both follow one rule.
     if _form(found) != _form(rule):
         raise UnusableError(f"the annotation says something else of it: {found.annotation}")
     return Sample(replace(call, op=replace(op, rule=found), rule=found), casts)
@@ -297,6 +301,7 @@ def _run(call: OperatorCall, least_finite: float) -> list[Tensor]:
     that must be finite.
     """
     runs = []
+    # Another global seed the second time shows what draws random numbers.
     for seed in (0, 1):
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -26,6 +26,7 @@ def factorise(
     """
     old_refs: list[list[FactorRef]] = [[] for _ in old]
     new_refs: list[list[FactorRef]] = [[] for _ in new]
+    # 0 elements are 0 in any grouping, so equal products say nothing about the dims.
     if 0 in old:
         return build.whole(old), build.whole(new)
     left = [(refs, size) for refs, size in zip(old_refs, old, strict=True) if size != 1]

@@ -114,6 +114,7 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
         return "P" if summed and index in rule.additive else "G"
 
     operands = tuple(letter(index, refs) for index, refs in enumerate(rule.operands))
+    # A form that communicates inside may give placements that the general law does not know.
     parallel = rule.parallel.factors.get(factor) if rule.parallel else None
     return (parallel and parallel.operands) or operands, (parallel and parallel.results) or results
 
@@ -190,6 +191,7 @@ def tensor_layout(
                     cuts.get(ref.factor, ()),
                 )
             )
+        # A dim without factors has size 1: it was left out of the rule, as nothing can cut it.
         dims.append(tuple(atoms) or (Atom((1,)),))
     return Layout(
         tuple(dims),

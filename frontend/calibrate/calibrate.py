@@ -389,6 +389,7 @@ def _tiers(world: World) -> tuple[dict[str, list[int]], list[tuple[str, list[Gro
     least = min(sizes[TIER_NAMES[0]])
     # Groups of one list have one size, as the points of a fit do: of uneven nodes the first ranks.
     inside = [tuple(node[:least] for node in nodes)] if least > 1 else []
+    # Pairs as well, so that the fit tells what a step costs from what a byte costs.
     if least >= 4:
         inside.append(tuple(node[i : i + 2] for node in nodes for i in range(0, least - 1, 2)))
     tiers.append((TIER_NAMES[0], inside))

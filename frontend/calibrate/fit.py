@@ -120,6 +120,7 @@ def fit_link(points: Points, otherwise: float = FASTEST_BYTES_PER_S) -> tuple[Li
     lines = [flat_lines(point["kind"], point["ranks"]) for point in points]
     chosen = [max(options) for options in lines]  # rings to begin with: the most steps
     latency, per_byte = 0.0, 0.0
+    # Lines and link follow from each other, and mostly agree after two or three rounds.
     for _ in range(20):
         steps = np.array(
             [line[0] / point["seconds"] for line, point in zip(chosen, points, strict=True)]
@@ -155,6 +156,7 @@ def _least_squares(steps: Any, shares: Any, least: float) -> tuple[float, float]
     latency, per_byte = np.linalg.lstsq(
         np.stack([steps, shares], axis=1), np.ones(len(steps)), rcond=None
     )[0].tolist()
+    # Neither may be negative; at the border of what is allowed one unknown is left.
     if latency < 0:
         return 0.0, float(shares.sum() / (shares @ shares))
     if per_byte <= 1 / FASTEST_BYTES_PER_S:

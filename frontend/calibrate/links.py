@@ -64,6 +64,7 @@ def measure_links(
                         "seconds": seconds,
                     }
                     points.append(point)
+                    # Larger messages would take longer still, and tell nothing new.
                     if seconds * messages > effort.longest_s:
                         break
     return points

@@ -85,6 +85,7 @@ def share_files(job: Job, directory: Path, strategy: BroadcastGenFilesStrategy) 
     if not receivers:
         return
     with _in_words(job, receivers):
+        # All ranks of the job make the group, members or not: torch asks for that.
         group = dist.new_group([0, *receivers], timeout=timeout(), group_desc="shardwright files")
     if job.rank == 0:
         job.every_rank_does(lambda: _send(parcel, directory, _Link(group, job, receivers)))
@@ -143,6 +144,7 @@ def _send(parcel: Parcel, directory: Path, link: _Link) -> None:
     for name, size in parcel.sizes.items():
         with (directory / name).open("rb") as file:
             for num_bytes in _chunk_sizes(size):
+                # Of a bytearray, as torch warns of buffers that cannot be written.
                 link.broadcast(torch.frombuffer(bytearray(file.read(num_bytes)), dtype=torch.uint8))
 
 
@@ -166,6 +168,7 @@ def _receive(parcel: Parcel, directory: Path, link: _Link) -> None:
             (fresh / MANIFEST_FILE).write_text(parcel.manifest, encoding="utf-8")
             _check(fresh, parcel, directory)
             for name, digest in Manifest.read(fresh).files.items():
+                # What was not sent, weights say, may be here from an earlier compile.
                 if name not in parcel.sizes and stored.holds(name, digest):
                     keep_file(directory / name, fresh / name)
 

@@ -129,6 +129,7 @@ def _source_files(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]
     for item in sorted(folder.iterdir(), key=lambda item: item.name):
         if item.is_dir() and item.name != "__pycache__":
             yield from _source_files(item, f"{path}/{item.name}")
+        # Presets of machines and templates decide what is made as much as code does.
         elif item.name.rpartition(".")[2] in ("py", "json", "jinja"):
             yield f"{path}/{item.name}", item.read_bytes()
 
@@ -375,6 +376,7 @@ def _store_tensors(
 def keep_file(source: Path | str, target: Path | str) -> None:
     """Give a file a second name if the file system can do that; otherwise copy it."""
     try:
+        # Folders of one model differ by little, and weights are large: a link costs no bytes.
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)

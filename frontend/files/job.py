@@ -82,6 +82,7 @@ class Job:
             try:
                 result = work()
             except BaseException as error:
+                # Interrupts count as well: the others would wait for a result that never comes.
                 self._exchange.broadcast_object({"error": describe(error)})
                 self._exchange.confirm()
                 raise
@@ -111,6 +112,8 @@ class Job:
         told = self.gather(describe(failure) if failure else None)
         if any(told) and self._exchange is not None:
             self._exchange.confirm()
+        # A rank that fails in a collective mostly fails because another one left it: what made that
+        # one leave is what people must read.
         causes = [
             rank for rank, d in enumerate(told) if d and d["type"] != CollectiveError.__name__
         ]

@@ -47,6 +47,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
     finally:
         if is_held:
             with contextlib.suppress(OSError):
+                # Before the release, or it would remove the sign of the next holder.
                 holder.unlink(missing_ok=True)
             lock.release()
 
@@ -72,6 +73,7 @@ def _acquire(lock: filelock.BaseFileLock, holder: Path, directory: Path) -> None
     wait: Wait | None = None
     while True:
         try:
+            # Never a blocking acquire: it could not tell a holder at work from one that is stopped.
             lock.acquire(timeout=0)
             return
         except filelock.Timeout:
@@ -79,6 +81,7 @@ def _acquire(lock: filelock.BaseFileLock, holder: Path, directory: Path) -> None
         if wait is None:
             wait = Wait(f"another process is compiling into {directory}: waiting for it")
             logger.info("%s", wait.what)
+        # The limit runs from the last sign that differs from the one before.
         wait.heard(sign)
         process = None if sign is None else Process.from_json(sign["process"])
         if not wait.pause(f"; {_described(process)}"):

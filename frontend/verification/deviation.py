@@ -129,7 +129,9 @@ def deviations(ours: Any, reference: Any) -> list[Deviation]:
         )
 
     magnitudes = {
-        name: largest(tensor.masked_fill(tensor.isinf(), 0)) for name, tensor in wanted.items()
+        # An infinity of a mask would make the bound of all tensors infinite.
+        name: largest(tensor.masked_fill(tensor.isinf(), 0))
+        for name, tensor in wanted.items()
     }
     floor = FLOOR * max(
         (m for name, m in magnitudes.items() if _is_rounded(wanted[name])), default=0.0

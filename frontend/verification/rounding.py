@@ -126,6 +126,7 @@ def is_zero_exactly(
     gradient = reference.gradients[name]
     assert gradient is not None
     promised, losses = gradient.abs().sum().item(), []
+    # The slope between two far points: near ones would differ by less than rounding.
     for sign in (1.0, -1.0):
         moved = copied(model)
         with torch.no_grad():

@@ -158,6 +158,7 @@ def rolled(args: Mapping[str, Any], number: int, constants: Container[str] = ())
         if path in constants or holds_sizes(leaf):
             return leaf
         moved = leaf.roll(number, 0)
+        # Rolled rows alone would have the same sum, which is all that some losses see.
         return moved * (1 + 0.1 * number) if leaf.is_floating_point() else moved
 
     return {name: structure.map_leaves(value, move, name) for name, value in args.items()}

@@ -132,6 +132,7 @@ def _train(
         held.losses.append([loss_of(result).detach().clone() for result in results])
         if step == 0:
             held.outputs = results
+            # Gradients of this step, reduced over all units as the optimizer will see them.
             stepper.sync_shard_grad()
             found = gathered_gradients(stepper._reducer.buckets)
             trained = [declaration.name for declaration, _ in module.trained_parameters()]
@@ -169,6 +170,7 @@ def whole(pieces: Sequence[tuple[Spans, Tensor | None]], reference: Tensor) -> T
         where = torch.meshgrid(*runs, indexing="ij") if runs else ...
         held = torch.zeros_like(result[where]) if piece is None else piece.to(result.dtype)
         known, wanted = result[where], reference.to(result.dtype)[where]
+        # Not `>`: a piece that is not a number must count as farther, and compares false.
         farther = known.isnan() | ~((held - wanted).abs() <= (known - wanted).abs())
         result[where] = torch.where(farther, held, known)
     return result.to(reference.dtype)

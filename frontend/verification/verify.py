@@ -221,8 +221,10 @@ def verify(
         before = _random_state()
         reference, run_alone = alone(model, samples), alone
         compared_with = "the model on one device"
+        # The model itself draws from torch's generator, whose numbers no plan can repeat.
         if _random_state() != before:
             compared_with = "its program on one rank, as the model draws random numbers"
+            # Fast random numbers depend on how a plan cuts; these are the same under every plan.
             config = replace(config, rng="plan_independent")
             compiled = compile_into(folder / "plan", model, dummy_args, pas_policy, config)
             single = replace(

@@ -70,7 +70,7 @@ def test_every_file_of_the_large_folders_is_told_of(package: str) -> None:
 def test_the_forms_are_those_of_a_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of the page, on the module of the README, writes every line that is shown."""
     _, module = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    example = 'EXAMPLE = {"x": torch.zeros(8, 128), "y": torch.zeros(8, 10)}\n'
+    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "my_project.py").write_text(f"{module}\n{example}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -85,3 +85,10 @@ def test_the_forms_are_those_of_a_compile(tmp_path: Path, monkeypatch: pytest.Mo
     shown = "\n".join(re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)).splitlines()
     assert len(shown) > 20
     assert {line.strip() for line in shown} - {"", "..."} <= lines
+
+
+def test_the_trace_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "compiler/trace/README.md").read_text()
+    source, printed = re.findall(r"```(?:python|text)\n(.*?)```", page, flags=re.DOTALL)
+    exec(source, {})
+    assert capsys.readouterr().out.rstrip() == printed.rstrip()

@@ -85,6 +85,14 @@ class IROp:
     only_in: str | None = None
     rule: OpRule | None = None
 
+    @property
+    def place(self) -> str:
+        """The user's line and the module it runs for, for people: ``model.py:9 (blocks.0.up)``.
+        There is no line where torch's own modules make the call, as in ``nn.Sequential``.
+        """
+        module = self.module_path or "top-level forward"
+        return f"{self.source} ({module})" if self.source else module
+
     def arg(self, name: str, default: Arg = None) -> Arg:
         """The argument bound to ``name``."""
         return next((value for key, value in self.args if key == name), default)

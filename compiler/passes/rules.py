@@ -85,7 +85,7 @@ def unknown_op_message(op: IROp) -> str:
     package = function.split(".")[0]
     return (
         f"no rule for operator {op.target}: it runs replicated on every rank\n"
-        f"  where: {op.source} ({op.module_path or 'top-level forward'})\n"
+        f"  where: {op.place}\n"
         f"  why:   operand shapes {[tuple(v.shape) for v in op.operands]}, "
         f"result shapes {[tuple(v.shape) for v in op.results]}\n"
         "  try:   say which dims may be split: drop the ^ there, and write one letter for "

@@ -44,7 +44,7 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
         if op.region is not None and graph.ops[start - 1].region == op.region:
             raise PlanError(
                 f"stage {number} begins at operator {stage.first_op!r}, inside a recompute region",
-                where=f"{op.source} ({op.module_path})",
+                where=op.place,
                 why="a region is recomputed as a whole, on the ranks of one stage",
                 hint="begin the stage before or after the region",
             )

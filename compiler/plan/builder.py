@@ -132,7 +132,7 @@ class PlanBuilder:
                 known = (f"{name!r} ({dim})" if dim else repr(name) for name, dim in dims.items())
                 raise PlanError(
                     f"operator {found.name} ({found.target}) has no dim {factor!r}",
-                    where=f"{found.source} ({found.module_path or 'top-level forward'})",
+                    where=found.place,
                     why=f"its rule is {found.rule.annotation!r}",
                     hint=f"one of {', '.join(known)}",
                 )

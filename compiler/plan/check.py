@@ -125,7 +125,7 @@ def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDi
     too_small = _too_small(op, op.rule, assignment, mesh, dims)
     raise PlanError(
         f"operator {op.name} ({op.target}) cannot follow {told}",
-        where=f"{op.source} ({op.module_path or 'top-level forward'})",
+        where=op.place,
         why=too_small
         or (f"its rule is {op.rule.annotation!r}" if op.rule.annotation else "it has no rule"),
         hint="fewer ranks along these axes, or larger inputs"

@@ -16,6 +16,8 @@ from shardwright.compiler.ops import known_loops, register, stand_ins
 from shardwright.compiler.trace.calls import expert_loops, routed_experts
 
 _TRACER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_RUN = f"{_TRACER}run.py"
+"""The file that calls ``forward``."""
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     _TRACER,
@@ -29,11 +31,14 @@ _NAMES_VALUES = (routed_experts.__file__, expert_loops.__file__)
 
 
 def user_frame(*, naming: bool = False) -> FrameType | None:
-    """The innermost frame that belongs neither to torch nor to the tracer. ``naming``: that whose
-    variables name values.
+    """The innermost frame of ``forward`` that belongs neither to torch nor to the tracer; ``None``
+    where torch's own modules are all there is. ``naming``: that whose variables name values.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        # Who called for the trace is no part of the model.
+        if frame.f_code.co_filename == _RUN:
+            return None
         if naming and frame.f_code.co_filename in _NAMES_VALUES:
             return frame
         frame = frame.f_back

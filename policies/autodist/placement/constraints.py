@@ -152,7 +152,7 @@ def _nothing_left(
     said += [f"cutting {' and '.join(map(repr, forbidden))} is forbidden"] if forbidden else []
     return PlanError(
         f"constraints leave operator {op.name} ({op.target}) nothing to do along axis {axis!r}",
-        where=f"{op.source} ({op.module_path or 'top-level forward'})",
+        where=op.place,
         why=f"{' and '.join(said)} there; mesh {mesh}, and its strategies along one axis: "
         f"{', '.join(strategies(op.rule))}",
         hint="take back a pin, or what is forbidden",
@@ -165,7 +165,7 @@ def _no_such_strategy(op: IROp, wanted: str, axis: str, dims: ModelDims) -> Plan
     names = sorted({name for s in every if (name := _dim(op, s, dims)) is not None})
     return PlanError(
         f"operator {op.name} ({op.target}) cannot be pinned to {wanted!r} along axis {axis!r}",
-        where=f"{op.source} ({op.module_path or 'top-level forward'})",
+        where=op.place,
         why=f"its rule is {op.rule.annotation!r}",
         hint=f"one of {', '.join(every)}" + (f", or the dims {', '.join(names)}" if names else ""),
     )

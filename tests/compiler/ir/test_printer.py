@@ -71,6 +71,6 @@ def test_rule_autocast_and_two_bodies() -> None:
     graph = trace(nn.Linear(4, 6), {"input": torch.zeros(5, 4)})
     op = replace(graph.ops[0], autocast=torch.bfloat16)
     op = replace(op, rule=parse_rule("b k+, n k+, n -> b n", op))
-    assert print_op(op).endswith("  autocast(bf16)  {b k+, n k+, n -> b n}")
+    assert print_op(op).endswith("# autocast(bf16)  {b k+, n k+, n -> b n}")
     both = print_graph(replace(graph, eval_graph=graph))
     assert both == print_graph(graph) + "in eval mode:\n" + print_graph(graph)

@@ -144,6 +144,8 @@ def test_names_sources_and_modules() -> None:
         and hidden.source.function == "forward"
     )
     assert [v.name for v in nested.parameters[:2]] == ["_0_up_weight", "_0_up_bias"]
+    (alone,) = trace(nn.Linear(3, 2), {"input": torch.zeros(4, 3)}).ops
+    assert (alone.source, alone.place) == (None, "top-level forward")
     assert nested.module_types["1.up"] == "Linear"
 
 

@@ -144,9 +144,9 @@ def _functions_in(module: ModuleType) -> Iterator[FunctionType]:
     owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
     for owner in owners:
         for value in list(vars(owner).values()):
-            function = inspect.unwrap(
-                value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            )
+            method = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            # Asked first, as files hold many thousand names and few decorated functions.
+            function = inspect.unwrap(method) if hasattr(method, "__wrapped__") else method
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
                 yield function
 

@@ -51,17 +51,19 @@ def annotated(graph: IRGraph) -> PlannableGraph:
 
 
 @functools.cache
-def zoo_traced(name: str) -> IRGraph:
-    """The graph of a model of the zoo. Graphs are immutable: all tests of a process share it."""
+def zoo_traced(name: str, **sizes: int) -> IRGraph:
+    """The graph of a model of the zoo on inputs of these sizes. Graphs are immutable: all tests of
+    a process share it.
+    """
     entry = zoo.get(name)
     with float64_casts():
-        return shared_trace(name, entry.build(), entry.inputs())
+        return shared_trace(name, entry.build(), entry.inputs(**sizes))
 
 
 @functools.cache
-def zoo_graph(name: str) -> PlannableGraph:
+def zoo_graph(name: str, **sizes: int) -> PlannableGraph:
     """The graph with rules and dims."""
-    return annotated(zoo_traced(name))
+    return annotated(zoo_traced(name, **sizes))
 
 
 def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:

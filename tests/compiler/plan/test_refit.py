@@ -156,15 +156,12 @@ def test_a_file_that_is_no_plan(text: str, why: str, tmp_path: Path, gpt: Planna
         find_policy("saved").apply(gpt, config)
 
 
-def zoo_graph(name: str, batch: int) -> PlannableGraph:
-    entry = zoo.get(name)
-    return plans.annotated(plans.traced(entry.build(), entry.inputs(batch=batch)))
-
-
 def test_batch_and_ranks_change_at_once(gpt: PlannableGraph) -> None:
     """Where the plan does not fit, the dims and sizes say why."""
     plan = plan_of(gpt, "data", 4)
-    assert refit(plan, zoo_graph("gpt2", 8), 8) == plan_of(zoo_graph("gpt2", 8), "data", 8)
+    assert refit(plan, plans.zoo_graph("gpt2", batch=8), 8) == plan_of(
+        plans.zoo_graph("gpt2", batch=8), "data", 8
+    )
     attention = [op.name for op in gpt.ops if op.target == "scaled_dot_product_attention"]
     rule = next(op.rule.annotation for op in gpt.ops if op.rule and op.name == attention[0])
     refused = "\n         ".join(
@@ -173,7 +170,7 @@ def test_batch_and_ranks_change_at_once(gpt: PlannableGraph) -> None:
         f"for 8 ranks, and it cannot run on a rank without any; its rule is {rule!r}"
         for name in attention
     )
-    assert refusal(plan, zoo_graph("gpt2", 6), 8) == (
+    assert refusal(plan, plans.zoo_graph("gpt2", batch=6), 8) == (
         f"the plan does not fit this model on 8 ranks\n  why:   {refused}\n  try:   edit the "
         "plan where it says, or plan anew"
     )
@@ -181,7 +178,7 @@ def test_batch_and_ranks_change_at_once(gpt: PlannableGraph) -> None:
 
 @pytest.mark.slow
 def test_a_searched_plan_trains_with_another_batch_on_other_ranks(tmp_path: Path) -> None:
-    entry, graph, path = zoo.get("gpt2"), zoo_graph("gpt2", 4), tmp_path / "plan.json"
+    entry, graph, path = zoo.get("gpt2"), plans.zoo_graph("gpt2", batch=4), tmp_path / "plan.json"
     path.write_text(
         plan_of(graph, "autodist", 4, mesh={"dp": 2, "tp": 2}, time_limit_s=3600.0).dumps()
     )

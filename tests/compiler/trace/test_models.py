@@ -7,18 +7,21 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from plans import zoo_traced
 from precision import float64_casts
-from tracing import traced
+from tracing import same_as_eager, traced
 
+from shardwright.compiler.ir.graph_grammar import verify
 from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.trace import trace
 
 
 @pytest.mark.parametrize("name", zoo.names("even"))
 def test_bit_equal_to_eager(name: str) -> None:
-    entry = zoo.get(name)
+    entry, graph = zoo.get(name), zoo_traced(name)
     with float64_casts():
-        graph = traced(entry.build(), entry.inputs())
+        verify(graph)
+        same_as_eager(graph, entry.build(), entry.inputs())
         assert graph.eval_graph is None
         assert all(op.source is not None for op in graph.ops)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from memory_ranks import measured_peaks
-from plans import traced
+from plans import traced, zoo_traced
 
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.memory.body_memory import BodyMemory
@@ -67,12 +67,8 @@ def compiled_case(
         made: Plan = getattr(found, "plan", found)
         return replace(made, recompute=options.get("recompute", ()))
 
-    return (
-        model,
-        inputs,
-        compile_graph(traced(model, inputs), apply, config, policy_name=policy),
-        config,
-    )
+    compiled = compile_graph(zoo_traced(name, batch=8), apply, config, policy_name=policy)
+    return model, inputs, compiled, config
 
 
 def predicted(compiled: Compiled, config: ComputeConfig) -> tuple[RankMemory, ...]:
@@ -105,7 +101,7 @@ def test_several_microbatches_hold_gradients_and_samples(
     model, inputs, compiled, config = compiled_case("gpt2", policy, plan, runtime, {})
     config = replace(config, use_zero=zero)
     compiled = compile_graph(
-        traced(model, inputs), find_policy(policy).apply, config, policy_name=policy
+        zoo_traced("gpt2", batch=8), find_policy(policy).apply, config, policy_name=policy
     )
     found = program_memory(compiled.program, config, num_microbatches=3)  # type: ignore[arg-type]
     for measured in measured_peaks(tmp_path, compiled, model, inputs, config, 3):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from memory_ranks import measured_peaks
-from plans import traced, zoo_graph
+from plans import traced, zoo_graph, zoo_traced
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
@@ -148,7 +148,7 @@ def test_peaks_are_those_measured(text: str, zero: int, tmp_path: Path) -> None:
     model, inputs = entry.build(), entry.inputs(batch=8)
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, use_end2end=True, use_zero=zero)
     compiled = compile_graph(
-        traced(model, inputs), find_policy("dp").apply, config, policy_name="dp"
+        zoo_traced("gpt2", batch=8), find_policy("dp").apply, config, policy_name="dp"
     )
     found = program_memory(compiled.program, config, OptimizerMemory(named=NamedOptimizer(text)))  # type: ignore[arg-type]
     for measured in measured_peaks(

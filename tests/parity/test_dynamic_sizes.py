@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo
 from precision import float64_casts
+from traces import shared_traces
 
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
@@ -38,7 +39,7 @@ def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> N
     entry = zoo.get(name)
     model, batches = entry.build(), [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims=DIMS, outputs="all")
-    with float64_casts():
+    with float64_casts(), shared_traces(name):
         parallelize(model, batches[0], policy, config, gen_savedir=tmp_path, load_module=False)
         (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
         manifest = Manifest.read(directory)

@@ -13,6 +13,7 @@ import zoo
 from parity import assert_close_tree
 from precision import float64_casts
 from torch import Tensor
+from traces import shared_traces
 
 from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
@@ -28,7 +29,7 @@ def gpt2() -> Any:
 
 
 def compiled(folder: Path, policy: str, inputs: Any, **fields: Any) -> Path:
-    with float64_casts():
+    with float64_casts(), shared_traces("gpt2-cache"):
         return compile_into(folder, gpt2(), inputs, policy, ComputeConfig(**fields))
 
 

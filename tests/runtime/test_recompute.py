@@ -4,6 +4,7 @@ import pytest
 import torch
 import zoo
 from precision import float64_casts
+from traces import shared_traces
 
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import ComputeConfig
@@ -56,7 +57,7 @@ def test_checkpointed_gpt2_with_dropout(tmp_path, policy):
             sum(module(**batch).loss for batch in batches).backward()
             return {name: p.grad for name, p in module.named_parameters()}
 
-        with float64_casts():
+        with float64_casts(), shared_traces(f"gpt2 {dropouts} {checkpointed}"):
             found = run_ranks(2, rank)[0]
         (source,) = folder.rglob("gencode0.py")
         assert ("import recompute" in source.read_text()) is checkpointed

@@ -32,7 +32,7 @@ class Small(nn.Module):
         return F.relu(self.linear(x)) + torch.tensor([1.0, 2, 3, 4, 5, 6])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph() -> IRGraph:
     return trace(Small(), {"x": torch.zeros(3, 4)}, dynamic_dims={"x": {0: "batch"}})
 

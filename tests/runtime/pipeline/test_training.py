@@ -30,9 +30,9 @@ def train(tmp_path, pipe, *, num_units=1, config=None, dummies=(), steps=3):
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_every_schedule_with_one_to_nine_microbatches(tmp_path, name):
-    for num_ranks, num_microbatches, chunks in sizes_of(name, 4, 9, 2):
-        if num_ranks == 2 or (chunks < 2 and num_microbatches in (1, 3, 8)):
+def test_every_schedule_with_fewer_and_more_microbatches_than_ranks(tmp_path, name):
+    for num_ranks, num_microbatches, chunks in sizes_of(name, 4, 8, 2):
+        if (num_ranks == 2 and num_microbatches < 6) or (chunks < 2 and num_microbatches in (1, 8)):
             folder = tmp_path / f"{num_ranks}-{num_microbatches}-{chunks}"
             train(folder, make_pipe(name, num_ranks, num_microbatches, chunks), steps=1)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.runtime.original_names import ORIGINAL_FUNCTION_NAMES
 
 if TYPE_CHECKING:
+    from shardwright import data
     from shardwright.compiler.cost.machine.hardware import load_hardware
     from shardwright.compiler.ir.graph import IRGraph
     from shardwright.compiler.ops.register import register_op
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         ArgumentError,
         CheckpointError,
         ConfigError,
+        DataError,
         DistributedError,
         FileError,
         InputError,
@@ -64,6 +66,7 @@ __all__ = [
     "CheckpointError",
     "ComputeConfig",
     "ConfigError",
+    "DataError",
     "DistributedError",
     "DistributedOptimizerConfig",
     "FileError",
@@ -85,6 +88,7 @@ __all__ = [
     "broadcast_weights",
     "build_optimizer",
     "count_communication",
+    "data",
     "deduped_state_dict",
     "export_pretrained",
     "load_checkpoint",
@@ -113,6 +117,7 @@ _MODULES = {
     "CheckpointError": "shardwright.runtime.errors",
     "ComputeConfig": "shardwright.runtime.config",
     "ConfigError": "shardwright.runtime.errors",
+    "DataError": "shardwright.runtime.errors",
     "DistributedError": "shardwright.runtime.errors",
     "DistributedOptimizerConfig": "shardwright.runtime.distributed_config",
     "FileError": "shardwright.runtime.errors",
@@ -155,8 +160,14 @@ _MODULES = {
 }
 
 
+_PACKAGES = ("data",)
+"""Packages whose names are used through them: ``shardwright.data.loader``."""
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), ORIGINAL_FUNCTION_NAMES.get(name, name))

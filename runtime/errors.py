@@ -70,6 +70,12 @@ class InputError(ShardwrightError, ValueError):
     """A call of a parallel module with arguments it was not compiled for."""
 
 
+class DataError(ShardwrightError, RuntimeError):
+    """A source of samples that is missing, damaged or changed, or gives what cannot be used; or a
+    state of a loader that does not fit.
+    """
+
+
 class UsageError(ShardwrightError, RuntimeError):
     """A call at a time, or in an order, in which it cannot be honoured."""
 

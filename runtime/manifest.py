@@ -17,6 +17,7 @@ from shardwright.runtime.checkpoint.tensor_files import digest_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.file_digests import ChunkDigests
+from shardwright.runtime.input_readers import InputReader
 from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.module.declarations import Declaration
@@ -47,7 +48,8 @@ class Manifest:
     them in the reverse one.
     ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON.
     ``zero_stage``: of ZeRO, where the config leaves it to the plan. ``work``: which part of one
-    device's arithmetic each rank does, as the compiler has found it.
+    device's arithmetic each rank does, as the compiler has found it. ``inputs``: which ranks of a
+    unit read which tensor of a sample; ``None`` if nobody has noted it.
     """
 
     key: str
@@ -61,6 +63,7 @@ class Manifest:
     use_order: tuple[str, ...] = ()
     zero_stage: int | None = None
     work: Mapping[str, Any] | None = None
+    inputs: tuple[InputReader, ...] | None = None
     format_version: int = FORMAT_VERSION
     shardwright_version: str = __version__
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -102,6 +105,11 @@ class Manifest:
             "use_order": list(self.use_order),
             **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
             **({"work": dict(self.work)} if self.work is not None else {}),
+            **(
+                {"inputs": [reader.to_json() for reader in self.inputs]}
+                if self.inputs is not None
+                else {}
+            ),
             "request": dict(self.request),
         }
 
@@ -126,6 +134,7 @@ class Manifest:
             use_order=tuple(data.get("use_order", ())),
             zero_stage=data.get("zero_stage"),
             work=data.get("work"),
+            inputs=tuple(map(InputReader.from_json, data["inputs"])) if "inputs" in data else None,
             format_version=data["format_version"],
             shardwright_version=data["shardwright_version"],
             torch_version=data["torch_version"],

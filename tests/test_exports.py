@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import inspect
 import re
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,8 +30,9 @@ def test_the_three_lists_of_names_agree():
     from_imports = {alias.asname or alias.name: module for alias, module in aliases}
     renamed = {alias.asname: alias.name for alias, _ in aliases if alias.asname}
     assert renamed == ORIGINAL_FUNCTION_NAMES
-    assert from_imports == shardwright._MODULES
-    assert sorted({*shardwright._MODULES, "__version__"}) == sorted(shardwright.__all__)
+    packages = dict.fromkeys(shardwright._PACKAGES, "shardwright")
+    assert from_imports == shardwright._MODULES | packages
+    assert sorted({*from_imports, "__version__"}) == sorted(shardwright.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -42,9 +44,16 @@ def test_the_version_is_the_installed_one():
     assert shardwright.__version__ == version("shardwright")
 
 
-@pytest.mark.parametrize("name", sorted(set(shardwright.__all__) - {"__version__"}))
-def test_help_names_every_field_member_and_option(name):
-    value = getattr(shardwright, name)
+DOCUMENTED = [
+    *(f"shardwright.{name}" for name in set(shardwright.__all__) - {"__version__", "data"}),
+    *(f"shardwright.data.{name}" for name in shardwright.data.__all__),
+]
+
+
+@pytest.mark.parametrize("path", sorted(DOCUMENTED))
+def test_help_names_every_field_member_and_option(path):
+    owner, _, name = path.rpartition(".")
+    value = getattr(import_module(owner), name)
     text = value.__doc__
     if isinstance(value, enum.EnumType):
         wanted = list(value.__members__)

@@ -17,6 +17,7 @@ FOLDERS = (
     "benchmarks",
     "codegen_templates",
     "compiler",
+    "data",
     "examples",
     "frontend",
     "policies",

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from shardwright.data.rank_roles import roles
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
@@ -139,6 +140,18 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a row for every operator and tensor, not one per kind of layer",
     )
+    parser.add_argument(
+        "--data",
+        action="store_true",
+        help="show which rank reads which samples, which ranks are twins, and who saves the state "
+        "of the loader",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="with --data: the ranks of the job (default: runtime_ngpus of the compile)",
+    )
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +231,9 @@ def _report(generated: Generated, order: Order) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if options.data:
+        make_console().print(str(roles(options.directory, num_ranks=options.ranks)), soft_wrap=True)
+        return 0
     manifest, plan = Manifest.read(options.directory), read_plan(options.directory)
     show_directory(
         make_console(), options.directory, manifest, plan, every_layer=options.every_layer
@@ -269,7 +285,9 @@ rounding.""",
     shardwright inspect .shardwright/_parallel_modules/my_models/Gpt/_
 
 How every tensor lies, what every operator does, where the split fell back to replication and
-why.""",
+why. With --data: which rank reads which samples, instead.
+
+    shardwright inspect .shardwright/_parallel_modules/my_models/Gpt/_ --data --ranks 8""",
     ),
     "accept": (
         _add_directory,

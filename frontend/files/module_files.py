@@ -23,6 +23,9 @@ from shardwright.compiler.ops.fingerprint import operator_digests
 from shardwright.compiler.ops.proof import prove_operators
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.fold import fold_constants
+from shardwright.compiler.plan.check import input_paths
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.program import Program
 from shardwright.compiler.trace import trace
 from shardwright.compiler.trace.context.autocast_regions import no_autocast
 from shardwright.frontend.files.cache import (
@@ -42,6 +45,7 @@ from shardwright.frontend.files.weight_files import Tensors, initial_values
 from shardwright.policies.policy import Policy
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.input_readers import InputReader, plain_sizes
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, sha256
 from shardwright.runtime.module.declarations import Declaration, Kind
@@ -232,7 +236,29 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         ),
         zero_stage=plan.zero_stage if request.config.leaves_zero_to_plan else None,
         work=None if compiled.work is None else compiled.work.to_json(),
+        inputs=input_readers(compiled.program),
     )
+
+
+def input_readers(program: Program | PipelineProgram) -> tuple[InputReader, ...]:
+    """Which ranks of a unit read which tensor of a sample, in the order of the arguments, then of
+    the stages.
+    """
+    if isinstance(program, Program):
+        mesh, everyone = program.plan.mesh, tuple(range(program.plan.mesh.size))
+        return tuple(
+            InputReader(path, everyone, mesh, plain_sizes(program.input_layouts[value.name]))
+            for path, value in input_paths(program.graph).items()
+        )
+    found: dict[tuple[str, int], InputReader] = {}
+    for body in program.bodies:
+        for path, value in input_paths(body.graph).items():
+            for stage, own, plan in zip(body.stages, body.programs, body.plan.stages, strict=True):
+                if value.name in {read.name for read in stage.reads}:
+                    layout = plain_sizes(own.input_layouts[value.name])
+                    reader = InputReader(path, plan.ranks, plan.mesh, layout)
+                    found.setdefault((path, stage.index), reader)
+    return tuple(found.values())
 
 
 def declared(compiled: Compiled) -> dict[str, Declaration]:

@@ -182,7 +182,8 @@ class Index:
     original ``state_dict()``.
     ``random``: seed, step and microbatch of each compiled module, by its path. ``extra_states``:
     what other modules keep beside tensors, encoded, by state dict key. ``scheduler`` and ``extra``:
-    encoded values. ``files``: what they must be.
+    encoded values. ``loader``: the encoded states of loaders of data by replica, ``""`` for one
+    that is the same on all ranks. ``files``: what they must be.
     """
 
     module_class: str
@@ -192,6 +193,7 @@ class Index:
     extra_states: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerRecord | None = None
     scheduler: Any = None
+    loader: Any = None
     extra: Any = None
     step: int | None = None
     num_ranks: int = 1
@@ -207,6 +209,7 @@ class Index:
             files={**self.files, **other.files},
             random={**other.random, **self.random},
             optimizer=optimizer,
+            loader=_merged_loaders(self.loader, other.loader),
         )
 
     def records(self) -> Iterable[tuple[str, TensorRecord]]:
@@ -233,6 +236,7 @@ class Index:
             "extra_states": dict(self.extra_states),
             "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
             "scheduler": self.scheduler,
+            **({} if self.loader is None else {"loader": self.loader}),
             "extra": self.extra,
         }
 
@@ -259,6 +263,7 @@ class Index:
             if data["optimizer"] is None
             else OptimizerRecord.from_json(data["optimizer"]),
             scheduler=data["scheduler"],
+            loader=data.get("loader"),
             extra=data["extra"],
             step=None if data["step"] is None else _count(data["step"]),
             num_ranks=_count(data["num_ranks"]),
@@ -292,7 +297,8 @@ class Index:
             raise ValueError("two pieces are one tensor of a file")
         if self.optimizer is not None:
             self.optimizer.check(self.tensors)
-        for value in (self.scheduler, self.extra, *self.extra_states.values()):
+        states = [] if self.loader is None else _by_replica(self.loader).values()
+        for value in (self.scheduler, self.extra, *states, *self.extra_states.values()):
             decode(value)
 
     def write(self, path: Path) -> None:
@@ -331,6 +337,18 @@ class Index:
             return cls.from_json(content)
         except Exception as error:  # nothing but the content can be the reason
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _by_replica(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} are no states of loaders")
+    return value
+
+
+def _merged_loaders(ours: Any, theirs: Any) -> Any:
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    return {**theirs, **ours}
 
 
 def _text(value: Any) -> str:

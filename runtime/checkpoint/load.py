@@ -24,6 +24,7 @@ from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.json_values import decode
+from shardwright.runtime.checkpoint.loader_state import give_states
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
@@ -58,6 +59,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
+    loader: Any = None,
     verify: bool = True,
 ) -> LoadedCheckpoint:
     """Continue from the current checkpoint of ``directory``, or from one of the folders in it.
@@ -65,7 +67,8 @@ def load_checkpoint(
 
     The plan, the number of ranks and the grouping of the optimizer's parameters may differ from
     those it was saved under; an original module on one device will do too. Every rank reads its own
-    elements only. Seed and step of random numbers, and the state of ``scheduler``, are restored.
+    elements only. Seed and step of random numbers, and the states of ``scheduler`` and ``loader``
+    (a loader of :mod:`shardwright.data`), are restored.
     ``verify``: read all files once, shared among the ranks, and compare digests.
 
     Raises :class:`CheckpointError` on all ranks if there is no checkpoint, if files are missing or
@@ -83,7 +86,7 @@ def load_checkpoint(
             (holding, _exact(index, record, holding))
             for holding, record in _match(folder, index, holdings)
         ]
-        _check_options(folder, index, optimizer, scheduler)
+        _check_options(folder, index, optimizer, scheduler, loader)
         _check_groups(folder, index, optimizer, scheduler, holdings)
     _check_left_over(world, folder, index, holdings)
     if verify:
@@ -93,8 +96,8 @@ def load_checkpoint(
         with together(world):
             # Whatever may be refused is found out here, before anything is written.
             contents.check(record for _, record in found)
-            restored = _restored(contents, holdings, optimizer, scheduler)
-        with undone_on_error(holdings, optimizer, scheduler), together(world):
+            restored = _restored(contents, holdings, optimizer, scheduler, loader)
+        with undone_on_error(holdings, optimizer, scheduler, loader), together(world):
             restored.give()
         with together(world):
             for holding, record in found:
@@ -172,10 +175,13 @@ def _check_left_over(world: World, folder: Path, index: Index, holdings: Holding
         raise CheckpointError(f"{folder} does not fit {holdings.class_name}", why=listed(problems))
 
 
-def _check_options(folder: Path, index: Index, optimizer: Optimizer | None, scheduler: Any) -> None:
+def _check_options(
+    folder: Path, index: Index, optimizer: Optimizer | None, scheduler: Any, loader: Any
+) -> None:
     for wanted, there, title in (
         (optimizer, index.optimizer, "optimizer"),
         (scheduler, index.scheduler, "scheduler"),
+        (loader, index.loader, "loader"),
     ):
         if wanted is not None and there is None:
             raise CheckpointError(
@@ -234,6 +240,8 @@ class _Restored:
     state_dict: StateDict
     scheduler: Any
     scheduler_state: Any
+    loader: Any
+    loader_states: Mapping[str, Any]
 
     def give(self) -> None:
         """Load all of it but masters. Classes of the user may refuse theirs."""
@@ -249,6 +257,9 @@ class _Restored:
         if self.scheduler is not None:
             with taking("the scheduler"):
                 self.scheduler.load_state_dict(self.scheduler_state)
+        if self.loader is not None:
+            with taking("the loader"):
+                give_states(self.loader, self.loader_states)
 
     def give_masters(self) -> None:
         """Load masters; those that were not saved are the parameters, which have their values by
@@ -259,15 +270,29 @@ class _Restored:
 
 
 def _restored(
-    contents: Contents, holdings: Holdings, optimizer: Optimizer | None, scheduler: Any
+    contents: Contents,
+    holdings: Holdings,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    loader: Any,
 ) -> _Restored:
     index, state_dict = contents.index, {}
     if optimizer is not None and index.optimizer is not None:
         named = _read_state(contents, index.optimizer, optimizer, holdings)
         state_dict = state_dict_for(optimizer, holdings, named)
     extra_states = {key: decode(value) for key, value in index.extra_states.items()}
-    state = decode(index.scheduler)
-    return _Restored(holdings, index.random, extra_states, optimizer, state_dict, scheduler, state)
+    loader_states = {name: decode(value) for name, value in (index.loader or {}).items()}
+    return _Restored(
+        holdings,
+        index.random,
+        extra_states,
+        optimizer,
+        state_dict,
+        scheduler,
+        decode(index.scheduler),
+        loader,
+        loader_states,
+    )
 
 
 def _read_state(

@@ -51,6 +51,7 @@ from shardwright.runtime.checkpoint.folders import (
 )
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.json_values import encode
+from shardwright.runtime.checkpoint.loader_state import loader_states
 from shardwright.runtime.checkpoint.optimizer_state import named_state
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.owner import claim
@@ -271,6 +272,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     scheduler: Stateful | None = None,
+    loader: Any = None,
     extra: Any = None,
     step: SupportsIndex | None = None,
     keep: int | None = 2,
@@ -282,7 +284,8 @@ def save_checkpoint(
     Every distinct piece of a tensor is written once, by the first rank that holds it: parameters,
     persistent buffers (of the first unit), the optimizer's state. Beside them seed and step of
     random numbers, the state of ``scheduler`` (its ``state_dict()``), ``step``, and rank 0's
-    ``extra``: plain values and tensors. ``directory`` is shared by all ranks.
+    ``extra``: plain values and tensors. ``loader``: a loader of :mod:`shardwright.data`, whose
+    position is saved; ranks that have none pass ``None``. ``directory`` is shared by all ranks.
 
     ``keep``: how many complete checkpoints stay, this one included (``None``: all); folders that
     hold anything else beside are never deleted. With ``async_save`` the state is copied to host
@@ -302,7 +305,7 @@ def save_checkpoint(
     finish_pending(world)
     folder = None
     with together(world):
-        snapshot = _take_snapshot(world, module, optimizer, scheduler, extra, step)
+        snapshot = _take_snapshot(world, module, optimizer, scheduler, loader, extra, step)
         if async_save:
             snapshot = snapshot.on_host()
         if world.rank == 0:
@@ -423,6 +426,7 @@ def _take_snapshot(
     module: nn.Module,
     optimizer: Optimizer | None,
     scheduler: Any,
+    loader: Any,
     extra: Any,
     step: int | None,
 ) -> _Snapshot:
@@ -444,6 +448,7 @@ def _take_snapshot(
         scheduler=None
         if scheduler is None
         else encode(scheduler.state_dict(), "the scheduler's state"),
+        loader=None if loader is None else loader_states(loader),
         extra=encode(extra, "extra") if world.rank == 0 else None,
         step=step,
         num_ranks=world.size,

@@ -11,15 +11,16 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.holdings import Holdings
+from shardwright.runtime.checkpoint.loader_state import give_state, state_of
 from shardwright.runtime.errors import CheckpointError, ShardwrightError
 
 
 @contextmanager
 def undone_on_error(
-    holdings: Holdings, optimizer: Optimizer | None, scheduler: Any
+    holdings: Holdings, optimizer: Optimizer | None, scheduler: Any, loader: Any = None
 ) -> Iterator[None]:
-    """If the block raises, random numbers, extra states, the optimizer and the scheduler are what
-    they were before.
+    """If the block raises, random numbers, extra states, the optimizer, the scheduler and the
+    loader are what they were before.
 
     Tensors that the block writes into keep what it wrote: those of the module and masters are no
     business of it.
@@ -33,6 +34,8 @@ def undone_on_error(
         if scheduler is not None:
             stack.callback(_attributes_of(scheduler))
             stack.callback(_quietly, _reloading(scheduler))
+        if loader is not None:
+            stack.callback(_quietly, _states_again(loader))
         yield
         stack.pop_all()
 
@@ -83,6 +86,11 @@ def _reloading(scheduler: Any) -> Callable[[], None]:
     """
     before = copy.deepcopy(scheduler.state_dict())
     return lambda: scheduler.load_state_dict(before)
+
+
+def _states_again(loader: Any) -> Callable[[], None]:
+    before = state_of(loader)
+    return lambda: give_state(loader, before)
 
 
 def _quietly(undo: Callable[[], None]) -> None:

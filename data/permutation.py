@@ -1,0 +1,128 @@
+"""Shuffling by computation: where position ``i`` of an epoch goes, without a list of all samples.
+
+A permutation of ``size`` things is a function of a key. Small ones sort hashes of the indices.
+Large ones are Feistel networks (Luby and Rackoff, "How to construct pseudorandom permutations from
+pseudorandom functions", 1988): the index is two halves, and each round mixes one half into the
+other, which can be undone; so the whole is a permutation of the next power of 4. What falls outside
+of ``size`` is permuted again until it falls inside ("cycle walking").
+
+An example: ``permute(numpy.arange(4), 4, key("seed", 0))`` is some order of 0, 1, 2, 3, the same on
+every machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+SORTED_SIZE = 4096
+"""Up to this size hashes are sorted: every order can occur, and it takes under a millisecond."""
+
+_ROUNDS = 6
+_MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+
+
+def key(*parts: Any) -> int:
+    """64 bits that follow from ``parts``: plain numbers and texts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
+
+
+def permute(positions: Indices, size: int, permutation_key: int) -> Indices:
+    """Where ``positions``, each from 0 up to ``size``, go."""
+    if size <= SORTED_SIZE:
+        return _sorted_hashes(size, permutation_key)[positions]
+    return _feistel(positions, size, permutation_key)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each value (the finaliser of splitmix64)."""
+    first, second = _MULTIPLIERS
+    values = values * first
+    values = (values ^ (values >> np.uint64(29))) * second
+    return values ^ (values >> np.uint64(32))
+
+
+@functools.lru_cache(maxsize=64)
+def _sorted_hashes(size: int, permutation_key: int) -> Indices:
+    with np.errstate(over="ignore"):
+        hashes = _mixed(_mixed(np.arange(size, dtype=np.uint64) + np.uint64(permutation_key)))
+    return np.argsort(hashes, kind="stable")
+
+
+def _feistel(positions: Indices, size: int, permutation_key: int) -> Indices:
+    half = np.uint64(((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = [np.uint64(key(permutation_key, number)) for number in range(_ROUNDS)]
+    values = positions.astype(np.uint64)
+    outside = np.ones(values.shape, bool)
+    with np.errstate(over="ignore"):
+        while outside.any():
+            left, right = values[outside] >> half, values[outside] & mask
+            for round_key in keys:
+                left, right = right, left ^ (_mixed(right + round_key) & mask)
+            values[outside] = (left << half) | right
+            outside = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which the samples of one source are seen, epoch by epoch.
+
+    ``size``: how many samples there are. ``shuffle``: in another order in each epoch, that follows
+    from ``seed``. ``block``: blocks of that many neighbouring samples are shuffled, and the samples
+    within a block, so that a source which is slow at random access is read a block at a time.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = False
+    block: int | None = None
+
+    def indices(self, epoch: int, start: int, stop: int) -> Indices:
+        """The samples at positions ``start`` to ``stop`` of an epoch."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        if not self.shuffle:
+            return positions
+        if self.block is None or self.block >= self.size:
+            return permute(positions, self.size, key(self.seed, epoch))
+        return self._in_blocks(epoch, positions, self.block)
+
+    def _in_blocks(self, epoch: int, positions: Indices, block: int) -> Indices:
+        """Blocks in a permuted order. The last block of the source may be short; ``early`` is the
+        number of blocks before it, so that positions behind it can be counted.
+        """
+        num_blocks, rest = -(-self.size // block), self.size % block
+        order = functools.partial(permute, size=num_blocks, permutation_key=key(self.seed, epoch))
+        places = positions // block
+        if rest:
+            early = _place_of(num_blocks - 1, num_blocks, key(self.seed, epoch))
+            behind = positions >= early * block + rest
+            places = np.where(behind, (positions - rest) // block + 1, places)
+            starts = np.where(behind, (places - 1) * block + rest, places * block)
+        else:
+            starts = places * block
+        blocks = order(places)
+        result = np.empty_like(positions)
+        for number in dict.fromkeys(blocks.tolist()):
+            inside = blocks == number
+            size = rest if rest and number == num_blocks - 1 else block
+            within = permute(
+                positions[inside] - starts[inside], size, key(self.seed, epoch, number)
+            )
+            result[inside] = number * block + within
+        return result
+
+
+@functools.lru_cache(maxsize=16)
+def _place_of(index: int, size: int, permutation_key: int) -> int:
+    """The position that goes to ``index``: looked for among all, which are blocks, not samples."""
+    every = permute(np.arange(size, dtype=np.int64), size, permutation_key)
+    return int(np.flatnonzero(every == index)[0])

@@ -1,0 +1,73 @@
+"""States of loaders of data in a checkpoint.
+
+A loader of :mod:`shardwright.data` has one state that is the same on all ranks
+(``state_dict``, ``load_state_dict``). One with Megatron-Energon's interface has a state for each
+data-parallel rank (``save_state_rank``, ``restore_state_global``); twins have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.runtime.checkpoint.json_values import encode
+from shardwright.runtime.errors import ArgumentError, CheckpointError, brief
+
+SAME_EVERYWHERE = ""
+"""The name of a state that is the same on all ranks."""
+
+
+def is_by_rank(loader: Any) -> bool:
+    """Whether each data-parallel rank has a state of its own.
+
+    Raises :class:`ArgumentError` for an object without either interface.
+    """
+    if hasattr(loader, "save_state_rank") and hasattr(loader, "restore_state_global"):
+        return True
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return False
+    raise ArgumentError(
+        f"{brief(loader)} is no loader whose state can be saved",
+        why="it has neither state_dict and load_state_dict, nor save_state_rank and "
+        "restore_state_global",
+        hint="pass a loader of shardwright.data; a DataLoader of torch has no state",
+    )
+
+
+def loader_states(loader: Any) -> dict[str, Any]:
+    """What this rank adds to a checkpoint, encoded, by data-parallel rank."""
+    if not is_by_rank(loader):
+        return {SAME_EVERYWHERE: encode(loader.state_dict(), "the loader's state")}
+    rank = loader.worker_config.rank
+    return {str(rank): encode(loader.save_state_rank(), f"the loader's state of rank {rank}")}
+
+
+def give_states(loader: Any, states: Mapping[str, Any]) -> None:
+    """Load what a checkpoint has, from all ranks.
+
+    Raises :class:`CheckpointError` if it was saved with a loader of the other kind.
+    """
+    if is_by_rank(loader) == (SAME_EVERYWHERE in states):
+        saved = "one position" if SAME_EVERYWHERE in states else "a state for each rank"
+        raise CheckpointError(
+            "the loader is of another kind than the one that was saved",
+            why=f"the checkpoint has {saved}",
+            hint="make the loader as in the run that saved it",
+        )
+    if SAME_EVERYWHERE in states:
+        loader.load_state_dict(states[SAME_EVERYWHERE])
+    else:
+        loader.restore_state_global([states[str(rank)] for rank in sorted(map(int, states))])
+
+
+def state_of(loader: Any) -> Any:
+    """Where a loader is now, for :func:`give_state`."""
+    return loader.save_state_rank() if is_by_rank(loader) else loader.state_dict()
+
+
+def give_state(loader: Any, state: Any) -> None:
+    """Put a loader back to where it was."""
+    if is_by_rank(loader):
+        loader.restore_state_rank(state)
+    else:
+        loader.load_state_dict(state)

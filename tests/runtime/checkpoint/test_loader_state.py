@@ -1,0 +1,104 @@
+"""Where loaders of data are, beside the weights: on any number of ranks, all or nothing."""
+
+import json
+from itertools import chain
+
+import pytest
+from datasets_by_hand import Numbers, global_batches, ids_of, on_replicas
+from mlp_files import make_model, write_files
+
+import shardwright
+from shardwright import data
+from shardwright.data.stream_loader import StreamLoader
+from shardwright.runtime.errors import ArgumentError, CheckpointError, DataError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.ranks.threads import run_ranks
+
+SIZE, BATCH = 50, 12
+
+
+def loader_here(module, **options):
+    roles = data.roles(replica=module.ranks.unit, num_replicas=module.ranks.num_units)
+    return data.loader(Numbers(SIZE), roles, global_batch=BATCH, shuffle=True, **options)
+
+
+def steps(folder, directory, num_steps, *, resume, keeps_loader=lambda rank: True):
+    """Some steps on each rank of a job that saves after each of them."""
+
+    def on_rank(rank):
+        module = load_class(folder)()
+        loader = loader_here(module)
+        if resume:
+            shardwright.load_checkpoint(directory, module, loader=loader)
+        found = []
+        while len(found) < num_steps:
+            for batch in loader:
+                found.append(ids_of(batch))
+                kept = loader if keeps_loader(rank) else None
+                shardwright.save_checkpoint(directory, module, loader=kept, step=len(found))
+                if len(found) == num_steps:
+                    break
+        return module.ranks.unit, module.ranks.rank, found
+
+    return on_rank
+
+
+def by_step(made):
+    """What all units together had in each step; the ranks of a unit had the same."""
+    units = {}
+    for unit, _, found in made:
+        assert units.setdefault(unit, found) == found
+    return [
+        list(chain.from_iterable(parts))
+        for parts in zip(*(units[u] for u in sorted(units)), strict=True)
+    ]
+
+
+def test_a_run_goes_on_under_another_plan_on_another_number_of_ranks(tmp_path):
+    folders = {
+        tp: write_files(tmp_path / f"mlp{tp}", make_model(), dp=1, tp=tp) for tp in (1, 2, 3)
+    }
+    directory = tmp_path / "checkpoints"
+    whole = global_batches(on_replicas(Numbers(SIZE), 1, global_batch=BATCH, shuffle=True), 10)
+    found, resume = [], False
+    for tp, ranks, count in ((1, 2, 3), (2, 6, 2), (3, 3, 3), (1, 4, 2)):
+        on_rank = steps(folders[tp], directory, count, resume=resume)
+        found += by_step(run_ranks(ranks, on_rank))
+        resume = True
+    assert found == whole
+
+
+def test_ranks_that_read_nothing_may_have_no_loader(tmp_path):
+    folder = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
+    run_ranks(
+        2, steps(folder, tmp_path / "c", 1, resume=False, keeps_loader=lambda rank: rank == 1)
+    )
+    (index,) = (tmp_path / "c").glob("*/index.json")
+    assert json.loads(index.read_text())["loader"].keys() == {""}
+    run_ranks(2, steps(folder, tmp_path / "c", 1, resume=True))
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    model = make_model()
+    folder = write_files(tmp_path / "mlp", model, dp=1, tp=1)
+    module = load_class(folder)()
+    loader = loader_here(module)
+    next(iter(loader))
+    saved = tmp_path / "c"
+    shardwright.save_checkpoint(saved, module, loader=loader)
+    other = data.loader(Numbers(SIZE + 1), global_batch=BATCH, shuffle=True)
+    next(iter(other))
+    before, weights = other.state_dict(), module.get_parameter("gain").clone()
+    with pytest.raises(DataError) as error:
+        shardwright.load_checkpoint(saved, module, loader=other)
+    assert "num_samples was 50 and is 51" in str(error.value)
+    assert other.state_dict() == before and module.get_parameter("gain").equal(weights)
+    shardwright.save_checkpoint(tmp_path / "without", module)
+    with pytest.raises(CheckpointError, match="has no state of the loader\n.*without loader="):
+        shardwright.load_checkpoint(tmp_path / "without", module, loader=loader)
+    stream = data.loader(iter(range(3)), global_batch=1)
+    assert isinstance(stream, StreamLoader)
+    with pytest.raises(DataError, match="state of a 'cursor' loader"):
+        shardwright.load_checkpoint(saved, module, loader=stream)
+    with pytest.raises(ArgumentError, match="no loader whose state can be saved"):
+        shardwright.save_checkpoint(saved, module, loader=[1, 2])

@@ -23,7 +23,7 @@ from shardwright.data.global_batches import Microbatch
 from shardwright.data.packing import Packing, pack_row
 from shardwright.data.permutation import key
 from shardwright.data.rank_roles import ALL_INPUTS, Role
-from shardwright.data.sample_stream import SampleStream
+from shardwright.data.sample_stream import Run, SampleStream
 from shardwright.runtime.errors import DataError, InputError, ShardwrightError, brief_text
 from shardwright.runtime.structure import flatten, map_leaves
 
@@ -85,10 +85,20 @@ class Fetcher:
 
     def __getitem__(self, microbatches: tuple[Microbatch, ...]) -> Fetched:
         """Read one step: what torch's DataLoader calls."""
+        return self._guarded(
+            lambda fetched: [self._microbatch(rows, fetched) for rows in microbatches]
+        )
+
+    def fetch(self, runs: Sequence[Run]) -> Fetched:
+        """Read one batch of given samples."""
+        return self._guarded(lambda fetched: [self._of_runs(runs, fetched, None)])
+
+    def _guarded(self, read: Callable[[Fetched], list[Any]]) -> Fetched:
+        """What ``read`` gives, or what went wrong."""
         fetched = Fetched()
         try:
             with self._generators_kept():
-                fetched.microbatches = [self._microbatch(rows, fetched) for rows in microbatches]
+                fetched.microbatches = read(fetched)
         except ShardwrightError as error:
             parts = {"what": error.what, "where": error.where, "why": error.why, "hint": error.hint}
             fetched.problem = (type(error), parts)
@@ -102,12 +112,15 @@ class Fetcher:
         start, stop = rows[0], rows[-1]
         if start == stop:
             return None
+        return self._of_runs(self.stream.runs(start, stop), fetched, rows)
+
+    def _of_runs(self, runs: Sequence[Run], fetched: Fetched, rows: Microbatch | None) -> Any:
         samples: list[Any] = []
         places: list[tuple[int, int]] = []
-        for source, epoch, indices in self.stream.runs(start, stop):
+        for source, epoch, indices in runs:
             samples += self._samples(source, epoch, indices, fetched)
             places += [(source, index) for index in indices]
-        if self.packing is not None:
+        if self.packing is not None and rows is not None:
             samples = self._packed(samples, rows)
         return self.batch(samples, places)
 

@@ -22,6 +22,7 @@ HELP: Mapping[str, str] = {
         "Measure the operators of a plan on this machine: a rank's calls, each different one once"
     ),
     "diff": "Show what differs between two plans",
+    "data": "Work on data: deal saved states of loaders anew, make indexes of shards",
     "calibrate": "Measure this machine and write it as a hardware file",
     "merge": "Merge a checkpoint into whole tensors under the original names",
 }

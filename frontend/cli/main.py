@@ -1,6 +1,7 @@
 """The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of
 :mod:`shardwright.frontend.cli.searches`, :mod:`shardwright.frontend.cli.plans`,
-:mod:`shardwright.frontend.calibrate.command` and :mod:`shardwright.runtime.cli`.
+:mod:`shardwright.frontend.cli.data`, :mod:`shardwright.frontend.calibrate.command` and
+:mod:`shardwright.runtime.cli`.
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that
 ``verify`` finds to differ from one device; 2 a command line that does not parse; 130 interrupted by
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from shardwright.data.rank_roles import roles
 from shardwright.frontend.calibrate import command as calibrate_command
+from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli.model_arguments import (
@@ -92,6 +94,7 @@ def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
         **cli_search.COMMANDS,
         **cli_plans.COMMANDS,
         **calibrate_command.COMMANDS,
+        **cli_data.COMMANDS,
         **runtime_cli.COMMANDS,
     }
     every = {**_COMMANDS, **others}

@@ -1,0 +1,135 @@
+"""Dealing saved states to another number of ranks or workers.
+
+What is left of the epochs that are under way is cut anew, so that each sample is still seen exactly
+once in them; from the next epoch on the new workers have their own split. Samples come in another
+order, as other workers read them.
+
+An example: 2 workers share 8 samples, and each has read 1. Dealt to 3 workers, what is left is 2
+and 3, 3 and 4 samples; each of the three reads 2 of these 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwright.data.energon.worker_config import global_boundaries
+from shardwright.data.energon.worker_stream import (
+    KIND,
+    Segment,
+    Split,
+    WorkerStream,
+    cut,
+    segments_of,
+)
+from shardwright.data.state import check_state
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import ConfigError, DataError
+
+_SHARED = (
+    "world_size",
+    "num_workers",
+    "seed_offset",
+    "num_samples",
+    "shuffle",
+    "max_samples_per_sequence",
+    "batch_size",
+    "fingerprint",
+)
+
+
+@checked
+def redistribute(
+    states: Sequence[Any], *, world_size: int, num_workers: int, batch_size: int | None = None
+) -> list[dict[str, Any]]:
+    """The states for ``world_size`` ranks with ``num_workers`` workers each, from those of all
+    ranks of another number. ``batch_size``: of a rank, where it is to be another one.
+
+    Raises :class:`DataError` for states that do not belong together.
+    """
+    if world_size < 1 or num_workers < 0:
+        raise ConfigError(f"{world_size} ranks with {num_workers} workers each cannot read")
+    found = _checked(states)
+    first = found[0]
+    split = Split(
+        first["num_samples"],
+        first["seed_offset"],
+        first["shuffle"],
+        first["max_samples_per_sequence"],
+    )
+    total = world_size * max(1, num_workers)
+    if split.num_samples < total:
+        raise ConfigError(f"{split.num_samples} samples do not give each of {total} workers one")
+    left, next_epoch = _left(found, split)
+    by_worker: list[list[Segment]] = [[] for _ in range(total)]
+    for epoch in sorted({segment.epoch for segment in left}):
+        own = [segment for segment in left if segment.epoch == epoch]
+        bounds = global_boundaries(sum(segment.size for segment in own), total)
+        for segments, piece in zip(by_worker, cut(own, bounds), strict=True):
+            segments += piece
+    per_rank = max(1, num_workers)
+    return [
+        {
+            **first,
+            "rank": rank,
+            "world_size": world_size,
+            "num_workers": num_workers,
+            "batch_size": batch_size or first["batch_size"],
+            "position": 0,
+            "dealt": {
+                "first_epoch": next_epoch,
+                "segments": [
+                    [list(segment) for segment in by_worker[rank * per_rank + worker]]
+                    for worker in range(per_rank)
+                ],
+            },
+        }
+        for rank in range(world_size)
+    ]
+
+
+def _left(states: Sequence[dict[str, Any]], split: Split) -> tuple[list[Segment], int]:
+    """What all workers still have to read of the epochs that are under way, and the epoch that
+    nobody has begun.
+    """
+    places: list[tuple[WorkerStream, int]] = []
+    per_rank = max(1, states[0]["num_workers"])
+    total = per_rank * len(states)
+    for state in states:
+        dealt = state.get("dealt")
+        for worker in range(per_rank):
+            turns = (state["position"] + per_rank - 1 - worker) // per_rank
+            segments = () if dealt is None else segments_of(dealt["segments"][worker])
+            epoch = 0 if dealt is None else int(dealt["first_epoch"])
+            number = state["rank"] * per_rank + worker
+            stream = WorkerStream(split, total, number, segments, epoch)
+            places.append((stream, turns * state["batch_size"]))
+    # A worker that has just ended an epoch has not begun the next one.
+    last = max(stream.epoch_at(position - 1) if position else -1 for stream, position in places)
+    last = max([last, *(stream.first_epoch - 1 for stream, _ in places)])
+    left = [segment for stream, position in places for segment in stream.left(position, last)]
+    return left, last + 1
+
+
+def _checked(states: Sequence[Any]) -> list[dict[str, Any]]:
+    """The states in the order of the ranks, if they are those of all ranks of one run."""
+    if not states or any(state is None for state in states):
+        raise DataError(
+            "a state of a rank is missing",
+            why=f"there are {len(states)}, of which "
+            f"{sum(state is None for state in states)} say that nothing was read",
+            hint="give the states of all ranks, which save_state_global collects",
+        )
+    first = check_state(states[0], KIND, {})
+    missing = [name for name in ("rank", *_SHARED) if name not in first]
+    if missing:
+        raise DataError(f"the state of the loader has no {missing[0]!r}")
+    shared = {name: first[name] for name in _SHARED}
+    found = sorted((check_state(state, KIND, shared) for state in states), key=lambda s: s["rank"])
+    if [state["rank"] for state in found] != list(range(first["world_size"])):
+        raise DataError(
+            f"these are not the states of all {first['world_size']} ranks",
+            why=f"they are those of ranks {[state['rank'] for state in found]}",
+            hint="give one state of each data-parallel rank; twins have the same",
+        )
+    return found

@@ -1,0 +1,319 @@
+"""Loaders with Energon's interface.
+
+A rank gives out batches of its workers in turn. A worker's batch ``k`` is samples
+``k * batch_size`` to ``(k + 1) * batch_size`` of its stream, so the number of batches that a rank
+has given out says everything; what was read ahead is read again after a restore.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from shardwright.data.energon.redist import redistribute
+from shardwright.data.energon.savable_dataset import SavableDataset
+from shardwright.data.energon.worker_config import WorkerConfig
+from shardwright.data.energon.worker_stream import KIND, WorkerStream, segments_of
+from shardwright.data.fetching import Fetched, Fetcher
+from shardwright.data.permutation import Order, key
+from shardwright.data.rank_roles import Role
+from shardwright.data.sample_stream import Run, SingleStream
+from shardwright.data.state import VERSION, check_state
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import ConfigError, DataError, UsageError, brief, brief_text
+
+
+class SavableLoader:
+    """Batches of one data-parallel rank, and its state. Made by :func:`get_savable_loader`.
+
+    ``worker_config``: of the dataset. ``skipped``: samples that could not be read, with reasons.
+    """
+
+    def __init__(
+        self, dataset: SavableDataset, prefetch_factor: int = 2, redistributes: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.worker_config: WorkerConfig = dataset.worker_config
+        self.skipped: list[tuple[str, str]] = []
+        self._prefetch_factor = prefetch_factor
+        self._redistributes = redistributes
+        self._batches = 0
+        self._is_begun = False
+        self._ahead: Iterator[Fetched] | None = None
+        self._streams = self._own_streams(None)
+        self._dealt: dict[str, Any] | None = None
+
+    def _own_streams(self, dealt: dict[str, Any] | None) -> list[WorkerStream]:
+        """The streams of this rank's workers. ``dealt``: what a state that was dealt anew says."""
+        config, split = self.worker_config, self.dataset.split
+        total = config.num_global_workers
+        own = [config.global_worker_id(worker) for worker in range(config.workers_per_rank)]
+        if dealt is None:
+            return [WorkerStream(split, total, worker) for worker in own]
+        return [
+            WorkerStream(split, total, worker, segments_of(segments), int(dealt["first_epoch"]))
+            for worker, segments in zip(own, dealt["segments"], strict=True)
+        ]
+
+    def __len__(self) -> int:
+        """The number of batches of a dataset that does not repeat; the same on all ranks."""
+        if self.dataset.repeat:
+            raise TypeError("a dataset that repeats has no length")
+        config, size = self.worker_config, len(self.dataset.source)
+        least = size // config.num_global_workers
+        return config.workers_per_rank * -(-least // self.dataset.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._is_begun = True
+        end = None if self.dataset.repeat else len(self)
+        if self._ahead is None and self._batches == end:
+            self._batches = 0
+        while self._batches != end:
+            if self._ahead is None:
+                self._ahead = self._started()
+            try:
+                fetched = next(self._ahead)
+            except RuntimeError as error:
+                self.close()
+                if "worker" not in str(error).lower():
+                    raise
+                raise DataError(
+                    "a worker that loads samples has ended",
+                    why=brief_text(error),
+                    hint="see whether the machine ran out of memory; restore the last state",
+                ) from error
+            if fetched.problem is not None:
+                self.close()
+                fetched.raise_problem()
+            self.skipped += fetched.skipped
+            self._batches += 1
+            yield fetched.microbatches[0]
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; the next batch starts new ones."""
+        ahead, self._ahead = self._ahead, None
+        shutdown = getattr(ahead, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+    def _started(self) -> Iterator[Fetched]:
+        config, dataset = self.worker_config, self.dataset
+        options: dict[str, Any] = {"num_workers": config.num_workers}
+        if config.num_workers:
+            options["prefetch_factor"] = self._prefetch_factor
+        seed = config.worker_seed()
+        role = Role(config.rank, config.rank, config.world_size)
+        # The fetcher's own stream is not used: it is told samples, not positions.
+        stream = SingleStream(Order(len(dataset.source), seed))
+        fetcher: Any = _Batches(
+            Fetcher(
+                [dataset.source],
+                stream,
+                role,
+                seed,
+                collate=dataset.collate,
+                skips=dataset.on_error == "skip",
+            )
+        )
+        loader: DataLoader[Fetched] = DataLoader(
+            fetcher,
+            sampler=self._indices(self._batches),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            generator=torch.Generator().manual_seed(key(seed, "workers") >> 1),
+            **options,
+        )
+        return iter(loader)
+
+    def _indices(self, batches: int) -> Iterator[list[tuple[int, list[int]]]]:
+        """The samples of each batch from one on, by epoch."""
+        size, workers = self.dataset.batch_size, len(self._streams)
+        while self.dataset.repeat or batches < len(self):
+            turn, worker = divmod(batches, workers)
+            stream = self._streams[worker]
+            stop = (turn + 1) * size
+            if not self.dataset.repeat and batches + workers >= len(self):
+                stop = stream.own  # the last batch of a worker has what is left
+            parts = stream.parts(turn * size, stop)
+            yield [(part.epoch, stream.split.samples(*part)) for part in parts]
+            batches += 1
+
+    # States
+
+    def save_state_rank(self) -> dict[str, Any] | None:
+        """The state of this rank, plain values; ``None`` if nothing was given out or restored."""
+        if not self._is_begun:
+            return None
+        state = {"kind": KIND, "version": VERSION, "position": self._batches, **self._identity()}
+        return state if self._dealt is None else {**state, "dealt": self._dealt}
+
+    def _identity(self) -> dict[str, Any]:
+        config, split = self.worker_config, self.dataset.split
+        return {
+            "rank": config.rank,
+            "world_size": config.world_size,
+            "num_workers": config.num_workers,
+            "seed_offset": config.seed_offset,
+            "num_samples": split.num_samples,
+            "shuffle": split.shuffle,
+            "max_samples_per_sequence": split.block,
+            "batch_size": self.dataset.batch_size,
+            "fingerprint": getattr(self.dataset.source, "fingerprint", None),
+        }
+
+    def restore_state_rank(self, state: dict[str, Any] | None) -> None:
+        """Go on where a rank was. ``None``: from the start.
+
+        Raises :class:`UsageError` while batches are being read, and :class:`DataError` for the
+        state of another loader, or of another number of ranks or workers.
+        """
+        if self._ahead is not None:
+            raise UsageError(
+                "a state cannot be restored while batches are being read",
+                why="workers have read ahead of it",
+                hint="restore it into a new loader, before it is iterated",
+            )
+        if state is None:
+            self._batches, self._is_begun, self._dealt = 0, False, None
+            self._streams = self._own_streams(None)
+            return
+        _check_sizes(state, self.worker_config)
+        found = check_state(state, KIND, self._identity())
+        dealt = found.get("dealt")
+        self._streams = self._own_streams(dealt)
+        self._batches, self._is_begun, self._dealt = found["position"], True, dealt
+
+    @checked
+    def save_state_global(self, global_dst_rank: int) -> list[Any] | None:
+        """The states of all ranks of the data-parallel group, by data-parallel rank, on one rank of
+        the job; ``None`` on others. Collective over the group.
+
+        Raises :class:`ConfigError` if that rank is not one of the group.
+        """
+        config = self.worker_config
+        if config.world_size == 1:
+            return [self.save_state_rank()]
+        group = config.data_parallel_group
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if global_dst_rank not in members:
+            raise ConfigError(
+                f"global_dst_rank={global_dst_rank} is not in the data-parallel group",
+                why=f"the group has ranks {members}",
+                hint="name a rank of the job that is one of them",
+            )
+        is_here = dist.get_rank() == global_dst_rank
+        texts: list[Any] | None = [None] * config.world_size if is_here else None
+        dist.gather_object(json.dumps(self.save_state_rank()), texts, global_dst_rank, group)
+        return None if texts is None else [json.loads(text) for text in texts]
+
+    @checked
+    def restore_state_global(
+        self, state: Sequence[Any] | None, *, src_rank: int | None = None
+    ) -> None:
+        """Restore from the states of all data-parallel ranks.
+
+        ``src_rank=None``: every rank passes the whole list, or ``None``. Else the rank of that
+        number *within the group* passes it, and the others ``None``; collective over the group
+        then.
+        """
+        config = self.worker_config
+        if src_rank is not None and config.world_size > 1:
+            if not 0 <= src_rank < config.world_size:
+                raise ConfigError(
+                    f"src_rank={src_rank} is no rank of the data-parallel group",
+                    why=f"the group has {config.world_size} ranks, counted from 0",
+                )
+            group = config.data_parallel_group
+            source = src_rank if group is None else dist.get_global_rank(group, src_rank)
+            held = [json.dumps(None if state is None else list(state))]
+            dist.broadcast_object_list(held, source, group)
+            state = json.loads(held[0])
+        if state is None:
+            self.restore_state_rank(None)
+            return
+        if self._redistributes:
+            state = redistribute(
+                state,
+                world_size=config.world_size,
+                num_workers=config.num_workers,
+                batch_size=self.dataset.batch_size,
+            )
+        if len(state) != config.world_size:
+            raise DataError(
+                f"there are states of {len(state)} ranks for {config.world_size}",
+                why="each data-parallel rank restores its own",
+                hint="deal them anew: shardwright data redist STATE OUT --world-size "
+                f"{config.world_size} --num-workers {config.num_workers}",
+            )
+        self.restore_state_rank(state[config.rank])
+
+
+class _Batches:
+    """What a worker does: reads the samples that it is told."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, parts: list[tuple[int, list[int]]]) -> Fetched:
+        return self._fetcher.fetch([Run(0, epoch, indices) for epoch, indices in parts])
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched
+
+
+def _check_sizes(state: Any, config: WorkerConfig) -> None:
+    """Refuse the state of another number of ranks or workers, naming both."""
+    if not isinstance(state, dict):
+        raise DataError(f"this is no state of a rank: {brief(state)}")
+    saved = state.get("world_size"), state.get("num_workers")
+    if saved != (config.world_size, config.num_workers):
+        raise DataError(
+            f"the state is that of {saved[0]} ranks with {saved[1]} workers each",
+            why=f"here are {config.world_size} ranks with {config.num_workers} workers each",
+            hint="deal the states of all ranks anew: shardwright data redist STATE OUT "
+            f"--world-size {config.world_size} --num-workers {config.num_workers}, or "
+            "get_savable_loader(..., redistributes=True)",
+        )
+
+
+@checked
+def get_savable_loader(
+    dataset: SavableDataset,
+    *,
+    worker_config: WorkerConfig | None = None,
+    prefetch_factor: int = 2,
+    redistributes: bool = False,
+) -> SavableLoader:
+    """The loader of a dataset, whose state can be saved and restored.
+
+    ``worker_config``: only to be compared with that of the dataset. ``prefetch_factor``: batches
+    that each worker reads ahead. ``redistributes``: ``restore_state_global`` and checkpoints take
+    the states of any number of ranks and workers, and deal them anew.
+    """
+    if worker_config is not None and worker_config != dataset.worker_config:
+        raise ConfigError(
+            "the loader and its dataset have different worker configs",
+            why=f"{worker_config} and {dataset.worker_config}",
+            hint="give the config to the dataset alone",
+        )
+    return SavableLoader(dataset, prefetch_factor, redistributes)
+
+
+@checked
+def get_loader(
+    dataset: SavableDataset,
+    *,
+    worker_config: WorkerConfig | None = None,
+    prefetch_factor: int = 2,
+) -> SavableLoader:
+    """The loader of a dataset; here every loader can be saved. For ``worker_config`` and
+    ``prefetch_factor`` see :func:`get_savable_loader`.
+    """
+    return get_savable_loader(dataset, worker_config=worker_config, prefetch_factor=prefetch_factor)

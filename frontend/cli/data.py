@@ -1,0 +1,145 @@
+"""The command ``data``: deals saved states of loaders anew, and makes indexes of files."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.data.energon.redist import redistribute
+from shardwright.data.formats import json_lines, tar_shards
+from shardwright.data.formats.source_files import build_index, listed
+from shardwright.frontend.cli.model_arguments import make_console
+from shardwright.runtime.errors import ConfigError, DataError, brief_text
+from shardwright.runtime.swap import write_file, writing
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    redist = actions.add_parser(
+        "redist", help="deal saved states to another number of ranks or workers"
+    )
+    redist.add_argument(
+        "states",
+        type=Path,
+        nargs="+",
+        metavar="STATE",
+        help="what save_state_global gave, in one file, or a file for each rank (.pt or .json)",
+    )
+    redist.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="the file to write (.pt or .json); with {rank} in its name, one for each rank",
+    )
+    redist.add_argument("--world-size", type=int, required=True, help="data-parallel ranks")
+    redist.add_argument("--num-workers", type=int, required=True, help="workers of each rank")
+    redist.add_argument(
+        "--batch-size", type=int, help="samples of a batch of a rank (default: as saved)"
+    )
+    redist.set_defaults(act=_redist)
+    index = actions.add_parser("index", help="make the indexes of tar shards or JSON lines anew")
+    index.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a folder of shards")
+    index.set_defaults(act=_index)
+
+
+def _data(options: argparse.Namespace) -> int:
+    code: int = options.act(options)
+    return code
+
+
+def _redist(options: argparse.Namespace) -> int:
+    found = [_read_states(path) for path in options.states]
+    if len(found) == 1 and isinstance(found[0], list):
+        (states,) = found
+    else:
+        states = found
+    dealt = redistribute(
+        states,
+        world_size=options.world_size,
+        num_workers=options.num_workers,
+        batch_size=options.batch_size,
+    )
+    text = str(options.out)
+    if "{rank}" in text:
+        for rank, state in enumerate(dealt):
+            _write_states(Path(text.replace("{rank}", str(rank))), state)
+    else:
+        _write_states(options.out, dealt)
+    was = states[0]
+    make_console().print(
+        f"dealt the states of {len(states)} ranks with {was['num_workers']} workers each to "
+        f"{options.world_size} ranks with {options.num_workers}: {text}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _read_states(path: Path) -> Any:
+    """A file of states; nothing is unpickled but plain values."""
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text())
+        return torch.load(path, weights_only=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read", why=error.strerror or str(error)) from error
+    except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(
+            f"{path} holds no states of loaders",
+            why=brief_text(error),
+            hint="give files that torch.save or json.dump wrote of save_state_rank() or "
+            "save_state_global()",
+        ) from error
+
+
+def _write_states(path: Path, states: Any) -> None:
+    if path.suffix not in (".pt", ".json"):
+        raise ConfigError(f"{path} is neither .pt nor .json", hint="name a file such as out.pt")
+    if path.suffix == ".json":
+        content = (json.dumps(states) + "\n").encode()
+    else:
+        buffer = io.BytesIO()
+        torch.save(states, buffer)
+        content = buffer.getvalue()
+    with writing("a state", path, "a folder that is there, with room and permission to write"):
+        write_file(path, content)
+
+
+def _index(options: argparse.Namespace) -> int:
+    kinds: Sequence[tuple[tuple[str, ...], Any]] = (
+        ((".tar",), tar_shards),
+        ((".jsonl", ".ndjson"), json_lines),
+    )
+    console = make_console()
+    for path in listed(options.paths, tuple(s for suffixes, _ in kinds for s in suffixes), "shard"):
+        module = next((m for suffixes, m in kinds if path.name.endswith(suffixes)), None)
+        if module is None:
+            raise ConfigError(f"{path} needs no index", why="only .tar and .jsonl files have one")
+        arrays = build_index(path, module.KIND, module.build)
+        count = len(arrays["key_ends" if module is tar_shards else "start"])
+        console.print(f"{path}: {count} samples", soft_wrap=True)
+    return 0
+
+
+COMMANDS: Mapping[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
+] = {
+    "data": (
+        _add_data,
+        _data,
+        """Work on data: deal saved states of loaders anew, make indexes of shards.
+
+    shardwright data redist dataloader.pt new.pt --world-size 4 --num-workers 2
+    shardwright data redist dataloader_rank*.pt 'new_rank{rank}.pt' --world-size 4 --num-workers 2
+    shardwright data index shards/
+
+Which rank reads which samples: shardwright inspect DIR --data.""",
+    ),
+}
+"""Name to what adds its arguments, what runs it, and its help."""

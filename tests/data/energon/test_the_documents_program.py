@@ -1,0 +1,37 @@
+"""The example of Megatron-Energon's documentation: data 2 x pipeline 2 x tensor 2."""
+
+from itertools import chain
+
+import pytest
+from shards import numbered_shards
+from spawn import run_processes
+
+
+@pytest.mark.slow
+def test_it_runs_as_written(tmp_path):
+    numbered_shards(tmp_path / "coyo", 4, 15)
+    (tmp_path / "coyo-coco-dataset.yaml").write_text(
+        "__module__: megatron.energon\n"
+        "__class__: MetadatasetV2\n"
+        "splits:\n"
+        "  train:\n"
+        "    path: ./coyo\n"
+    )
+    seen = run_processes(8, "data_jobs:the_documents_program", str(tmp_path))
+    for rank in (2, 3, 6, 7):
+        assert not any(seen[rank].values())
+    for first, twin in ((0, 1), (4, 5)):
+        assert seen[first] == seen[twin]
+    for rank in (0, 1, 4, 5):
+        mine = seen[rank]
+        assert mine["next"] and mine["restored"] == mine["next"]
+        assert mine["global"] == mine["from_source"] == mine["next"]
+        assert mine["refused"] == "global_dst_rank=2 is not in the data-parallel group"
+    batches = [batch for rank in (0, 4) for batch in seen[rank]["batches"] + seen[rank]["next"]]
+    everything = list(chain.from_iterable(batches))
+    assert len(everything) == len(set(everything)) == 32
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
+        "dataloader.pt",
+        "dataloader_rank0.pt",
+        "dataloader_rank1.pt",
+    ]

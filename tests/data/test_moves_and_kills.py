@@ -1,0 +1,20 @@
+"""Loaders that move and jobs that are killed: short forms of tests/product/data.py."""
+
+import pytest
+from data_kills import kill
+from data_moves import move
+
+
+def test_a_run_that_moves_is_given_the_batches_of_one_rank():
+    assert move(8, seed=1, moves_each=4) > 8
+
+
+@pytest.mark.slow
+def test_many_moves():
+    assert move(100, seed=2) > 100
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_repeated_when_ranks_or_workers_are_killed(tmp_path):
+    counts = kill(6, 0, tmp_path, num_steps=20)
+    assert counts["rank"] + counts["worker"] == 6

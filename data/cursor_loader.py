@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.data.fetching import Fetched, Fetcher
+from shardwright.data.fetching import Fetched, Fetcher, next_of
 from shardwright.data.global_batches import (
     Batching,
     GlobalBatch,
@@ -37,7 +37,7 @@ from shardwright.data.sample_stream import BlendedStream, SampleStream, SingleSt
 from shardwright.data.state import VERSION, check_state
 from shardwright.data.stream_loader import StreamLoader
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import ArgumentError, ConfigError, DataError, brief, brief_text
+from shardwright.runtime.errors import ArgumentError, ConfigError, DataError, brief
 from shardwright.runtime.structure import map_leaves
 
 
@@ -139,17 +139,10 @@ class CursorLoader:
             self.close()
             self._ahead = self._started()
         try:
-            fetched = next(self._ahead)
-        except RuntimeError as error:
+            fetched = next_of(self._ahead, self._workers["num_workers"])
+        except Exception:
             self.close()
-            if "worker" not in str(error).lower():
-                raise
-            raise DataError(
-                "a worker that loads samples has ended",
-                why=brief_text(error),
-                hint="see whether the machine ran out of memory; start the job again, which goes "
-                "on from the last checkpoint",
-            ) from error
+            raise
         planned = self._planned.popleft()
         assert planned == batch, f"{planned} was read ahead, {batch} is next"
         self._ahead_at = batch.after

@@ -7,11 +7,12 @@ sent back as data, so that the loader can raise it in words, with the sample's k
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -115,24 +116,19 @@ class Fetcher:
         return self._of_runs(self.stream.runs(start, stop), fetched, rows)
 
     def _of_runs(self, runs: Sequence[Run], fetched: Fetched, rows: Microbatch | None) -> Any:
-        samples: list[Any] = []
-        places: list[tuple[int, int]] = []
-        for source, epoch, indices in runs:
-            samples += self._samples(source, epoch, indices, fetched)
-            places += [(source, index) for index in indices]
+        parts = [self._samples(*run, fetched) for run in runs]
+        samples = parts[0] if len(parts) == 1 else list(itertools.chain.from_iterable(parts))
         if self.packing is not None and rows is not None:
             samples = self._packed(samples, rows)
-        return self.batch(samples, places)
+        return self.batch(samples, runs)
 
-    def batch(self, samples: list[Any], places: list[tuple[int, int]]) -> Any:
-        """What a rank's model takes of samples: collated, its own inputs, cut. ``places``: source
-        and index of each.
+    def batch(self, samples: list[Any], runs: Sequence[Run]) -> Any:
+        """What a rank's model takes of samples: collated, its own inputs, cut. ``runs``: which
+        samples they are.
         """
-        return fit(self._collated(samples, places), self.role)
+        return fit(self._collated(samples, runs), self.role)
 
-    def _samples(
-        self, source: int, epoch: int, indices: list[int], fetched: Fetched
-    ) -> Sequence[Any]:
+    def _samples(self, source: int, epoch: int, indices: list[int], fetched: Fetched) -> list[Any]:
         dataset = self.sources[source]
         plain = self.transform is None and not self.seed_samples
         if plain and hasattr(dataset, "__getitems__"):
@@ -142,13 +138,12 @@ class Fetcher:
                 return [self._sample(source, epoch, index, fetched) for index in indices]
         if not plain or self.skips:
             return [self._sample(source, epoch, index, fetched) for index in indices]
-        samples: list[Any] = []
+        left = iter(indices)
         try:
-            for index in indices:
-                samples.append(dataset[index])  # noqa: PERF401 - what is missing tells which failed
+            return [dataset[index] for index in left]
         except Exception as error:
-            raise self._failed(source, indices[len(samples)], error) from error
-        return samples
+            failed = indices[len(indices) - operator.length_hint(left) - 1]
+            raise self._failed(source, failed, error) from error
 
     def _sample(self, source: int, epoch: int, index: int, fetched: Fetched) -> Any:
         """One sample; if it raises and that is allowed, another one, which follows from the seed,
@@ -210,25 +205,38 @@ class Fetcher:
             for first, last in itertools.pairwise(rows)
         ]
 
-    def _collated(self, samples: list[Any], places: list[tuple[int, int]]) -> Any:
-        where = f"from {self._key(*places[0])} to {self._key(*places[-1])}"
+    def _collated(self, samples: list[Any], runs: Sequence[Run]) -> Any:
         try:
             batch = default_collate(samples) if self.collate is None else self.collate(samples)
         except Exception as error:
-            raise self._uncollated(samples, places, where, error) from error
-        if self.collate is not None:
-            check_rows(batch, len(samples), where)
+            raise self._uncollated(samples, runs, error) from error
+        if self.collate is not None and (why := other_size(batch, len(samples))):
+            raise DataError(
+                f"collate was given {len(samples)} samples and made a batch of another size",
+                where=self._where(runs),
+                why=why,
+                hint="let collate return one row for each sample; leave samples out of the dataset",
+            )
         return batch
 
+    def _where(self, runs: Sequence[Run]) -> str:
+        first, last = runs[0], runs[-1]
+        return (
+            f"from {self._key(first.source, first.indices[0])} to "
+            f"{self._key(last.source, last.indices[-1])}"
+        )
+
     def _uncollated(
-        self, samples: list[Any], places: list[tuple[int, int]], where: str, error: Exception
+        self, samples: list[Any], runs: Sequence[Run], error: Exception
     ) -> ShardwrightError:
+        where = self._where(runs)
         if self.collate is not None:
             return DataError(
                 "collate raised an error",
                 where=where,
                 why=f"{type(error).__name__}: {brief_text(error)}",
             )
+        places = [(run.source, index) for run in runs for index in run.indices]
         shapes = [_shapes(sample) for sample in samples]
         other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
         if other is None or len(places) != len(samples):
@@ -270,6 +278,28 @@ class Fetcher:
             )
 
 
+Given = TypeVar("Given")
+
+
+def next_of(ahead: Iterator[Given], num_workers: int) -> Given:
+    """What comes next from torch's DataLoader. What samples raise comes as data, so an error of it
+    is the end of a worker: killed, or without memory.
+    """
+    try:
+        return next(ahead)
+    except StopIteration:
+        raise
+    except Exception as error:  # a process that is killed while it writes may leave anything
+        if not num_workers:
+            raise
+        raise DataError(
+            "a worker that loads samples has ended",
+            why=f"{type(error).__name__}: {brief_text(error)}",
+            hint="see whether the machine ran out of memory; start the job again, which goes on "
+            "from the last checkpoint",
+        ) from error
+
+
 def fit(batch: Any, role: Role) -> Any:
     """The part of a collated batch that a rank's model takes: its inputs, cut as the plan says."""
     if isinstance(batch, Mapping) and role.inputs is not None:
@@ -309,17 +339,12 @@ def cut_all(x: Tensor, cuts: Sequence[Cut], path: str) -> Tensor:
     return x
 
 
-def check_rows(batch: Any, num_samples: int, where: str) -> None:
-    """Refuse what ``collate`` made if none of its tensors has a row for each sample."""
+def other_size(batch: Any, num_samples: int) -> str | None:
+    """The shapes of what ``collate`` made, if none of its tensors has a row for each sample."""
     leaves = {path: leaf for path, leaf in flatten({"batch": batch}).items() if _is_row(leaf)}
-    if leaves and not any(leaf.shape[0] == num_samples for leaf in leaves.values()):
-        shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in leaves.items())
-        raise DataError(
-            f"collate was given {num_samples} samples and made a batch of another size",
-            where=where,
-            why=f"it made {shapes}",
-            hint="let collate return one row for each sample; leave samples out of the dataset",
-        )
+    if not leaves or any(leaf.shape[0] == num_samples for leaf in leaves.values()):
+        return None
+    return "it made " + ", ".join(f"{path} {list(x.shape)}" for path, x in leaves.items())
 
 
 def _is_row(leaf: Any) -> bool:

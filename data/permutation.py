@@ -3,7 +3,7 @@
 A permutation of ``size`` things is a function of a key. Small ones sort hashes of the indices.
 Large ones are Feistel networks (Luby and Rackoff, "How to construct pseudorandom permutations from
 pseudorandom functions", 1988): the index is two halves, and each round mixes one half into the
-other, which can be undone; so the whole is a permutation of the next power of 4. What falls outside
+other, which can be undone; so the whole is a permutation of the next power of 2. What falls outside
 of ``size`` is permuted again until it falls inside ("cycle walking").
 
 An example: ``permute(numpy.arange(4), 4, key("seed", 0))`` is some order of 0, 1, 2, 3, the same on
@@ -25,7 +25,7 @@ Indices = NDArray[np.int64]
 SORTED_SIZE = 4096
 """Up to this size hashes are sorted: every order can occur, and it takes under a millisecond."""
 
-_ROUNDS = 6
+_ROUNDS = 4
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 
 
@@ -57,18 +57,23 @@ def _sorted_hashes(size: int, permutation_key: int) -> Indices:
 
 
 def _feistel(positions: Indices, size: int, permutation_key: int) -> Indices:
-    half = np.uint64(((size - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << int(half)) - 1)
+    bits = (size - 1).bit_length()
+    low = bits // 2
+    # The halves change places, and so sizes, in each round; after an even number they are back.
+    shifts = [np.uint64(low), np.uint64(bits - low)] * (_ROUNDS // 2)
     keys = [np.uint64(key(permutation_key, number)) for number in range(_ROUNDS)]
     values = positions.astype(np.uint64)
-    outside = np.ones(values.shape, bool)
+    outside = np.arange(len(values))
     with np.errstate(over="ignore"):
-        while outside.any():
-            left, right = values[outside] >> half, values[outside] & mask
-            for round_key in keys:
-                left, right = right, left ^ (_mixed(right + round_key) & mask)
-            values[outside] = (left << half) | right
-            outside = values >= np.uint64(size)
+        while len(outside):
+            moved = values[outside]
+            for shift, round_key in zip(shifts, keys, strict=True):
+                right = moved & np.uint64((1 << int(shift)) - 1)
+                rest = np.uint64(bits - int(shift))
+                mixed = _mixed(right + round_key) >> (np.uint64(64) - rest)
+                moved = (right << rest) | ((moved >> shift) ^ mixed)
+            values[outside] = moved
+            outside = outside[moved >= np.uint64(size)]
     return values.astype(np.int64)
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.data.fetching import Fetched, Fetcher
+from shardwright.data.fetching import Fetched, Fetcher, next_of
 from shardwright.data.global_batches import GlobalBatch, Share, Tail
 from shardwright.data.permutation import Order, key
-from shardwright.data.sample_stream import SingleStream
+from shardwright.data.sample_stream import Run, SingleStream
 from shardwright.data.state import VERSION, check_state
 from shardwright.runtime.errors import ConfigError, DataError, ShardwrightError, brief_text
 from shardwright.runtime.structure import map_leaves
@@ -142,11 +142,10 @@ class Steps(IterableDataset[Step]):
                 fetched.microbatches = [None] * self.share.num_microbatches(batch)
                 return fetched
             for rows in self.share.microbatches(batch):
-                places = [(0, position) for position in rows[:-1]]
-                samples = [self._transformed(taken[at - start], epoch, at) for _, at in places]
-                fetched.microbatches.append(
-                    self.fetcher.batch(samples, places) if samples else None
-                )
+                places = list(rows[:-1])
+                samples = [self._transformed(taken[at - start], epoch, at) for at in places]
+                runs = [Run(0, epoch, places)]
+                fetched.microbatches.append(self.fetcher.batch(samples, runs) if samples else None)
         except ShardwrightError as error:
             fetched.problem = _parts(error)
         return fetched
@@ -259,7 +258,11 @@ class StreamLoader:
         while True:
             if self._ahead is None:
                 self._ahead = self._started()
-            step = next(self._ahead)
+            try:
+                step = next_of(self._ahead, self._workers["num_workers"])
+            except Exception:
+                self.close()
+                raise
             if step.fetched is None:
                 self._place = step.after
                 return

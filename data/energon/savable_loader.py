@@ -19,13 +19,13 @@ from shardwright.data.energon.redist import redistribute
 from shardwright.data.energon.savable_dataset import SavableDataset
 from shardwright.data.energon.worker_config import WorkerConfig
 from shardwright.data.energon.worker_stream import KIND, WorkerStream, segments_of
-from shardwright.data.fetching import Fetched, Fetcher
+from shardwright.data.fetching import Fetched, Fetcher, next_of
 from shardwright.data.permutation import Order, key
 from shardwright.data.rank_roles import Role
 from shardwright.data.sample_stream import Run, SingleStream
 from shardwright.data.state import VERSION, check_state
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import ConfigError, DataError, UsageError, brief, brief_text
+from shardwright.runtime.errors import ConfigError, DataError, UsageError, brief
 
 
 class SavableLoader:
@@ -77,16 +77,10 @@ class SavableLoader:
             if self._ahead is None:
                 self._ahead = self._started()
             try:
-                fetched = next(self._ahead)
-            except RuntimeError as error:
+                fetched = next_of(self._ahead, self.worker_config.num_workers)
+            except Exception:
                 self.close()
-                if "worker" not in str(error).lower():
-                    raise
-                raise DataError(
-                    "a worker that loads samples has ended",
-                    why=brief_text(error),
-                    hint="see whether the machine ran out of memory; restore the last state",
-                ) from error
+                raise
             if fetched.problem is not None:
                 self.close()
                 fetched.raise_problem()

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -92,7 +93,9 @@ def _job(
     if killed == "nothing":
         for process in ranks:
             process.join()
-        assert all(process.exitcode == 0 for process in ranks), "a job without a kill failed"
+        said = [store.with_suffix(f".{rank}").read_text() for rank in range(num_ranks)]
+        failed = [text for text, process in zip(said, ranks, strict=True) if process.exitcode]
+        assert not failed, "a job without a kill failed:\n" + "\n".join(failed)
     elif killed == "worker":
         # Its rank says so and ends; the others may wait for it, as a launcher would not let them.
         while not any(process.exitcode is not None for process in ranks):
@@ -100,7 +103,8 @@ def _job(
     for process in ranks:
         process.kill()
         process.join()
-    store.unlink(missing_ok=True)
+    for path in store.parent.glob(f"{store.name}*"):
+        path.unlink()
     return killed
 
 
@@ -128,9 +132,8 @@ def _rank(
     workers: int,
     store: Path,
 ) -> None:
-    # What a rank says of the others' death is expected.
-    with open(os.devnull, "w") as silence:
-        os.dup2(silence.fileno(), 2)
+    # What a rank says of the others' death is expected; of a job without a kill it is looked at.
+    sys.stderr = open(store.with_suffix(f".{rank}"), "w", buffering=1)  # noqa: SIM115
     if num_ranks > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks

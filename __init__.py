@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.runtime.original_names import ORIGINAL_FUNCTION_NAMES
 
 if TYPE_CHECKING:
-    from shardwright import data
+    from shardwright import data, experts
     from shardwright.compiler.cost.machine.hardware import load_hardware
     from shardwright.compiler.ir.graph import IRGraph
     from shardwright.compiler.ops.register import register_op
@@ -90,6 +90,7 @@ __all__ = [
     "count_communication",
     "data",
     "deduped_state_dict",
+    "experts",
     "export_pretrained",
     "load_checkpoint",
     "load_class",
@@ -160,7 +161,7 @@ _MODULES = {
 }
 
 
-_PACKAGES = ("data",)
+_PACKAGES = ("data", "experts")
 """Packages whose names are used through them: ``shardwright.data.loader``."""
 
 

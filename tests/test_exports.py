@@ -45,8 +45,12 @@ def test_the_version_is_the_installed_one():
 
 
 DOCUMENTED = [
-    *(f"shardwright.{name}" for name in set(shardwright.__all__) - {"__version__", "data"}),
+    *(
+        f"shardwright.{name}"
+        for name in set(shardwright.__all__) - {"__version__", "data", "experts"}
+    ),
     *(f"shardwright.data.{name}" for name in shardwright.data.__all__),
+    *(f"shardwright.experts.{name}" for name in shardwright.experts.__all__),
 ]
 
 

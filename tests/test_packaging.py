@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TOP_FOLDERS = ("data", "frontend", "compiler", "runtime", "policies", "codegen_templates")
+TOP_FOLDERS = ("data", "experts", "frontend", "compiler", "runtime", "policies", "codegen_templates")
 
 
 def test_the_packages_list_names_every_package_folder() -> None:
@@ -62,7 +62,9 @@ def require_without(*names):
 import shardwright
 require_without("torch")
 shardwright.ParallelModule
-import shardwright.runtime
+require_without("shardwright.data")
+shardwright.data.roles
+import shardwright.experts, shardwright.runtime
 for module in pkgutil.walk_packages(shardwright.runtime.__path__, "shardwright.runtime."):
     importlib.import_module(module.name)
 require_without(

@@ -18,6 +18,7 @@ FOLDERS = (
     "codegen_templates",
     "compiler",
     "data",
+    "experts",
     "examples",
     "frontend",
     "policies",

@@ -34,6 +34,10 @@ _DRAWN = (
     "a number that is drawn: x + torch.bernoulli(p) * layer(x)"
 )
 
+_CHOICE = f"{_ANY_SIZE}; a loop over the experts that tokens chose: see shardwright.experts"
+
+_SIZES = (_ANY_SIZE, _CHOICE, _FIRST, _COUNT)
+
 _REMEDIES = {
     "__bool__": _DECIDES,
     "is_nonzero": _DECIDES,
@@ -49,7 +53,7 @@ _REMEDIES = {
     "numpy": _OUTSIDE,
     "__array__": _OUTSIDE,
     "__format__": "leave printing out of forward, or print what it returns",
-    "nonzero": _ANY_SIZE,
+    "nonzero": _CHOICE,
     "argwhere": _ANY_SIZE,
     "masked_select": _ANY_SIZE,
     "__getitem__": _ANY_SIZE,
@@ -62,7 +66,7 @@ _REMEDIES = {
 VALUE_READERS = frozenset(_REMEDIES) - {"__getitem__", "repeat_interleave"}
 """Functions that always read values, by name; others may."""
 
-_OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy in (_ANY_SIZE, _FIRST, _COUNT)}
+_OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy in _SIZES}
 
 
 def explained(

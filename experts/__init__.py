@@ -1,0 +1,72 @@
+"""Experts in a model of your own: the operators that split over ranks as those of known models do.
+
+    from shardwright.experts import combine, dispatch, grouped_linear
+
+    weights, chosen = self.router(x).softmax(-1).topk(2)                 # x [tokens, hidden]
+    rows, gains, routing = dispatch(x, chosen, weights, num_experts=8)
+    rows = F.silu(grouped_linear(rows, self.experts.up, routing))        # up [8, inner, hidden]
+    rows = grouped_linear(rows, self.experts.down, routing)              # down [8, hidden, inner]
+    y = combine(rows * gains.unsqueeze(-1), routing)
+
+On one device they are ordinary functions, with gradients. What stands between the first and the
+last must treat every row by itself. A loop over experts that asks which of them got tokens cannot
+be traced; written so it can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwright.runtime.ops import experts as on_one_device
+
+__all__ = ["combine", "dispatch", "grouped_linear"]
+
+
+def dispatch(
+    x: Tensor, chosen: Tensor, weights: Tensor | None = None, *, num_experts: int
+) -> tuple[Any, ...]:
+    """The rows of tokens for the experts that were chosen for them, sorted by expert.
+
+    ``x [tokens, hidden]``; ``chosen [tokens, top_k]``: different experts of each token, as integers
+    from 0 to ``num_experts - 1``; ``weights [tokens, top_k]``. Returns ``(rows, gains, routing)``:
+    the rows, the weight of each, and what the other two functions are told of them. Without weights
+    there are no gains. Raises :class:`InputError` for an expert that does not exist.
+    """
+    if isinstance(x, FakeTensor):
+        return _traced().dispatch(x, chosen, weights, num_experts=num_experts)  # type: ignore[no-any-return]
+    return on_one_device.dispatch(x, chosen, weights, num_experts=num_experts)
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    routing: Any,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    autocast: bool = True,
+) -> Tensor:
+    """Each row times the matrix of its expert.
+
+    ``weight [experts, out, in]``, or ``[experts, in, out]`` if ``transposed``; ``bias [experts,
+    out]``. ``autocast``: whether it follows autocast, as ``F.linear`` does.
+    """
+    options = {"transposed": transposed, "autocast": autocast}
+    module = _traced() if isinstance(rows, FakeTensor) else on_one_device
+    return module.grouped_linear(rows, weight, routing, bias, **options)  # type: ignore[no-any-return]
+
+
+def combine(rows: Tensor, routing: Any) -> Tensor:
+    """The sum of the rows of each token, ``[tokens, hidden]``."""
+    module = _traced() if isinstance(rows, FakeTensor) else on_one_device
+    return module.combine(rows, routing)  # type: ignore[no-any-return]
+
+
+def _traced() -> Any:
+    """What a trace records in their place."""
+    from shardwright.compiler.ops import stand_ins
+
+    return stand_ins

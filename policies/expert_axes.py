@@ -71,12 +71,17 @@ def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list
             why=f"ranks that are dp={dp} x tp={tp} outside of the experts do not divide into these",
             hint="choose sizes of which one divides the other: etp and tp, ep * etp and tp * dp",
         )
-    axes = []
-    for small, large in reversed(list(pairwise(ends))):
-        outside: Outside = "dp" if small >= tp else "tp"
-        inside: Inside = "etp" if small < etp else "ep" if small < ep * etp else "edp"
-        axes.append(ExpertAxis(large // small, outside, inside))
-    return axes
+    return [
+        ExpertAxis(large // small, "dp" if small >= tp else "tp", _inside(small, ep, etp))
+        for small, large in reversed(list(pairwise(ends)))
+    ]
+
+
+def _inside(small: int, ep: int, etp: int) -> Inside:
+    """What an axis is for among experts, if it is major to ``small`` ranks."""
+    if small < etp:
+        return "etp"
+    return "ep" if small < ep * etp else "edp"
 
 
 def experts_of(graph: IRGraph, policy: str) -> set[int]:

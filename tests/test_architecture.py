@@ -13,7 +13,7 @@ from shardwright.frontend.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
-PACKAGES = ("frontend", "data", "experts", "compiler", "policies", "runtime")
+PACKAGES = ("frontend", "data", "compiler", "policies", "runtime")
 PAGES = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",

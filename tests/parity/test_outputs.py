@@ -121,11 +121,12 @@ def test_a_pipeline_delivers_the_loss_alone(tmp_path: Path) -> None:
 
 
 class Extra(torch.nn.Module):
-    """Returns what nothing of the loss needs: its own weight gets no gradient."""
+    """Returns what nothing of the loss needs, whose weight gets no gradient, and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.extra = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+        self.table = torch.arange(3)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = self.up(x).relu()
@@ -133,6 +134,7 @@ class Extra(torch.nn.Module):
             "loss": hidden.square().mean(),
             "extra": self.extra(hidden),
             "sizes": (hidden.sum(-1), 3),
+            "table": self.table,
         }
 
 
@@ -174,7 +176,7 @@ def test_operators_that_only_serve_what_is_left_out_are_not_run(
     for step, evaluated in run_ranks(2, rank):
         assert {name for name, value in step.items() if isinstance(value, LeftOut)} == left_out
         assert_close_tree(evaluated["extra"].detach(), expected["extra"].detach())
-        assert evaluated["sizes"][1] == 3
+        assert evaluated["sizes"][1] == 3 and evaluated["table"].tolist() == [0, 1, 2]
         assert_close_tree(evaluated["sizes"][0].detach(), expected["sizes"][0].detach())
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TOP_FOLDERS = ("data", "experts", "frontend", "compiler", "runtime", "policies", "codegen_templates")
+TOP_FOLDERS = (
+    "data",
+    "experts",
+    "frontend",
+    "compiler",
+    "runtime",
+    "policies",
+    "codegen_templates",
+)
 
 
 def test_the_packages_list_names_every_package_folder() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
+from shardwright.compiler.passes.chosen_rows import imbalance_of, with_imbalance
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
@@ -28,7 +29,8 @@ NO_LIMIT_GB = 1e9
 def levers(request: Request) -> list[Choice]:
     """What one more gigabyte of memory, and links of twice the rate, would buy on the mesh of the
     plan; without a memory limit, whether memory binds; and of a model that returns more than its
-    loss, what to return nothing else would. The plan itself counts too, where nothing better is
+    loss, what to return nothing else would; of a model with experts, what if they were chosen more
+    or less evenly. The plan itself counts too, where nothing better is
     found. If the same search is better on this mesh alone, that is a row of its own: it is no merit
     of the others.
     """
@@ -53,16 +55,35 @@ def levers(request: Request) -> list[Choice]:
         changed['outputs="loss": nothing else returned'] = replace(
             fixed, config=replace(request.config, outputs="loss")
         )
+    for name, imbalance in _other_routings(request.graph).items():
+        changed[name] = replace(
+            fixed,
+            graph=with_imbalance(request.graph, imbalance),
+            options=replace(fixed.options, imbalance=imbalance),
+        )
     assert best.cost is not None
     found = [Choice("the plan", best.step_s, best.cost.peak_bytes, chosen=True)]
     for name, asked in changed.items():
-        cost = best.cost if asked.hardware is hardware else asked.audited(best.plan)
+        same = asked.hardware is hardware and asked.graph is request.graph
+        cost = best.cost if same else asked.audited(best.plan)
         other = search(asked.graph, asked.config, asked.options, asked.hardware).best
         if other is not None and other.cost is not None and other.step_s < cost.step_s * (1 - TIE):
             cost = other.cost
         if asked is not fixed or cost is not best.cost:
             found.append(Choice(name, cost.step_s, cost.peak_bytes))
     return found
+
+
+def _other_routings(graph: PlannableGraph) -> dict[str, float]:
+    """Other ways in which tokens may choose experts: how many times its share the busiest rank then
+    gets. None for a model without experts.
+    """
+    assumed = imbalance_of(graph)
+    if assumed is None:
+        return {}
+    rows = {"experts chosen evenly": 1.0}
+    rows[f"the busiest rank with {2 * assumed:g} times its share of tokens"] = 2 * assumed
+    return {name: imbalance for name, imbalance in rows.items() if imbalance != assumed}
 
 
 def against(request: Request, sizes: Mapping[str, int]) -> Candidate:

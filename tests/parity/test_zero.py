@@ -22,14 +22,14 @@ def pairwise() -> list[Case]:
     process.
     """
     rng = random.Random(0)
-    everything = list(cases())
-    missing = {pair for case in everything for pair in pairs(case)}
+    everything = [(case, pairs(case)) for case in cases()]
+    missing = {pair for _, covered in everything for pair in covered}
     cover = []
     while missing:
-        best = max(rng.sample(everything, 300), key=lambda case: len(missing & pairs(case)))
-        if missing & pairs(best):
+        best, covered = max(rng.sample(everything, 300), key=lambda case: len(missing & case[1]))
+        if missing & covered:
             cover.append(best)
-            missing -= pairs(best)
+            missing -= covered
     return cover
 
 

@@ -7,6 +7,7 @@ operators against it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -81,7 +82,11 @@ def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, tolerance: floa
         total = whole.setdefault(
             tuple(coords[axis] for axis in copied), piece.new_zeros(layout.shape)
         )
-        places = [_index(layout, dim, mesh, coords) for dim in range(piece.ndim)]
+        # A dim that nothing cuts is whole: most are, and asking for their runs takes longest here.
+        places = [
+            _index(layout, dim, mesh, coords) if layout.dim_axes(dim) else torch.arange(size)
+            for dim, size in enumerate(piece.shape)
+        ]
         here = torch.meshgrid(*places, indexing="ij") if places else ()
         # Summands add up, pieces of copies lie beside each other: both are a sum into zeros.
         total[here] = total[here] | piece if piece.dtype == torch.bool else total[here] + piece
@@ -115,6 +120,10 @@ def largest_difference(x: Tensor, reference: Tensor) -> float:
     if not is_continuous(x):
         return float((x != reference).any())
     finite = reference.isfinite()
+    if finite.all():
+        difference = float((x - reference).abs().max())
+        scale = max(1.0, float(reference.abs().max()))
+        return difference / scale if math.isfinite(difference) else math.inf
     if not torch.equal(x.isfinite(), finite) or not torch.equal(
         x[~finite].nan_to_num(), reference[~finite].nan_to_num()
     ):

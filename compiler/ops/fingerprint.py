@@ -115,10 +115,12 @@ class _Reader:
             return [repr(value)]
         if id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return ["seen"]
+        # Noted before its parts are read, as functions may refer to themselves.
         self._seen[id(value)] = value
         if isinstance(value, tuple | list):
             return ["sequence", *(word for item in value for word in self.read(item))]
         if isinstance(value, set | frozenset):
+            # The order of a set differs from process to process.
             return ["set", *sorted("".join(self.read(item)) for item in value)]
         if isinstance(value, Mapping):
             words = ["mapping"]
@@ -129,6 +131,7 @@ class _Reader:
             return [tensor_digest(value)]
         if isinstance(value, CodeType):
             return self._code(value)
+        # A library's version is a part of the request itself, so its functions need no reading.
         if _is_of_library(value) or isinstance(value, ModuleType):
             return [_name(value)]
         return [_name(value), *self._callable(value)]

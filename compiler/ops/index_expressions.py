@@ -41,6 +41,7 @@ def read_index(index: Arg, shape: Shape) -> tuple[Item, ...] | None:
     args = index if isinstance(index, tuple) else (index,)
     if any(_is_opaque(arg) for arg in args):
         return None
+    # `None` makes a dim and reads none, and an ellipsis stands for what is left over.
     num_read = sum(arg is not None and arg is not Ellipsis for arg in args)
     if num_read > len(shape):
         return None
@@ -95,6 +96,7 @@ def slice_bounds(bounds: slice, size: Size) -> tuple[Size, Size]:
     def resolve(bound: Any, default: Size) -> Size:
         if bound is None:
             return default
+        # A symbolic size is positive, so that sympy can tell the sign of most bounds.
         if (bound < 0) if is_static(bound) else bool(sympy.sympify(bound).is_negative):
             bound = simplify(size + bound)
         if is_static(bound) and is_static(size):
@@ -166,6 +168,7 @@ def pick(
     tensors = [item.arg.shape for item in items if item.kind == "tensor"]
     together, refs_of_tensors = _broadcast(build, tensors, places)
     if positions:  # tensors side by side put their dims in their place, others in front of all
+        # numpy's law of advanced indexing, which torch follows.
         side_by_side = positions == list(range(positions[0], positions[0] + len(positions)))
         at = positions[0] if side_by_side else 0
         read[at:at] = together

@@ -92,6 +92,7 @@ class OpDef:
             if parameter.name in named or not positional or parameter.keyword_only:
                 continue
             if parameter.star:
+                # x.view(2, 3) and x.view((2, 3)) are one call.
                 one = len(positional) == 1 and isinstance(positional[0], tuple | list)
                 named[parameter.name] = tuple(positional[0]) if one else tuple(positional)
                 positional = []
@@ -142,6 +143,7 @@ class OpDef:
         if self.is_sign:
             if self.fits_sign(args):
                 texts = [_atomic(text) for text in args.values()]
+                # As the formatter writes it: x**2, but (a + b) ** 2.
                 close = self.code == "**" and all(map(is_simple, texts))
                 sign = self.code if close or len(texts) == 1 else f" {self.code} "
                 return f"{sign}{texts[0]}" if len(texts) == 1 else sign.join(texts)

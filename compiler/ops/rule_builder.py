@@ -125,6 +125,7 @@ def linear_sets(op: IROp, *joint: tuple[str, ...]) -> tuple[frozenset[int], ...]
     ones may be right only because it wraps around.
     """
     dtypes = {result.dtype for result in op.results}
+    # Truth values have no sum.
     if torch.bool in dtypes:
         return ()
     owners = [name.partition("[")[0] for name in op.operand_names]
@@ -151,6 +152,7 @@ def _keeps_sums(dtype: torch.dtype, results: Collection[torch.dtype]) -> bool:
         return False
     if dtype.is_floating_point or dtype.is_complex:
         return all(result.is_floating_point or result.is_complex for result in results)
+    # Unsigned summands may wrap around, and their sum is right again only in the same dtype.
     return dtype.is_signed or all(result == dtype for result in results)
 
 

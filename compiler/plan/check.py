@@ -84,6 +84,7 @@ def check_batch(graph: IRGraph, plan: Plan) -> None:
     _check_known("input", plan.batch.dims, values)
     for path, dim in plan.batch.dims.items():
         size = values[path].shape[dim] if dim < values[path].ndim else None
+        # A symbolic size fits any number of samples.
         if size != plan.batch.samples and (size is None or isinstance(size, int)):
             raise PlanError(
                 f"the plan is for microbatches of {plan.batch.samples} samples, and the "

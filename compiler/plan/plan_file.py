@@ -33,6 +33,7 @@ def check_plan_file(data: Any) -> None:
 
 def _is(kind: type | tuple[type, ...], words: str) -> Check:
     def check(value: Any, where: str) -> str | None:
+        # In Python True is an int, and in JSON it is no number.
         fits = isinstance(value, kind) and not (isinstance(value, bool))
         return None if fits else f"{where} is {value!r}, not {words}"
 

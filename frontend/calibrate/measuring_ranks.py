@@ -76,6 +76,7 @@ def _await(context: Any, folder: Path) -> None:
     while not context.join(timeout=_LOOK_S):
         last_s, spent_s = time.monotonic(), time.monotonic() - last_s
         for rank, silence in silences.items():
+            # Files, not messages: a rank that hangs in a collective answers none.
             silence.heard(_last_sign(folder / f"alive{rank}"))
             if not silence.passed(spent_s) and context.processes[rank].is_alive():
                 raise DistributedError(

@@ -28,6 +28,7 @@ def load_target(text: str) -> Any:
             f"{text!r} is not of the form module:name",
             hint="for example my_package.models:make_gpt",
         )
+    # A console script has the folder of the script there, where `python -m` has this one.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -121,4 +122,5 @@ def _value(path: str, text: str) -> Any:
                 hint="names in double quotes, those of dims too: "
                 """--set 'dynamic_dims={"x": {"0": "batch"}}'""",
             ) from error
+        # People who write Python write these, and JSON would make them strings.
         return {"True": True, "False": False, "None": None}.get(text, text)

@@ -60,6 +60,8 @@ class RealTables(TorchFunctionMode):
             device = kwargs.get("device")
             asked = torch.get_default_device() if device is None else torch.device(device)
             if asked.type == "meta":
+                # On the meta device a table of positions would have no values, and a trace needs
+                # them.
                 kwargs["device"] = "cpu"
         return func(*args, **kwargs)
 
@@ -164,5 +166,7 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return tensor.to(dtype)
     return nn.Parameter(
-        torch.empty_like(tensor, dtype=dtype, device="meta"), requires_grad=tensor.requires_grad
+        # Parameters have no values in a trace; those of buffers become constants or files.
+        torch.empty_like(tensor, dtype=dtype, device="meta"),
+        requires_grad=tensor.requires_grad,
     )

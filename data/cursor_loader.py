@@ -103,10 +103,8 @@ class CursorLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         while (batch := self._batching.at(self._position)).epoch == epoch:
-            made = self._next(batch)
-            # Before the batch is given out, so that a state taken while it is in use counts it.
-            self._position = batch.after
-            yield made
+            # No name here holds the batch while the next one is made.
+            yield self._given(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, as plain JSON values: the same on all ranks."""
@@ -130,6 +128,14 @@ class CursorLoader:
         shutdown = getattr(ahead, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+    def _given(self, batch: GlobalBatch) -> Any:
+        """What is given out next. From here on it counts, so that a state taken while it is in use
+        is that behind it.
+        """
+        made = self._next(batch)
+        self._position = batch.after
+        return made
 
     def _next(self, batch: GlobalBatch) -> Any:
         role = self._share.role

@@ -270,10 +270,14 @@ class StreamLoader:
                 self.close()
                 step.fetched.raise_problem()
             self._place = step.after
-            made = step.fetched.microbatches
-            if self._device is not None:
-                made = [map_leaves(microbatch, self._moved) for microbatch in made]
-            yield made if self._as_list else made[0]
+            # No name here holds the batch while the next one is made.
+            yield self._given(step.fetched)
+
+    def _given(self, fetched: Fetched) -> Any:
+        made, fetched.microbatches = fetched.microbatches, []
+        if self._device is not None:
+            made = [map_leaves(microbatch, self._moved) for microbatch in made]
+        return made if self._as_list else made[0]
 
     def _moved(self, path: str, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf

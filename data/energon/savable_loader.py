@@ -86,7 +86,8 @@ class SavableLoader:
                 fetched.raise_problem()
             self.skipped += fetched.skipped
             self._batches += 1
-            yield fetched.microbatches[0]
+            # No name here holds the batch while the next one is made.
+            yield fetched.microbatches.pop()
         self.close()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.frontend.calibrate import command as calibrate
+from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import main as cli
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
@@ -46,6 +47,7 @@ def commands() -> dict[str, tuple[object, object, str]]:
         cli_search.COMMANDS,
         cli_plans.COMMANDS,
         calibrate.COMMANDS,
+        cli_data.COMMANDS,
         runtime_cli.COMMANDS,
     )
     return {name: entry for found in every for name, entry in found.items()}

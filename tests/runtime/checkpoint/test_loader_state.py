@@ -10,7 +10,7 @@ from mlp_files import make_model, write_files
 import shardwright
 from shardwright import data
 from shardwright.data.stream_loader import StreamLoader
-from shardwright.runtime.errors import ArgumentError, CheckpointError, DataError
+from shardwright.runtime.errors import ArgumentError, CheckpointError, DataError, ShardwrightError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 
@@ -76,6 +76,22 @@ def test_ranks_that_read_nothing_may_have_no_loader(tmp_path):
     (index,) = (tmp_path / "c").glob("*/index.json")
     assert json.loads(index.read_text())["loader"].keys() == {""}
     run_ranks(2, steps(folder, tmp_path / "c", 1, resume=True))
+
+
+def test_a_loader_takes_it_back_where_that_of_another_rank_refuses(tmp_path):
+    folder = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
+
+    def on_rank(rank):
+        module = load_class(folder)()
+        loader = loader_here(module)
+        next(iter(loader))
+        shardwright.save_checkpoint(tmp_path / "c", module, loader=loader)
+        other = loader_here(module) if rank == 0 else loader_here(module, seed=3)
+        with pytest.raises(ShardwrightError, match="seed was 0 and is 3"):
+            shardwright.load_checkpoint(tmp_path / "c", module, loader=other)
+        return other.position
+
+    assert run_ranks(2, on_rank) == [0, 0]
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):

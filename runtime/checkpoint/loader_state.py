@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwright.runtime.checkpoint.energon_values import from_plain, to_plain
 from shardwright.runtime.checkpoint.json_values import encode
 from shardwright.runtime.errors import ArgumentError, CheckpointError, brief
 
@@ -39,7 +40,8 @@ def loader_states(loader: Any) -> dict[str, Any]:
     if not is_by_rank(loader):
         return {SAME_EVERYWHERE: encode(loader.state_dict(), "the loader's state")}
     rank = loader.worker_config.rank
-    return {str(rank): encode(loader.save_state_rank(), f"the loader's state of rank {rank}")}
+    state = to_plain(loader.save_state_rank())
+    return {str(rank): encode(state, f"the loader's state of rank {rank}")}
 
 
 def give_states(loader: Any, states: Mapping[str, Any]) -> None:
@@ -57,7 +59,8 @@ def give_states(loader: Any, states: Mapping[str, Any]) -> None:
     if SAME_EVERYWHERE in states:
         loader.load_state_dict(states[SAME_EVERYWHERE])
     else:
-        loader.restore_state_global([states[str(rank)] for rank in sorted(map(int, states))])
+        by_rank = [from_plain(states[str(rank)]) for rank in sorted(map(int, states))]
+        loader.restore_state_global(by_rank)
 
 
 def state_of(loader: Any) -> Any:

@@ -22,8 +22,8 @@ HELP: Mapping[str, str] = {
         "Measure the operators of a plan on this machine: a rank's calls, each different one once"
     ),
     "diff": "Show what differs between two plans",
-    "data": "Work on data: deal saved states of loaders anew, make indexes of shards",
     "calibrate": "Measure this machine and write it as a hardware file",
+    "data": "Work on data: deal saved states of loaders anew, make indexes of shards",
     "merge": "Merge a checkpoint into whole tensors under the original names",
 }
 """One line for each command, in the order of ``--help``."""

@@ -6,7 +6,7 @@ from data_moves import move
 
 
 def test_a_run_that_moves_is_given_the_batches_of_one_rank():
-    assert move(8, seed=1, moves_each=4) > 8
+    assert move(4, seed=1, moves_each=2) > 4
 
 
 @pytest.mark.slow

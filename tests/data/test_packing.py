@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets_by_hand import Documents, on_replicas
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import data
@@ -26,6 +26,7 @@ def test_the_row_of_the_file():
     assert padded["input_ids"].tolist() == [5, 9, 9]
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=40),
     st.integers(9, 20),

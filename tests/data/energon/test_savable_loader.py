@@ -109,7 +109,7 @@ def test_validation_reads_each_sample_once_in_as_many_steps_on_all_ranks():
 
 
 @without_processes()
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(16, 50),
     st.sampled_from([{}, SHUFFLED]),

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import data
@@ -41,6 +41,7 @@ def test_documents_of_several_sequences(tmp_path):
     assert file.lengths.tolist() == [3, 3]
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 200), max_size=5), max_size=8),
     st.sampled_from(["uint8", "int64"]),

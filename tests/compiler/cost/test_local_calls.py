@@ -19,6 +19,8 @@ MESHES = [Mesh((("a", 2), ("b", 1))), Mesh((("a", 2), ("b", 3)))]
 def test_local_shapes_are_those_of_the_rank_at_index_0(call: Call) -> None:
     op, _ = example_op(call)
     assert op.rule is not None
+    if op.rule.densities is not None:  # how many rows a rank has is assumed
+        return
     for mesh in MESHES:
         origin = dict.fromkeys(mesh.names, 0)
         for chosen in itertools.product(strategies(op.rule), repeat=2):

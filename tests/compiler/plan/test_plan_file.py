@@ -40,6 +40,7 @@ FULL = Plan(
     2,
     3,
     Batch(4, 4, {"x": 0}),
+    1.5,
 )
 """A plan with a value for everything."""
 

@@ -49,6 +49,9 @@ def test_every_operator_against_autograd(name: str) -> None:
     op, operands = example_op(call)
     found = saved_for_backward(op)
     assert op.rule is not None
+    if op.rule.densities is not None:  # which rows there are is no tensor
+        assert not found.exact
+        return
     # A rank draws in another way, which keeps other tensors than torch's own call.
     if op.rule.random:
         assert found.exact

@@ -29,6 +29,16 @@ NARROW = {"model": "gpt2", "heads": 16, "head_size": 64}
 WIDE = {"model": "gpt2", "heads": 1024, "head_size": 16, "layers": 24}
 """Wide enough that 1024 ranks have a head each."""
 
+EXPERTS_CASE: dict[str, Any] = {
+    "model": "qwen3-235b",
+    "layers": 94,
+    "ranks": 64,
+    "stages": 4,
+    "tp": 4,
+    "dp": 4,
+    "ep": 16,
+}
+
 CASES: dict[str, list[dict[str, Any]]] = {
     "nothing": [{"model": None}],
     "a first compile, imports counted": [
@@ -45,6 +55,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "GPT-2 in stages, pp 8 x tp 8": [
         {**NARROW, "layers": layers, "ranks": 64, "stages": 8} for layers in (24, 96)
     ],
+    "Qwen3-235B shape, pp 4 x dp 4 x tp 4, ep 16": [EXPERTS_CASE],
 }
 
 
@@ -79,7 +90,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case["model"] == "linear":
         return run_first(case)
     import torch
-    from models import gpt2_on_meta, llama_on_meta
+    from models import gpt2_on_meta, llama_on_meta, qwen3_235b_on_meta
 
     from shardwright.frontend.files.module_files import Order, generate
     from shardwright.frontend.files.module_source import ModuleSource
@@ -89,18 +100,19 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     result: dict[str, Any] = {"wall_s": 0.0, "cpu_s": 0.0, "stages": {}}
     if case["model"] is not None:
-        make = (
-            (lambda: llama_on_meta(case["layers"]))
-            if case["model"] == "llama"
-            else (lambda: gpt2_on_meta(case["layers"], case["heads"], case["head_size"]))
-        )
+        make = {
+            "llama": lambda: llama_on_meta(case["layers"]),
+            "gpt2": lambda: gpt2_on_meta(case["layers"], case["heads"], case["head_size"]),
+            "qwen3-235b": lambda: qwen3_235b_on_meta(case["layers"]),
+        }[case["model"]]
         model = make()
-        tokens = torch.zeros(4, 512, dtype=torch.int64)
+        tokens = torch.zeros(4 * case.get("dp", 1), 512, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
             pipeline: dict[str, Any] = {
                 "num_stages": case.get("stages", 1),
-                "tp": 8,
+                "tp": case.get("tp", 8),
                 "num_microbatches": 16,
+                **{name: case[name] for name in ("dp", "ep") if name in case},
             }
             config = ComputeConfig(
                 plan_ngpus=case["ranks"],

@@ -1,24 +1,189 @@
-"""What a training step with experts on different ranks costs, beside the same layer by hand and
-beside experts cut through their inner width; and how long a large model with experts compiles.
+"""What a training step with experts on different ranks costs, beside the same experts by hand and
+beside experts that are cut through their inner width; what each rank holds; and how long a large
+model with experts compiles.
 
-    python benchmarks/experts.py [--pairs 20] [--only ranks2] [--only memory] [--only compile]
+    python benchmarks/experts.py [--pairs 20] [--only layer-loop] [--ranks 2 4]
 
-On 2 and 4 ranks of the CPU, one thread each, gloo, float32, AdamW:
+CPU with one thread per rank, gloo, float32, AdamW. Every case compares policy ``ep`` with a peer:
 
-    layer    one layer of experts (Qwen3-MoE's) under ``ep`` against the layer by hand: one row for
-             each token and expert, ``all_to_all_single`` there and back in an autograd function,
-             and a product for each expert, or ``F.grouped_mm``
-    model    a Qwen3-MoE under ``ep`` against transformers' model with layers by hand, the other
-             gradients reduced by one all-reduce
-    tp       the same model under ``ep`` against ``tp``, which cuts the width of every expert
+    layer-loop    one layer of experts; by hand, a product for each expert in a loop
+    layer-kernel  the same layer; by hand, F.grouped_mm
+    model-kernel  a Qwen3-MoE of four layers; by hand, F.grouped_mm
+    model-tp      the same model under policy tp, which cuts the inner width of every expert
 
-Both sides live in the same processes and take turns step by step, so that load from elsewhere meets
-both. A step is zero_grad, forward, backward, reduction of gradients, optimizer step. Router and
-tokens are the same on both sides, and so are the losses. The batch of ``ep`` is that of all ranks:
-each rank computes its part.
+What is written by hand is in ``experts_by_hand.py``. Both sides live in the same processes and take
+turns step by step, so that load from elsewhere meets both. A step is zero_grad, forward, backward,
+reduction of gradients, optimizer step, for one batch that all ranks share. Both sides begin with
+the same weights, and their losses are compared.
 
-Memory is bytes of parameters and of the optimizer's state by rank, against experts by rank. The
-compile is of the shape of Qwen3-235B-A22B for 64 ranks, weights on the meta device.
+``memory`` prints what rank 0 holds of parameters, gradients and optimizer state, by experts per
+rank. ``compile`` compiles the shape of Qwen3-235B-A22B for 64 ranks, weights on the meta device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from compile_time import EXPERTS_CASE, run_in_process
+from experts_by_hand import average_experts, by_hand
+from models import qwen3_moe
+from pairs import compare
+from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
+from storage_bytes import kept_by
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
+
+import shardwright
+
+BATCH_SIZE, SEQ_LENGTH = 8, 128
+LEARNING_RATE = 1e-3
+NUM_RANKS = (2, 4)
+STEPS = ("layer-loop", "layer-kernel", "model-kernel", "model-tp")
+
+Step = Callable[[], float]
+"""One training step; returns the loss."""
+
+Batch = dict[str, Tensor]
+Side = tuple[Step, nn.Module, torch.optim.Optimizer]
+
+
+class Layer(nn.Module):
+    """A norm and one layer of experts, and the distance of what they make from ``target``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = qwen3_moe().config
+        self.norm = Qwen3MoeRMSNorm(config.hidden_size)
+        self.mlp = Qwen3MoeSparseMoeBlock(config)
+        for parameter in self.mlp.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(x + self.mlp(self.norm(x)), target)
+
+
+def make(case: str, num_experts: int = 16) -> tuple[nn.Module, Batch]:
+    """A model, the same on every rank, and the batch of all ranks."""
+    torch.manual_seed(0)
+    if case.startswith("layer"):
+        layer = Layer()
+        shape = (BATCH_SIZE, SEQ_LENGTH, layer.norm.weight.numel())
+        return layer, {"x": torch.randn(shape), "target": torch.randn(shape)}
+    model = qwen3_moe(num_experts)
+    tokens = torch.randint(model.config.vocab_size, (BATCH_SIZE, SEQ_LENGTH))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def loss_of(result: Tensor | dict[str, Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result["loss"]
+
+
+def ours(case: str, policy: str, folder: str, num_experts: int = 16) -> Side:
+    """The module compiled by shardwright."""
+    num_ranks = dist.get_world_size()
+    config = shardwright.ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, outputs="loss", use_async_reducer=True
+    )
+    model, batch = make(case, num_experts)
+    module = shardwright.parallelize(
+        model, batch, policy, config, gen_savedir=f"{folder}/{policy}{num_experts}", reuse="moo"
+    )
+    optimizer = shardwright.build_optimizer(module, torch.optim.AdamW, config, lr=LEARNING_RATE)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(module(**batch))
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step, module, optimizer
+
+
+def peer(case: str, folder: str) -> Side:
+    """The other side of a case."""
+    if case == "model-tp":
+        return ours(case, "tp", folder)
+    model, batch = make(case)
+    module = by_hand(model, "loop" if case.endswith("loop") else "grouped_mm")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    mine = {name: value.chunk(num_ranks)[rank] for name, value in batch.items()}
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(module(**mine))
+        loss.backward()
+        average_experts(module)
+        optimizer.step()
+        return loss.item()
+
+    return step, module, optimizer
+
+
+def mean_over_ranks(loss: float) -> float:
+    """The loss of the whole batch, from those of its equal parts."""
+    losses = torch.tensor(loss)
+    dist.all_reduce(losses)
+    return losses.item() / dist.get_world_size()
+
+
+def run_steps(rank: int, case: str, folder: str, num_pairs: int) -> None:
+    """One comparison on the calling rank; rank 0 prints."""
+    our_step, their_step = ours(case, "ep", folder)[0], peer(case, folder)[0]
+    for _ in range(3):
+        first, second = our_step(), their_step()
+    assert_same_training(first, second if case == "model-tp" else mean_over_ranks(second))
+    ratio = compare(our_step, their_step, num_pairs=num_pairs, barrier=dist.barrier)
+    if rank == 0:
+        print(f"{case:12} {dist.get_world_size()} ranks  {ratio}", flush=True)
+
+
+def run_memory(rank: int, folder: str) -> None:
+    """What rank 0 holds between steps, by experts; rank 0 prints."""
+    num_ranks = dist.get_world_size()
+    for num_experts in (num_ranks, 8, 16, 32):
+        step, module, optimizer = ours("model", "ep", folder, num_experts)
+        step()
+        kept = {x.data_ptr(): x.nbytes for x in kept_by(module, optimizer)}
+        experts = sum(p.nbytes for name, p in module.named_parameters() if "experts" in name)
+        if rank == 0:
+            print(
+                f"memory       {num_ranks} ranks  {num_experts // num_ranks} of {num_experts} "
+                f"experts: {experts / 2**20:.2f} MiB of their parameters, "
+                f"{sum(kept.values()) / 2**20:.2f} MiB between steps",
+                flush=True,
+            )
+
+
+def run_compile() -> None:
+    """One compile in a process of its own."""
+    result = run_in_process(EXPERTS_CASE, 1)
+    stages = ", ".join(f"{name} {s:.2f}" for name, s in result["stages"].items() if s >= 0.01)
+    print(f"compile      {result['wall_s']:.2f} s, {result['cpu_s']:.2f} CPU s ({stages})")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=[*STEPS, "memory", "compile"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=NUM_RANKS)
+    arguments = parser.parse_args()
+    if arguments.rank_in:
+        case, folder = arguments.rank_in
+        with gloo_rank() as rank:
+            if case == "memory":
+                return run_memory(rank, folder)
+            return run_steps(rank, case, folder, arguments.pairs)
+    print("case         ours / theirs [95 % interval]", flush=True)
+    for num_ranks in arguments.ranks:
+        for case in (*STEPS, "memory"):
+            if arguments.only in (None, case):
+                start_ranks(__file__, num_ranks, [case], pairs=arguments.pairs)
+    if arguments.only in (None, "compile"):
+        run_compile()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    logging,
+)
 
 logging.set_verbosity_error()  # random weights are meant
 
@@ -24,6 +32,44 @@ def llama_on_meta(num_layers: int) -> nn.Module:
     """A Llama of the 7B shape, without memory behind its weights."""
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers))
+
+
+def qwen3_235b_on_meta(num_layers: int) -> nn.Module:
+    """A Qwen3-MoE of the shape of Qwen3-235B-A22B, without memory behind its weights."""
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                num_hidden_layers=num_layers,
+                hidden_size=4096,
+                intermediate_size=12288,
+                moe_intermediate_size=1536,
+                num_attention_heads=64,
+                num_key_value_heads=4,
+                head_dim=128,
+                num_experts=128,
+                num_experts_per_tok=8,
+                norm_topk_prob=True,
+            )
+        )
+
+
+def qwen3_moe(num_experts: int = 16) -> nn.Module:
+    """A Qwen3-MoE small enough for a CPU: four layers, four experts for each token."""
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=4096,
+            num_hidden_layers=4,
+            hidden_size=256,
+            moe_intermediate_size=256,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            num_experts=num_experts,
+            num_experts_per_tok=min(4, num_experts),
+            norm_topk_prob=True,
+            use_cache=False,
+        )
+    )
 
 
 class Attention(nn.Module):

@@ -23,7 +23,7 @@ Over ranks, either of the two dims of these pairs may be cut:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -126,7 +126,7 @@ def combine(
         return _summed(rows, routing.token, num_tokens)
     # All rows of a token are here, so that its sum can be made in one order on any device.
     by_token = routing.token.argsort(stable=True)
-    return rows[by_token].view(num_tokens, top_k, *rows.shape[1:]).sum(1)
+    return rows.index_select(0, by_token).view(num_tokens, top_k, *rows.shape[1:]).sum(1)
 
 
 def grouped_linear(
@@ -216,8 +216,8 @@ def _local(
         order = order[(sorted_expert >= 0) & (sorted_expert < count)]
     counts = _counted(expert[order], count)
     token = order.div(max(1, top_k), rounding_mode="floor")
-    gains = None if weights is None else weights.reshape(-1)[order]
-    return x[token], gains, Routing(token, counts, num_tokens, top_k, complete)
+    gains = None if weights is None else weights.reshape(-1).index_select(0, order)
+    return x.index_select(0, token), gains, Routing(token, counts, num_tokens, top_k, complete)
 
 
 def _counted(expert: Tensor, count: int) -> Tensor:
@@ -266,39 +266,41 @@ def _exchanged(
     place = sent_before[pair_owner, pair_token] - (tokens_to.cumsum(0) - tokens_to)[pair_owner]
     local_expert = chosen.reshape(-1)[pairs] - starts.to(x.device)[pair_owner]
 
-    # Counts go first, then numbers, then what has gradients.
+    # Counts go first, then numbers in one message, then what has gradients.
     counts = torch.stack([tokens_to, pairs_to], 1)
-    came = torch.cat(_all_to_all(counts, axis, [1] * axis.size, [1] * axis.size))
+    ones = [1] * axis.size
+    came = _all_to_all(counts, axis, ones, ones)
     (tokens_in, pairs_in), (tokens_out, pairs_out) = came.T.tolist(), counts.T.tolist()
-    token_in = torch.cat(_all_to_all(number[sent_token], axis, tokens_out, tokens_in))
-    told = torch.stack([local_expert, place], 1)
-    told_in = torch.cat(_all_to_all(told, axis, pairs_out, pairs_in))
-    arrived = exchange_rows(x[sent_token], axis, tokens_out, tokens_in)
+    told = (number[sent_token], local_expert, place)
+    token_in, local, position = _told(
+        told, axis, (tokens_out, pairs_out, pairs_out), (tokens_in, pairs_in, pairs_in)
+    )
+    arrived = exchange_rows(x.index_select(0, sent_token), axis, tokens_out, tokens_in)
 
     # The rows, sorted by expert; where tokens stand among those of all ranks of the axis.
     offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=x.device)
-    sender = _repeated(torch.arange(axis.size, device=x.device), pairs_in)
-    position, local = told_in[:, 1] + offset[sender], told_in[:, 0]
-    of_sender = _repeated(torch.arange(axis.size, device=x.device), tokens_in)
+    position = position + _repeated(offset, pairs_in)
     whole = _positions(token_dim, axis, x.device)
-    joined = torch.cat([whole[i][token_in[of_sender == i]] for i in range(axis.size)])
+    parts = token_in.split(tokens_in)
+    joined = torch.cat([place[part] for place, part in zip(whole, parts, strict=True)])
     # By expert, then by token: the same order as on one device.
-    order = joined[position].argsort(stable=True)
-    order = order[local[order].argsort(stable=True)]
+    total = token_dim[0] * token_dim[1] * token_dim[2]
+    order = (local * total + joined[position]).argsort(stable=True)
     position = position[order]
     gains = None
     if weights is not None:
-        gains = exchange_rows(weights.reshape(-1)[pairs], axis, pairs_out, pairs_in)[order]
+        given = weights.reshape(-1).index_select(0, pairs)
+        gains = exchange_rows(given, axis, pairs_out, pairs_in).index_select(0, order)
     arrivals = Arrivals(axis, position, tokens_in, tokens_out, sent_token, num_tokens)
     routing = Routing(
         joined[position],
         _counted(local[order], count),
-        token_dim[0] * token_dim[1] * token_dim[2],
+        total,
         top_k,
         complete=False,
         arrivals=arrivals,
     )
-    return arrived[position], gains, routing
+    return arrived.index_select(0, position), gains, routing
 
 
 def _owners(axes: Axes, axis: AxisGroup, num_experts: int) -> tuple[Tensor, Tensor, int]:
@@ -337,9 +339,9 @@ def _departures(routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Arriv
     by_owner = owner[present].argsort(stable=True)
     present, place = present[by_owner], by_owner.argsort()
     going = torch.bincount(owner[present], minlength=axis.size)
-    came = torch.cat(_all_to_all(going, axis, [1] * axis.size, [1] * axis.size))
+    came = _all_to_all(going, axis, [1] * axis.size, [1] * axis.size)
     received, sent = going.tolist(), came.tolist()
-    tokens = torch.cat(_all_to_all(number[present], axis, received, sent))
+    tokens = _all_to_all(number[present], axis, received, sent)
     return Arrivals(axis, place[position], received, sent, tokens, whole[axis.index].numel())
 
 
@@ -357,10 +359,24 @@ def _repeated(values: Tensor, counts: list[int]) -> Tensor:
 
 def _all_to_all(
     x: Tensor, axis: AxisGroup, send: list[int], receive: list[int], phase: Phase = "forward"
+) -> Tensor:
+    """Rows of ``x`` to every rank, ``send[i]`` to rank ``i``, and the rows that come, by sender."""
+    return axis.communicator.all_to_all_rows(x, send, receive, phase=phase)
+
+
+def _told(
+    numbers: Sequence[Tensor],
+    axis: AxisGroup,
+    send: Sequence[list[int]],
+    receive: Sequence[list[int]],
 ) -> list[Tensor]:
-    """Rows of ``x`` to every rank, ``send[i]`` to rank ``i``, and the rows that come from each."""
-    shapes = [(count, *x.shape[1:]) for count in receive]
-    return axis.communicator.all_to_all(list(x.split_with_sizes(send)), shapes, phase=phase)
+    """:func:`_all_to_all` of several 1-D tensors of one dtype, in one message."""
+    parts = [x.split(counts) for x, counts in zip(numbers, send, strict=True)]
+    message = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
+    sizes = [size for from_rank in zip(*receive, strict=True) for size in from_rank]
+    out, into = ([sum(of) for of in zip(*counts, strict=True)] for counts in (send, receive))
+    came = _all_to_all(message, axis, out, into).split(sizes)
+    return [torch.cat(came[index :: len(numbers)]) for index in range(len(numbers))]
 
 
 def exchange_rows(rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:
@@ -376,13 +392,13 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]
     ) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return torch.cat(_all_to_all(rows, axis, send, receive))
+        return _all_to_all(rows, axis, send, receive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back = _all_to_all(grad.contiguous(), ctx.axis, ctx.receive, ctx.send, "backward")
-        return torch.cat(back), None, None, None
+        back = _all_to_all(grad, ctx.axis, ctx.receive, ctx.send, "backward")
+        return back, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -391,74 +407,70 @@ class _Exchange(torch.autograd.Function):
 
 def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups of ``counts`` rows."""
-    if _has_kernel(rows, matrices):
-        offsets = counts.cumsum(0).to(torch.int32)
-        out = F.grouped_mm(rows, matrices, offs=offsets)
-        return cast(Tensor, _Contiguous.apply(out))  # type: ignore[no-untyped-call]
     return cast(Tensor, _GroupedProduct.apply(rows, matrices, counts))  # type: ignore[no-untyped-call]
 
 
-def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: it wants rows of whole 16 bytes, and on CPU it
-    is a loop itself.
-    """
-    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16:
-        return False
-    widths = (matrices.shape[1], matrices.shape[2])
-    return matrices.shape[0] > 0 and all(
-        width * rows.element_size() % 16 == 0 and width > 0 for width in widths
-    )
-
-
-class _Contiguous(torch.autograd.Function):
-    """The identity. Its backward hands on a contiguous gradient, as the kernel asks for one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()
-
-
 class _GroupedProduct(torch.autograd.Function):
-    """One product for each expert that has rows. The weights of the others have gradients of
+    """One product for each expert. The weights of an expert without rows have gradients of
     zeros.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, matrices)
-        ctx.bounds = _bounds(counts)
-        out = rows.new_zeros(rows.shape[0], matrices.shape[2])
-        for index, here in ctx.bounds:
-            torch.mm(rows[here], matrices[index], out=out[here])
-        return out
+        ctx.save_for_backward(rows, matrices, counts)
+        return _by_expert(rows, matrices, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, matrices = ctx.saved_tensors
+        rows, matrices, counts = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[0]:
-            grad_rows = torch.zeros_like(rows)
-            for index, here in ctx.bounds:
-                torch.mm(grad[here], matrices[index].T, out=grad_rows[here])
+            grad_rows = _by_expert(grad, matrices.mT, counts)
         if ctx.needs_input_grad[1]:
-            grad_matrices = torch.zeros_like(matrices)
-            for index, here in ctx.bounds:
-                grad_matrices[index] = rows[here].T @ grad[here]
+            # In the order in which the weight lies in memory, so that nobody has to copy it.
+            turned = not matrices.is_contiguous()
+            left, right = (grad, rows) if turned else (rows, grad)
+            grad_matrices = _by_expert(left.T, right, counts)
+            grad_matrices = grad_matrices.mT if turned else grad_matrices
         return grad_rows, grad_matrices, None
 
 
-def _bounds(counts: Tensor) -> list[tuple[int, slice]]:
-    """The experts that have rows, and which."""
-    ends = list(itertools.accumulate(counts.tolist()))
-    starts = [0, *ends][: len(ends)]
-    return [
-        (index, slice(start, end))
-        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if end > start
-    ]
+def _by_expert(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    """Products by groups of ``counts``: of the rows of ``left [rows, k]`` with ``right [experts, k,
+    n]``, or of the columns of ``left [k, rows]`` with the rows of ``right [rows, n]``, which gives
+    ``[experts, k, n]``.
+    """
+    if _has_kernel(left, right, counts):
+        return F.grouped_mm(left, right, offs=counts.cumsum(0).to(torch.int32))
+    sizes = counts.tolist()
+    if right.dim() == 3:
+        out = left.new_empty(left.shape[0], right.shape[2])
+        operands, outs = (left.split(sizes), right.unbind()), out.split(sizes)
+    else:
+        out = left.new_empty(len(sizes), left.shape[0], right.shape[1])
+        operands, outs = (left.split(sizes, 1), right.split(sizes)), out.unbind()
+    for a, b, result in zip(*operands, outs, strict=True):
+        if result.numel() > 0:
+            torch.mm(a, b, out=result)  # zeros where there are no rows to sum over
+    return out
+
+
+_KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+
+
+def _has_kernel(left: Tensor, right: Tensor, counts: Tensor) -> bool:
+    """Whether torch has one kernel for all groups. It wants rows of whole 16 bytes, in memory that
+    begins at a multiple of 16 bytes.
+    """
+    if left.dtype not in _KERNEL_DTYPES.get(left.device.type, ()):
+        return False
+    sizes = (counts.shape[0], *left.shape, *right.shape)
+    whole = right.shape[-1] * right.element_size() % 16 == 0  # rows of the result
+    return min(sizes) > 0 and whole and _is_aligned(left) and _is_aligned(right)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    small, large = sorted(x.stride()[-2:])
+    return small == 1 and large * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

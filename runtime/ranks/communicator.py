@@ -356,6 +356,31 @@ class Communicator:
             for chunk, shape in zip(result.split_with_sizes(receive_sizes), shapes, strict=True)
         ]
 
+    def all_to_all_rows(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: Phase = "forward"
+    ) -> Tensor:
+        """:meth:`all_to_all` of rows that lie end to end: ``send[i]`` rows of ``x`` go to member
+        ``i``, and ``receive[i]`` rows of the result come from it. ``x`` must not be changed
+        afterwards.
+        """
+        if self.transport is None:
+            return x.detach().clone(memory_format=torch.contiguous_format)
+        row = math.prod(x.shape[1:])
+        send_sizes, receive_sizes = [row * n for n in send], [row * n for n in receive]
+        total = sum(receive_sizes)
+        self._count(phase, "all_to_all", x, x.numel(), total - receive_sizes[self.index])
+        result = x.new_empty(sum(receive), *x.shape[1:])
+        self._call(
+            "all_to_all",
+            x,
+            self.transport.all_to_all,
+            x.detach().contiguous().view(-1),
+            send_sizes,
+            result.view(-1),
+            receive_sizes,
+        )
+        return result
+
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
         """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and
         dtype only.

@@ -483,7 +483,7 @@ def _exchange_time(
     rows_s = sent_s(rows * item)
     if not there:
         return OpTime(rows_s, rows_s if call.differentiated else 0.0)
-    numbers_s = sent_s(16.0 * num_ranks) + sent_s(8 * rows / hidden) + sent_s(16 * tokens * top_k)
+    numbers_s = sent_s(16.0 * num_ranks) + sent_s(8 * rows / hidden + 16 * tokens * top_k)
     weights_s = sent_s(item * tokens * top_k) if len(call.operands) > 2 else 0.0
     forward_s = rows_s + weights_s + numbers_s
     return OpTime(forward_s, rows_s + weights_s if call.differentiated else 0.0)

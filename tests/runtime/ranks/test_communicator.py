@@ -90,6 +90,25 @@ def test_collectives():
     )
 
 
+def test_rows_to_every_rank_are_those_of_an_all_to_all_and_count_alike():
+    """Rank i sends i + j rows to rank j: uneven, and none from rank 0 to itself."""
+
+    def on_rank(rank):
+        everyone = current_world().everyone
+        sizes = [rank + i for i in range(3)]
+        x = torch.arange(2.0 * sum(sizes)).view(-1, 2) + 100 * rank
+        with count_communication() as by_rows:
+            found = everyone.all_to_all_rows(x, sizes, sizes)
+        with count_communication() as by_pieces:
+            shapes = [(size, 2) for size in sizes]
+            wanted = torch.cat(everyone.all_to_all(x.split(sizes), shapes))
+        return found, wanted, dict(by_rows.items()) == dict(by_pieces.items())
+
+    for found, wanted, counted_alike in run_ranks(3, on_rank):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert counted_alike
+
+
 def test_what_must_be_received():
     """The ring-optimal numbers of elements, for equal and for unequal pieces."""
 

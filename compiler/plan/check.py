@@ -204,8 +204,9 @@ def output_paths(graph: IRGraph) -> tuple[str, ...]:
 
 def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     known = tuple(known)
+    found = frozenset(known)  # a plan names every operator of the model
     for name in names:
-        if name not in known:
+        if name not in found:
             raise PlanError(f"the model has no {what} {name!r}", hint=suggestion(name, known))
 
 

@@ -7,7 +7,6 @@ by DistributedDataParallel.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 import torch
@@ -76,7 +75,7 @@ class ExpertsByHand(nn.Module):
         if self.products == "grouped_mm":
             offsets = counts.cumsum(0).to(torch.int32)
             return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
-        parts = zip(rows.split(counts.tolist()), weight.unbind(0), strict=True)
+        parts = zip(rows.split_with_sizes(counts.tolist()), weight.unbind(0), strict=True)
         return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
@@ -89,7 +88,8 @@ def by_hand(model: nn.Module, products: Products) -> nn.Module:
         parent = model.get_submodule(name.rpartition(".")[0])
         parent.experts = ExpertsByHand(experts, products)
     own = [name for name, _ in model.named_parameters() if ".experts." in name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, own)
     return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
 
 
@@ -97,5 +97,7 @@ def average_experts(model: nn.Module) -> None:
     """Losses are means over each rank's tokens, and DDP averages what it reduces. A rank's experts
     have sums over the tokens of all ranks.
     """
-    grads = [p.grad for name, p in model.named_parameters() if ".experts." in name]
-    torch._foreach_div_(list(itertools.chain(grads)), dist.get_world_size())
+    grads = [
+        p.grad for name, p in model.named_parameters() if ".experts." in name and p.grad is not None
+    ]
+    torch._foreach_div_(grads, dist.get_world_size())

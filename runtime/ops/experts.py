@@ -23,6 +23,7 @@ Over ranks, either of the two dims of these pairs may be cut:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -272,25 +273,31 @@ def _exchanged(
     came = _all_to_all(counts, axis, ones, ones)
     (tokens_in, pairs_in), (tokens_out, pairs_out) = came.T.tolist(), counts.T.tolist()
     told = (number[sent_token], local_expert, place)
-    token_in, local, position = _told(
+    token_in, local, position = _together(
         told, axis, (tokens_out, pairs_out, pairs_out), (tokens_in, pairs_in, pairs_in)
     )
-    arrived = exchange_rows(x.index_select(0, sent_token), axis, tokens_out, tokens_in)
+    given = x.index_select(0, sent_token)
+    pair_weights = None if weights is None else weights.reshape(-1).index_select(0, pairs)
+    if pair_weights is not None and pair_weights.dtype == given.dtype:
+        counts_out, counts_in = (tokens_out, pairs_out), (tokens_in, pairs_in)
+        arrived, came_weights = _exchange((given, pair_weights), axis, counts_out, counts_in)
+    else:
+        arrived = exchange_rows(given, axis, tokens_out, tokens_in)
+        came_weights = None
+        if pair_weights is not None:
+            came_weights = exchange_rows(pair_weights, axis, pairs_out, pairs_in)
 
     # The rows, sorted by expert; where tokens stand among those of all ranks of the axis.
     offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=x.device)
     position = position + _repeated(offset, pairs_in)
     whole = _positions(token_dim, axis, x.device)
-    parts = token_in.split(tokens_in)
+    parts = token_in.split_with_sizes(tokens_in)
     joined = torch.cat([place[part] for place, part in zip(whole, parts, strict=True)])
     # By expert, then by token: the same order as on one device.
     total = token_dim[0] * token_dim[1] * token_dim[2]
     order = (local * total + joined[position]).argsort(stable=True)
     position = position[order]
-    gains = None
-    if weights is not None:
-        given = weights.reshape(-1).index_select(0, pairs)
-        gains = exchange_rows(given, axis, pairs_out, pairs_in).index_select(0, order)
+    gains = None if came_weights is None else came_weights.index_select(0, order)
     arrivals = Arrivals(axis, position, tokens_in, tokens_out, sent_token, num_tokens)
     routing = Routing(
         joined[position],
@@ -364,24 +371,50 @@ def _all_to_all(
     return axis.communicator.all_to_all_rows(x, send, receive, phase=phase)
 
 
-def _told(
-    numbers: Sequence[Tensor],
+def _together(
+    tensors: Sequence[Tensor],
     axis: AxisGroup,
     send: Sequence[list[int]],
     receive: Sequence[list[int]],
+    phase: Phase = "forward",
 ) -> list[Tensor]:
-    """:func:`_all_to_all` of several 1-D tensors of one dtype, in one message."""
-    parts = [x.split(counts) for x, counts in zip(numbers, send, strict=True)]
+    """:func:`_all_to_all` of several tensors of one dtype, in one message."""
+    if len(tensors) == 1:
+        return [_all_to_all(tensors[0], axis, send[0], receive[0], phase)]
+    widths = [math.prod(x.shape[1:]) for x in tensors]
+    out, into = (
+        [[width * rows for rows in counts] for width, counts in zip(widths, sizes, strict=True)]
+        for sizes in (send, receive)
+    )
+    parts = [x.reshape(-1).split_with_sizes(sizes) for x, sizes in zip(tensors, out, strict=True)]
     message = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
-    sizes = [size for from_rank in zip(*receive, strict=True) for size in from_rank]
-    out, into = ([sum(of) for of in zip(*counts, strict=True)] for counts in (send, receive))
-    came = _all_to_all(message, axis, out, into).split(sizes)
-    return [torch.cat(came[index :: len(numbers)]) for index in range(len(numbers))]
+    to_ranks, from_ranks = ([sum(of) for of in zip(*side, strict=True)] for side in (out, into))
+    came = _all_to_all(message, axis, to_ranks, from_ranks, phase)
+    chunks = came.split_with_sizes(
+        [size for from_rank in zip(*into, strict=True) for size in from_rank]
+    )
+    return [
+        torch.cat(chunks[index :: len(tensors)]).view(sum(receive[index]), *x.shape[1:])
+        for index, x in enumerate(tensors)
+    ]
 
 
 def exchange_rows(rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]) -> Tensor:
     """The rows that other ranks send, in the order of the ranks; gradients go back."""
-    return cast(Tensor, _Exchange.apply(rows, axis, send, receive))  # type: ignore[no-untyped-call]
+    return _exchange((rows,), axis, (send,), (receive,))[0]
+
+
+def _exchange(
+    tensors: Sequence[Tensor],
+    axis: AxisGroup,
+    send: Sequence[list[int]],
+    receive: Sequence[list[int]],
+) -> tuple[Tensor, ...]:
+    """:func:`exchange_rows` of several tensors of one dtype, in one message each way."""
+    return cast(
+        tuple[Tensor, ...],
+        _Exchange.apply(axis, send, receive, *tensors),  # type: ignore[no-untyped-call]
+    )
 
 
 class _Exchange(torch.autograd.Function):
@@ -389,16 +422,20 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, axis: AxisGroup, send: list[int], receive: list[int]
-    ) -> Tensor:
+        ctx: Any,
+        axis: AxisGroup,
+        send: Sequence[list[int]],
+        receive: Sequence[list[int]],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return _all_to_all(rows, axis, send, receive)
+        return tuple(_together(tensors, axis, send, receive))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back = _all_to_all(grad, ctx.axis, ctx.receive, ctx.send, "backward")
-        return back, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = _together(grads, ctx.axis, ctx.receive, ctx.send, "backward")
+        return None, None, None, *back
 
 
 # ------------------------------------------------------------------------------------------------
@@ -447,10 +484,13 @@ def _by_expert(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     sizes = counts.tolist()
     if right.dim() == 3:
         out = left.new_empty(left.shape[0], right.shape[2])
-        operands, outs = (left.split(sizes), right.unbind()), out.split(sizes)
+        operands, outs = (left.split_with_sizes(sizes), right.unbind()), out.split_with_sizes(sizes)
     else:
         out = left.new_empty(len(sizes), left.shape[0], right.shape[1])
-        operands, outs = (left.split(sizes, 1), right.split(sizes)), out.unbind()
+        operands, outs = (
+            (left.split_with_sizes(sizes, 1), right.split_with_sizes(sizes)),
+            out.unbind(),
+        )
     for a, b, result in zip(*operands, outs, strict=True):
         if result.numel() > 0:
             torch.mm(a, b, out=result)  # zeros where there are no rows to sum over

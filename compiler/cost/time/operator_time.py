@@ -484,9 +484,9 @@ def _exchange_time(
     if not there:
         return OpTime(rows_s, rows_s if call.differentiated else 0.0)
     numbers_s = sent_s(16.0 * num_ranks) + sent_s(8 * rows / hidden + 16 * tokens * top_k)
-    weights_s = sent_s(item * tokens * top_k) if len(call.operands) > 2 else 0.0
-    forward_s = rows_s + weights_s + numbers_s
-    return OpTime(forward_s, rows_s + weights_s if call.differentiated else 0.0)
+    if len(call.operands) > 2:  # the weights of the choices go in one message with the rows
+        rows_s = sent_s(item * (rows + tokens * top_k))
+    return OpTime(rows_s + numbers_s, rows_s if call.differentiated else 0.0)
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:

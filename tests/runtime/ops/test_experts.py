@@ -1,70 +1,493 @@
-"""Products by groups of rows, with torch's kernel and without, beside dense products."""
+"""Dispatch, products of groups and combination on threads: a plain loop over experts in float64,
+values and gradients, whatever the ranks hold and wherever a router sends tokens.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from op_ranks import on_mesh
 from torch import Tensor
 
+from shardwright.runtime.errors import InputError
+from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ops import experts
-from shardwright.runtime.ops.experts import Routing, grouped_linear
+from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
+from shardwright.runtime.ranks.world import count_communication
 
-BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
-
-
-def _routing(counts: list[int]) -> Routing:
-    return Routing(torch.empty(0), torch.tensor(counts), 0, 1, complete=False)
+HIDDEN, INNER = 4, 3
+TOLERANCE = 1e-12
 
 
-def _product(
-    dtype: torch.dtype, transposed: bool, counts: list[int], width: int, shift: int
-) -> None:
-    """``shift``: elements from the beginning of the memory of the rows to the first of them."""
-    torch.manual_seed(0)
-    size = sum(counts) * 8
-    rows = torch.randn(size + shift, dtype=dtype)[shift:].view(-1, 8).requires_grad_()
-    shape = (3, 8, width) if transposed else (3, width, 8)
-    weight = torch.randn(shape, dtype=dtype, requires_grad=True)
-    out = grouped_linear(rows, weight, _routing(counts), transposed=transposed)
-    # A gradient that is expanded, as that of a sum.
-    (out.sum() + out.square().sum()).backward()
+@dataclass(frozen=True)
+class Layer:
+    """A layer of experts, and what a router chose. ``token_dim``: its tokens as ``outer x size x
+    inner``, of which the ranks cut the middle. Weights of experts are ``[experts, ...]``.
+    """
 
-    dense_rows, dense_weight = (x.detach().double().requires_grad_() for x in (rows, weight))
-    matrices = dense_weight if transposed else dense_weight.mT
-    parts = zip(dense_rows.split(counts), matrices, strict=True)
-    wanted = torch.cat([part @ matrix for part, matrix in parts])
-    (wanted.sum() + wanted.square().sum()).backward()
-    assert weight.grad is not None and weight.grad.is_contiguous()
-    pairs = ((out, wanted), (rows.grad, dense_rows.grad), (weight.grad, dense_weight.grad))
-    for found, right in pairs:
-        assert isinstance(found, Tensor) and isinstance(right, Tensor)
-        assert found.dtype == dtype and found.shape == right.shape
-        if found.numel():
-            assert (found - right).abs().max() <= 10 * BOUNDS[dtype] * (1 + right.abs().max())
+    token_dim: tuple[int, int, int]
+    num_experts: int
+    chosen: Tensor
+    operands: dict[str, Tensor]
+    gradient: Tensor
 
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int, token_dim: Any = None) -> Layer:
+        """A layer of random weights and tokens for a choice ``[tokens, top_k]``."""
+        generator = torch.Generator().manual_seed(0)
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_products_by_groups_are_those_of_each_expert(dtype: torch.dtype, transposed: bool) -> None:
-    for counts in ([2, 0, 5], [0, 0, 0], [0, 0, 9], [1, 1, 1]):
-        for width in (16, 7):  # whole 16 bytes, and not
-            for shift in (0, 1):
-                _product(dtype, transposed, counts, width, shift)
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        num_tokens = chosen.shape[0]
+        operands = {
+            "x": random(num_tokens, HIDDEN),
+            "weights": random(*chosen.shape),
+            "up": random(num_experts, INNER, HIDDEN),
+            "bias": random(num_experts, INNER),
+            "down": random(num_experts, INNER, HIDDEN),  # transposed: [in, out]
+        }
+        gradient = random(num_tokens, HIDDEN)
+        return cls(token_dim or (1, num_tokens, 1), num_experts, chosen, operands, gradient)
 
 
-def test_the_kernel_is_called_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
-    has_kernel = experts._has_kernel
+def by_a_loop(layer: Layer) -> tuple[Tensor, dict[str, Tensor]]:
+    """What one device computes: the output and the gradients of all operands."""
+    x, weights, up, bias, down = (
+        given := {name: w.clone().requires_grad_() for name, w in layer.operands.items()}
+    ).values()
+    y = torch.zeros_like(x)
+    for expert in range(layer.num_experts):
+        token, choice = (layer.chosen == expert).nonzero(as_tuple=True)
+        inner = F.silu(x[token] @ up[expert].T + bias[expert])
+        y = y.index_add(0, token, inner @ down[expert] * weights[token, choice].unsqueeze(1))
+    y.backward(layer.gradient)
+    return y.detach(), {
+        name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in given.items()
+    }
 
-    def noted(*args: Tensor) -> bool:
-        found.append(has_kernel(*args))
-        return found[-1]
 
-    monkeypatch.setattr(experts, "_has_kernel", noted)
-    for width, shift, allowed in ((16, 0, True), (7, 0, False), (16, 1, False)):
-        found.clear()
-        _product(torch.float32, False, [2, 0, 5], width, shift)
-        assert found[0] is allowed  # forward
-    found.clear()
-    _product(torch.float64, False, [2, 0, 5], 16, 0)
-    assert not any(found)
+# Each way is what dispatch and combine do along one axis. Dispatch finds the tokens of this rank
+# or of all ("exchange" and "tokens", or "experts"), and combine gives the same.
+WAYS = (
+    ("tokens", "tokens"),
+    ("experts", "experts"),
+    ("exchange", "exchange"),
+    ("experts", "exchange"),
+    ("exchange", "experts"),
+)
+Way = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank computed. ``own``: which tokens and which experts it holds, if not all."""
+
+    y: Tensor
+    rows: Tensor
+    gradients: dict[str, Tensor | None]
+    tokens: Tensor
+    experts: Tensor
+    volume: Any
+
+
+def tokens_of(layer: Layer, axis: AxisGroup) -> Tensor:
+    outer, size, inner = layer.token_dim
+    numbers = torch.arange(outer * size * inner).view(layer.token_dim)
+    return numbers.tensor_split(axis.size, 1)[axis.index].reshape(-1)
+
+
+def on_a_rank(ops: ModuleType, layer: Layer, way: Way, axes: list[AxisGroup]) -> Found:
+    """The layer on one rank. The experts are cut by all ``axes``; the last of them does what
+    ``way`` says, and along the others tokens are whole.
+    """
+    axis, all_tokens = axes[-1], torch.arange(layer.chosen.shape[0])
+    tokens_in, tokens_out = (
+        all_tokens if side == "experts" else tokens_of(layer, axis) for side in way
+    )
+    own = torch.arange(layer.num_experts)
+    cutting = tuple(axes if "tokens" not in way else axes[:-1])
+    for cut in cutting:
+        own = own.tensor_split(cut.size)[cut.index]
+    local = {
+        name: whole[tokens_in if name in ("x", "weights") else own].clone().requires_grad_()
+        for name, whole in layer.operands.items()
+    }
+    exchanges = [
+        {"exchange": (axis,), "token_dim": layer.token_dim} if side == "exchange" else {}
+        for side in way
+    ]
+    with count_communication() as volume:
+        rows, gains, routing = ops.dispatch(
+            local["x"],
+            layer.chosen[tokens_in],
+            local["weights"],
+            num_experts=layer.num_experts,
+            expert_axes=cutting,
+            **exchanges[0],
+        )
+        inner = ops.grouped_linear(rows, local["up"], routing, local["bias"])
+        out = ops.grouped_linear(F.silu(inner), local["down"], routing, transposed=True)
+        y = ops.combine(out * gains.unsqueeze(-1), routing, **exchanges[1])
+        y.backward(layer.gradient[tokens_out])
+    gradients = {name: tensor.grad for name, tensor in local.items()}
+    return Found(y.detach(), rows.detach(), gradients, tokens_out, own, volume)
+
+
+def run(
+    layer: Layer, way: Way, sizes: dict[str, int], ops: ModuleType = experts
+) -> list[tuple[RankMesh, Found]]:
+    """The layer on all ranks of a mesh whose axes cut the experts."""
+
+    def fn(mesh: RankMesh) -> tuple[RankMesh, Found]:
+        axes = [mesh.axis(name) for name in sizes]
+        return mesh, on_a_rank(ops, layer, way, axes)
+
+    return on_mesh(Mesh.of(sizes), fn)
+
+
+def check(layer: Layer, way: Way, sizes: dict[str, int], ops: ModuleType = experts) -> list[Found]:
+    """The layer equals the loop: the sum of summands, pieces in their places, every gradient."""
+    y, wanted = by_a_loop(layer)
+    ranks = run(layer, way, sizes, ops)
+    found = [one for _, one in ranks]
+    last = list(sizes)[-1]
+    # Summands along the last axis, too, where combine leaves all tokens on each of its ranks.
+    made = torch.zeros_like(y)
+    for one in found:
+        made.index_add_(0, one.tokens, one.y)
+    torch.testing.assert_close(made, y, rtol=TOLERANCE, atol=TOLERANCE)
+    total = {name: torch.zeros_like(w) for name, w in wanted.items()}
+    for mesh, one in ranks:
+        tokens = torch.arange(y.shape[0])
+        tokens = tokens if way[0] == "experts" else tokens_of(layer, mesh.axis(last))
+        for name, gradient in one.gradients.items():
+            assert gradient is not None, f"{name} has no gradient on rank {mesh.rank}"
+            place = tokens if name in ("x", "weights") else one.experts
+            total[name].index_add_(0, place, gradient)
+    for name, expected in wanted.items():
+        torch.testing.assert_close(
+            total[name],
+            expected,
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+            msg=lambda m, name=name: f"gradient of {name}: {m}",
+        )
+    return found
+
+
+def routed(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> Tensor:
+    scores = torch.rand(
+        num_tokens, num_experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return scores.topk(top_k).indices
+
+
+LAYERS: dict[str, Layer] = {
+    "random": Layer.of(routed(7, 5, 2), 5),
+    "cut in the middle": Layer.of(routed(12, 5, 2), 5, (2, 3, 2)),
+    "all to one expert": Layer.of(torch.full((5, 1), 2), 4),
+    "to one expert of each two": Layer.of(torch.tensor([[0, 2]] * 5), 4),
+    "fewer tokens than ranks": Layer.of(routed(2, 5, 2), 5),
+    "fewer experts than ranks": Layer.of(routed(6, 2, 1), 2),
+    "every expert": Layer.of(routed(5, 3, 3), 3),
+    "one expert": Layer.of(torch.zeros(4, 1, dtype=torch.long), 1),
+    "no token": Layer.of(torch.zeros(0, 2, dtype=torch.long), 3),
+    "an expert twice": Layer.of(torch.tensor([[1, 1], [0, 2], [2, 2]]), 3),
+}
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=slow), 2, 3, pytest.param(4, marks=slow)]
+)
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_a_layer_equals_a_loop(way: Way, num_ranks: int) -> None:
+    for layer in LAYERS.values():
+        check(layer, way, {"ep": num_ranks})
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
+def test_experts_over_two_axes(way: Way) -> None:
+    """The first axis has all tokens of the second, whose ranks exchange them."""
+    for name in ("cut in the middle", "fewer experts than ranks"):
+        check(LAYERS[name], way, {"a": 2, "ep": 2})
+
+
+@slow
+@pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
+def test_every_layer_over_two_axes(way: Way) -> None:
+    for layer in LAYERS.values():
+        for sizes in ({"a": 2, "ep": 3}, {"a": 3, "ep": 2}, {"a": 2, "b": 2, "ep": 2}):
+            check(layer, way, sizes)
+
+
+def test_gradients_of_experts_without_rows_are_zeros() -> None:
+    layer = LAYERS["all to one expert"]
+    for way in WAYS:
+        for one in check(layer, way, {"ep": 2}):
+            for name in ("up", "bias", "down"):
+                empty = [i for i, expert in enumerate(one.experts.tolist()) if expert != 2]
+                gradient = one.gradients[name]
+                assert gradient is not None and torch.equal(
+                    gradient[empty], torch.zeros_like(gradient[empty])
+                )
+
+
+def test_rows_have_the_order_of_one_device() -> None:
+    """Sorted by expert, and by token within an expert, wherever they came from."""
+    for name in ("random", "cut in the middle"):
+        layer = LAYERS[name]
+        ((_, alone),) = run(layer, ("tokens", "tokens"), {"ep": 1})
+        order = layer.chosen.T.reshape(-1).argsort(stable=True) % layer.chosen.shape[0]
+        expert = layer.chosen.T.reshape(-1).sort(stable=True).values
+        order = order[(expert * 1000 + order).argsort()]
+        assert torch.equal(alone.rows, layer.operands["x"][order])
+        for way in (("experts", "experts"), ("exchange", "exchange")):
+            for num_ranks in (2, 3, 4):
+                found = [one.rows for _, one in run(layer, way, {"ep": num_ranks})]
+                assert torch.equal(torch.cat(found), alone.rows)
+
+
+def test_sums_of_a_whole_layer_do_not_depend_on_the_ranks_of_its_tokens() -> None:
+    """All rows of a token are on one rank: the sum is that of one device, bit by bit."""
+    layer = LAYERS["cut in the middle"]
+    ((_, alone),) = run(layer, ("tokens", "tokens"), {"ep": 1})
+    for _, one in run(layer, ("tokens", "tokens"), {"ep": 3}):
+        assert torch.equal(one.y, alone.y[one.tokens])
+
+
+# ------------------------------------------------------------------------------------------------
+# what is sent
+
+
+ROUTINGS = {
+    # Four tokens on each of two ranks; experts 0 and 1 lie on the first, 2 and 3 on the second.
+    "both experts on one rank": torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]] * 2),
+    "one expert on each": torch.tensor([[0, 2], [3, 1]] * 4),
+    "all to the first rank": torch.tensor([[0, 1]] * 8),
+    "random": routed(8, 4, 2, seed=3),
+}
+
+
+def sent(layer: Layer, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """How many tokens, and how many choices, each rank (row) sends to each other (column)."""
+    owner = {
+        expert: rank
+        for rank, own in enumerate(torch.arange(layer.num_experts).tensor_split(num_ranks))
+        for expert in own.tolist()
+    }
+    home = torch.arange(layer.chosen.shape[0]).tensor_split(num_ranks)
+    tokens, choices = torch.zeros(2, num_ranks, num_ranks, dtype=torch.long)
+    for rank, own in enumerate(home):
+        for token in own.tolist():
+            to = [owner[expert] for expert in layer.chosen[token].tolist()]
+            for other in to:
+                choices[rank, other] += 1
+            for other in set(to):
+                tokens[rank, other] += 1
+    return tokens.fill_diagonal_(0), choices.fill_diagonal_(0)
+
+
+def check_volume(
+    chosen: Tensor, way: Way, num_ranks: int, ops: ModuleType = experts
+) -> tuple[int, int]:
+    """What a rank receives is what the routing says. Returns the elements of all ranks, forward and
+    backward.
+    """
+    layer = Layer.of(chosen, 4)
+    tokens, choices = sent(layer, num_ranks)
+    found = [0, 0]
+    for mesh, one in run(layer, way, {"ep": num_ranks}, ops):
+        rank = mesh.rank
+        arrive, go_home = tokens[:, rank].sum().item(), tokens[rank].sum().item()
+        arriving, going = choices[:, rank].sum().item(), choices[rank].sum().item()
+        forward = backward = 0
+        if way[0] == "exchange":
+            # Two counts of each rank; tokens with their numbers; of each choice its expert, its
+            # place and its weight.
+            forward += 2 * (num_ranks - 1) + arrive * (1 + HIDDEN) + arriving * 3
+            backward += go_home * HIDDEN + going
+        if way[1] == "exchange":
+            told = 0 if way[0] == "exchange" else num_ranks - 1 + go_home
+            forward += told + go_home * HIDDEN
+            backward += arrive * HIDDEN
+        volume = one.volume.total("all_to_all", axis="ep", phase="forward")
+        assert volume.received == forward
+        assert one.volume.total("all_to_all", axis="ep", phase="backward").received == backward
+        assert one.volume.total().received == forward + backward, "nothing else is sent"
+        found[0] += forward
+        found[1] += backward
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_what_is_received_is_what_the_routing_says(routing: str, way: Way) -> None:
+    for num_ranks in (2, 3):
+        check_volume(ROUTINGS[routing], way, num_ranks)
+
+
+def test_a_token_goes_once_to_a_rank_that_has_several_experts_for_it() -> None:
+    """Of eight tokens four are on the wrong rank. Each is sent there once, and comes back once."""
+    way = ("exchange", "exchange")
+    forward, backward = check_volume(ROUTINGS["both experts on one rank"], way, 2)
+    assert (forward, backward) == (
+        2 * 2 + 4 * (1 + HIDDEN) + 8 * 3 + 4 * HIDDEN,
+        4 * HIDDEN + 8 + 4 * HIDDEN,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# dtypes and refusals
+
+
+def test_rows_take_the_dtype_of_weights_or_of_autocast() -> None:
+    layer = LAYERS["random"]
+    rows, gains, routing = experts.dispatch(
+        layer.operands["x"].bfloat16(), layer.chosen, layer.operands["weights"], num_experts=5
+    )
+    weight = layer.operands["up"].float().requires_grad_()
+    assert (rows.dtype, gains.dtype) == (torch.bfloat16, torch.float64)
+    assert experts.grouped_linear(rows, weight, routing).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert experts.grouped_linear(rows, weight, routing).dtype == torch.float32
+        y = experts.grouped_linear(rows.float(), weight, routing, autocast=True)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("number", [-1, 5])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_an_expert_that_is_none_is_refused(way: Way, number: int) -> None:
+    chosen = LAYERS["random"].chosen.clone()
+    chosen[3, 1] = number
+    layer = Layer.of(torch.zeros_like(chosen), 5)
+    layer = Layer(layer.token_dim, 5, chosen, layer.operands, layer.gradient)
+    with pytest.raises(InputError, match="a chosen expert"):
+        run(layer, way, {"ep": 2})
+
+
+def test_a_routing_is_what_dispatch_returned() -> None:
+    with pytest.raises(TypeError, match="the routing of rows is what dispatch returned"):
+        experts.combine(torch.ones(2, 3), torch.ones(2))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------
+# faults that these tests must see
+
+
+def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module with one piece of its text exchanged."""
+    source = inspect.getsource(experts)
+    assert not old or source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
+    made = ModuleType("mutant")
+    monkeypatch.setitem(sys.modules, "mutant", made)  # dataclasses look there
+    exec(compile(source.replace(old, new), "mutant", "exec"), made.__dict__)
+    return made
+
+
+def gradients_and_values(ops: ModuleType) -> None:
+    for way in WAYS:
+        check(LAYERS["cut in the middle"], way, {"ep": 3}, ops)
+    check(LAYERS["all to one expert"], ("exchange", "exchange"), {"ep": 2}, ops)
+    check(LAYERS["random"], ("exchange", "exchange"), {"a": 2, "ep": 2}, ops)
+
+
+def volumes(ops: ModuleType) -> None:
+    for routing in ROUTINGS.values():
+        check_volume(routing, ("exchange", "exchange"), 2, ops)
+
+
+MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
+    "gradients stay where they are": (
+        '_all_to_all(grad.contiguous(), ctx.axis, ctx.receive, ctx.send, "backward")',
+        "[grad.new_zeros(sum(ctx.send), *grad.shape[1:])]",
+        gradients_and_values,
+    ),
+    "gradients are counted as forward": (
+        'ctx.receive, ctx.send, "backward")',
+        "ctx.receive, ctx.send)",
+        volumes,
+    ),
+    "experts belong to the rank before": (
+        "owners[start : start + count] = index",
+        "owners[start : start + count] = (index - 1) % axis.size",
+        gradients_and_values,
+    ),
+    "experts beyond the axis are taken for its own": (
+        "owners = torch.full((num_experts,), -1)",
+        "owners = torch.full((num_experts,), 0)",
+        gradients_and_values,
+    ),
+    "arrivals are not offset by sender": (
+        "position, local = told_in[:, 1] + offset[sender], told_in[:, 0]",
+        "position, local = told_in[:, 1], told_in[:, 0]",
+        gradients_and_values,
+    ),
+    "places count from the first rank": (
+        "sent_before[pair_owner, pair_token] - (tokens_to.cumsum(0) - tokens_to)[pair_owner]",
+        "sent_before[pair_owner, pair_token]",
+        gradients_and_values,
+    ),
+    "experts without rows have other gradients": (
+        "grad_matrices = torch.zeros_like(matrices)",
+        "grad_matrices = torch.ones_like(matrices)",
+        gradients_and_values,
+    ),
+    "weights arrive in the order of their senders": (
+        "axis, pairs_out, pairs_in)[order]",
+        "axis, pairs_out, pairs_in)",
+        gradients_and_values,
+    ),
+    "a token is sent for each choice": (
+        "wanted[pair_owner, pair_token] = True",
+        "wanted[:] = True",
+        volumes,
+    ),
+    "tokens of a rank lie together": (
+        "[whole[:, start : start + count].reshape(-1) for start, count in pieces]",
+        "list(whole.reshape(-1).split([p[1] * outer * inner for p in pieces]))",
+        gradients_and_values,
+    ),
+    "tokens go home to the first rank's places": (
+        "number[positions] = torch.arange(positions.numel(), device=device)",
+        "number[positions] = 0",
+        gradients_and_values,
+    ),
+    "rows of other ranks' experts are kept": (
+        "order = order[(sorted_expert >= 0) & (sorted_expert < count)]",
+        "order = order[sorted_expert < count]",
+        gradients_and_values,
+    ),
+    "a bias is added to the first rows": (
+        "bias.to(out.dtype), routing.counts, dim=0",
+        "bias.to(out.dtype), routing.counts.flip(0), dim=0",
+        gradients_and_values,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, look = MUTANTS[name]
+    broken = mutant(old, new, monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        look(broken)
+
+
+def test_the_module_itself_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mutant("", "", monkeypatch)
+    gradients_and_values(made)
+    volumes(made)

@@ -1,0 +1,397 @@
+"""Mixtures of experts under every kind of plan against one device: losses, auxiliary losses, every
+gradient, parameters after AdamW steps.
+
+The default tests run a pairwise cover of what plans are made of; the slow ones run every family
+under several plans. ``tests/product/experts.py`` draws plans at random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import expert_models
+import pytest
+import torch
+from expert_models import BY_HAND, verify_experts
+from parity import Reference, assert_close_tree, reference_run, tensors_of
+from precision import float64_casts
+from torch import Tensor, nn
+from traces import shared_traces
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.frontend.files.cache import read_plan
+from shardwright.frontend.verification.one_device import adamw
+from shardwright.frontend.verification.trained_ranks import train_plan
+from shardwright.frontend.verification.verify import compile_into
+from shardwright.policies.policy import PolicyFunction
+from shardwright.runtime.checkpoint.merged import merge_state_dicts
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.manifest import Manifest
+from shardwright.runtime.pieces import local_piece
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _quiet(recwarn: pytest.WarningsRecorder) -> None:
+    """Compiles warn of what stays whole in models this small."""
+
+
+# ------------------------------------------------------------------------------------------------
+# policies
+
+
+def config_of(plan_ngpus: int, units: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, **fields}
+
+
+def pipeline(plan_ngpus: int, units: int = 1, zero: int = 0, **options: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"use_zero": zero} if zero else {}
+    return config_of(plan_ngpus, units, use_end2end=True, pas_config=options, **fields)
+
+
+def by_ep(
+    plan_ngpus: int, units: int = 1, ep: int | None = None, etp: int = 1, **fields: Any
+) -> Any:
+    options = {"ep": ep, "etp": etp} if ep is not None else {"etp": etp}
+    return config_of(plan_ngpus, units, pas_config=options, **fields)
+
+
+COVER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "3 unequal shares": ("qwen3_moe", "ep", by_ep(3)),
+    "ep 2 x edp 2, zero 3": (BY_HAND, "ep", by_ep(4, ep=2, use_zero=3)),
+    "ep 2 x etp 2, 2 units": ("gpt_oss", "ep", by_ep(4, ep=2, etp=2)),
+    "ep 2, 2 units, zero 1": (BY_HAND, "ep", by_ep(2, 2, use_zero=1, grad_reduction="mean")),
+    "ep 2, 2 units, zero 3": (BY_HAND, "ep", by_ep(2, 2, use_zero=3)),
+    "tp whose ranks hold experts": (BY_HAND, "tp", config_of(2, pas_config={"ep": 2})),
+    "tp with ep and etp": (BY_HAND, "tp", config_of(4, pas_config={"ep": 2, "etp": 2})),
+    "stages of ep, 1f1b, recomputed": (
+        BY_HAND,
+        "hybrid",
+        pipeline(4, num_stages=2, dp=2, tp=1, ep=2, num_microbatches=3, recompute=["layers.*"]),
+    ),
+    "stages of dp, tp, ep and etp, zb_h1, zero 1": (
+        BY_HAND,
+        "hybrid",
+        pipeline(
+            8, 1, 1, num_stages=2, dp=2, tp=2, ep=2, etp=2, schedule="zb_h1", num_microbatches=2
+        ),
+    ),
+    "ep over dp and tp": (
+        BY_HAND,
+        "hybrid",
+        pipeline(4, 1, num_stages=1, dp=2, tp=2, ep=4, num_microbatches=2),
+    ),
+}  # fmt: skip
+REST: dict[str, tuple[str, str, dict[str, Any]]] = {
+    f"{model} {name}": (model, policy, config)
+    for model in expert_models.MODELS
+    for name, policy, config in (
+        ("ep 2", "ep", by_ep(2)),
+        ("ep 2 x etp 2", "ep", by_ep(4, ep=2, etp=2)),
+        ("tp 2 x ep 2 in 2 units", "tp", config_of(2, 2, pas_config={"ep": 2}, use_zero=1)),
+        (
+            "zb_h1",
+            "hybrid",
+            pipeline(4, num_stages=2, dp=2, tp=1, ep=2, schedule="zb_h1", num_microbatches=2),
+        ),
+    )
+} | {
+    "4 unequal shares": ("mixtral", "ep", by_ep(4)),
+    "8 ranks for 6 experts": (BY_HAND, "ep", by_ep(8)),
+    "edp 2 x ep 2 x etp 2": (BY_HAND, "ep", by_ep(8, ep=2, etp=2)),
+    "ep over tp alone": (
+        BY_HAND,
+        "hybrid",
+        pipeline(4, num_stages=1, dp=2, tp=2, ep=2, etp=1, num_microbatches=2),
+    ),
+    "interleaved stages": (
+        "olmoe",
+        "hybrid",
+        pipeline(
+            4, num_stages=2, dp=2, tp=1, ep=2, schedule="1f1b_interleaved", num_microbatches=2
+        ),
+    ),
+    "zb_v, 2 units, zero 1": (
+        "qwen3_moe",
+        "hybrid",
+        pipeline(4, 2, 1, num_stages=2, dp=2, tp=1, ep=2, schedule="zb_v", num_microbatches=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*COVER, *(pytest.param(name, marks=slow) for name in REST)])
+def test_a_policy_equals_one_device(name: str) -> None:
+    model, policy, config = (COVER | REST)[name]
+    report = verify_experts(model, policy, config)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ({"num_experts": 2, "top_k": 1}, 4),
+        ({"num_experts": 3, "top_k": 3}, 5),
+        pytest.param({"num_experts": 1, "top_k": 1}, 4, marks=slow),
+    ],
+)
+def test_more_ranks_than_experts(sizes: dict[str, int], batch: int) -> None:
+    """Some ranks hold no expert, and a rank may have no rows. They take part all the same."""
+    report = verify_experts(BY_HAND, "ep", by_ep(4), sizes=sizes, batch=batch)
+    assert report.ok, str(report)
+
+
+# ------------------------------------------------------------------------------------------------
+# plans by hand
+
+
+def splits(axes: Mapping[str, int], *dims: tuple[str, str]) -> PolicyFunction:
+    """A policy that splits dims over axes."""
+
+    def policy(graph: PlannableGraph, config: ComputeConfig) -> Any:
+        builder = graph.builder(mesh=dict(axes))
+        for dim, axis in dims:
+            builder.split(dim, axis)
+        return builder.build()
+
+    return policy
+
+
+BY_NAME: dict[str, tuple[str, dict[str, int], tuple[tuple[str, str], ...], str | None]] = {
+    "batch and experts": (BY_HAND, {"ep": 2}, (("batch", "ep"), ("experts", "ep")), "ep"),
+    "tokens whole": (BY_HAND, {"ep": 3}, (("experts", "ep"),), None),
+    "sequence and experts": ("qwen3_moe", {"cp": 2}, (("seq", "cp"), ("experts", "cp")), "cp"),
+    "batch inside of tokens whole": (
+        BY_HAND,
+        {"a": 2, "b": 2},
+        (("batch", "b"), ("experts", "a"), ("experts", "b")),
+        "b",
+    ),
+    "sequence exchanged, batch split": (
+        "mixtral",
+        {"dp": 2, "cp": 2},
+        (("batch", "dp"), ("seq", "cp"), ("experts", "cp")),
+        "cp",
+    ),
+    "batch exchanged, sequence split": (
+        "mixtral",
+        {"dp": 2, "cp": 2},
+        (("batch", "dp"), ("seq", "cp"), ("experts", "dp")),
+        "dp",
+    ),
+    "sequence over 3": ("qwen3_moe", {"cp": 3}, (("seq", "cp"), ("experts", "cp")), "cp"),
+    "every axis for both": (
+        BY_HAND,
+        {"a": 2, "b": 2},
+        (("batch", "a"), ("batch", "b"), ("experts", "a"), ("experts", "b")),
+        "b",
+    ),
+}
+"""Model, mesh, dims and the axes that split them, and the axis along which tokens are exchanged for
+experts.
+"""
+QUICK = ("batch and experts", "tokens whole", "sequence and experts")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=slow) for name in BY_NAME if name not in QUICK)]
+)
+def test_experts_are_split_by_name(name: str, tmp_path: Path) -> None:
+    model, axes, dims, exchanged = BY_NAME[name]
+    policy = splits(axes, *dims)
+    report = verify_experts(model, policy, config_of(math.prod(axes.values())), directory=tmp_path)
+    assert report.ok, str(report)
+    (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    found = [
+        axis
+        for assignment in read_plan(directory).strategies.values()
+        for axis, strategy in assignment.items()
+        if strategy.startswith("exchange:")
+    ]
+    # Of each of two layers, the dispatch and the combination.
+    assert found == ([] if exchanged is None else [exchanged] * 4)
+
+
+# ------------------------------------------------------------------------------------------------
+# sizes that change, outputs, evaluation, accumulation
+
+DIMS = {name: {0: "batch", 1: "seq"} for name in ("x", "y")}
+SIZES = [(4, 6), (1, 2), (5, 3)]
+"""The sizes compiled with, tokens for some of four ranks only, and sizes that do not divide."""
+
+
+def compiled(folder: Path, name: str, policy: Any, **fields: Any) -> Path:
+    """The generated files of an entry."""
+    entry = expert_models.get(name)
+    with float64_casts(), shared_traces(f"experts {name} {{}}"):
+        return compile_into(folder, entry.build(), entry.inputs(), policy, ComputeConfig(**fields))
+
+
+def test_dynamic_sizes_and_every_output_in_training_and_evaluation(tmp_path: Path) -> None:
+    """Calls of several sizes: the loss, the auxiliary loss and the output in training, gradients,
+    and all of them again in evaluation.
+    """
+    entry = expert_models.get(BY_HAND)
+    batches = [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]
+    fields = {"plan_ngpus": 4, "runtime_ngpus": 4, "dynamic_dims": DIMS, "outputs": "all"}
+    directory = compiled(tmp_path, BY_HAND, "ep", pas_config={"ep": 2, "etp": 2}, **fields)
+    manifest = Manifest.read(directory)
+
+    def rank(_: int) -> list[tuple[Any, dict[str, Tensor], Any]]:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.0)
+        found = []
+        for batch in batches:
+            optimizer.zero_grad()
+            result = module.train()(**batch)
+            result["loss"].backward()
+            optimizer.sync_shard_grad()
+            gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+            with torch.no_grad():
+                found.append((tensors_of(result), gradients, tensors_of(module.eval()(**batch))))
+        return found
+
+    with float64_casts():
+        ranks = run_ranks(4, rank)
+        for index, batch in enumerate(batches):
+            model = entry.build()
+            expected = model(**batch)
+            expected["loss"].backward()
+            for number, results in enumerate(ranks):
+                result, gradients, evaluated = results[index]
+                wanted = {name: tensor.detach() for name, tensor in expected.items()}
+                for outcome in (result, evaluated):
+                    assert_close_tree({k: v.detach() for k, v in outcome.items()}, wanted)
+                pieces = {
+                    name: local_piece(
+                        p.grad,
+                        manifest.tensors[name].layout,
+                        manifest.mesh,
+                        manifest.mesh.coords(number),
+                    )
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                }
+                assert_close_tree(gradients, pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "options"),
+    [
+        ("qwen3_moe", "ep", {}),
+        pytest.param("mixtral", "tp", {"ep": 2}, marks=slow),
+        pytest.param("gpt_oss", "ep", {"ep": 1, "etp": 2}, marks=slow),
+        pytest.param("ernie4_5_moe", "ep", {}, marks=slow),
+    ],
+)
+def test_auxiliary_losses_and_router_logits_of_a_family(
+    name: str, policy: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    """The auxiliary loss is over the tokens of the whole batch, wherever they lie."""
+    entry = expert_models.get(name)
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, outputs="all", pas_config=options)
+    with float64_casts():
+        model, inputs = entry.build(), entry.inputs()
+        directory = compile_into(tmp_path, model, inputs, policy, config)
+        found = train_plan(directory, config, [[inputs]], 1, adamw, True)
+        wanted = reference_run(model, [inputs], steps=1)
+    (result,), (expected,) = found.outputs, wanted.outputs
+    assert expected["aux_loss"] > 0.1 and "router_logits[1]" in expected
+    assert_close_tree({k: v.detach() for k, v in tensors_of(result).items()}, expected)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=slow), pytest.param(3, marks=slow)])
+def test_accumulation_without_sync(zero: int, tmp_path: Path) -> None:
+    """Three batches on each of two units, of which the last alone synchronises."""
+    entry = expert_models.get(BY_HAND)
+    fields = {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": zero}
+    directory = compiled(tmp_path, BY_HAND, "ep", **fields)
+    batches = [[entry.inputs(seed=10 * unit + k) for k in range(3)] for unit in range(2)]
+
+    def rank(_: int) -> list[Any]:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, adamw)
+        *others, last = batches[module.ranks.unit]
+        for batch in others:
+            with optimizer.no_sync():
+                module(**batch)["loss"].backward()
+        module(**last)["loss"].backward()
+        optimizer.step()
+        return [module.state_dict()]
+
+    with float64_casts():
+        found = run_ranks(4, rank)
+        wanted = reference_run(entry.build(), batches, steps=1)
+        merged, _ = merge_state_dicts([one for (one,) in found])
+    assert_close_tree(merged, wanted.parameters | wanted.buffers)
+
+
+# ------------------------------------------------------------------------------------------------
+# low precision
+
+
+class Cast(nn.Module):
+    """A model as a training script in mixed precision runs it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x, y)
+
+
+def errors(
+    out: Tensor, gradients: Mapping[str, Tensor | None], exact: Reference
+) -> tuple[float, float]:
+    """The 2-norms of what differs in the output, and in all gradients together."""
+    each = [
+        (found.double() - expected).norm()
+        for name, found in gradients.items()
+        if found is not None
+        and (expected := exact.gradients[name.removeprefix("inner.")]) is not None
+    ]
+    assert len(each) == len(exact.gradients)
+    error = (out.detach().double() - exact.outputs[0]["out"]).norm()
+    return error.item(), torch.stack(each).norm().item()
+
+
+@pytest.mark.parametrize("kind", ["parameters", "autocast"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("ep", {"ep": 2, "etp": 2}), pytest.param("tp", {"ep": 2, "etp": 2}, marks=slow)],
+)
+def test_low_precision_is_as_near_as_on_one_device(
+    kind: str, policy: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    """Products are in bfloat16, the scores of the router in float32. The error is at most twice
+    that of the module itself, which runs a loop over experts.
+    """
+    entry = expert_models.get(BY_HAND)
+    plain, inputs = entry.build(), entry.inputs()
+    dtype = torch.bfloat16 if kind == "parameters" else torch.float32
+    with float64_casts():
+        given = {name: x.to(dtype).double() for name, x in inputs.items()}
+        exact = reference_run(entry.build().to(dtype).double(), [given], steps=1)
+    for layer in plain.layers:
+        layer.experts.config._experts_implementation = "eager"
+    model = plain.to(dtype) if kind == "parameters" else Cast(plain.float())
+    given = {name: x.to(dtype) for name, x in inputs.items()}
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, pas_config=options, outputs="all")
+    directory = compile_into(tmp_path, model, given, policy, config)
+    ours = train_plan(directory, config, [[given]], 1, adamw, True)
+    result = model(**given)
+    result["loss"].backward()
+    (made,) = ours.outputs
+    assert {k: v.dtype for k, v in made.items()} == {k: v.dtype for k, v in result.items()}
+    found = errors(made["out"], ours.gradients, exact)
+    alone = errors(result["out"], {n: p.grad for n, p in model.named_parameters()}, exact)
+    assert alone[1] > 1e-4, "nothing was computed in bfloat16"
+    assert found[0] <= 2 * alone[0] and found[1] <= 2 * alone[1], (found, alone)

@@ -146,18 +146,17 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
     """
     config = decide.config
     inference: tuple[AnyPass, ...] = (FunctionPass("inference", without_gradients),)
-    draws: tuple[AnyPass, ...] = (FunctionPass("draws", draw_pieces),)
+    draws = draw_pieces if config.rng == "fast" else check_draws
     return (
         FunctionPass("name", _with_class_name),
         *(inference if config.inference_only else ()),
         *(() if isinstance(graph, PlannableGraph) else ANNOTATE),
-        *(() if config.rng == "fast" else (FunctionPass("check draws", check_draws),)),
         decide,
         SettleZero(config),
         SettleOutputs(config),
         FunctionPass("recompute", mark_planned),
         FunctionPass("lower", lower_planned),
-        *(draws if config.rng == "fast" else ()),
+        FunctionPass("draws", draws),
         emit,
     )
 

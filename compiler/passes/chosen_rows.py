@@ -15,6 +15,8 @@ from typing import TypeVar
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp, leaves
 from shardwright.compiler.ops.rule import Densities, FactorKind, LocalSizes, OpRule, TensorRefs
+from shardwright.compiler.ops.strategy import has_factor
+from shardwright.compiler.passes.draws import ELEMENTWISE
 from shardwright.runtime.errors import TraceError
 from shardwright.runtime.layout import Density
 
@@ -91,12 +93,16 @@ def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IR
     names = {ref.factor for dim in pairs for ref in dim}
     if rule.densities is not None:  # it knows rows, but not yet how many are chosen
         return replace(op, rule=replace(rule, densities=_chosen(rule.densities, density)))
+    # The batch of a batch norm is free, too, but its operator reduces over what ranks have of it.
+    joined = set(rule.parallel.factors) if rule.parallel and not rule.random else set()
     one_by_one = (
         rule.known
+        and (not rule.random or op.target in ELEMENTWISE)
+        and not names & joined
         and all(rule.factor(name).kind is FactorKind.FREE for name in names)
         and all(_has_rows(refs, names) for refs in rule.results)
         and all(
-            _has_rows(refs, names) == (stored is not None)
+            _has_rows(refs, names) if stored else not any(has_factor(refs, n) for n in names)
             for refs, stored in zip(rule.operands, operands, strict=True)
         )
     )
@@ -118,8 +124,8 @@ def _chosen(densities: Densities, density: Density) -> Densities:
 
 
 def _has_rows(refs: TensorRefs, names: set[str]) -> bool:
-    """Whether a tensor has a row for every pair of an expert and a token."""
-    return names <= {ref.factor for dim in refs for ref in dim}
+    """Whether a tensor has a row for every pair of an expert and a token, in its first dim."""
+    return bool(refs) and names == {ref.factor for ref in refs[0]}
 
 
 def _without_row_counts(op: IROp) -> IROp:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Instruction, Program
 from shardwright.runtime.errors import PlanError
@@ -25,20 +24,31 @@ def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram
     return program if done == program else done
 
 
-def check_draws(graph: IRGraph) -> IRGraph:
-    """The graph, if ``rng="plan_independent"`` can draw for all of it. Raises :class:`PlanError`
-    for a draw over rows of chosen experts: which numbers of the whole are theirs is not told.
+def check_draws(program: Program | PipelineProgram) -> Program | PipelineProgram:
+    """``program``, if all that it draws has positions, by which every plan draws the same.
+
+    Raises :class:`PlanError` for a mask of rows that a router chose: they have none.
     """
-    for op in (op for body in graph.bodies for op in body.ops):
-        if op.rule is not None and op.rule.random and op.rule.densities is not None:
-            raise PlanError(
-                f"{op.target} draws numbers for rows of chosen experts",
-                where=f"{op.source} ({op.module_path or 'top-level forward'})",
-                why="with rng='plan_independent' a rank draws its piece of what one device draws, "
-                "and which rows it has follows from what the router chose",
-                hint="ComputeConfig(rng='fast')",
-            )
-    return graph
+    parts = program.programs if isinstance(program, PipelineProgram) else (program,)
+    for part in parts:
+        for instruction in (*part.body, *part.tail):
+            if isinstance(instruction, Compute):
+                _check_draw(instruction)
+    if program.eval_program is not None:
+        check_draws(program.eval_program)
+    return program
+
+
+def _check_draw(instruction: Compute) -> None:
+    op = instruction.original
+    assert op.rule is not None
+    if op.rule.random and op.rule.densities is not None:
+        raise PlanError(
+            f'{op.target} draws numbers for rows of experts, with rng="plan_independent"',
+            where=f"{op.source} ({op.module_path or 'top-level forward'})",
+            why="a router chooses these rows, so they have no positions that all plans share",
+            hint='draw with rng="fast", or before tokens are dispatched to experts',
+        )
 
 
 def _of_stages(program: PipelineProgram) -> PipelineProgram:

@@ -1,0 +1,168 @@
+"""What may stand between the dispatch of tokens to experts and the sum of their rows, and where
+rows may lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expert_models
+import plans
+import pytest
+import torch
+import torch.nn.functional as F
+from expert_models import BY_HAND, verify_experts
+from torch import Tensor
+
+from shardwright.compiler.passes.chosen_rows import stored_shares
+from shardwright.compiler.plan.builder import PlanBuilder
+from shardwright.runtime.errors import PlanError, TraceError
+
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""What becomes of two halves ``[rows, inner]`` of what experts compute."""
+
+ONE_BY_ONE: dict[str, Gate] = {
+    "softmax of a row": lambda a, b: a.softmax(-1) * b,
+    "norm of a row": lambda a, b: F.layer_norm(a * b, (4,)),
+    "parts of a row": lambda a, b: (a * b).view(-1, 2, 2).sum(1).repeat(1, 2),
+    "a row joined": lambda a, b: torch.cat([a[:, :2], b[:, 2:].clamp(-1, 1)], 1),
+    "masked": lambda a, b: (a * b).masked_fill(a > 0, 0.5),
+}
+ACROSS_ROWS: dict[str, tuple[str, Gate]] = {
+    "softmax over rows": ("softmax", lambda a, b: a.softmax(0) * b),
+    "softmax over rows that lie last": ("t", lambda a, b: a.T.softmax(-1).T * b),
+    "mean of rows": ("mean", lambda a, b: a * b - b.mean(0)),
+    "norm over rows": ("batch_norm", lambda a, b: F.batch_norm(a * b, None, None, training=True)),
+    "running sum": ("cumsum", lambda a, b: (a * b).cumsum(0)),
+    "two rows in one": ("view", lambda a, b: (a * b).view(-1, 8).softmax(-1).view(-1, 4)),
+    "rows against rows": ("t", lambda a, b: a @ (b.T @ a)),
+    "half of the rows": ("getitem", lambda a, b: torch.cat([a, b], 0)[::2]),
+    "numbers of rows": ("mul", lambda a, b: a * b * torch.arange(a.shape[0])[:, None]),
+    "drawn anew": ("rand_like", lambda a, b: a * b * torch.rand_like(a)),
+}
+
+
+def use(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts compute with another gate."""
+
+    def apply(self: Any, rows: Tensor) -> Tensor:
+        return gate(*rows.chunk(2, dim=-1))
+
+    monkeypatch.setattr(expert_models.Experts, "_apply_gate", apply)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_treats_rows_one_by_one_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(ONE_BY_ONE[name], monkeypatch)
+    entry = expert_models.get(BY_HAND)
+    config = {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"ep": 2, "etp": 2}}
+    report = expert_models.verify(entry.build(), entry.inputs(), "ep", config)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ACROSS_ROWS)
+def test_what_looks_across_rows_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, gate = ACROSS_ROWS[name]
+    use(gate, monkeypatch)
+    entry = expert_models.get(BY_HAND)
+    graph = plans.traced(entry.build(num_layers=1), entry.inputs())
+    with pytest.raises(TraceError) as caught:
+        plans.annotated(graph)
+    message = str(caught.value)
+    assert message.startswith(f"{target} between the dispatch of tokens to experts and the sum")
+    assert f"{__file__}:" in message and "(layers.0.experts)" in message
+    assert "this does not treat every row by itself" in message
+    assert "compute it before tokens are dispatched, or after their rows are combined" in message
+
+
+def test_dropout_of_rows_is_drawn_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers under every plan cannot be: rows have no positions."""
+    use(lambda a, b: F.dropout(a * b, 0.5), monkeypatch)
+    entry = expert_models.get(BY_HAND)
+    graph = plans.traced(entry.build(num_layers=1), entry.inputs())
+    text = "".join(plans.compile_with(graph, "ep", 2).files.values())
+    found = {line.strip() for line in text.splitlines() if "= dropout(" in line}
+    assert found and all('axes=("ep",)' in line and "layout" not in line for line in found)
+    with pytest.raises(
+        PlanError, match='for rows of experts, with rng="plan_independent"'
+    ) as caught:
+        plans.compile_with(graph, "ep", 2, rng="plan_independent")
+    assert "(layers.0.experts)" in str(caught.value)
+    with pytest.raises(PlanError, match="dropout draws numbers for rows of experts"):
+        plans.compile_with(graph, "dp", 1, rng="plan_independent")
+
+
+# ------------------------------------------------------------------------------------------------
+# where rows lie
+
+
+def graph_by_hand() -> Any:
+    entry = expert_models.get(BY_HAND)
+    return plans.traced(entry.build(num_layers=1), entry.inputs())
+
+
+def test_the_share_that_is_stored_is_that_of_the_choices() -> None:
+    """Of six experts each token chooses two."""
+    graph = plans.annotated(graph_by_hand())
+    shares = stored_shares(graph)
+    between = {
+        value.name
+        for op in graph.ops
+        if op.target in ("dispatch", "grouped_linear", "silu", "chunk")
+        and "experts" in op.module_path
+        for value in op.results
+    }
+    assert between <= shares.keys() and set(shares.values()) == {2 / 6}
+
+
+@pytest.mark.parametrize("other", ["R", "split:t.0", "split:e"])
+def test_rows_are_not_converted_between_cuts(other: str) -> None:
+    """One product has its rows on other ranks than the operators around it."""
+    graph = graph_by_hand()
+
+    def policy(planned: Any, config: Any) -> Any:
+        builder: PlanBuilder = planned.builder(mesh={"ep": 2})
+        builder.split("batch", "ep")
+        if other != "split:e":
+            builder.split("experts", "ep")
+        product = next(op for op in planned.ops if op.target == "grouped_linear")
+        return builder.strategy(product, "ep", other).build()
+
+    with pytest.raises(PlanError) as caught:
+        plans.compile_with(graph, policy, 2)
+    message = str(caught.value)
+    assert message.startswith("the rows of layers_0_experts_rows cannot be converted from [")
+    assert "(layers.0.experts)" in message
+    assert "only dispatch and combine move them" in message
+    assert "let all operators between dispatch and combine split experts, or all of them" in message
+
+
+def test_an_exchange_within_tokens_that_other_ranks_cut_further_is_refused() -> None:
+    """Two axes exchange tokens for experts: one does, and the other leaves the tokens whole."""
+    graph = graph_by_hand()
+
+    def policy(planned: Any, config: Any) -> Any:
+        builder = planned.builder(mesh={"a": 2, "b": 2})
+        dispatch = next(op for op in planned.ops if op.target == "dispatch")
+        builder.strategy(dispatch, "a", "exchange:t.0>e")
+        return builder.strategy(dispatch, "b", "exchange:t.0>e").build()
+
+    with pytest.raises(PlanError, match="exchange"):
+        plans.compile_with(graph, policy, 4)
+
+
+def test_stages_do_not_begin_between_dispatch_and_combine() -> None:
+    report = verify_experts(
+        BY_HAND,
+        "hybrid",
+        {
+            "plan_ngpus": 3,
+            "runtime_ngpus": 3,
+            "use_end2end": True,
+            "pas_config": {"num_stages": 3, "tp": 1, "dp": 1, "ep": 1, "num_microbatches": 2},
+        },
+        steps=1,
+    )
+    assert report.ok, str(report)

@@ -3,12 +3,15 @@
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import pytest
 import tiny_gpt
 import torch
+import zoo
 from loss_scaling import overflow
 from precision import float64_casts
 from torch import Tensor
@@ -54,6 +57,26 @@ PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tp-zero3": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 3}),
     "pp-table": ("pp", {"plan_ngpus": 2, "runtime_ngpus": 4, "distributed_optimizer": {}}),
 }
+EXPERT_PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ep-edp-tp-units-zero1": (
+        "hybrid",
+        {
+            "plan_ngpus": 4,
+            "runtime_ngpus": 8,
+            "use_zero": 1,
+            "pas_config": {"num_stages": 1, "dp": 2, "tp": 2, "ep": 2, "etp": 1},
+        },
+    ),
+    "ep-zero3": ("ep", {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 3}),
+    "ep-etp-pp": (
+        "hybrid",
+        {
+            "plan_ngpus": 8,
+            "runtime_ngpus": 8,
+            "pas_config": {"num_stages": 2, "dp": 2, "tp": 2, "ep": 2, "etp": 2},
+        },
+    ),
+}
 
 
 def model() -> torch.nn.Module:
@@ -65,13 +88,29 @@ def model() -> torch.nn.Module:
     return made
 
 
-def samples(unit: int) -> list[dict[str, Any]]:
-    return [rolled(tiny_gpt.dummy_args(), 1 + 2 * unit + k) for k in range(NUM_SAMPLES)]
+def mixture() -> torch.nn.Module:
+    return expert_models.get(expert_models.BY_HAND).build()
 
 
-def on_one_device(num_units: int, value: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    alone = model()
-    losses = [alone(**sample)[0] for unit in range(num_units) for sample in samples(unit)]
+Args = dict[str, Any]
+SUBJECTS: dict[Callable[[], torch.nn.Module], Callable[[], Args]] = {
+    model: tiny_gpt.dummy_args,
+    mixture: expert_models.get(expert_models.BY_HAND).inputs,
+}
+"""The models, and what makes inputs for them."""
+
+
+def samples(args: Args, unit: int) -> list[Args]:
+    return [rolled(args, 1 + 2 * unit + k) for k in range(NUM_SAMPLES)]
+
+
+def on_one_device(
+    build: Callable[[], torch.nn.Module], num_units: int, value: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    alone, args = build(), SUBJECTS[build]()
+    losses = [
+        zoo.loss_of(alone(**sample)) for unit in range(num_units) for sample in samples(args, unit)
+    ]
     torch.stack(losses).sum().backward()
     if value is not None:
         alone.get_parameter("blocks.0.norm1.weight").grad[1] = value
@@ -79,15 +118,19 @@ def on_one_device(num_units: int, value: float | None) -> tuple[Tensor, dict[str
     return norm, {name: p.grad for name, p in alone.named_parameters()}
 
 
-def check(name: str, folder: Path, value: float | None = None) -> None:
-    policy, options = PLANS[name]
-    config = ComputeConfig(
-        use_end2end=True,
-        pas_config={"num_microbatches": 2} if policy in ("pp", "hybrid") else {},
-        **options,
-    )
-    with shared_traces("tiny GPT without dropout"):
-        files = compile_into(folder, model(), tiny_gpt.dummy_args(), policy, config)
+def check(
+    name: str,
+    folder: Path,
+    value: float | None = None,
+    build: Callable[[], torch.nn.Module] = model,
+) -> None:
+    policy, options = (PLANS | EXPERT_PLANS)[name]
+    pas_config = {"num_microbatches": 2} if policy in ("pp", "hybrid") else {}
+    pas_config |= options.get("pas_config", {})
+    config = ComputeConfig(use_end2end=True, **{**options, "pas_config": pas_config})
+    args = SUBJECTS[build]()
+    with shared_traces(f"{build.__name__} of norms"):
+        files = compile_into(folder, build(), args, policy, config)
 
     def clipped(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
         module = load_class(files)()
@@ -97,15 +140,15 @@ def check(name: str, folder: Path, value: float | None = None) -> None:
         is_spoilt = rank == 0 or (policy == "tp" and module.ranks.unit == 0)
         if value is not None and is_spoilt and poisoned is not None:
             with overflow(poisoned, 1, value):
-                module.train_step(samples(module.ranks.unit))
+                module.train_step(samples(args, module.ranks.unit))
         else:
-            module.train_step(samples(module.ranks.unit))
+            module.train_step(samples(args, module.ranks.unit))
         before = optimizer.clip_gnorm()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         assert torch.equal(norm, before) or before.isnan()
         return norm, gathered_gradients(optimizer._reducer.buckets)
 
-    norm, gradients = on_one_device(config.runtime_ngpus // config.plan_ngpus, value)
+    norm, gradients = on_one_device(build, config.runtime_ngpus // config.plan_ngpus, value)
     for found, pieces in run_ranks(config.runtime_ngpus, clipped):
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0, equal_nan=True)
         for key, piece in pieces.items():
@@ -119,6 +162,18 @@ def check(name: str, folder: Path, value: float | None = None) -> None:
 def test_norms_and_clipped_gradients(tmp_path: Path, name: str) -> None:
     with float64_casts():
         check(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ep-edp-tp-units-zero1",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("ep-zero3", "ep-etp-pp")),
+    ],
+)
+def test_each_expert_counts_once(tmp_path: Path, name: str) -> None:
+    with float64_casts():
+        check(name, tmp_path, build=mixture)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -49,10 +49,11 @@ class Arrivals:
 
     ``position [rows]``: which of the tokens that arrived a row was made of. ``received``: how many
     tokens came from each rank. ``sent``: how many went to each. ``tokens``: which of its own tokens
-    this rank sent, by receiver.
+    this rank sent, by receiver. ``token_dim``: the tokens that they were cut from.
     """
 
     axis: AxisGroup
+    token_dim: TokenDim
     position: Tensor
     received: list[int]
     sent: list[int]
@@ -299,7 +300,7 @@ def _exchanged(
     order = (local * total + joined[position]).argsort(stable=True)
     position = position[order]
     gains = None if came_weights is None else came_weights.index_select(0, order)
-    arrivals = Arrivals(axis, position, tokens_in, tokens_out, sent_token, num_tokens)
+    arrivals = Arrivals(axis, token_dim, position, tokens_in, tokens_out, sent_token, num_tokens)
     routing = Routing(
         joined[position],
         _counted(local[order], count),
@@ -327,7 +328,11 @@ def _owners(axes: Axes, axis: AxisGroup, num_experts: int) -> tuple[Tensor, Tens
 def _returned(rows: Tensor, routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Tensor:
     """Add up what this rank's experts made of each token, send it home, and add it up there."""
     arrivals = routing.arrivals
-    if arrivals is None or arrivals.axis.communicator is not axis.communicator:
+    if (
+        arrivals is None
+        or arrivals.axis.communicator is not axis.communicator
+        or arrivals.token_dim != token_dim  # the sums belong to other ranks than the tokens
+    ):
         arrivals = _departures(routing, axis, token_dim)
     made = _summed(rows, arrivals.position, sum(arrivals.received))
     back = exchange_rows(made, axis, arrivals.received, arrivals.sent)
@@ -350,7 +355,9 @@ def _departures(routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Arriv
     came = _all_to_all(going, axis, [1] * axis.size, [1] * axis.size)
     received, sent = going.tolist(), came.tolist()
     tokens = _all_to_all(number[present], axis, received, sent)
-    return Arrivals(axis, place[position], received, sent, tokens, whole[axis.index].numel())
+    return Arrivals(
+        axis, token_dim, place[position], received, sent, tokens, whole[axis.index].numel()
+    )
 
 
 def _positions(token_dim: TokenDim, axis: AxisGroup, device: torch.device) -> list[Tensor]:

@@ -7,12 +7,17 @@ under several plans. ``tests/product/experts.py`` draws plans at random.
 
 from __future__ import annotations
 
+import functools
 import math
+import random
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import expert_models
+import plans
 import pytest
 import torch
 from expert_models import BY_HAND, verify_experts
@@ -21,7 +26,10 @@ from precision import float64_casts
 from torch import Tensor, nn
 from traces import shared_traces
 
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import allowed
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.frontend.verification.trained_ranks import train_plan
@@ -29,6 +37,7 @@ from shardwright.frontend.verification.verify import compile_into
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.checkpoint.merged import merge_state_dicts
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.pieces import local_piece
@@ -395,3 +404,73 @@ def test_low_precision_is_as_near_as_on_one_device(
     alone = errors(result["out"], {n: p.grad for n, p in model.named_parameters()}, exact)
     assert alone[1] > 1e-4, "nothing was computed in bfloat16"
     assert found[0] <= 2 * alone[0] and found[1] <= 2 * alone[1], (found, alone)
+
+
+# ------------------------------------------------------------------------------------------------
+# random plans
+
+MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
+
+
+@functools.cache
+def prepared() -> tuple[nn.Module, Any, Any, Reference]:
+    """The layer by hand with one mixture, its inputs, its graph, and what one device computes."""
+    entry = expert_models.get(BY_HAND)
+    model, inputs = entry.build(num_layers=1), entry.inputs()
+    reference = plans.reference_run(model, [inputs], steps=1)
+    return model, inputs, plans.annotated(plans.traced(model, inputs)), reference
+
+
+def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
+    """A random strategy for every operator and a random storage for every parameter. Along an axis
+    all operators from dispatch to combine have the same cut of rows, as these cannot be converted.
+    """
+    plan = plans.random_plan(graph, mesh, rng)
+    strategies = dict(plan.strategies)
+    rows = [op for op in graph.ops if op.rule is not None and op.rule.densities is not None]
+    by_op: dict[str, dict[str, str]] = {op.name: {} for op in rows}
+    for axis in mesh.names:
+        inside = rng.choice(["tokens", "experts", "exchange", "experts", "exchange", "whole"])
+        for op in rows:
+            by_op[op.name][axis] = _inside(op, inside, rng)
+    for op in rows:
+        assert op.rule is not None
+        if not allowed(op.rule, by_op[op.name], mesh):
+            return random_plan(graph, mesh, rng)
+    return replace(plan, strategies={**strategies, **by_op})
+
+
+def _inside(op: IROp, inside: str, rng: random.Random) -> str:
+    """The strategy of an operator on rows, along an axis that cuts them in one way."""
+    assert op.rule is not None and op.rule.densities is not None
+    if inside == "exchange":
+        # Of dispatch and combine each may do it, or find tokens whole.
+        if op.rule.exchanges and rng.random() < 0.7:
+            source, target = rng.choice(op.rule.exchanges)
+            return f"exchange:{source}>{target}"
+        inside = "experts"
+    side = op.rule.results if op.target != "combine" else op.rule.operands
+    # [experts, tokens of two dims], in one dim of a tensor or in two.
+    experts, *tokens = [ref.factor for dim in side[0][:1] for ref in dim]
+    if inside == "whole":
+        return "R"
+    return f"split:{experts if inside == 'experts' else tokens[0]}"
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=slow) for n in range(1, 8))])
+def test_random_plans(block: int, tmp_path: Path) -> None:
+    """Any strategies outside, any way to run experts inside, any storage: one device's numbers."""
+    model, inputs, graph, reference = prepared()
+    seen: Counter[str] = Counter()
+    for seed in range(10 * block, 10 * block + 10):
+        rng = random.Random(f"experts {seed}")
+        mesh = Mesh.of(rng.choice(MESHES))
+        plan = random_plan(graph, mesh, rng)
+        dispatches = (s for name, s in plan.strategies.items() if name.endswith("experts_rows"))
+        seen.update(strategy for s in dispatches for strategy in s.values())
+        try:
+            compiled_plan = plans.compile_plan(graph, plan)
+            plans.check(model, inputs, compiled_plan, tmp_path / str(seed), reference)
+        except Exception as error:
+            raise AssertionError(f"random plan on {mesh}, seed {seed}") from error
+    assert {"split:e", "split:t.0", "exchange:t.0>e"} <= seen.keys()

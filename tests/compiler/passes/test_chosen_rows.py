@@ -78,7 +78,7 @@ def test_what_looks_across_rows_is_refused(name: str, monkeypatch: pytest.Monkey
 
 
 def test_dropout_of_rows_is_drawn_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers under every plan cannot be: rows have no positions."""
+    """Plans cannot all draw the same numbers: rows have no positions."""
     use(lambda a, b: F.dropout(a * b, 0.5), monkeypatch)
     entry = expert_models.get(BY_HAND)
     graph = plans.traced(entry.build(num_layers=1), entry.inputs())
@@ -104,7 +104,7 @@ def graph_by_hand() -> Any:
 
 
 def test_the_share_that_is_stored_is_that_of_the_choices() -> None:
-    """Of six experts each token chooses two."""
+    """Each token chooses two of six experts."""
     graph = plans.annotated(graph_by_hand())
     shares = stored_shares(graph)
     between = {

@@ -339,7 +339,7 @@ def test_what_is_received_is_what_the_routing_says(routing: str, way: Way) -> No
 
 
 def test_a_token_goes_once_to_a_rank_that_has_several_experts_for_it() -> None:
-    """Of eight tokens four are on the wrong rank. Each is sent there once, and comes back once."""
+    """Four of eight tokens are on the wrong rank. Each goes there once, and comes back once."""
     way = ("exchange", "exchange")
     forward, backward = check_volume(ROUTINGS["both experts on one rank"], way, 2)
     assert (forward, backward) == (

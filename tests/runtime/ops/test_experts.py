@@ -412,8 +412,8 @@ def volumes(ops: ModuleType) -> None:
 
 MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
     "gradients stay where they are": (
-        '_all_to_all(grad.contiguous(), ctx.axis, ctx.receive, ctx.send, "backward")',
-        "[grad.new_zeros(sum(ctx.send), *grad.shape[1:])]",
+        '_together(grads, ctx.axis, ctx.receive, ctx.send, "backward")',
+        "[grad.new_zeros(sum(n), *grad.shape[1:]) for grad, n in zip(grads, ctx.send)]",
         gradients_and_values,
     ),
     "gradients are counted as forward": (
@@ -432,8 +432,8 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "arrivals are not offset by sender": (
-        "position, local = told_in[:, 1] + offset[sender], told_in[:, 0]",
-        "position, local = told_in[:, 1], told_in[:, 0]",
+        "position = position + _repeated(offset, pairs_in)",
+        "position = position + 0",
         gradients_and_values,
     ),
     "places count from the first rank": (
@@ -442,13 +442,13 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "experts without rows have other gradients": (
-        "grad_matrices = torch.zeros_like(matrices)",
-        "grad_matrices = torch.ones_like(matrices)",
+        "torch.mm(a, b, out=result)",
+        "torch.mm(a, b, out=result) if a.numel() else result.fill_(1.0)",
         gradients_and_values,
     ),
     "weights arrive in the order of their senders": (
-        "axis, pairs_out, pairs_in)[order]",
-        "axis, pairs_out, pairs_in)",
+        "came_weights.index_select(0, order)",
+        "came_weights",
         gradients_and_values,
     ),
     "a token is sent for each choice": (

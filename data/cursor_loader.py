@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.data.fetching import Fetched, Fetcher, next_of
+from shardwright.data.fetching import Fetched, Fetcher, end_workers, next_of
 from shardwright.data.global_batches import (
     Batching,
     GlobalBatch,
@@ -125,9 +125,7 @@ class CursorLoader:
         """End the workers; the next batch starts new ones."""
         ahead, self._ahead = self._ahead, None
         self._planned.clear()
-        shutdown = getattr(ahead, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(ahead)
 
     def _given(self, batch: GlobalBatch) -> Any:
         """What is given out next. From here on it counts, so that a state taken while it is in use

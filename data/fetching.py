@@ -399,3 +399,15 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed >> 1)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def end_workers(ahead: Iterator[Any] | None) -> None:
+    """End the workers of torch's DataLoader, if it has some."""
+    shutdown = getattr(ahead, "_shutdown_workers", None)
+    if shutdown is None:
+        return
+    try:
+        shutdown()
+    except RuntimeError:
+        # Torch learns by a signal that a worker has died, and says so in whatever runs by then.
+        shutdown()

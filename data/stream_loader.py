@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.data.fetching import Fetched, Fetcher, next_of
+from shardwright.data.fetching import Fetched, Fetcher, end_workers, next_of
 from shardwright.data.global_batches import GlobalBatch, Share, Tail
 from shardwright.data.permutation import Order, key
 from shardwright.data.sample_stream import Run, SingleStream
@@ -304,9 +304,7 @@ class StreamLoader:
     def close(self) -> None:
         """End the worker; the next batch starts a new one."""
         ahead, self._ahead = self._ahead, None
-        shutdown = getattr(ahead, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(ahead)
 
     def _started(self) -> Iterator[Step]:
         steps = Steps(self._fetcher, self._share, self._tail, self._place)

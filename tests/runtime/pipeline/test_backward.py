@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.pipeline.backward import SplitBackward
+from shardwright.runtime.pipeline.executor import _last_gradients
+from shardwright.runtime.schedule_actions import parse_actions
 
 DOUBLE = torch.float64
 
@@ -236,3 +238,21 @@ def test_random_graphs(seed):
         return values[-4:]
 
     check(function, [leaf(3, 3), leaf(3, 3)], parameters)
+
+
+@pytest.mark.parametrize(
+    ("actions", "linked", "open_stages", "last"),
+    [
+        ("0F0 0F1 0B0 0B1", [], [], {3}),
+        ("0F0 0F1 0I0 0I1 0W1 0W0", [], [], {5}),
+        ("0F0 0I0 1F0 1I0 0W0 1W0", [], [], {4, 5}),
+        ("0F0 1F0 1B0 0B0", [(0, 1)], [], {3}),
+        ("0F0 1F0 1I0 0I0 0W0 1W0", [(0, 1)], [], {5}),
+        ("0F0 0I0 0W0", [], [0], set()),
+    ],
+)
+def test_gradients_are_complete_behind_the_last_that_adds_to_weights(
+    actions: str, linked: list[tuple[int, int]], open_stages: list[int], last: set[int]
+) -> None:
+    """Reduced any earlier, a gradient would lack the share of a microbatch."""
+    assert _last_gradients(parse_actions(actions), linked, open_stages) == last

@@ -119,7 +119,8 @@ def _local_tensors(
             shape = tuple(_dim_size(dim, sizes) for dim in refs)
             density = rule.densities[side][index] if rule.densities else None
             if density is not None:
-                num_ranks = math.prod(n for _, n in cuts.get(refs[0][0].factor, ()))
+                experts = refs[0][0].factor if refs[0] else ""  # a single expert is no factor
+                num_ranks = math.prod(n for _, n in cuts.get(experts, ()))
                 shape = stored_shape(shape, density, num_ranks)
             found.append(LocalTensor(shape, value.dtype, value.takes_gradient))
         return tuple(found)

@@ -479,3 +479,11 @@ def test_random_plans(block: int, tmp_path: Path) -> None:
         except Exception as error:
             raise AssertionError(f"random plan on {mesh}, seed {seed}") from error
     assert block or {"split:e", "split:t.0", "exchange:t.0>e"} <= seen.keys()
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+def test_a_single_expert_is_split_like_a_plain_layer(policy: str) -> None:
+    """Its dim has one element, so that the rule has no factor for it."""
+    sizes = {"num_experts": 1, "top_k": 1, "num_layers": 1}
+    report = verify_experts(BY_HAND, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, sizes=sizes)
+    assert report.ok, str(report)

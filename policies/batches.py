@@ -19,7 +19,7 @@ def batch_classes(graph: IRGraph) -> set[int]:
     }
     if not classes:
         raise PlanError(
-            "policy 'data' finds no batch to split",
+            "there is no batch to split",
             why=f"the inputs have shapes {[tuple(value.shape) for value in graph.inputs]}",
             hint="trace with a batch of at least 2: of one row nothing can be told from the shapes",
         )

@@ -11,6 +11,7 @@ from shardwright.policies.expert_axes import expert_axes
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.splits import split_on_expert_axes
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,13 @@ class ExpertOptions:
 def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """The plan for ``config.plan_ngpus`` ranks."""
     options = read_options(ExpertOptions, config.pas_config, policy="ep")
-    ep = config.plan_ngpus // options.etp if options.ep is None else options.ep
+    etp = options.etp
+    if options.ep is None and (etp < 1 or config.plan_ngpus % etp):
+        raise PlanError(
+            f"policy 'ep' cannot place etp={etp} on {config.plan_ngpus} ranks",
+            hint="etp divides the number of ranks",
+        )
+    ep = config.plan_ngpus // etp if options.ep is None else options.ep
     axes = expert_axes(config.plan_ngpus, 1, ep, options.etp, "ep")
     mesh = {axis.name: axis.size for axis in axes} or {"ep": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)

@@ -64,8 +64,14 @@ def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list
         )
     if etp is None:
         etp = max(size for size in _divisors(tp) if ranks % (ep * size) == 0)
+    if etp < 1 or ranks % (ep * etp):
+        raise PlanError(
+            f"policy {policy!r} cannot place ep={ep} x etp={etp} on {ranks} ranks",
+            why=f"these are {ep * etp} ranks, which do not divide {ranks}",
+            hint=f"with ep={ep}, etp is one of {', '.join(map(str, _divisors(ranks // ep)))}",
+        )
     ends = sorted({1, tp, ranks, etp, ep * etp})
-    if etp < 1 or ranks % (ep * etp) or any(large % small for small, large in pairwise(ends)):
+    if any(large % small for small, large in pairwise(ends)):
         raise PlanError(
             f"policy {policy!r} cannot place ep={ep} x etp={etp} on {ranks} ranks",
             why=f"ranks that are dp={dp} x tp={tp} outside of the experts do not divide into these",

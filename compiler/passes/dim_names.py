@@ -78,11 +78,11 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
     for value in graph.inputs:
         if value.ndim == 2 and not value.dtype.is_floating_point:
             give(dims.values[value.name][1], "seq")
+    _name_stacked_experts(graph, dims, give)
     _name_by_operators(graph, dims, give)
     _name_logits(graph, dims, give, names)
     _name_fused_heads(graph, dims, names)
     _name_hidden(dims, names)
-    _name_stacked_experts(graph, dims, give)
     for dim_class in dims.classes:
         names.setdefault(
             dim_class.index, _name_by_parameters(dim_class.parameters) or f"dim{dim_class.index}"

@@ -47,7 +47,8 @@ def _check_draw(instruction: Compute) -> None:
             f'{op.target} draws numbers for rows of experts, with rng="plan_independent"',
             where=f"{op.source} ({op.module_path or 'top-level forward'})",
             why="a router chooses these rows, so they have no positions that all plans share",
-            hint='draw with rng="fast", or before tokens are dispatched to experts',
+            hint='draw with rng="fast", or before tokens are dispatched to experts; to verify, '
+            "which needs the same draws under every plan, set the rate to 0",
         )
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -93,9 +94,11 @@ def _simulate(options: argparse.Namespace) -> int:
     if assumed is not None and not options.json:
         # No rank gets more than all rows: as many times its share as there are ranks.
         plan = replace(compiled.plan, imbalance=float(max(1, config.plan_ngpus)))
-        worst = cost_of(
-            compile_graph(graph, policy.apply, config, policy_name=policy.name, plan=plan)
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of this plan they were said already
+            worst = cost_of(
+                compile_graph(graph, policy.apply, config, policy_name=policy.name, plan=plan)
+            )
         print(
             f"experts: with {assumed:g} times an even share of tokens on the busiest rank; with "
             f"all on one: {amount(worst.step_s, 's')}, {amount(worst.peak_bytes, 'B')}"

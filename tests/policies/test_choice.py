@@ -450,7 +450,7 @@ def test_dp_is_over_units() -> None:
 @pytest.mark.filterwarnings("ignore:Linear was traced with one row")
 def test_data_needs_a_batch() -> None:
     text = (
-        "policy 'data' finds no batch to split\n"
+        "there is no batch to split\n"
         "  why:   the inputs have shapes {}\n"
         "  try:   trace with a batch of at least 2: of one row nothing can be told from the shapes"
     )

@@ -97,8 +97,8 @@ policy 'tp' cannot place ep=4 on 2 ranks
             {"ep": 1, "etp": 4},
             """\
 policy 'ep' cannot place ep=1 x etp=4 on 2 ranks
-  why:   ranks that are dp=2 x tp=1 outside of the experts do not divide into these
-  try:   choose sizes of which one divides the other: etp and tp, ep * etp and tp * dp""",
+  why:   these are 4 ranks, which do not divide 2
+  try:   with ep=1, etp is one of 1, 2""",
         ),
         (
             "ep",
@@ -115,8 +115,8 @@ policy 'ep' cannot place ep=0 on 4 ranks
             {"num_stages": 1, "dp": 2, "tp": 3, "ep": 2, "etp": 2},
             """\
 policy 'hybrid' cannot place ep=2 x etp=2 on 6 ranks
-  why:   ranks that are dp=2 x tp=3 outside of the experts do not divide into these
-  try:   choose sizes of which one divides the other: etp and tp, ep * etp and tp * dp""",
+  why:   these are 4 ranks, which do not divide 6
+  try:   with ep=2, etp is one of 1, 3""",
         ),
     ],
 )

@@ -351,7 +351,7 @@ def _microbatch_of(found: Roles, global_batch: int, microbatch: int | None) -> i
             why="each replica takes exactly that many microbatches in a step",
             hint="use global_batch = replicas x microbatches x samples of a microbatch; with the "
             "samples that the module was compiled for that is "
-            f"{found.num_replicas * wanted * (microbatch or found.microbatch or 1)}",
+            f"{found.num_replicas * wanted * (found.microbatch or microbatch or 1)}",
         )
     return size
 

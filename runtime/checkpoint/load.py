@@ -4,6 +4,7 @@ have them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,12 @@ def _check_options(
                 why=f"it was saved without {title}=",
                 hint=f"load it without the {title}, which then starts afresh",
             )
+    if loader is None and index.loader is not None:
+        warnings.warn(
+            f"{folder} has the state of a loader, which is not restored: samples start afresh\n"
+            "  try:   load_checkpoint(..., loader=loader)",
+            stacklevel=4,
+        )
 
 
 def _check_groups(

@@ -118,3 +118,15 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         shardwright.load_checkpoint(saved, module, loader=stream)
     with pytest.raises(ArgumentError, match="no loader whose state can be saved"):
         shardwright.save_checkpoint(saved, module, loader=[1, 2])
+
+
+def test_a_state_that_is_not_taken_is_told(tmp_path):
+    folder = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
+    directory = tmp_path / "checkpoints"
+    run_ranks(1, steps(folder, directory, 2, resume=False))
+
+    def load(_):
+        shardwright.load_checkpoint(directory, load_class(folder)())
+
+    with pytest.warns(UserWarning, match="has the state of a loader, which is not restored"):
+        run_ranks(1, load)

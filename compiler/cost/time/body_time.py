@@ -14,7 +14,7 @@ from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.adapter_time import step_time
 from shardwright.compiler.cost.time.kept_weights import gathered_again
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, exchange_in, op_time
 from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.compiler.plan.program import Adapt, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import Run, group_blocks, region_of
@@ -121,6 +121,16 @@ def body_time(
             )
             time = time if trains else OpTime(time.forward_s)
             compute_s += runs * time.forward_s + time.backward_s
+            sent = exchange_in(
+                instruction.original, instruction.assignment, mesh, hardware, ranks=ranks
+            )
+            if sent is not None:
+                seconds = runs * sent.time.forward_s + (sent.time.backward_s if trains else 0.0)
+                sent_bytes = runs * sent.forward_bytes + (sent.backward_bytes if trains else 0.0)
+                name = f"{sent.axis} all_to_all"
+                compute_s -= seconds
+                comm[name] = comm.get(name, 0.0) + seconds
+                volumes[name] = volumes.get(name, 0.0) + sent_bytes
         recomputed_s += (runs - 1) * time.forward_s
         instructions.append((instruction, time))
     return BodyTime(

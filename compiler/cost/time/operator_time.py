@@ -436,10 +436,9 @@ def _messages(
 ) -> OpTime:
     """What the parallel form of the call communicates."""
     target = call.op.target
-    for axis, strategy in assignment.items():
-        if exchange(strategy) and mesh.axis_size(axis) > 1:
-            on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
-            return _exchange_time(call, axis, mesh, hardware, on)
+    sent = _exchange(call, assignment, mesh, hardware, ranks)
+    if sent is not None:
+        return sent.time
     axes = _inner_axes(call.op.rule, assignment, mesh) if target in _MESSAGES else ()
     if not axes:
         return OpTime()
@@ -457,9 +456,51 @@ def _messages(
     return total
 
 
-def _exchange_time(
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What an operator sends along an axis where it exchanges the cut of two dims: seconds, of
+    which the time of the operator has a part, and bytes.
+    """
+
+    axis: str
+    time: OpTime
+    forward_bytes: float
+    backward_bytes: float
+
+
+def exchange_in(
+    op: IROp,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    ranks: Sequence[int] | None = None,
+) -> Exchange | None:
+    """What ``op`` sends under a strategy that exchanges two dims; ``None`` under any other.
+    ``ranks``: as for :func:`op_time`, whose answer has these seconds.
+    """
+    if not any(map(exchange, assignment.values())):
+        return None
+    return _exchange(local_call(op, assignment, mesh), assignment, mesh, hardware, ranks)
+
+
+def _exchange(
+    call: LocalCall,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    ranks: Sequence[int] | None,
+) -> Exchange | None:
+    on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
+    for axis, strategy in assignment.items():
+        if exchange(strategy) and mesh.axis_size(axis) > 1:
+            return _tokens_sent(call, axis, mesh, hardware, on)
+    return None
+
+
+def _tokens_sent(
     call: LocalCall, axis: str, mesh: Mesh, hardware: Hardware, ranks: tuple[int, ...]
-) -> OpTime:
+) -> Exchange:
     """Tokens that go to the ranks of their experts, or come back: each once to every rank that has
     an expert for it. Numbers and weights of the choices go with them.
     """
@@ -480,13 +521,18 @@ def _exchange_time(
     def sent_s(num_bytes: float) -> float:
         return axes_collective_s(hardware, "all_to_all", num_bytes, mesh, (axis,), ranks)
 
-    rows_s = sent_s(rows * item)
-    if not there:
-        return OpTime(rows_s, rows_s if call.differentiated else 0.0)
-    numbers_s = sent_s(16.0 * num_ranks) + sent_s(8 * rows / hidden + 16 * tokens * top_k)
-    if len(call.operands) > 2:  # the weights of the choices go in one message with the rows
-        rows_s = sent_s(item * (rows + tokens * top_k))
-    return OpTime(rows_s + numbers_s, rows_s if call.differentiated else 0.0)
+    numbers_s = numbers_bytes = 0.0
+    rows_bytes = rows * item
+    if there:
+        counts_bytes, numbers_bytes = 16.0 * num_ranks, 8 * rows / hidden + 16 * tokens * top_k
+        numbers_s = sent_s(counts_bytes) + sent_s(numbers_bytes)
+        numbers_bytes += counts_bytes
+    if there and len(call.operands) > 2:  # the weights of the choices go with the rows
+        rows_bytes += item * tokens * top_k
+    rows_s = sent_s(rows_bytes)
+    backward = bool(call.differentiated)
+    time = OpTime(rows_s + numbers_s, rows_s if backward else 0.0)
+    return Exchange(axis, time, rows_bytes + numbers_bytes, rows_bytes if backward else 0.0)
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:

@@ -50,7 +50,7 @@ def dense(results: Sequence[Any], operands: Sequence[Any], densities: Densities)
 
 def _routing(mask: Tensor) -> Routing:
     _, token = mask.nonzero(as_tuple=True)  # by expert, then by token
-    return Routing(token, mask.sum(1), mask.shape[1], 0, complete=False)
+    return Routing(token, mask.sum(1), mask.shape[1], 0)
 
 
 def _mask(routing: Routing) -> Tensor:

@@ -231,7 +231,10 @@ def as_operator(function: Callable[..., Any], loop: KnownLoop) -> Callable[..., 
         f"import {function.__module__}",
         "from shardwright.runtime.structure import tensors_of",
     )
-    operator = register_op(loop.annotation, path, emit=write, imports=imports, fake=empty)(flat)
+    # Some compute sizes as -1, which is ambiguous where a rank has nothing.
+    operator = register_op(
+        loop.annotation, path, emit=write, imports=imports, fake=empty, nonempty=True
+    )(flat)
     proved_by_tests(path)
 
     @functools.wraps(function)

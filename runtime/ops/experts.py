@@ -67,15 +67,15 @@ class Routing:
 
     ``token [rows]``: the token of each row, counted among the ``num_tokens`` that lie on the ranks
     with which this one shares its experts' work. ``counts [experts]``: the rows of each expert
-    here. ``complete``: all of the ``top_k`` choices of every token are here. ``arrivals``: how rows
-    came from other ranks, if they did.
+    here. ``choice [rows]``: which of all choices, token by token, each row is, if all ``top_k`` of
+    every token are here. ``arrivals``: how rows came from other ranks, if they did.
     """
 
     token: Tensor
     counts: Tensor
     num_tokens: int
     top_k: int
-    complete: bool
+    choice: Tensor | None = None
     arrivals: Arrivals | None = None
 
 
@@ -124,10 +124,10 @@ def combine(
     if exchange:
         return _returned(rows, routing, exchange[0], token_dim)
     num_tokens, top_k = routing.num_tokens, routing.top_k
-    if not routing.complete:
+    if routing.choice is None:
         return _summed(rows, routing.token, num_tokens)
-    # All rows of a token are here, so that its sum can be made in one order on any device.
-    by_token = routing.token.argsort(stable=True)
+    # All rows of a token are here: they are summed in the order in which it chose their experts.
+    by_token = routing.choice.argsort()
     return rows.index_select(0, by_token).view(num_tokens, top_k, *rows.shape[1:]).sum(1)
 
 
@@ -220,7 +220,8 @@ def _local(
     counts = _counted(expert[order], count)
     token = order.div(max(1, top_k), rounding_mode="floor")
     gains = None if weights is None else weights.reshape(-1).index_select(0, order)
-    return x.index_select(0, token), gains, Routing(token, counts, num_tokens, top_k, complete)
+    routing = Routing(token, counts, num_tokens, top_k, order if complete else None)
+    return x.index_select(0, token), gains, routing
 
 
 def _counted(expert: Tensor, count: int) -> Tensor:
@@ -306,7 +307,6 @@ def _exchanged(
         _counted(local[order], count),
         total,
         top_k,
-        complete=False,
         arrivals=arrivals,
     )
     return arrived.index_select(0, position), gains, routing

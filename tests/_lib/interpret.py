@@ -36,6 +36,7 @@ class _Run:
         self.graph, self.module = graph, module
         self.values: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
+        self.of_rows: set[str] = set()  # the values of which only chosen rows are stored
 
     def run(self, args: Mapping[str, Any]) -> Any:
         tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
@@ -65,11 +66,19 @@ class _Run:
         cast = torch.autocast("cpu", dtype=op.autocast) if op.autocast else contextlib.nullcontext()
         with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
             result = self._call(op)
-        tensors = [
-            leaf for leaf in structure.flatten(result).values() if isinstance(leaf, torch.Tensor)
-        ]
+        if op.target == "dispatch":
+            tensors = list(result)
+        else:
+            leaves = structure.flatten(result).values()
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         assert len(tensors) == len(op.results), f"{op.name} gave {len(tensors)} tensors"
+        reads_rows = any(value.name in self.of_rows for value in op.operands)
+        if op.target == "dispatch" or (reads_rows and op.target != "combine"):
+            self.of_rows.update(value.name for value in op.results)
         for value, tensor in zip(op.results, tensors, strict=True):
+            if value.name in self.of_rows:
+                self.values[value.name] = tensor
+                continue
             expected = tuple(self._leaf(size) for size in value.shape)
             assert tuple(tensor.shape) == expected, (
                 f"{value.name}: {tuple(tensor.shape)} is not {expected} ({op.target})"

@@ -54,7 +54,6 @@ _REMEDIES = {
     "__array__": _OUTSIDE,
     "__format__": "leave printing out of forward, or print what it returns",
     "nonzero": _CHOICE,
-    "where": _CHOICE,
     "argwhere": _ANY_SIZE,
     "masked_select": _ANY_SIZE,
     "__getitem__": _ANY_SIZE,

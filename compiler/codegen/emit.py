@@ -1,6 +1,6 @@
 """Emit the source files of a program: one per rank, alike but for what says which rank it is.
 
-The body reads like a model that a person wrote (``statements.py``). Layers that repeat are emitted
+The body reads like a model that a person wrote (``bodies.py``). Layers that repeat are emitted
 once, as a method.
 """
 
@@ -15,12 +15,14 @@ from typing import Any
 
 import jinja2
 
+from shardwright.compiler.codegen.bodies import LEAVES_OUT, BodyWriter
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
 from shardwright.compiler.codegen.names import Scope
-from shardwright.compiler.codegen.statements import LEAVES_OUT, RESERVED, BodyWriter, used_symbols
+from shardwright.compiler.codegen.statements import RESERVED
+from shardwright.compiler.codegen.symbols_used import used_symbols
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap, wrap_statement
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import identifier, is_name

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.codegen.bodies import LEAVES_OUT, BodyWriter
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.emit import (
@@ -37,12 +38,7 @@ from shardwright.compiler.codegen.emit import (
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, tuple_text
 from shardwright.compiler.codegen.names import Scope
-from shardwright.compiler.codegen.statements import (
-    LEAVES_OUT,
-    BodyWriter,
-    output_symbols,
-    used_symbols,
-)
+from shardwright.compiler.codegen.symbols_used import output_symbols, used_symbols
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import LeftOut

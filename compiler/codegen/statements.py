@@ -1,14 +1,13 @@
-"""Write the statements of a program: operators, adapters, buffer updates, and repeated layers as
-methods.
+"""Write the statements of a program, one for each operator, adapter and buffer update.
 
-One statement per operator, names from the user's own, adapters named by what they do, trailing
-comments with layout and source line; the statements of each module under its path.
+Names are made of the user's own, and adapters are named by what they do. A trailing comment tells
+the layout of the result and the user's line:
+
+    up = F.linear(x_tp_in, self.up.weight, self.up.bias)  # [batch, hidden/tp]  my_project.py:9
 """
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -18,30 +17,24 @@ import sympy
 import torch
 
 from shardwright.compiler.codegen.comments import describe
-from shardwright.compiler.codegen.layer_loops import Loop, loop_at, readers_of
-from shardwright.compiler.codegen.literals import named, range_text, source, tuple_text
+from shardwright.compiler.codegen.literals import named, source, tuple_text
 from shardwright.compiler.codegen.local_sizes import renamed, size_names, sizes_in, spelled
 from shardwright.compiler.codegen.names import (
-    MODULE_ATTRIBUTES,
     Scope,
-    attribute_path,
     axis_variables,
 )
 from shardwright.compiler.codegen.text import (
     WIDTH,
     Line,
-    layout_lines,
     names_read,
-    with_headings,
     wrap,
 )
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import axis_variable, identifier
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves
-from shardwright.compiler.ir.quote import comment, docstring, quoted
+from shardwright.compiler.ir.quote import comment, quoted
 from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import (
     Source,
     argument_source,
@@ -53,13 +46,7 @@ from shardwright.compiler.ops.render import (
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import (
-    Run,
     Update,
-    container_path,
-    gathered_until,
-    group_blocks,
-    reads,
-    size_symbols,
 )
 from shardwright.runtime.structure import values_digest
 
@@ -75,29 +62,17 @@ RUNTIME_IMPORTS = {
 BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
 """Names that bodies read, so that no variable may have them."""
-LEAVES_OUT = "a training step: see ComputeConfig.outputs"
 
 
 @dataclass
-class _Method:
-    """A repeated block as a method: its name, and its source."""
+class StatementWriter:
+    """Writes single statements, and knows what all of them together import.
 
-    name: str
-    lines: list[str]
-    takes_layer: bool = False  # it names random draws after the number of the layer
-
-
-@dataclass
-class BodyWriter:
-    """Writes what the files of plans with and without pipeline stages have in common.
-
-    ``imports``: the import statements that the bodies written so far need. ``methods``: the methods
-    of repeated blocks, by :attr:`Run.key`.
+    ``imports``: the import statements that what was written so far needs.
     """
 
     program: Program
     imports: set[str] = field(default_factory=set)
-    methods: dict[Any, _Method] = field(default_factory=dict)
     _imported: set[str] | None = None
     # The variables of axes, by the id of a program.
     _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)
@@ -187,53 +162,7 @@ class BodyWriter:
             lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
         return lines
 
-    # ---------------------------------------------------------------------------------------------
     # statements
-
-    def _statements(self, program: Program, scope: Scope) -> list[Line]:
-        """The operators, adapters and buffer updates of a program; repeated blocks become
-        methods.
-        """
-        body: list[Line] = []
-        items = group_blocks(program)
-        instances: dict[Any, list[Run]] = {}
-        for item in items:
-            if isinstance(item, Run):
-                instances.setdefault(item.key, []).append(item)
-        kept = _held_at_the_end(program)
-        over, readers = gathered_until(items, kept), readers_of(items, kept)
-        # An item is a loop over several runs, a single run, or one instruction.
-        position = 0
-        while position < len(items):
-            item, loop = items[position], loop_at(items, position, readers, over)
-            if loop is not None:
-                body += self._call_loop(loop, instances[loop.runs[0].key], scope, program)
-                position += len(loop.runs) - 1
-            elif isinstance(item, Run):
-                body += self._call_block(item, instances[item.key], scope, program)
-            else:
-                body.append(self._line(item, scope, program))
-            body += self._drop(over.get(position, ()), scope)
-            position += 1
-        body = with_headings(body, program.graph.name)
-        # Methods of blocks update their own buffers; the others are updated here.
-        done = {
-            before.name for item in items if isinstance(item, Run) for before, _ in item.updates
-        }
-        return body + [
-            self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done
-        ]
-
-    def _tail(self, program: Program, scope: Scope) -> list[Line]:
-        """The statements behind the return of a training step: they make the outputs that it leaves
-        out.
-        """
-        over = gathered_until(program.tail, program.results())
-        lines: list[Line] = []
-        for position, instruction in enumerate(program.tail):
-            lines.append(self._line(instruction, scope, program))
-            lines += self._drop(over.get(position, ()), scope)
-        return lines
 
     def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
         """The statements that let go of gathered weights: ``del weight_tp_whole``."""
@@ -347,134 +276,7 @@ class BodyWriter:
             words.append(sizes(cut.inner))
         return f"Cut({', '.join(words)})"
 
-    # ---------------------------------------------------------------------------------------------
-    # blocks
-
-    def _call_block(
-        self, run: Run, instances: list[Run], scope: Scope, program: Program
-    ) -> list[Line]:
-        number = str(run.container[1]) if run.container else ""
-        block = attribute_path(container_path(run.container)) if run.container else ""
-        call = self._call(
-            run, instances, (block, number, [scope.name(value) for value in run.inputs]), program
-        )
-        for value in run.outputs:
-            scope.define(value)
-        targets = ", ".join(scope.name(value) for value in run.outputs)
-        module = run.container[0] if run.container else None
-        return [Line(f"{targets} = {call}" if targets else call, module=module)]
-
-    def _call_loop(
-        self, loop: Loop, instances: list[Run], scope: Scope, program: Program
-    ) -> list[Line]:
-        """Layers one after another as a loop: first the variables that each layer hands to the next
-        get their values, then comes the call of one layer.
-
-            x = embedding
-            for layer in range(12):
-                x = self._h_block(self.h[layer], x)
-        """
-        first, last = loop.runs[0], loop.runs[-1]
-        assert first.container is not None and last.container is not None
-        prefix, start = first.container
-        inputs = [scope.name(value) for value in first.inputs]
-        for value in last.outputs:
-            name = value.name.removeprefix(f"{identifier(container_path(last.container))}_")
-            scope.define(
-                value, re.sub(r"_\d+$", "", f"{identifier(prefix)}_{name}" if prefix else name)
-            )
-        targets = [scope.name(value) for value in last.outputs]
-        begins = dict(sorted((output, inputs[at]) for at, output in loop.carried.items()))
-        inputs = [
-            targets[loop.carried[at]] if at in loop.carried else name
-            for at, name in enumerate(inputs)
-        ]
-        block = f"{attribute_path(prefix) if prefix else 'self'}[layer]"
-        call = self._call(first, instances, (block, "layer", inputs), program)
-        header = f"for layer in {range_text(start, len(loop.runs))}"
-        return [
-            Line(f"{', '.join(targets)} = {', '.join(begins.values())}", module=prefix),
-            Line(f"{', '.join(targets)} = {call}", module=prefix, guards=(header,)),
-        ]
-
-    def _call(
-        self, run: Run, instances: list[Run], words: tuple[str, str, list[str]], program: Program
-    ) -> str:
-        """The call of a block's method. ``words``: the sources of the container, of its number, and
-        of the inputs.
-        """
-        method = self.methods.get(run.key) or self._write_method(instances, program)
-        block, number, inputs = words
-        arguments = [
-            *([block] if run.container else []),
-            *([number] if run.container and method.takes_layer else []),
-        ]
-        arguments += [*inputs, *run.symbols]
-        if not run.recompute:
-            return f"self.{method.name}({', '.join(arguments)})"
-        self._need("recompute")
-        return f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
-
-    def _write_method(self, instances: list[Run], program: Program) -> _Method:
-        """The method for runs that are alike, written from the first of them."""
-        run = instances[0]
-        container = container_path(run.container)
-        outer = identifier(run.container[0]) if run.container and run.container[0] else "inner"
-        base = f"{outer}_block"
-        taken = {method.name for method in self.methods.values()} | MODULE_ATTRIBUTES
-        taken |= {
-            (d.value.fqn or d.value.name).partition(".")[0]
-            for p in self._programs()
-            for d in p.declarations
-        }
-        name = next(
-            n
-            for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
-            if n not in taken
-        )
-        scope = Scope(self._reserved(program) | set(run.symbols))
-        scope.strip = f"{identifier(container)}_" if container else ""
-        scope.block = run.container
-        for value, wish in zip(run.inputs, _input_names(instances), strict=True):
-            scope.define(value, wish)
-        inputs = [scope.name(value) for value in run.inputs]
-        self._container = container
-        over = gathered_until(run.instructions, run.outputs)
-        lines = []
-        for position, instruction in enumerate(run.instructions):
-            lines.append(self._line(instruction, scope, program))
-            lines += self._drop(over.get(position, ()), scope)
-        lines += [self._update(update, scope) for update in run.updates]
-        self._container = ""
-        lines = with_headings(lines, "block")
-        outputs = (
-            f"{scope.name(v)} if self.training else None"
-            if v.name in self._train_only
-            else scope.name(v)
-            for v in run.outputs
-        )
-        lines.append(Line(f"return {', '.join(outputs)}"))
-        takes_layer = any("{layer}" in line.code for line in lines)
-        words = [
-            "self",
-            *(["block"] if run.container else []),
-            *(["layer"] if takes_layer else []),
-            *inputs,
-            *run.symbols,
-        ]
-        text = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", WIDTH - 4)]
-        if run.container:
-            number = ", number ``layer``" if takes_layer else ""
-            text.append(
-                '        """``block`` is one of '
-                f'``{docstring(run.container[0]) or "self"}``{number}."""'
-            )
-        text += layout_lines([*self._axis_lines(lines, scope, program), *lines], 8)
-        self.methods[run.key] = _Method(name, text, takes_layer)
-        return self.methods[run.key]
-
-    # ---------------------------------------------------------------------------------------------
-    # output
+    # results
 
     def _output(self, tree: Tree, scope: Scope) -> str:
         if tree.kind == "leaf":
@@ -519,26 +321,6 @@ class BodyWriter:
 _DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
 
 
-def _input_names(instances: list[Run]) -> list[str]:
-    """The names of a method's inputs.
-
-    An input that all runs share has its own name. An input that one run makes for the next has the
-    name that a later run reads it by, as the first run's input comes from before the layers.
-    """
-    names = []
-    for values in zip(*(run.inputs for run in instances), strict=True):
-        name = values[-1].name
-        container = instances[-2].container if len(instances) > 1 else None
-        if container is not None and values[0].name != name:
-            name = re.sub(
-                r"_\d+$", "", name.removeprefix(f"{identifier(container_path(container))}_")
-            )
-            # The name of an operator means that the user gave the value no name.
-            name = name if registry.get(name) is None else "x"
-        names.append(name)
-    return names
-
-
 def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
     """Path and value of every leaf of the arguments against which calls are checked."""
     found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
@@ -571,41 +353,6 @@ def op_path(instruction: Compute, container: str) -> str:
     path = instruction.original.module_path
     inside = not container or path == container or path.startswith(f"{container}.")
     return path.removeprefix(container).lstrip(".") if inside else path
-
-
-def _held_at_the_end(program: Program) -> list[IRValue]:
-    """The values that a body still needs after its last instruction."""
-    later = [value for instruction in program.tail for value in reads(instruction)]
-    return [*program.results(), *later, *(after for _, after in program.buffer_updates)]
-
-
-def output_symbols(tree: Tree) -> set[str]:
-    """The names of the dynamic sizes that a result returns itself: ``return x, x.shape[0]``."""
-    return {
-        name
-        for _, leaf in tree.leaves()
-        if hasattr(leaf, "free_symbols")
-        for name in size_symbols(leaf)
-    }
-
-
-def used_symbols(program: Program) -> set[str]:
-    """The names of the dynamic sizes in a body and its results."""
-    used = output_symbols(program.output)
-    if program.whole_output is not None:
-        used |= output_symbols(program.whole_output)
-    for instruction in program.instructions:
-        if isinstance(instruction, Adapt):
-            for cut in (instruction.step.cut, instruction.step.to_cut):
-                if cut is not None:
-                    for size in (*cut.segments, cut.outer, cut.inner):
-                        used |= size_symbols(size)
-            continue
-        for _, arg in instruction.op.args:
-            for leaf in leaves(arg):
-                if hasattr(leaf, "free_symbols"):
-                    used |= size_symbols(leaf)
-    return used
 
 
 def _as_it_is(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.trace.calls.inplace import ParameterChanged
+from shardwright.compiler.trace.calls.view_writes import ParameterChanged
 from shardwright.compiler.trace.checks import (
     check_hooks,
     warn_mixed_training,

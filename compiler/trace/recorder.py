@@ -373,3 +373,7 @@ class Recorder:
         location = location_of(frame or user_frame())
         module = f"{self.running.path or '(root)'} ({self.running.type_name})"
         return f"{location} in {module}" if location else module
+
+    def refusal(self, what: str, hint: str, why: str | None = None) -> TraceError:
+        """The error for a call that no graph can hold, at the user's line that runs now."""
+        return TraceError(what, where=self.where(), why=why, hint=hint)

@@ -33,7 +33,8 @@ from shardwright.runtime.errors import ArgumentError, ConfigError, UsageError, b
 from shardwright.runtime.input_readers import InputReader
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
-from shardwright.runtime.module.parallel_module import ParallelModule, generated_directory
+from shardwright.runtime.module.declared_module import directory_of_class
+from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.world import current_world
 
 ALL_INPUTS = ""
@@ -321,7 +322,7 @@ def _asked(mpu: Any, name: str, default: Any) -> Any:
 
 
 def _of_module(module: ParallelModule) -> Roles:
-    manifest = Manifest.read(generated_directory(type(module)))
+    manifest = Manifest.read(directory_of_class(type(module)))
     ranks = module.ranks
     made = _of_manifest(manifest, ranks.world.rank, ranks.world.size)
     # The file that runs knows it best: it may have been edited and accepted.

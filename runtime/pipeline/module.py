@@ -54,6 +54,7 @@ from shardwright.runtime.layout import ZERO, Mesh
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.module.call_checks import check_parameters
 from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.end2end import (
     ScaleFunction,
     check_dummies,
@@ -63,7 +64,7 @@ from shardwright.runtime.module.end2end import (
     scaled,
 )
 from shardwright.runtime.module.extra_state import check_stages
-from shardwright.runtime.module.parallel_module import ParallelModule, generated_directory
+from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
 from shardwright.runtime.pipeline.sample_sizes import Body, Sizes
 from shardwright.runtime.pipeline.segment import Segment, Stage
@@ -137,7 +138,7 @@ class PipelineModule(ParallelModule):
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__(init_params)
-        self._of_all_stages = tuple(Manifest.read(generated_directory(type(self))).tensors.values())
+        self._of_all_stages = tuple(Manifest.read(directory_of_class(type(self))).tensors.values())
         self.in_flight = InFlight(list(self.segments))
         self._running = min(self.segments)
         self._base_microbatch = 0

@@ -22,6 +22,7 @@ from shardwright.runtime.errors import (
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
@@ -489,7 +490,5 @@ def test_a_declaration_round_trips_through_json():
         assert Declaration.from_json(declaration.name, declaration.to_json()) == declaration
 
 
-def test_generated_directory_is_that_of_the_file(files):
-    from shardwright.runtime.module.parallel_module import generated_directory
-
-    assert generated_directory(load_class(files, rank=0)) == Path(files)
+def test_the_directory_of_a_class_is_that_of_its_file(files):
+    assert directory_of_class(load_class(files, rank=0)) == Path(files)

@@ -33,8 +33,9 @@ from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import collective_s
-from shardwright.compiler.cost.time.operator_time import OpTime, op_time
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan

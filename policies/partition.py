@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph

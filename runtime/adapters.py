@@ -39,9 +39,9 @@ from shardwright.runtime.pieces import (
     take_pieces,
     whole_cut,
 )
-from shardwright.runtime.ranks.communicator import PendingPieces
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.ranks.pending import PendingPieces
 
 
 def all_gather(

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from shardwright.runtime.dealing import Entry, deal_buckets
 from shardwright.runtime.layout import Layout
-from shardwright.runtime.ranks.communicator import Communicator, Work
+from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.failures import concerning, listed
+from shardwright.runtime.ranks.transport import Work
 
 DtypeRule = Callable[[torch.dtype], torch.dtype]
 

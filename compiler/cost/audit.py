@@ -22,8 +22,8 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, Optimize
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
 from shardwright.compiler.cost.time.after_backward import Reduction
 from shardwright.compiler.cost.time.body_time import BodyTime, body_time
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.extrapolation import extrapolated
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
 from shardwright.compiler.cost.time.overlap import Part, gathered_beside, summed_beside
 from shardwright.compiler.cost.time.pipeline_time import pipeline_cost
 from shardwright.compiler.plan.pipeline import PipelineProgram

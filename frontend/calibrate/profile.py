@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.compiler.cost.fake.fake_rank import REFUSALS, FakeRank
 from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, local_call
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, call_key
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.program import Compute, Program
 from shardwright.frontend.calibrate.timing import seconds_per_call

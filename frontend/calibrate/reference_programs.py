@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.arithmetic import ATTENTION
-from shardwright.compiler.cost.time.operator_time import OpTime, call_bytes, roofline
+from shardwright.compiler.cost.time.call_times import OpTime
+from shardwright.compiler.cost.time.operator_time import roofline
+from shardwright.compiler.cost.time.operator_traffic import call_bytes
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.entry import trace

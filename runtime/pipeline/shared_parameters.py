@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.pipeline.segment import Stage, box_shape, part
-from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.messages import Messages
+from shardwright.runtime.ranks.transport import Work
 from shardwright.runtime.transfer import Box, Holding, pieces
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.pipeline.segment import Segment, Transfer, box_shape, part
-from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.messages import Messages, Sending
+from shardwright.runtime.ranks.transport import Work
 from shardwright.runtime.schedule_actions import AHEAD, PAYLOADS, Payload, ScheduleAction
 from shardwright.runtime.transfer import Box
 

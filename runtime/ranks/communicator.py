@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,74 +23,8 @@ from torch import Tensor
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
 from shardwright.runtime.ranks.failures import collective_failed, collective_waits
-
-ReduceOp = Literal["sum", "avg", "max", "min"]
-"""How an all-reduce combines. ``"avg"`` is for floating dtypes."""
-
-Shape = Sequence[int]
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object:
-        """Return once the result is there."""
-
-
-class Transport(Protocol):
-    """What moves the bytes of one group of at least two ranks. Tensors are contiguous and detached.
-
-    Members are named by their index in the group; ``index`` is the caller's. A collective that
-    returns a :class:`Work` is complete, and its results are there, once :meth:`finish` returns; one
-    that returns ``None`` is complete already.
-    """
-
-    def finish(self, work: Work, what: Callable[[], str]) -> None:
-        """Wait for a collective under way. ``what`` makes the text of who waits in it and for what,
-        if that takes long.
-        """
-
-    def all_reduce_(self, x: Tensor, op: ReduceOp) -> Work | None: ...
-
-    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work: ...
-
-    def all_gather(self, x: Tensor, result: Tensor) -> Work | None:
-        """``x [n]`` of every member into the rows of ``result [size, n]``."""
-
-    def start_all_gather(self, x: Tensor, result: Tensor) -> Work: ...
-
-    def reduce_scatter(self, x: Tensor, result: Tensor) -> Work | None:
-        """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result
-        [n]``.
-        """
-
-    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
-        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into
-        that chunk.
-        """
-
-    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
-        """Chunk ``i`` of 1-D ``x``, cut into ``sizes``, from member ``i``."""
-
-    def all_to_all(
-        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
-    ) -> Work | None:
-        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result``
-        by sender.
-
-        ``x`` belongs to the transport: the caller does not change it afterwards.
-        """
-
-    def broadcast_(self, x: Tensor, src_index: int) -> Work | None: ...
-
-    def send(self, x: Tensor, dst_index: int) -> None: ...
-
-    def receive_(self, x: Tensor, src_index: int) -> None: ...
-
-    def barrier(self) -> Work | None: ...
-
-    def peers(self) -> str:
-        """How the other members are, for messages; empty where nothing is known."""
+from shardwright.runtime.ranks.pending import Averaging, Done, PendingPieces, rows_as
+from shardwright.runtime.ranks.transport import ReduceOp, Shape, Transport, Work
 
 
 class Communicator:
@@ -156,12 +90,12 @@ class Communicator:
         result returns.
         """
         if self.transport is None:
-            return _Done()
+            return Done()
         self._count_all_reduce(x, op, phase)
         work = self._start(
             "all_reduce", x, self.transport.start_all_reduce_, x, "sum" if op == "avg" else op
         )
-        return _Averaging(work, x, self.size) if op == "avg" else work
+        return Averaging(work, x, self.size) if op == "avg" else work
 
     def all_gather(
         self,
@@ -296,7 +230,7 @@ class Communicator:
             f"{tuple(x.shape)} is not cut into {list(sizes)}"
         )
         if self.transport is None:
-            return _Done()
+            return Done()
         self._count(phase, "reduce_scatter", x, x.numel(), sizes[self.index] * (self.size - 1))
         return self._start(
             "reduce_scatter", x, self.transport.start_reduce_scatter_, x, list(sizes)
@@ -314,7 +248,7 @@ class Communicator:
             f"{tuple(x.shape)} is not cut into {list(sizes)}"
         )
         if self.transport is None:
-            return _Done()
+            return Done()
         self._count(phase, "all_gather", x, x.numel(), x.numel() - sizes[self.index])
         return self._start("all_gather", x, self.transport.start_all_gather_, x, list(sizes))
 
@@ -350,7 +284,7 @@ class Communicator:
             receive_sizes,
         )
         if len(set(map(tuple, shapes))) == 1:
-            return _rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
+            return rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
         return [
             chunk.view(tuple(shape))
             for chunk, shape in zip(result.split_with_sizes(receive_sizes), shapes, strict=True)
@@ -484,46 +418,6 @@ class Communicator:
             self.counters.add(phase, collective, self.name, elements, x.element_size(), received)
 
 
-class PendingPieces:
-    """The pieces of all members on their way into ``rows [size, longest]``.
-
-    ``shapes``: of the pieces, which differ along ``dim``. ``work``: the collective, unless it is
-    complete.
-    """
-
-    def __init__(self, rows: Tensor, shapes: Sequence[tuple[int, ...]], dim: int) -> None:
-        self.rows = rows
-        self.work: Work | None = None
-        self._shapes = shapes
-        self._dim = dim
-
-    def wait(self) -> list[Tensor]:
-        """Everyone's piece, by index, as views of one buffer."""
-        self._finish()
-        if len(set(self._shapes)) == 1:
-            return _rows_as(self.rows, self._shapes[0])
-        lengths = [math.prod(shape) for shape in self._shapes]
-        return [
-            row[:length].view(shape)
-            for row, length, shape in zip(self.rows, lengths, self._shapes, strict=True)
-        ]
-
-    def joined(self) -> Tensor:
-        """The pieces joined along ``dim``; they are copied only where they do not lie end to
-        end.
-        """
-        first, dim = self._shapes[0], self._dim
-        if math.prod(first[:dim]) == 1 and len(set(self._shapes)) == 1:
-            self._finish()
-            return self.rows.view(*first[:dim], first[dim] * len(self._shapes), *first[dim + 1 :])
-        return torch.cat(self.wait(), dim)
-
-    def _finish(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-
 class _UnderWay:
     """A collective that goes on until somebody waits for it."""
 
@@ -539,32 +433,9 @@ class _UnderWay:
             raise self._communicator.failure(self._collective, None, error) from error
 
 
-class _Done:
-    """A collective that was complete when it was called."""
-
-    def wait(self) -> None:
-        return None
-
-
-class _Averaging:
-    """Divides by the size of the group once the sum is there."""
-
-    def __init__(self, work: Work, x: Tensor, size: int) -> None:
-        self._work, self._x, self._size = work, x, size
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._x.div_(self._size)
-
-
 def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     """The shape of ``x`` with another length along ``dim``."""
     return (*x.shape[:dim], length, *x.shape[dim + 1 :])
-
-
-def _rows_as(rows: Tensor, shape: Shape) -> list[Tensor]:
-    """The rows of ``rows [size, numel]`` in one shape: two calls, however many there are."""
-    return list(rows.view(rows.shape[0], *shape).unbind())
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

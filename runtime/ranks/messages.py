@@ -13,8 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 from shardwright.runtime.errors import CollectiveError
-from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
+from shardwright.runtime.ranks.transport import Work
 
 STAGES = "stages"
 """The name under which messages between pipeline stages are counted."""

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.ranks.communicator import ReduceOp, Work
 from shardwright.runtime.ranks.failures import first_line
 from shardwright.runtime.ranks.late import SLICE, Late, Left, Members
 from shardwright.runtime.ranks.messages import Sending, lost, undeliverable
+from shardwright.runtime.ranks.transport import ReduceOp, Work
 
 # torch 2.13 renamed these two: the old names warn there, the new ones are missing before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

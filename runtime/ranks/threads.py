@@ -28,9 +28,9 @@ from torch import Tensor
 
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, brief
-from shardwright.runtime.ranks.communicator import ReduceOp, Transport, Work
 from shardwright.runtime.ranks.hub import Combine, Hub, Meeting, RankAbortedError, in_words
 from shardwright.runtime.ranks.messages import MessageTransport, Sending
+from shardwright.runtime.ranks.transport import ReduceOp, Transport, Work
 from shardwright.runtime.ranks.turns import PATIENCE_S
 from shardwright.runtime.ranks.world import World, use_world
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.ranks.communicator import Communicator, Transport
+from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
 from shardwright.runtime.ranks.failing import FailingCalls
@@ -31,6 +31,7 @@ from shardwright.runtime.ranks.late import Failure, key_of
 from shardwright.runtime.ranks.messages import Messages, MessageTransport
 from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
 from shardwright.runtime.ranks.processes import Roll, answered
+from shardwright.runtime.ranks.transport import Transport
 from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout, timeout_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
-from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.failures import concerning, listed
+from shardwright.runtime.ranks.transport import Work
 from shardwright.runtime.zero.awaited import await_parameters
 from shardwright.runtime.zero.sharded_bucket import ShardedBucket
 from shardwright.runtime.zero.shards import fill, note_written

@@ -20,8 +20,8 @@ from shardwright.runtime.bucket import (
     hold_gradients_in,
     set_reduced,
 )
-from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.failures import concerning
+from shardwright.runtime.ranks.transport import Work
 from shardwright.runtime.zero.arena import Arena
 from shardwright.runtime.zero.copy_groups import ZeroGroup
 from shardwright.runtime.zero.settings import ReductionSettings

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardwright
 from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.operator_file import dumps_times
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
 from shardwright.frontend.files import cache
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.errors import (

@@ -27,9 +27,10 @@ from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.runtime import adapters
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
-from shardwright.runtime.ranks.communicator import Communicator, ReduceOp, Work
+from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.ranks.transport import ReduceOp, Work
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 """The exceptions of a call that cannot run without numbers. Torch's own for fake tensors are

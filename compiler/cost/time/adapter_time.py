@@ -16,8 +16,8 @@ import torch
 
 from shardwright.compiler.cost.local_calls import local_bytes, local_shape
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s, groups_collective_s
-from shardwright.compiler.cost.time.operator_time import OpTime
 from shardwright.compiler.plan.conversion import GATHERS, REGROUP, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 

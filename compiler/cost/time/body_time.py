@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
+from shardwright.compiler.cost.time.inner_messages import exchange_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, exchange_in, op_time
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.compiler.plan.program import Adapt, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import Run, group_blocks, region_of

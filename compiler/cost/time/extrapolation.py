@@ -22,8 +22,9 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import (
     summed_dtype,
 )
 from shardwright.compiler.cost.time.after_backward import update_s
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.exchange_time import message_bytes
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, op_time
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from shardwright.compiler.cost.machine.json_fields import Fields
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.json_text import parse_json
 

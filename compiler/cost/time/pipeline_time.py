@@ -24,8 +24,8 @@ from shardwright.compiler.cost.time.after_backward import (
     accumulation_s,
 )
 from shardwright.compiler.cost.time.body_time import BodyTime, body_time
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.collectives import collective_s
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
 from shardwright.compiler.cost.time.split_backward_time import parts_of_backward
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram

@@ -17,7 +17,8 @@ from dataclasses import replace
 from shardwright.compiler.cost.local_calls import LocalCall, local_call
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.body_time import BodyTime
-from shardwright.compiler.cost.time.operator_time import OpTime, roofline
+from shardwright.compiler.cost.time.call_times import OpTime
+from shardwright.compiler.cost.time.operator_time import roofline
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import reads, writes
 from shardwright.runtime.layout import Mesh

@@ -32,7 +32,7 @@ from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.machine.efficiency import EfficiencyTable
 from shardwright.compiler.cost.time.arithmetic import arithmetic_s
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.runtime.config import ComputeConfig

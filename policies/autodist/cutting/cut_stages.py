@@ -30,6 +30,7 @@ from shardwright.policies.autodist.candidates.titles import (
 from shardwright.policies.autodist.cutting.join_stages import joined
 from shardwright.policies.autodist.cutting.move_starts import even_stages, evened, moved
 from shardwright.policies.autodist.cutting.predicting import Prediction
+from shardwright.policies.autodist.stages.action_chains import Chains
 from shardwright.policies.autodist.stages.block_costs import BlockCosts, block_costs, operator_times
 from shardwright.policies.autodist.stages.boundaries import Messages, RanksOf
 from shardwright.policies.autodist.stages.chain import (
@@ -40,7 +41,7 @@ from shardwright.policies.autodist.stages.chain import (
     layer_pattern,
     nested_starts,
 )
-from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
+from shardwright.policies.autodist.stages.scheduled import least_step_s
 from shardwright.policies.autodist.stages.shared_positions import Positions
 from shardwright.policies.autodist.stages.split_chain import (
     InFlight,
@@ -51,6 +52,7 @@ from shardwright.policies.autodist.stages.split_chain import (
     split_stages,
 )
 from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
+from shardwright.policies.autodist.stages.stage_minima import Least
 from shardwright.policies.autodist.stages.walk import Walk
 
 Chain = tuple[list[int], Mapping[int, str]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.runtime.config import ComputeConfig

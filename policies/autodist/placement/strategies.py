@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from shardwright.compiler.cost.local_calls import signature
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule, TensorRefs

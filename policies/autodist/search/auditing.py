@@ -16,7 +16,7 @@ from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph

@@ -30,7 +30,7 @@ import contextlib
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.time.operator_time import OperatorTimes
+from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.lower_bounds import arithmetic_bound_s

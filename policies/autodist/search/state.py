@@ -10,7 +10,8 @@ from functools import cached_property
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, op_time
+from shardwright.compiler.cost.time.call_times import OperatorTimes
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.adapter_time import step_time
-from shardwright.compiler.cost.time.operator_time import OpTime
+from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.pipeline_time import crossing_s
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts

@@ -31,20 +31,16 @@ Between this bound and the best split lies what an average of splits takes less 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.linear_solver.python import model_builder
 
-from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.live_microbatches import held_together
-from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.compiler.schedule.waits import run_order, waits_of
+from shardwright.policies.autodist.stages.action_chains import Chains
+from shardwright.policies.autodist.stages.cheapest_splits import Path, Splits
 from shardwright.policies.autodist.stages.frontier import Array
-from shardwright.policies.autodist.stages.stage_costs import StageCosts, ranges
-from shardwright.runtime.schedule_actions import ActionKind
+from shardwright.policies.autodist.stages.stage_minima import HELD, KEPT, NUM_PARTS, Least
 
 MAX_ROUNDS = 120
 """How many splits are looked at for one bound."""
@@ -60,10 +56,6 @@ PENALTY = 10.0
 memory again as a position has.
 """
 
-MAX_HULLS = 4_000_000
-"""How many numbers may be kept of what stages can save for some time. Where it were more, all that
-can be saved is free as soon as a stage has to compute something again.
-"""
 
 NEAR = 1e-3
 """The game is over once the bound is that near to what is left to gain, relative to it."""
@@ -72,382 +64,6 @@ WORTH = 0.2
 """Stages to be left out are looked for in every round as long as that share of them is; else in
 half as many rounds as before.
 """
-
-NUM_PARTS = 6
-FORWARD, INPUT, WEIGHT, ONCE, HELD, KEPT = range(NUM_PARTS)
-"""What a stage has: seconds of forwards, of the two parts of backwards, and of what comes once per
-step; shares of the memory of a position that it holds, and that it keeps of a microbatch.
-"""
-
-PARTS = {
-    ActionKind.FORWARD: (FORWARD,),
-    ActionKind.BACKWARD: (INPUT, WEIGHT),
-    ActionKind.INPUT_GRADIENT: (INPUT,),
-    ActionKind.WEIGHT_GRADIENT: (WEIGHT,),
-}
-"""The parts that an action consists of."""
-
-KINDS = tuple(PARTS)
-
-
-class Least:
-    """The least that any stage of one placement can have, ``[start, stop]`` over blocks.
-
-    Args:
-        tables: of the placement.
-        relief_s: ``[start, stop, side]``, at most 0: what boundaries can save in the forward and in
-            the backward.
-        inputs_s: by block, of its backward the gradients of what its stage gets, at least.
-        counts: by stage, the microbatches in flight.
-        memory_bytes: what a position may take.
-    """
-
-    def __init__(
-        self,
-        tables: StageCosts,
-        relief_s: Array,
-        inputs_s: Sequence[float],
-        counts: Sequence[int],
-        memory_bytes: float,
-    ) -> None:
-        some = np.isfinite(tables.work_s)
-        self.num_blocks, self.num_devices = len(tables.blocks), tables.num_devices
-        self.forward_s = np.maximum(np.where(some, tables.forward_s, 0.0) + relief_s[..., 0], 0.0)
-        self.backward_s = np.maximum(np.where(some, tables.backward_s, 0.0) + relief_s[..., 1], 0.0)
-        self.input_s = np.minimum(
-            np.maximum(ranges(inputs_s) + relief_s[..., 1], 0.0), self.backward_s
-        )
-        self.once_s = tables.once_s
-        self.held, self.kept = (
-            tables.held_bytes / memory_bytes,
-            tables.activation_bytes / memory_bytes,
-        )
-        self._again_s, self._saved = _ways(tables, memory_bytes)
-        again = {
-            count: tables.again_s(count, memory_bytes, least=True)
-            for count in dict.fromkeys(counts)
-        }
-        self.fits = [some & np.isfinite(again[count]) for count in counts]
-        first = {
-            count: np.where(np.isfinite(seconds), seconds, 0.0) for count, seconds in again.items()
-        }
-        saved = {count: self._saved_for(seconds) for count, seconds in first.items()}
-        self.first = [(first[count], saved[count]) for count in counts]
-
-    def priced(self, stage: int, counts: Array) -> Array:
-        """What the parts of a stage take at least, ``counts`` of each; infinite where it does not
-        fit.
-        """
-        forwards, inputs, weights, once, held, kept = counts.tolist()
-        whole = (
-            min(inputs, weights) * self.backward_s
-            + self._more(stage, inputs, weights) * self.input_s
-        )
-        first_s, first_saved = self.first[stage]
-        time_s, saved = (ranges(amounts) for amounts in self._best(inputs, kept))
-        again = inputs * (self.backward_s + np.maximum(time_s, first_s)) - kept * np.maximum(
-            saved, first_saved
-        )
-        # One with something computed again is not split.
-        backward = np.where(first_s > 0, again, np.minimum(whole, again))
-        rest = forwards * self.forward_s + once * self.once_s + held * self.held + kept * self.kept
-        return np.where(self.fits[stage], rest + backward, np.inf)
-
-    def amounts(self, stage: int, span: tuple[int, int], counts: Array) -> list[float]:
-        """What a stage has of every part behind its price."""
-        _, inputs, weights, _, _, kept = counts.tolist()
-        backward_s, first_s, first_saved = (
-            float(of[span]) for of in (self.backward_s, *self.first[stage])
-        )
-        time_s, saved = (float(amounts[slice(*span)].sum()) for amounts in self._best(inputs, kept))
-        time_s, saved = max(time_s, first_s), max(saved, first_saved)
-        input_s = float(self.input_s[span]) if stage else 0.0
-        whole = min(inputs, weights) * backward_s + max(0.0, inputs - weights) * input_s
-        if not first_s and whole <= inputs * (backward_s + time_s) - kept * saved:
-            time_s, saved = 0.0, 0.0
-            input_s = input_s if inputs >= weights else backward_s
-        else:
-            input_s = backward_s + time_s
-        once = float(self.once_s[span]), float(self.held[span]), float(self.kept[span]) - saved
-        return [float(self.forward_s[span]), input_s, backward_s + time_s - input_s, *once]
-
-    def _best(self, inputs: float, kept: float) -> tuple[Array, Array]:
-        """The seconds of the way to compute each block again that is best at these prices, or of
-        none, and what it saves.
-        """
-        best = (inputs * self._again_s - kept * self._saved).argmin(axis=1)
-        blocks = np.arange(self.num_blocks)
-        return self._again_s[blocks, best], self._saved[blocks, best]
-
-    def _saved_for(self, seconds: Array) -> Array:
-        """The most that every stage saves in so many seconds, where blocks may be computed again by
-        fractions.
-        """
-        segments = [
-            _hull(times, saved) for times, saved in zip(self._again_s, self._saved, strict=True)
-        ]
-        rates = sorted({rate for listed in segments for rate, _, _ in listed})
-        if not seconds.any():
-            return np.zeros_like(seconds)
-        most: Array = ranges(self._saved.max(axis=1))
-        if len(rates) * seconds.size > MAX_HULLS:
-            return np.where(seconds > 0, most, 0.0)
-        left, found = seconds.copy(), np.zeros_like(seconds)
-        for rate in rates:
-            own = [
-                [(time, saved) for other, time, saved in listed if other == rate]
-                for listed in segments
-            ]
-            time_s, saved = (
-                ranges([sum(each[part] for each in listed) for listed in own]) for part in range(2)
-            )
-            share = np.divide(left, time_s, out=np.ones_like(left), where=time_s > 0)
-            share = np.minimum(share, 1.0)
-            found += share * saved
-            left = left - share * time_s
-        return found
-
-    def _more(self, stage: int, inputs: float, weights: float) -> float:
-        """How often gradients of what a stage gets are computed beside those of its weights; the
-        first gets nothing.
-        """
-        return max(0.0, inputs - weights) if stage else 0.0
-
-
-def _ways(tables: StageCosts, memory_bytes: float) -> tuple[Array, Array]:
-    """``[block, way]``: seconds, and the share of the memory saved; the first way is to compute
-    nothing again.
-    """
-    number = max((len(block.again) for block in tables.blocks), default=0)
-    time_s, saved = np.zeros((2, len(tables.blocks), number + 1))
-    for index, block in enumerate(tables.blocks):
-        for way, again in enumerate(block.again, start=1):
-            time_s[index, way], saved[index, way] = again.time_s, again.saved_bytes / memory_bytes
-    return time_s, saved
-
-
-def _hull(times: Array, saved: Array) -> list[tuple[float, float, float]]:
-    """The ways of one block that are best by fractions, from nothing saved on: seconds per share of
-    the memory, ascending, and how many of both.
-    """
-    found: list[tuple[float, float, float]] = []
-    time, share = 0.0, 0.0
-    while (further := saved > share).any():
-        rates = np.where(further, (times - time) / np.where(further, saved - share, 1.0), np.inf)
-        best = int(np.lexsort((-saved, rates))[0])
-        found.append((float(rates[best]), float(times[best] - time), float(saved[best] - share)))
-        time, share = float(times[best]), float(saved[best])
-    return found
-
-
-class Chains:
-    """The chains of actions of a schedule. ``moments``: ``[stage, part]``, how often each is there
-    of what a position holds at once, of positions with several stages.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.num_stages = schedule.num_stages
-        waits = waits_of(schedule, Dataflow.chain(schedule.num_stages))
-        before: dict[
-            tuple[int, int], list[tuple[int, int]]
-        ] = {}  # by rank and index, the actions that one waits for
-        levels: dict[
-            tuple[int, int], int
-        ] = {}  # how many come one after the other before an action
-        for rank, index in run_order(schedule, waits):
-            before[rank, index] = [*waits[rank][index], *([(rank, index - 1)] if index else [])]
-            levels[rank, index] = max(
-                (levels[place] + 1 for place in before[rank, index]), default=0
-            )
-        numbers = {
-            place: number
-            for number, place in enumerate(sorted(levels, key=lambda place: levels[place]))
-        }
-        actions = [schedule.actions[rank][index] for rank, index in numbers]
-        nothing, most = len(actions), max(map(len, before.values()))
-        self._edges = np.searchsorted(
-            sorted(levels.values()), range(max(levels.values()) + 2)
-        ).tolist()  # between levels
-        self._before = np.array(  # [action, ...]: numbers, or that of nothing
-            [
-                [*(numbers[other] for other in before[place]), *[nothing] * most][:most]
-                for place in numbers
-            ]
-        )
-        self._stages, self._kinds = (
-            np.array(listed)
-            for listed in zip(*((a.stage, KINDS.index(a.kind)) for a in actions), strict=True)
-        )
-        self.moments = _moments(schedule)
-        self._last = [
-            (numbers[rank, len(own) - 1], schedule.stages_of(rank))
-            for rank, own in enumerate(schedule.actions)
-        ]
-
-    def longest(self, times: Array) -> list[tuple[float, Array]]:
-        """The longest chain that ends at each position: its seconds, and ``[stage, part]`` how
-        often it has each. ``times``: ``[stage, part]``, of one microbatch, or once.
-        """
-        seconds = np.stack([times[:, list(PARTS[kind])].sum(axis=1) for kind in KINDS], axis=1)[
-            self._stages, self._kinds
-        ]
-        ends = np.zeros(len(seconds) + 1)
-        for level in map(slice, self._edges, self._edges[1:]):
-            ends[level] = ends[self._before[level]].max(axis=1) + seconds[level]
-        origins = np.take_along_axis(
-            self._before, ends[self._before].argmax(axis=1)[:, None], axis=1
-        )[:, 0].tolist()
-        found = []
-        for number, stages in self._last:
-            length = float(ends[number] + times[list(stages), ONCE].sum())
-            chain = []
-            while number < len(origins):
-                chain.append(number)
-                number = origins[number]
-            often = np.bincount(
-                self._stages[chain] * len(KINDS) + self._kinds[chain],
-                minlength=self.num_stages * len(KINDS),
-            )
-            counts = np.zeros((self.num_stages, NUM_PARTS))
-            counts[list(stages), ONCE] = 1.0
-            for kind, column in zip(KINDS, often.reshape(self.num_stages, -1).T, strict=True):
-                counts[:, list(PARTS[kind])] += column[:, None]
-            found.append((length, counts))
-        return found
-
-
-def _moments(schedule: Schedule) -> list[Array]:
-    found = []
-    for rank, moments in enumerate(held_together(schedule, in_any_case=True)):
-        stages = list(schedule.stages_of(rank))
-        for moment in moments if len(stages) > 1 else ():
-            counts = np.zeros((schedule.num_stages, NUM_PARTS))
-            counts[stages, HELD], counts[stages, KEPT] = 1.0, moment
-            found.append(counts)
-    return found
-
-
-Path = tuple[tuple[int, int, int], ...]
-"""A split: of each stage, from the first, the number of its placement, and the blocks at which it
-starts and stops.
-"""
-
-
-@dataclass(frozen=True)
-class _Paths:
-    """What splits take, so many of each part of a stage counted. ``prices``: by stage and
-    placement, ``[start, stop]``.
-    ``before``: by stage, ``[lots used, block]``, the least of all stages before it; the last is of
-    all. ``least_s``: the least of all splits, infinite where there are none; ``best``: the split
-    that has it.
-    """
-
-    prices: list[list[Array]]
-    before: list[Array]
-    least_s: float
-    best: Path
-
-
-class _Splits:
-    """The splits that are looked for: their stages have some of the placements and take so many
-    devices, which are dealt out in lots. ``may_have``: by stage and placement, ``[start, stop]``.
-    """
-
-    def __init__(self, placements: Sequence[Least], num_devices: int, num_stages: int) -> None:
-        unit = math.gcd(num_devices, *(least.num_devices for least in placements))
-        self.placements, self.num_blocks = placements, placements[0].num_blocks
-        self.num_lots, self.sizes = (
-            num_devices // unit,
-            [least.num_devices // unit for least in placements],
-        )
-        self.may_have = [[least.fits[stage] for least in placements] for stage in range(num_stages)]
-
-    def priced(self, counts: Array) -> _Paths:
-        """``counts``: ``[stage, part]``."""
-        columns = np.arange(self.num_blocks + 1)
-        prices, befores, origins = [], [self._nothing((0, 0))], []
-        for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
-            prices.append(
-                [
-                    np.where(mask, least.priced(stage, own), np.inf)
-                    for least, mask in zip(self.placements, masks, strict=True)
-                ]
-            )
-            before, after = befores[-1], self._nothing()
-            origin = np.zeros((*before.shape, 2), dtype=int)  # placement, block
-            for index, used in self._places(before):
-                sums = before[used][:, None] + prices[-1][index]
-                starts = sums.argmin(axis=0)
-                values, stop = sums[starts, columns], used + self.sizes[index]
-                better = values < after[stop]
-                after[stop][better] = values[better]
-                origin[stop][better] = np.column_stack([np.full_like(starts, index), starts])[
-                    better
-                ]
-            befores.append(after)
-            origins.append(origin)
-        least_s = float(befores[-1][-1, -1])
-        return _Paths(prices, befores, least_s, self._read(origins) if np.isfinite(least_s) else ())
-
-    def _read(self, origins: Sequence[Array]) -> Path:
-        used, stop, found = self.num_lots, self.num_blocks, []
-        for origin in reversed(origins):
-            index, start = origin[used, stop].tolist()
-            found.append((index, start, stop))
-            used, stop = used - self.sizes[index], start
-        return tuple(found[::-1])
-
-    def leave_out(self, paths: _Paths, above_s: float) -> float:
-        """Leave out the stages of which every split takes more; the share that they are of those
-        before.
-        """
-        after, known, left = self._nothing((-1, -1)), 0, 0
-        for stage in reversed(range(len(self.may_have))):
-            before, further = paths.before[stage], self._nothing()
-            least = [np.full_like(prices, np.inf) for prices in paths.prices[stage]]
-            for index, used in self._places(before):
-                sums = paths.prices[stage][index] + after[used + self.sizes[index]]
-                np.minimum(further[used], sums.min(axis=1), out=further[used])
-                np.minimum(least[index], before[used][:, None] + sums, out=least[index])
-            known += sum(int(mask.sum()) for mask in self.may_have[stage])
-            self.may_have[stage] = [own <= above_s for own in least]
-            left += sum(int(mask.sum()) for mask in self.may_have[stage])
-            after = further
-        return 1 - left / max(1, known)
-
-    def has(self, path: Path) -> bool:
-        """Whether no stage of a split is left out."""
-        return all(
-            masks[index][start, stop]
-            for masks, (index, start, stop) in zip(self.may_have, path, strict=True)
-        )
-
-    def amounts(self, path: Path, counts: Array) -> Array:
-        """``[stage, part]``: what the stages of a split have, so much of each counted."""
-        stages = zip(path, counts, strict=True)
-        return np.array(
-            [
-                self.placements[index].amounts(k, (start, stop), own)
-                for k, ((index, start, stop), own) in enumerate(stages)
-            ]
-        )
-
-    def _nothing(self, reached: tuple[int, int] | None = None) -> Array:
-        """``[lots used, block]``: infinite, but 0 for what is reached."""
-        found = np.full((self.num_lots + 1, self.num_blocks + 1), np.inf)
-        if reached is not None:
-            found[reached] = 0.0
-        return found
-
-    def _places(self, before: Array) -> list[tuple[int, int]]:
-        """``(placement, lots used)`` of the stages that may come next."""
-        reached = np.flatnonzero(np.isfinite(before).any(axis=1)).tolist()
-        return [
-            (index, used)
-            for index, size in enumerate(self.sizes)
-            for used in reached
-            if used + size <= self.num_lots
-        ]
 
 
 @dataclass
@@ -468,7 +84,7 @@ class _Game:
         self.splits.append(split)
         self.mixed = np.append(self.mixed, 0.0 if self.mixed.any() else 1.0)
 
-    def keep(self, splits: _Splits) -> bool:
+    def keep(self, splits: Splits) -> bool:
         """Only the splits that are looked for still; whether there were others."""
         kept = [index for index, path in enumerate(self.paths) if splits.has(path)]
         if len(kept) == len(self.paths):
@@ -537,7 +153,7 @@ def least_step_s(
     many devices; infinite if none fits. No better bound is looked for than ``enough_s``, or once
     time is over.
     """
-    splits = _Splits(placements, num_devices, chains.num_stages)
+    splits = Splits(placements, num_devices, chains.num_stages)
     counts = np.ones((chains.num_stages, NUM_PARTS))
     counts[:, [HELD, KEPT]] = 0.0
     paths = splits.priced(counts)

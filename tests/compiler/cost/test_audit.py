@@ -17,13 +17,8 @@ from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.local_calls import local_bytes, local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.time.adapter_time import reduction_s, step_time
-from shardwright.compiler.cost.time.operator_time import (
-    OperatorTimes,
-    OpTime,
-    call_key,
-    op_time,
-    optimizer_s,
-)
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
+from shardwright.compiler.cost.time.operator_time import op_time, optimizer_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Program

@@ -10,8 +10,8 @@ from plans import compile_with, zoo_traced
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.cost.time.operator_file import dumps_times, load_times, times_file
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, call_key
 from shardwright.compiler.plan.program import Compute, Program
 from shardwright.frontend.calibrate.profile import profile
 from shardwright.frontend.cli.main import main

@@ -24,8 +24,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.cost.time.operator_file import dumps_times
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.certified import checked_certificate
 from shardwright.compiler.plan.plan import Plan

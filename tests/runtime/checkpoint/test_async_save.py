@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
+from shardwright.runtime.checkpoint import snapshot
 from shardwright.runtime.errors import CheckpointError, FileError
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
@@ -133,7 +134,7 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
 
 def test_host_copies_do_not_change():
     value = torch.arange(4.0).view(2, 2).t()
-    copy = saving._host_copy(value)
+    copy = snapshot._host_copy(value)
     value.zero_()
     assert copy.is_contiguous() and copy.tolist() == [[0, 2], [1, 3]]
 

@@ -8,8 +8,8 @@ import torch
 
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.time.adapter_time import DEFAULT_BUCKET_BYTES, reduction_s, step_time
+from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import collective_s
-from shardwright.compiler.cost.time.operator_time import OpTime
 from shardwright.compiler.plan.conversion import convert
 from shardwright.runtime.layout import Layout, Mesh
 

@@ -11,7 +11,8 @@ from op_examples import Call
 
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime, call_key, op_time
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
+from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.ops.strategy import Assignment, allowed, strategies
 from shardwright.runtime.layout import Mesh

@@ -17,7 +17,7 @@ from shardwright.compiler.cost.machine.device import Tiling
 from shardwright.compiler.cost.machine.efficiency import EfficiencyTable
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM
-from shardwright.compiler.cost.time.operator_time import OperatorTimes, OpTime
+from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.frontend.cli.searches import candidate_rows

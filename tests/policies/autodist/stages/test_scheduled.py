@@ -14,9 +14,11 @@ from shardwright.compiler.schedule.live_microbatches import held_together
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.policies.autodist.stages.action_chains import Chains
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
+from shardwright.policies.autodist.stages.scheduled import least_step_s
 from shardwright.policies.autodist.stages.stage_costs import Block, PlacedBlocks, StageCosts
+from shardwright.policies.autodist.stages.stage_minima import Least
 
 SHAPES = [
     ("1f1b", 2, 1),

@@ -1,0 +1,173 @@
+"""What operators communicate inside: parallel forms, and exchanges of the cut of two dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.compiler.cost.local_calls import (
+    LocalCall,
+    estimated_size,
+    local_call,
+)
+from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.time.arithmetic import (
+    factors_of,
+)
+from shardwright.compiler.cost.time.call_times import OpTime
+from shardwright.compiler.cost.time.collectives import axes_collective_s
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
+from shardwright.runtime.layout import Mesh
+
+_MESSAGES: Mapping[str, tuple[float, float, float]] = {
+    # (all-reduces of the forward, of the backward, elements of each relative to the reduced shape)
+    "cross_entropy": (2, 0, 1.5),
+    "nll_loss": (2, 0, 1.0),
+    "softmax": (2, 1, 1.0),
+    "log_softmax": (2, 1, 1.0),
+    "logsumexp": (2, 0, 1.0),
+    "batch_norm": (2, 1, 1.0),
+}
+
+
+def communicates(call: LocalCall, assignment: Assignment, mesh: Mesh) -> bool:
+    return bool(_inner_axes(call.op.rule, assignment, mesh))
+
+
+def _inner_axes(rule: OpRule | None, assignment: Assignment, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which the parallel form of the call reduces something."""
+    if rule is None or rule.parallel is None or not rule.parallel.keywords:
+        return ()
+    cut = factor_axes(assignment, mesh)
+    found = [
+        axis
+        for factor in rule.parallel.keywords
+        for axis in cut.get(factor, ())
+        if mesh.axis_size(axis) > 1
+    ]
+    return tuple(found)
+
+
+def messages_time(
+    call: LocalCall,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    ranks: Sequence[int] | None,
+) -> OpTime:
+    """What the parallel form of the call communicates."""
+    target = call.op.target
+    sent = _exchange(call, assignment, mesh, hardware, ranks)
+    if sent is not None:
+        return sent.time
+    axes = _inner_axes(call.op.rule, assignment, mesh) if target in _MESSAGES else ()
+    if not axes:
+        return OpTime()
+    on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
+    forwards, backwards, share = _MESSAGES[target]
+    total = OpTime()
+    for axis in axes:
+        num_bytes = (
+            share
+            * _reduced_elements(call, axis, assignment)
+            * max(4, call.operands[0].dtype.itemsize)
+        )
+        seconds = axes_collective_s(hardware, "all_reduce", num_bytes, mesh, (axis,), on)
+        total += OpTime(forwards * seconds, backwards * seconds if call.differentiated else 0.0)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What an operator sends along an axis where it exchanges the cut of two dims: seconds, of
+    which the time of the operator has a part, and bytes.
+    """
+
+    axis: str
+    time: OpTime
+    forward_bytes: float
+    backward_bytes: float
+
+
+def exchange_in(
+    op: IROp,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    ranks: Sequence[int] | None = None,
+) -> Exchange | None:
+    """What ``op`` sends under a strategy that exchanges two dims; ``None`` under any other.
+    ``ranks``: as for :func:`op_time`, whose answer has these seconds.
+    """
+    if not any(map(exchange, assignment.values())):
+        return None
+    return _exchange(local_call(op, assignment, mesh), assignment, mesh, hardware, ranks)
+
+
+def _exchange(
+    call: LocalCall,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    ranks: Sequence[int] | None,
+) -> Exchange | None:
+    on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
+    for axis, strategy in assignment.items():
+        if exchange(strategy) and mesh.axis_size(axis) > 1:
+            return _tokens_sent(call, axis, mesh, hardware, on)
+    return None
+
+
+def _tokens_sent(
+    call: LocalCall, axis: str, mesh: Mesh, hardware: Hardware, ranks: tuple[int, ...]
+) -> Exchange:
+    """Tokens that go to the ranks of their experts, or come back: each once to every rank that has
+    an expert for it. Numbers and weights of the choices go with them.
+    """
+    rule, num_ranks = call.op.rule, mesh.axis_size(axis)
+    assert rule is not None and rule.densities is not None
+    there = call.op.target == "dispatch"
+    density = next(d for side in rule.densities for d in side if d is not None)
+    tokens, hidden = (call.operands[0] if there else call.results[0]).shape
+    routing = rule.results[-1] if there else rule.operands[-1]
+    (experts,) = routing[0]
+    num_experts = rule.factor(experts.factor).size
+    top_k = density.share * estimated_size(num_experts)
+    # The part of all ranks that one token goes to, if it chooses evenly.
+    asked = 1 - (1 - 1 / num_ranks) ** top_k
+    rows = tokens * num_ranks * min(1.0, asked * density.imbalance) * hidden
+    item = (call.operands[0] if there else call.results[0]).dtype.itemsize
+
+    def sent_s(num_bytes: float) -> float:
+        return axes_collective_s(hardware, "all_to_all", num_bytes, mesh, (axis,), ranks)
+
+    numbers_s = numbers_bytes = 0.0
+    rows_bytes = rows * item
+    if there:
+        counts_bytes, numbers_bytes = 16.0 * num_ranks, 8 * rows / hidden + 16 * tokens * top_k
+        numbers_s = sent_s(counts_bytes) + sent_s(numbers_bytes)
+        numbers_bytes += counts_bytes
+    if there and len(call.operands) > 2:  # the weights of the choices go with the rows
+        rows_bytes += item * tokens * top_k
+    rows_s = sent_s(rows_bytes)
+    backward = bool(call.differentiated)
+    time = OpTime(rows_s + numbers_s, rows_s if backward else 0.0)
+    return Exchange(axis, time, rows_bytes + numbers_bytes, rows_bytes if backward else 0.0)
+
+
+def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:
+    """The elements that one all-reduce of a parallel form sums: those of the first operand without
+    its split factor; one for a loss whose rows are split; one per channel for batch norm.
+    """
+    rule = call.op.rule
+    assert rule is not None
+    factor = split_factor(assignment[axis], 0)
+    assert factor is not None
+    if call.op.target in ("cross_entropy", "nll_loss") and factor in factors_of(rule.operands[1]):
+        return 1.0
+    if call.op.target == "batch_norm":
+        return float(call.operands[0].shape[1])
+    return call.operands[0].num_elements / max(1, call.factors[factor])

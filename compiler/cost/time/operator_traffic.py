@@ -1,0 +1,170 @@
+"""How many bytes a call reads and writes, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.compiler.cost.local_calls import (
+    LocalCall,
+    LocalTensor,
+)
+from shardwright.compiler.cost.time.arithmetic import (
+    ATTENTION,
+    CONVOLUTIONS,
+    PRODUCTS,
+)
+
+VIEWS = frozenset(
+    (
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "t",
+        "movedim",
+    )
+    + (
+        "swapaxes",
+        "detach",
+        "alias",
+        "view_as_real",
+        "view_as_complex",
+        "real",
+        "positive",
+        "resolve_conj",
+        "resolve_neg",
+    )
+)
+"""Operators that move no data, neither forward nor backward. (A reshape of a tensor that is not
+contiguous copies it once; that is left out.)
+"""
+
+
+SLICES = frozenset(
+    (
+        "getitem",
+        "narrow",
+        "select",
+        "diagonal",
+        "unfold",
+        "split",
+        "chunk",
+        "unbind",
+        "tensor_split",
+        "imag",
+    )
+)
+"""Views of parts of a tensor. Their gradients are written into a tensor of zeros."""
+
+
+EXPANSIONS = frozenset(("expand", "broadcast_tensors", "meshgrid"))
+"""Views that repeat elements. Their gradients are summed."""
+
+
+PASSES_ON = frozenset(("add", "sub", "clone", "contiguous", "to"))
+"""Operators that pass a gradient on as it came in, to an operand that was not broadcast."""
+
+
+LOOKUPS = frozenset(
+    ("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim")
+)
+"""Operators that read rows of a table."""
+
+
+_TABLE = {"embedding": 1, "embedding_bag": 1}
+"""The position of the table among the operands, 0 for all others."""
+
+
+PASSES: Mapping[str, tuple[float, float]] = {
+    "cross_entropy": (2.0, 4.0),  # log-softmax; the gradient of the picked entries is made of zeros
+    "nll_loss": (0.0, 1.0),
+    "dropout": (5.0, 3.0),  # draw, scale, multiply
+    "batch_norm": (3.0, 5.0),
+    "group_norm": (3.0, 5.0),
+    "instance_norm": (3.0, 5.0),
+    "rms_norm": (3.0, 6.0),
+    "softmax": (2.0, 3.0),
+    "log_softmax": (2.0, 3.0),
+    "logsumexp": (3.0, 4.0),
+    "cumsum": (2.0, 4.0),
+    "var": (2.0, 3.0),
+    "std": (2.0, 3.0),
+    "normalize": (4.0, 8.0),
+    "cosine_similarity": (6.0, 12.0),
+    "sort": (8.0, 3.0),
+    "topk": (4.0, 2.0),
+    "argsort": (8.0, 0.0),
+}
+"""How often forward and backward go over the largest tensor of the call, where reading and writing
+once is too little.
+"""
+
+
+SPLIT_PASSES: Mapping[str, tuple[float, float]] = {
+    "cross_entropy": (8.0, 4.0),
+    "softmax": (8.0, 5.0),
+    "log_softmax": (8.0, 5.0),
+    "logsumexp": (5.0, 4.0),
+    "batch_norm": (9.0, 12.0),
+}
+"""How often parallel forms go over it, which communicate inside: they consist of several operators.
+"""
+
+
+def call_bytes(call: LocalCall) -> tuple[float, float]:
+    """Bytes that a call by itself reads and writes, forward and backward."""
+    return traffic(call, call.differentiated, communicates=False)
+
+
+def _bytes(tensors: Sequence[LocalTensor]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def view_gradient_bytes(call: LocalCall, wanted: Sequence[int]) -> float:
+    return _bytes(call.results) + _bytes([call.operands[i] for i in wanted]) if wanted else 0.0
+
+
+def traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tuple[float, float]:
+    """Bytes read and written, forward and backward."""
+    target, operands, results = call.op.target, call.operands, call.results
+    made = _bytes(results)
+    if target in LOOKUPS and len(operands) > 1:
+        # Forward reads the index and the rows it needs, and writes these. Backward reads index and
+        # incoming gradient, fills the whole table with zeros, and adds rows to it.
+        table = _TABLE.get(target, 0)
+        index = _bytes([x for i, x in enumerate(operands) if i != table])
+        return index + 2 * made, index + 3 * made + operands[table].num_bytes if wanted else 0.0
+    gradients = _bytes([operands[i] for i in wanted])
+    passes = (SPLIT_PASSES if communicates else PASSES).get(target)
+    if passes is not None:
+        largest = max((tensor.num_bytes for tensor in (*operands, *results)), default=0)
+        return passes[0] * largest + made * (passes[0] == 0), passes[1] * largest * bool(wanted)
+    forward = _bytes(operands) + made
+    if call.op.autocast is not None and target in PRODUCTS:
+        # Autocast writes a cast copy of each operand, and the product reads it.
+        forward += 2 * sum(x.num_elements for x in operands) * call.op.autocast.itemsize
+    if not wanted:
+        return forward, 0.0
+    if target in PRODUCTS or target in CONVOLUTIONS or target == ATTENTION:
+        return forward, len(wanted) * made + _bytes(operands) + gradients
+    if target in PASSES_ON:
+        broadcast = [
+            operands[i] for i in wanted if operands[i].num_elements != results[0].num_elements
+        ]
+        cast = gradients + made if target == "to" else 0
+        return forward, sum(made + x.num_bytes for x in broadcast) + cast
+    return forward, made + _bytes([operands[i] for i in _read_again(call, wanted)]) + gradients
+
+
+def _read_again(call: LocalCall, wanted: Sequence[int]) -> Sequence[int]:
+    """The operands that a backward reads. If the call is linear in all wanted operands together,
+    their gradients do not depend on them: it reads the others only.
+    """
+    rule = call.op.rule
+    assert rule is not None
+    joint = next((found for found in rule.linear_sets if found >= set(wanted)), None)
+    return [i for i in range(len(call.operands)) if joint is None or i not in joint]

@@ -1,0 +1,136 @@
+"""The split of a model into stages that is cheapest at given prices: a shortest path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.policies.autodist.stages.frontier import Array
+from shardwright.policies.autodist.stages.stage_minima import Least
+
+Path = tuple[tuple[int, int, int], ...]
+"""A split: of each stage, from the first, the number of its placement, and the blocks at which it
+starts and stops.
+"""
+
+
+@dataclass(frozen=True)
+class PricedPaths:
+    """What splits take, so many of each part of a stage counted. ``prices``: by stage and
+    placement, ``[start, stop]``.
+    ``before``: by stage, ``[lots used, block]``, the least of all stages before it; the last is of
+    all. ``least_s``: the least of all splits, infinite where there are none; ``best``: the split
+    that has it.
+    """
+
+    prices: list[list[Array]]
+    before: list[Array]
+    least_s: float
+    best: Path
+
+
+class Splits:
+    """The splits that are looked for: their stages have some of the placements and take so many
+    devices, which are dealt out in lots. ``may_have``: by stage and placement, ``[start, stop]``.
+    """
+
+    def __init__(self, placements: Sequence[Least], num_devices: int, num_stages: int) -> None:
+        unit = math.gcd(num_devices, *(least.num_devices for least in placements))
+        self.placements, self.num_blocks = placements, placements[0].num_blocks
+        self.num_lots, self.sizes = (
+            num_devices // unit,
+            [least.num_devices // unit for least in placements],
+        )
+        self.may_have = [[least.fits[stage] for least in placements] for stage in range(num_stages)]
+
+    def priced(self, counts: Array) -> PricedPaths:
+        """``counts``: ``[stage, part]``."""
+        columns = np.arange(self.num_blocks + 1)
+        prices, befores, origins = [], [self._nothing((0, 0))], []
+        for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
+            prices.append(
+                [
+                    np.where(mask, least.priced(stage, own), np.inf)
+                    for least, mask in zip(self.placements, masks, strict=True)
+                ]
+            )
+            before, after = befores[-1], self._nothing()
+            origin = np.zeros((*before.shape, 2), dtype=int)  # placement, block
+            for index, used in self._places(before):
+                sums = before[used][:, None] + prices[-1][index]
+                starts = sums.argmin(axis=0)
+                values, stop = sums[starts, columns], used + self.sizes[index]
+                better = values < after[stop]
+                after[stop][better] = values[better]
+                origin[stop][better] = np.column_stack([np.full_like(starts, index), starts])[
+                    better
+                ]
+            befores.append(after)
+            origins.append(origin)
+        least_s = float(befores[-1][-1, -1])
+        return PricedPaths(
+            prices, befores, least_s, self._read(origins) if np.isfinite(least_s) else ()
+        )
+
+    def _read(self, origins: Sequence[Array]) -> Path:
+        used, stop, found = self.num_lots, self.num_blocks, []
+        for origin in reversed(origins):
+            index, start = origin[used, stop].tolist()
+            found.append((index, start, stop))
+            used, stop = used - self.sizes[index], start
+        return tuple(found[::-1])
+
+    def leave_out(self, paths: PricedPaths, above_s: float) -> float:
+        """Leave out the stages of which every split takes more; the share that they are of those
+        before.
+        """
+        after, known, left = self._nothing((-1, -1)), 0, 0
+        for stage in reversed(range(len(self.may_have))):
+            before, further = paths.before[stage], self._nothing()
+            least = [np.full_like(prices, np.inf) for prices in paths.prices[stage]]
+            for index, used in self._places(before):
+                sums = paths.prices[stage][index] + after[used + self.sizes[index]]
+                np.minimum(further[used], sums.min(axis=1), out=further[used])
+                np.minimum(least[index], before[used][:, None] + sums, out=least[index])
+            known += sum(int(mask.sum()) for mask in self.may_have[stage])
+            self.may_have[stage] = [own <= above_s for own in least]
+            left += sum(int(mask.sum()) for mask in self.may_have[stage])
+            after = further
+        return 1 - left / max(1, known)
+
+    def has(self, path: Path) -> bool:
+        """Whether no stage of a split is left out."""
+        return all(
+            masks[index][start, stop]
+            for masks, (index, start, stop) in zip(self.may_have, path, strict=True)
+        )
+
+    def amounts(self, path: Path, counts: Array) -> Array:
+        """``[stage, part]``: what the stages of a split have, so much of each counted."""
+        stages = zip(path, counts, strict=True)
+        return np.array(
+            [
+                self.placements[index].amounts(k, (start, stop), own)
+                for k, ((index, start, stop), own) in enumerate(stages)
+            ]
+        )
+
+    def _nothing(self, reached: tuple[int, int] | None = None) -> Array:
+        """``[lots used, block]``: infinite, but 0 for what is reached."""
+        found = np.full((self.num_lots + 1, self.num_blocks + 1), np.inf)
+        if reached is not None:
+            found[reached] = 0.0
+        return found
+
+    def _places(self, before: Array) -> list[tuple[int, int]]:
+        """``(placement, lots used)`` of the stages that may come next."""
+        reached = np.flatnonzero(np.isfinite(before).any(axis=1)).tolist()
+        return [
+            (index, used)
+            for index, size in enumerate(self.sizes)
+            for used in reached
+            if used + size <= self.num_lots
+        ]

@@ -9,7 +9,7 @@ stopped, under any plan, on any number of ranks.
     shardwright.save_checkpoint("checkpoints", model, optimizer, loader=loader)
 """
 
-from shardwright.data.cursor_loader import CursorLoader, loader
+from shardwright.data.cursor_loader import CursorLoader
 from shardwright.data.cuts import EvenCut
 from shardwright.data.energon.redist import redistribute
 from shardwright.data.energon.savable_dataset import (
@@ -27,6 +27,7 @@ from shardwright.data.formats.json_lines import JsonLines
 from shardwright.data.formats.tables import Tables
 from shardwright.data.formats.tar_shards import TarShards
 from shardwright.data.formats.token_files import TokenFile, TokenWindows, write_token_file
+from shardwright.data.make_loader import loader
 from shardwright.data.packing import Packing, document_mask
 from shardwright.data.rank_roles import Role, Roles, roles
 from shardwright.data.stream_loader import StreamLoader

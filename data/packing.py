@@ -14,6 +14,7 @@ A packed row of 8 with samples of 3 and 4 tokens is
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,6 +55,13 @@ class Packing:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ConfigError(f"a row of {self.length} elements holds nothing")
+
+    def identity(self, lengths: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+        """What a state notes of it, as rows follow from it. ``lengths``: by source."""
+        digest = hashlib.sha256()
+        for own in lengths:
+            digest.update(own.tobytes())
+        return {"length": self.length, "lengths": digest.hexdigest()[:16]}
 
 
 def as_lengths(given: Any, num_samples: int, name: str) -> NDArray[np.int64]:
@@ -164,12 +172,35 @@ class PackedBatching:
         return lengths[position - start]
 
 
-def pack_row(samples: Sequence[Any], packing: Packing) -> dict[str, Tensor]:
-    """One row of the samples, which are mappings of 1-d tensors, or 1-d tensors (``input_ids``).
+def packable(sample: Any, length: int) -> dict[str, Tensor]:
+    """A sample as 1-d tensors by key: a mapping of such, or one of them (``input_ids``).
+    ``length``: what was said of it; rows were packed by that.
 
-    Raises :class:`DataError` where they are not, or have other lengths than was said.
+    Raises :class:`DataError` for a sample that is neither, or is of another length.
     """
-    parts = [_tensors(sample) for sample in samples]
+    found = _tensors(sample)
+    lengths = {key: len(value) for key, value in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            "the tensors of a sample that is packed have different lengths",
+            why=", ".join(f"{key}: {count}" for key, count in lengths.items()),
+            hint="take other entries out with transform=",
+        )
+    (count,) = set(lengths.values())
+    if count != length:
+        raise DataError(
+            f"a sample that is packed has {count} elements, and its length was given as {length}",
+            why="every rank packs rows by the lengths, of samples that others read, too",
+            hint="give Packing the lengths that samples have after transform=",
+        )
+    return found
+
+
+def pack_row(parts: Sequence[Mapping[str, Tensor]], packing: Packing) -> dict[str, Tensor]:
+    """One row of samples, each as :func:`packable` gave it.
+
+    Raises :class:`DataError` where their keys differ.
+    """
     keys = tuple(parts[0])
     position_ids, document_ids = [], []
     for number, part in enumerate(parts, start=1):
@@ -177,13 +208,7 @@ def pack_row(samples: Sequence[Any], packing: Packing) -> dict[str, Tensor]:
             raise DataError(
                 "samples of one row have different keys", why=f"{list(keys)} and {list(part)}"
             )
-        lengths = {len(x) for x in part.values()}
-        if len(lengths) != 1:
-            raise DataError(
-                "the tensors of a sample that is packed have different lengths",
-                why=", ".join(f"{key}: {len(x)}" for key, x in part.items()),
-            )
-        count = min(lengths.pop(), packing.length)
+        count = min(len(part[keys[0]]), packing.length)
         position_ids.append(torch.arange(count))
         document_ids.append(torch.full((count,), number))
     row = {}
@@ -217,13 +242,7 @@ def _tensors(sample: Any) -> dict[str, Tensor]:
 
 def _filled(pieces: Sequence[Tensor], packing: Packing, padding: Any) -> Tensor:
     used = sum(map(len, pieces))
-    if used > packing.length:
-        raise DataError(
-            f"samples of {[len(x) for x in pieces]} elements do not fit into a row of "
-            f"{packing.length}",
-            why="they are longer than the lengths that were given",
-            hint="give Packing the lengths that samples have after transform=",
-        )
+    assert used <= packing.length, "rows are packed by the lengths, which samples were held to"
     rest = torch.full((packing.length - used,), padding, dtype=pieces[0].dtype)
     return torch.cat([*pieces, rest])
 

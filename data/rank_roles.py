@@ -51,6 +51,8 @@ class Role:
     ranks of a replica take parts of each microbatch. ``cuts``: how other dims of an input are cut,
     by path (``""``: of every input). ``twins``: the ranks that read the same, this one included.
     ``saves``: whether this rank saves the loader's state, if states are saved by replica.
+    ``shapes``: by path, the shape of an input that the model was compiled for, of a replica's whole
+    microbatch; ``None`` for a dim that may vary.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Role:
     cuts: Mapping[str, tuple[Cut, ...]] = field(default_factory=dict)
     twins: tuple[int, ...] = ()
     saves: bool = False
+    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
     @property
     def reads(self) -> bool:
@@ -435,7 +438,13 @@ def _member(readers: Sequence[InputReader], place: int, *, names_all: bool) -> R
         if found:
             cuts[reader.path] = found
     inputs = paths if names_all or not paths else None
-    return Role(place, 0, 1, inputs, part, cuts)
+    # The sizes of a plan that nobody has compiled are no promise yet.
+    shapes = {r.path: _fixed_sizes(r.layout) for r in own} if names_all else {}
+    return Role(place, 0, 1, inputs, part, cuts, shapes=shapes)
+
+
+def _fixed_sizes(layout: Layout) -> tuple[int | None, ...]:
+    return tuple(size if type(size) is int else None for size in layout.shape)
 
 
 def _part(own: Sequence[InputReader], place: int) -> tuple[int, int]:

@@ -4,41 +4,44 @@ Such a dataset is one stream. Every rank goes through all of it and keeps its ow
 global batch, so that the state is a position here too, valid on any number of ranks. That costs
 reading everything on every rank; what is decoded in ``transform`` costs only where it is kept.
 
+[Note: Streams are not split] Where a dataset can be cut into shards, each rank could read its own.
+But how many samples a shard has is known at its end only. So ranks would not know in which step
+the epoch ends elsewhere, unless they asked each other in every step; and batches would follow from
+the number of ranks.
+
 A dataset (or its iterator) with ``state_dict`` and ``load_state_dict`` goes on at once; any other
 one is read from the beginning of the epoch up to the position. ``set_epoch`` is called if there is
-one.
+one. Either way the last sample that was given out is read again, and must be the one of which the
+state has a digest.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from shardwright.data.fetching import Fetched, Fetcher, end_workers, next_of
+from shardwright.data.fetching import Fetched, Fetcher, cause_of, parts_of
 from shardwright.data.global_batches import GlobalBatch, Share, Tail
-from shardwright.data.permutation import Order, key
-from shardwright.data.sample_stream import Run, SingleStream
-from shardwright.data.state import VERSION, check_state
-from shardwright.runtime.errors import ConfigError, DataError, ShardwrightError, brief_text
-from shardwright.runtime.structure import map_leaves
+from shardwright.data.rank_loader import Handing, RankLoader, read_ahead
+from shardwright.data.sample_digest import sample_digest
+from shardwright.data.sample_stream import Run
+from shardwright.runtime.errors import ConfigError, DataError, ShardwrightError
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stream is: ``epoch``, how many samples of it were given out, and the state of the
-    dataset there, if it has states.
+    """Where a stream is: ``epoch``, and how many samples of it were given out. ``last``: the digest
+    of the last one. ``dataset``: the state of the dataset before that one, if it has states.
     """
 
     epoch: int = 0
     position: int = 0
+    last: str | None = None
     dataset: Any = None
 
 
@@ -57,190 +60,177 @@ class Step:
 
 
 class Steps(IterableDataset[Step]):
-    """The steps of one rank, epoch after epoch, from ``start`` on."""
+    """The steps of one rank, epoch after epoch, from ``start`` on. ``replay``: read again rather
+    than load states.
+    """
 
-    def __init__(self, fetcher: Fetcher, share: Share, tail: Tail, start: Place) -> None:
+    def __init__(
+        self, fetcher: Fetcher, share: Share, tail: Tail, start: Place, replay: bool
+    ) -> None:
         self.fetcher = fetcher
         self.share = share
         self.tail = tail
         self.start = start
+        self.replay = replay
+        # The samples of the epoch under way, and what has states: the iterator, the dataset, or
+        # nothing.
+        self._samples: Iterator[Any] = iter(())
+        self._states: Any = None
 
     def __iter__(self) -> Iterator[Step]:
         place = self.start
-        while True:
-            has_steps = place.position > 0
-            for step in self._epoch(place):
-                has_steps = True
-                yield step
-                if step.fetched is not None and step.fetched.problem is not None:
-                    return
-            if not has_steps:
-                yield Step(Fetched(problem=_no_batch(self.share.global_batch)), place)
-                return
-            place = Place(place.epoch + 1)
-            yield Step(None, place)
+        try:
+            while True:
+                for step in self._epoch(place):
+                    yield step
+                    place = step.after
+                place = Place(place.epoch + 1)
+                yield Step(None, place)
+        except ShardwrightError as error:
+            yield Step(Fetched(problem=parts_of(error)), place)
 
     def _epoch(self, place: Place) -> Iterator[Step]:
-        try:
-            samples, states = self._opened(place)
-        except ShardwrightError as error:
-            yield Step(Fetched(problem=_parts(error)), place)
-            return
-        rows = self.share.global_batch
-        position = place.position
+        """The steps of an epoch from a place on."""
+        has_steps = place.position > 0
+        with self.fetcher.watched():
+            self._open(place)
         while True:
-            try:
-                taken = list(itertools.islice(samples, rows))
-            except Exception as error:
-                problem = DataError(
-                    f"the dataset raised an error after {position} samples of epoch {place.epoch}",
-                    why=f"{type(error).__name__}: {brief_text(error)}",
-                )
-                yield Step(Fetched(problem=_parts(problem)), place)
-                return
-            if not taken or (len(taken) < rows and self.tail == "drop"):
-                return
-            state = None if states is None else deepcopy(states.state_dict())
-            bounds = range(position, position + len(taken) + 1)
-            batch = GlobalBatch(place.epoch, bounds, bounds[-1])
-            fetched = self._fetched(taken, batch)
-            position = batch.after
-            yield Step(fetched, Place(place.epoch, position, state))
+            with self.fetcher.watched():
+                step = self._read(place)
+            if step is None:
+                break
+            yield step
+            place, has_steps = step.after, True
+        if not has_steps:
+            raise DataError(
+                f"the dataset gives no global batch of {self.share.global_batch}",
+                why="an epoch of it ended before one was full",
+                hint="see whether its files are there, or use a smaller global_batch",
+            )
 
-    def _opened(self, place: Place) -> tuple[Iterator[Any], Any]:
-        """The samples from a place on, and what has states: the iterator, the dataset, or
-        nothing.
-        """
+    def _read(self, place: Place) -> Step | None:
+        rows = self.share.global_batch
+        try:
+            taken = list(itertools.islice(self._samples, rows - 1))
+            # Before the last sample, so that this one is read again after a resume, and looked at.
+            state = None if self._states is None else deepcopy(self._states.state_dict())
+            taken += itertools.islice(self._samples, 1)
+        except Exception as error:
+            raise DataError(
+                f"the dataset raised an error after {place.position} samples of epoch "
+                f"{place.epoch}",
+                why=cause_of(error),
+            ) from error
+        if len(taken) < rows:
+            if not taken or self.tail == "drop":
+                return None
+            self.share.check_short(len(taken))
+        bounds = range(place.position, place.position + len(taken) + 1)
+        batch = GlobalBatch(place.epoch, bounds, bounds[-1])
+        if len(taken) < rows:
+            after = Place(place.epoch, batch.after)  # the stream has ended: there is nothing to say
+        else:
+            after = Place(place.epoch, batch.after, sample_digest(taken[-1]), state)
+        return Step(self._own(taken, batch), after)
+
+    def _own(self, taken: list[Any], batch: GlobalBatch) -> Fetched:
+        """The part of a global batch that this rank keeps."""
+        fetched, start, epoch = Fetched(), batch.bounds[0], batch.epoch
+        if not self.share.role.reads:
+            fetched.microbatches = [None] * self.share.num_microbatches(batch)
+            return fetched
+        for rows in self.share.microbatches(batch):
+            places = list(rows[:-1])
+            samples = [self.fetcher.transformed(taken[at - start], 0, epoch, at) for at in places]
+            runs = [Run(0, epoch, places)]
+            fetched.microbatches.append(self.fetcher.batch(samples, runs) if samples else None)
+        return fetched
+
+    def _open(self, place: Place) -> None:
+        """Begin, or go on with, an epoch at a place."""
         dataset = self.fetcher.sources[0]
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(place.epoch)
-        begun = place.position > 0
-        if begun and place.dataset is not None and _has_states(dataset):
-            dataset.load_state_dict(place.dataset)
-        samples = iter(dataset)
-        holder = samples if _has_states(samples) else dataset
-        if not _has_states(holder) or (begun and place.dataset is None):
-            # Whatever was given out already is read once more.
-            skipped = sum(1 for _ in itertools.islice(samples, place.position))
-            if skipped < place.position:
-                raise DataError(
-                    f"the dataset ends after {skipped} samples",
-                    why=f"{place.position} samples of its epoch {place.epoch} were given out "
-                    "before",
-                    hint="give the dataset that the state was saved with",
-                )
-            return samples, holder if _has_states(holder) else None
-        if begun and holder is samples:
-            holder.load_state_dict(place.dataset)
-        return samples, holder
-
-    def _fetched(self, taken: list[Any], batch: GlobalBatch) -> Fetched:
-        fetched, start = Fetched(), batch.bounds[0]
-        role, epoch = self.share.role, batch.epoch
+        uses_state = place.dataset is not None and not self.replay
         try:
-            if not role.reads:
-                fetched.microbatches = [None] * self.share.num_microbatches(batch)
-                return fetched
-            for rows in self.share.microbatches(batch):
-                places = list(rows[:-1])
-                samples = [self._transformed(taken[at - start], epoch, at) for at in places]
-                runs = [Run(0, epoch, places)]
-                fetched.microbatches.append(self.fetcher.batch(samples, runs) if samples else None)
-        except ShardwrightError as error:
-            fetched.problem = _parts(error)
-        return fetched
-
-    def _transformed(self, sample: Any, epoch: int, at: int) -> Any:
-        transform = self.fetcher.transform
-        if transform is None:
-            return sample
-        generator = torch.Generator().manual_seed(key(self.fetcher.seed, 0, epoch, at) >> 1)
-        try:
-            return transform(sample, generator)
+            if uses_state and _has_states(dataset):
+                dataset.load_state_dict(place.dataset)
+            samples = iter(dataset)
+            if uses_state and not _has_states(dataset) and _has_states(samples):
+                samples.load_state_dict(place.dataset)
         except Exception as error:
             raise DataError(
-                f"transform raised an error for sample {at} of epoch {epoch}",
-                why=f"{type(error).__name__}: {brief_text(error)}",
+                "the dataset does not open" + (" where its state says" if uses_state else ""),
+                where=f"sample {place.position} of epoch {place.epoch}",
+                why=cause_of(error),
             ) from error
+        self._samples = samples
+        self._states = next((s for s in (dataset, samples) if _has_states(s)), None)
+        if place.position > 0:
+            self._skip(place, uses_state and self._states is not None)
+
+    def _skip(self, place: Place, has_gone_on: bool) -> None:
+        """Read what was given out already: the last sample alone, if the dataset has gone on where
+        its state says.
+        """
+        wanted = 1 if has_gone_on else place.position
+        read, last = 0, None
+        for sample in itertools.islice(self._samples, wanted):
+            read, last = read + 1, sample
+        if read < wanted:
+            raise DataError(
+                f"the dataset ends after {place.position - wanted + read} samples",
+                why=f"{place.position} samples of its epoch {place.epoch} were given out before",
+                hint="give the dataset that the state was saved with",
+            )
+        if place.last is None or sample_digest(last) == place.last:
+            return
+        other, remedy = "", ""
+        if has_gone_on:
+            other = ", or its own state does not say everything: a buffer that shuffles, say"
+            remedy = ", or pass replay=True, which reads the epoch again up to there"
+        raise DataError(
+            "the dataset goes on with other samples than those that were given out",
+            where=f"sample {place.position - 1} of epoch {place.epoch}",
+            why=f"it is another dataset, or another order of it{other}",
+            hint=f"give the dataset that the state was saved with{remedy}",
+        )
 
 
 def _has_states(holder: Any) -> bool:
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
 
 
-def _parts(error: ShardwrightError) -> tuple[type[ShardwrightError], dict[str, Any]]:
-    parts = {"what": error.what, "where": error.where, "why": error.why, "hint": error.hint}
-    return type(error), parts
+class StreamFetcher(Fetcher):
+    """Makes batches of samples that come by themselves."""
+
+    SKIP_HINT = ""
+    DRAWING_HINT = (
+        "let the dataset draw from a generator of its own, seeded in set_epoch(epoch); or draw in "
+        "transform=, which is given a generator"
+    )
 
 
-def _no_batch(global_batch: int) -> tuple[type[ShardwrightError], dict[str, Any]]:
-    return DataError, {
-        "what": f"the dataset gives no global batch of {global_batch}",
-        "why": "an epoch of it ended before one was full",
-        "hint": "see whether its files are there, or use a smaller global_batch",
-    }
-
-
-class StreamLoader:
+class StreamLoader(RankLoader[Step]):
     """Batches of one rank from an iterable dataset. Made by :func:`~shardwright.data.loader`; used
     like a :class:`~shardwright.data.CursorLoader`, but it has no length.
     """
 
-    def __init__(
-        self,
-        fetcher: Fetcher,
-        share: Share,
-        tail: Tail,
-        identity: dict[str, Any],
-        *,
-        as_list: bool,
-        device: torch.device | None,
-        workers: dict[str, Any],
-    ) -> None:
-        self._fetcher = fetcher
-        self._share = share
-        self._tail: Tail = tail
-        self._identity = identity
-        self._as_list = as_list
-        self._device = device
-        self._workers = workers
-        self._place = Place()
-        self._ahead: Iterator[Step] | None = None
-        self.skipped: list[tuple[str, str]] = []
+    KIND = "stream"
 
-    @classmethod
-    def of(
-        cls,
-        dataset: Any,
-        share: Share,
-        *,
-        seed: int,
-        tail: Tail,
-        refused: Mapping[str, Any],
-        as_list: bool,
-        device: torch.device | None,
-        workers: dict[str, Any],
-        options: dict[str, Any],
-    ) -> StreamLoader:
-        """See :func:`~shardwright.data.loader`. ``refused``: options that need an index."""
-        refused = {**refused, "on_error='skip'": options["skips"]}
-        refused["seed_samples"] = options["seed_samples"]
-        for name, value in refused.items():
-            if value:
-                raise ConfigError(
-                    f"{name} does not work with an iterable dataset",
-                    why=f"a {type(dataset).__name__} has no length and no index",
-                    hint="let the dataset itself do it, or use a map-style dataset",
-                )
-        if workers["num_workers"] > 1:
-            raise ConfigError(
-                f"an iterable dataset has at most one worker, not {workers['num_workers']}",
-                why="it is one stream, which a worker goes through alone",
-                hint="use num_workers=1, or a map-style dataset",
-            )
-        fetcher = Fetcher([dataset], SingleStream(Order(1, seed)), share.role, seed, **options)
-        identity = {"seed": seed, "tail": tail, "global_batch": share.global_batch}
-        return cls(fetcher, share, tail, identity, as_list=as_list, device=device, workers=workers)
+    def __init__(
+        self, fetcher: StreamFetcher, share: Share, handing: Handing, tail: Tail, replay: bool
+    ) -> None:
+        identity = {
+            "seed": fetcher.seed,
+            "tail": tail,
+            "source": description(fetcher.sources[0]),
+            "global_batch": share.global_batch,
+        }
+        super().__init__(fetcher, share, identity, handing)
+        self._tail: Tail = tail
+        self._replay = replay
+        self._place = Place()
 
     @property
     def epoch(self) -> int:
@@ -257,61 +247,66 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Any]:
         while True:
             if self._ahead is None:
-                self._ahead = self._started()
-            try:
-                step = next_of(self._ahead, self._workers["num_workers"])
-            except Exception:
-                self.close()
-                raise
+                steps = Steps(self._fetcher, self._share, self._tail, self._place, self._replay)
+                self._ahead = read_ahead(steps, None, self._handing, self._fetcher.seed)
+            step = self._read()
             if step.fetched is None:
                 self._place = step.after
                 return
-            if step.fetched.problem is not None:
-                self.close()
-                step.fetched.raise_problem()
+            made = self._handed(step.fetched)
             self._place = step.after
-            # No name here holds the batch while the next one is made.
-            yield self._given(step.fetched)
+            yield made
+            del made  # nothing here holds the batch while the next one is made
 
-    def _given(self, fetched: Fetched) -> Any:
-        made, fetched.microbatches = fetched.microbatches, []
-        if self._device is not None:
-            made = [map_leaves(microbatch, self._moved) for microbatch in made]
-        return made if self._as_list else made[0]
-
-    def _moved(self, path: str, leaf: Any) -> Any:
-        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, with the state of the dataset there if it has states."""
+    def _place_in_words(self) -> dict[str, Any]:
+        """The place, with the state of the dataset there if it has states."""
+        place = self._place
         return {
-            "kind": "stream",
-            "version": VERSION,
-            "epoch": self._place.epoch,
-            "position": self._place.position,
-            "dataset": deepcopy(self._place.dataset),
-            **self._identity,
+            "epoch": place.epoch,
+            "position": place.position,
+            "last": place.last,
+            "dataset": deepcopy(place.dataset),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :meth:`~shardwright.data.CursorLoader.load_state_dict`."""
-        expected = {name: value for name, value in self._identity.items() if name != "global_batch"}
-        checked_state = check_state(state, "stream", expected)
-        self.close()
-        dataset = deepcopy(checked_state.get("dataset"))
-        self._place = Place(int(checked_state["epoch"]), checked_state["position"], dataset)
-
-    def close(self) -> None:
-        """End the worker; the next batch starts a new one."""
-        ahead, self._ahead = self._ahead, None
-        end_workers(ahead)
-
-    def _started(self) -> Iterator[Step]:
-        steps = Steps(self._fetcher, self._share, self._tail, self._place)
-        make = functools.partial(DataLoader, steps, batch_size=None, collate_fn=_as_it_is)
-        generator = torch.Generator().manual_seed(key(self._identity["seed"], "workers") >> 1)
-        return iter(make(generator=generator, **self._workers))
+    def _go_to(self, state: dict[str, Any]) -> None:
+        missing = [name for name in ("epoch", "last", "dataset") if name not in state]
+        if missing or type(state["epoch"]) is not int or state["epoch"] < 0:
+            raise DataError(f"the state of the loader has no {(missing or ['epoch'])[0]!r}")
+        dataset = deepcopy(state["dataset"])
+        self._place = Place(state["epoch"], state["position"], state["last"], dataset)
 
 
-def _as_it_is(step: Any) -> Any:
-    return step
+def check_stream(dataset: Any, needs_index: Mapping[str, Any], num_workers: int) -> None:
+    """Refuse what a stream cannot do. ``needs_index``: options, by how they are called."""
+    for name, value in needs_index.items():
+        if value:
+            raise ConfigError(
+                f"{name} does not work with an iterable dataset",
+                why=f"a {type(dataset).__name__} has no length and no index",
+                hint="let the dataset itself do it, or use a map-style dataset",
+            )
+    if num_workers > 1:
+        raise ConfigError(
+            f"an iterable dataset has at most one worker, not {num_workers}",
+            why="it is one stream, which a worker goes through alone",
+            hint="use num_workers=1, or a map-style dataset",
+        )
+    # Hugging Face's datasets note here what split_dataset_by_node was told.
+    nodes = getattr(getattr(dataset, "_distributed", None), "world_size", 1)
+    if nodes > 1:
+        raise ConfigError(
+            f"the dataset is one of {nodes} parts, by split_dataset_by_node",
+            why="every rank goes through the whole stream and keeps its own rows: parts of parts "
+            "would leave samples out",
+            hint="pass the dataset as it was before it was split",
+        )
+
+
+def description(dataset: Any) -> dict[str, Any]:
+    """What a state notes of an iterable dataset, so that it is not loaded for another one."""
+    shards, fingerprint = (getattr(dataset, n, None) for n in ("num_shards", "fingerprint"))
+    return {
+        "class": type(dataset).__qualname__,
+        "num_shards": shards if type(shards) is int else None,
+        "fingerprint": fingerprint if isinstance(fingerprint, str) else None,
+    }

@@ -11,16 +11,15 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from shardwright.data.energon.redist import redistribute
 from shardwright.data.energon.savable_dataset import SavableDataset
 from shardwright.data.energon.worker_config import WorkerConfig
 from shardwright.data.energon.worker_stream import KIND, WorkerStream, segments_of
-from shardwright.data.fetching import Fetched, Fetcher, next_of
-from shardwright.data.permutation import Order, key
+from shardwright.data.fetching import Fetched, Fetcher
+from shardwright.data.permutation import Order
+from shardwright.data.rank_loader import Handing, end_workers, next_of, read_ahead
 from shardwright.data.rank_roles import Role
 from shardwright.data.sample_stream import Run, SingleStream
 from shardwright.data.state import VERSION, check_state
@@ -78,7 +77,7 @@ class SavableLoader:
                 self._ahead = self._started()
             try:
                 fetched = next_of(self._ahead, self.worker_config.num_workers)
-            except Exception:
+            except BaseException:
                 self.close()
                 raise
             if fetched.problem is not None:
@@ -93,38 +92,26 @@ class SavableLoader:
     def close(self) -> None:
         """End the workers; the next batch starts new ones."""
         ahead, self._ahead = self._ahead, None
-        shutdown = getattr(ahead, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        end_workers(ahead)
 
     def _started(self) -> Iterator[Fetched]:
         config, dataset = self.worker_config, self.dataset
-        options: dict[str, Any] = {"num_workers": config.num_workers}
-        if config.num_workers:
-            options["prefetch_factor"] = self._prefetch_factor
         seed = config.worker_seed()
         role = Role(config.rank, config.rank, config.world_size)
         # The fetcher's own stream is not used: it is told samples, not positions.
         stream = SingleStream(Order(len(dataset.source), seed))
-        fetcher: Any = _Batches(
-            Fetcher(
-                [dataset.source],
-                stream,
-                role,
-                seed,
-                collate=dataset.collate,
-                skips=dataset.on_error == "skip",
-            )
+        fetcher = Fetcher(
+            [dataset.source],
+            stream,
+            role,
+            seed,
+            collate=dataset.collate,
+            skips=dataset.on_error == "skip",
         )
-        loader: DataLoader[Fetched] = DataLoader(
-            fetcher,
-            sampler=self._indices(self._batches),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            generator=torch.Generator().manual_seed(key(seed, "workers") >> 1),
-            **options,
-        )
-        return iter(loader)
+        handing = Handing(num_workers=config.num_workers, prefetch_factor=self._prefetch_factor)
+        entries = self._indices(self._batches)
+        ahead: Iterator[Fetched] = read_ahead(_Batches(fetcher), entries, handing, seed)
+        return ahead
 
     def _indices(self, batches: int) -> Iterator[list[tuple[int, list[int]]]]:
         """The samples of each batch from one on, by epoch."""
@@ -257,10 +244,6 @@ class _Batches:
 
     def __getitem__(self, parts: list[tuple[int, list[int]]]) -> Fetched:
         return self._fetcher.fetch([Run(0, epoch, indices) for epoch, indices in parts])
-
-
-def _as_it_is(fetched: Any) -> Any:
-    return fetched
 
 
 def _check_sizes(state: Any, config: WorkerConfig) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwright
 from shardwright import data
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.data.fetching import generator_states, moved
+from shardwright.data.global_generators import generator_states, moved
 from shardwright.data.rank_roles import Role
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -50,7 +50,7 @@ def some_data(draw: random.Random) -> tuple[Any, dict[str, Any]]:
     size = draw.randrange(GLOBAL_BATCH, 150)
     options: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "seed": draw.randrange(99)}
     options["shuffle"] = draw.random() < 0.8
-    options["shuffle_block"] = draw.choice([None, 7])
+    options["shuffle_block"] = draw.choice([None, 7]) if options["shuffle"] else None
     options["wrap"] = draw.random() < 0.4
     kind = draw.choice(["plain", "blend", "packed"])
     if kind == "blend":

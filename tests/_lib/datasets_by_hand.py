@@ -57,10 +57,11 @@ class Documents:
 
 
 class Counting(IterableDataset[int]):
-    """A stream of ``size`` numbers; with ``has_states`` it goes on where a state says."""
+    """A stream of ``size`` numbers from ``first`` on."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, first: int = 0) -> None:
         self.size = size
+        self.first = first
         self.epoch = 0
         self.num_read = 0
 
@@ -70,7 +71,7 @@ class Counting(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         for number in range(self.size):
             self.num_read += 1
-            yield 1000 * self.epoch + number
+            yield 1000 * self.epoch + self.first + number
 
 
 class CountingWithStates(Counting):

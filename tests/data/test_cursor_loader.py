@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 import shardwright
 from shardwright import data
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.data.fetching import generator_states, moved
+from shardwright.data.global_generators import generator_states, moved
+from shardwright.data.rank_roles import Role, Roles
 from shardwright.runtime.errors import ArgumentError, ConfigError, DataError, InputError
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -213,7 +214,7 @@ def test_a_sample_that_raises_is_named_or_replaced():
     assert str(error.value) == (
         "sample 5 of Numbers (picture-5) could not be read\n"
         "  why:   ValueError: no such picture\n"
-        "  try:   mend the sample, or pass on_error='skip', which counts and replaces it"
+        "  try:   mend the sample, or pass on_error='skip', which counts and replaces such samples"
     )
     options = {"global_batch": 4, "on_error": "skip", "shuffle": True}
     skipping = one(Numbers(8, bad=(5, 6)), **options)
@@ -228,6 +229,59 @@ def test_a_sample_that_raises_is_named_or_replaced():
         loader.close()
     with pytest.raises(DataError, match="20 samples in a row could not be read\n.*sample"):
         list(one(Numbers(8, bad=tuple(range(8))), **options))
+
+
+def test_an_error_of_transform_is_told_as_its_own():
+    options = {"global_batch": 4, "transform": lambda sample, generator: 1 // (sample["x"] - 2)}
+    with pytest.raises(DataError) as error:
+        list(one(Numbers(8), **options))
+    assert str(error.value) == (
+        "transform raised an error for sample 2 of Numbers (picture-2)\n"
+        "  why:   ZeroDivisionError: integer division or modulo by zero\n"
+        "  try:   mend transform, or pass on_error='skip', which counts and replaces such samples"
+    )
+    skipping = one(Numbers(8), **options, on_error="skip")
+    assert len(list(skipping)) == 2 and len(skipping.skipped) >= 1
+    assert skipping.skipped[0][1].startswith("transform raised an error for sample 2")
+
+
+def test_batches_that_the_module_was_not_compiled_for_are_refused():
+    shapes = {"x": (4, 3), "mask": (4, None)}
+    role = Role(0, 0, 1, inputs=("x", "mask"), twins=(0,), saves=True, shapes=shapes)
+    roles = Roles((role,), microbatch=4)
+    rows = [{"x": torch.zeros(3), "mask": torch.zeros(i), "name": "a"} for i in (2, 2, 2, 2)]
+    assert set(next(iter(data.loader(rows, roles, global_batch=4)))) == {"x", "mask"}
+    with pytest.raises(InputError) as error:
+        next(iter(data.loader(rows, roles, global_batch=2)))
+    assert str(error.value) == (
+        "the input 'x' of a batch is [2, 3], and the module was compiled for [4, 3]\n"
+        "  where: from sample 0 of list to sample 1 of list\n"
+        "  why:   a microbatch of this rank has 2 samples\n"
+        "  try:   choose global_batch= and microbatch= so that it has 4, or compile with "
+        "ComputeConfig(dynamic_dims={'x': (0,)})"
+    )
+    wide = [{"x": torch.zeros(5), "mask": torch.zeros(2)}] * 4
+    with pytest.raises(InputError, match=r"is \[4, 5\], and .* for \[4, 3\]\n.*\n.*another shape"):
+        next(iter(data.loader(wide, roles, global_batch=4)))
+    listed = Roles((role,), microbatch=4, takes_list=True)
+    with pytest.raises(ConfigError, match="microbatches have 2 samples, and .* compiled for 4"):
+        data.loader(rows, listed, global_batch=4, microbatch=2)
+
+
+def test_what_an_interrupt_cuts_off_is_read_again():
+    class Interrupted(Numbers):
+        def __getitem__(self, index):
+            if index == 4 and not interrupts:
+                interrupts.append(index)
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    interrupts = []
+    loader = data.loader(Interrupted(8), data.roles(replica=0, num_replicas=1), global_batch=4)
+    found = [ids_of(next(iter(loader)))]
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    assert found + [ids_of(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_errors_of_workers_are_the_same():
@@ -247,6 +301,10 @@ def test_a_collate_that_loses_samples_is_refused():
     )
     with pytest.raises(DataError, match="collate raised an error\n.*\n.*ZeroDivisionError"):
         list(one(Numbers(8), global_batch=4, collate=lambda samples: 1 / 0))
+    with pytest.raises(DataError, match="collate returned None\n.*from sample 0 of Numbers"):
+        list(one(Numbers(8), global_batch=4, collate=lambda samples: None))
+    with pytest.raises(DataError, match="another size\n.*\n.*batch.x \\[3\\]"):
+        list(one(Numbers(8), global_batch=4, collate=lambda samples: {"x": np.zeros(3)}))
     ragged = [torch.zeros(3), torch.zeros(3), torch.zeros(4), torch.zeros(3)]
     with pytest.raises(DataError) as error:
         list(one(ragged, global_batch=4))
@@ -264,6 +322,9 @@ def test_a_collate_that_loses_samples_is_refused():
         ([[1], []], {"weights": [1, 1]}, DataError, "source 1 is empty"),
         ([1] * 9, {"wrap": True, "drop_last": False}, ConfigError, "contradict each other"),
         ([1] * 9, {"shuffle_block": 0}, ConfigError, "shuffle_block=0"),
+        ([1] * 9, {"shuffle_block": 3}, ConfigError, "shuffle_block=3 shuffles nothing"),
+        ([1] * 9, {"prefetch_factor": 0}, ConfigError, "prefetch_factor=0"),
+        ([1] * 9, {"multiprocessing_context": "fork"}, ConfigError, "starts no process"),
         ([1] * 9, {"num_workers": -1}, ConfigError, "num_workers=-1"),
         ([1] * 9, {"global_batch": "4"}, ArgumentError, "'global_batch' is a whole number"),
     ],

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import data
-from shardwright.data.packing import PackedBatching, pack_row
+from shardwright.data.packing import PackedBatching, pack_row, packable
 from shardwright.data.permutation import Order
 from shardwright.data.sample_stream import SingleStream
 from shardwright.runtime.errors import ConfigError, DataError
@@ -22,7 +22,7 @@ def test_the_row_of_the_file():
     assert row["labels"].tolist() == [1, 2, 3, 101, 102, 103, 104, -100]
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert row["document_ids"].tolist() == [1, 1, 1, 2, 2, 2, 2, 0]
-    padded = pack_row([torch.tensor([5])], data.Packing(3, padding={"input_ids": 9}))
+    padded = pack_row([packable([5], 1)], data.Packing(3, padding={"input_ids": 9}))
     assert padded["input_ids"].tolist() == [5, 9, 9]
 
 
@@ -107,13 +107,48 @@ def test_what_cannot_be_packed_is_refused_in_words():
         Documents(LENGTHS), 1, packing=data.Packing(7, overlong="cut"), global_batch=8
     )
     assert next(iter(cut))["input_ids"].shape == (8, 7)
-    packing = data.Packing(4)
-    for samples, message in [
-        ([{"a": [1], "b": [1, 2]}], "different lengths\n.*a: 1, b: 2"),
-        ([{"a": [[1]]}], r"'a' has shape \[1, 1\]"),
-        ([{"a": "text"}], "something else than numbers"),
-        ([{"a": [1]}, {"b": [1]}], "different keys"),
-        ([torch.zeros(3), torch.zeros(2)], r"of \[3, 2\] elements do not fit"),
+    for sample, message in [
+        ({"a": [1], "b": [1, 2]}, "different lengths\n.*a: 1, b: 2"),
+        ({"a": [[1]]}, r"'a' has shape \[1, 1\]"),
+        ({"a": "text"}, "something else than numbers"),
+        ([1, 2, 3], "has 3 elements, and its length was given as 1"),
     ]:
         with pytest.raises(DataError, match=message):
-            pack_row(samples, packing)
+            packable(sample, 1)
+    with pytest.raises(
+        DataError, match="different keys\n  where: from sample 0 of list to sample 1"
+    ):
+        next(iter(packed([{"a": [1]}, {"b": [1]}], [1, 1])))
+
+
+def packed(samples, lengths, **options):
+    packing = data.Packing(4, lengths=lengths)
+    (loader,) = on_replicas(samples, 1, packing=packing, **{"global_batch": 1, **options})
+    return loader
+
+
+def test_samples_are_held_to_their_lengths_and_named():
+    samples = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    with pytest.raises(DataError) as error:
+        list(packed(samples, [3, 1, 4]))
+    assert str(error.value) == (
+        "a sample that is packed has 2 elements, and its length was given as 1\n"
+        "  where: sample 1 of list\n"
+        "  why:   every rank packs rows by the lengths, of samples that others read, too\n"
+        "  try:   give Packing the lengths that samples have after transform="
+    )
+    # What replaces a sample has the room of that sample, not more.
+    skipping = packed(samples, [3, 1, 4], on_error="skip")
+    rows = [batch["document_ids"][0].tolist() for batch in skipping]
+    assert rows == [[1, 1, 1, 2], [1, 1, 1, 1]]
+    assert skipping.skipped[0][0] == "sample 1 of list"
+    with pytest.raises(DataError, match="packed was .* and is"):
+        packed(samples, [3, 2, 4]).load_state_dict(skipping.state_dict())
+
+
+def test_a_short_batch_of_rows_that_leaves_ranks_without_any_is_refused_on_all():
+    samples, packing = [[1, 2, 3]] * 5, data.Packing(4, lengths=[3] * 5)
+    options = {"packing": packing, "global_batch": 4, "drop_last": False}
+    for loader in on_replicas(samples, 2, **options):
+        with pytest.raises(ConfigError, match="last batch of an epoch has 1 samples"):
+            list(loader)

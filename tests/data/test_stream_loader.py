@@ -1,12 +1,18 @@
 """Iterable datasets: one stream, of which every rank keeps its own rows."""
 
 import json
+import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from datasets_by_hand import Counting, CountingWithStates, global_batches, on_replicas
 
 from shardwright import data
 from shardwright.compiler.plan.plan import Plan, StagePlan
+from shardwright.data.global_generators import generator_states, moved
+from shardwright.data.sample_digest import sample_digest
 from shardwright.runtime.errors import ConfigError, DataError
 from shardwright.runtime.layout import Mesh
 
@@ -31,12 +37,10 @@ def test_a_stream_goes_on_exactly_on_any_number_of_ranks(kind, num_workers):
 def test_states_spare_reading_again():
     (loader,) = on_replicas(CountingWithStates(100), 1, global_batch=10)
     global_batches([loader], 5)
-    for kind, expected in ((CountingWithStates, 10), (Counting, 60)):
-        state = loader.state_dict()
-        if kind is Counting:
-            state["dataset"] = None
-        (again,) = on_replicas(kind(100), 1, global_batch=10)
-        again.load_state_dict(state)
+    # The last sample that was given out is read once more, and compared.
+    for replay, expected in ((False, 11), (True, 60)):
+        (again,) = on_replicas(CountingWithStates(100), 1, global_batch=10, replay=replay)
+        again.load_state_dict(loader.state_dict())
         assert global_batches([again], 1) == [list(range(50, 60))]
         assert again._fetcher.sources[0].num_read == expected
 
@@ -65,6 +69,12 @@ def test_what_a_stream_cannot_do_is_refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             on_replicas(Counting(9), 1, global_batch=2, **options)
+    with pytest.raises(ConfigError, match="replay=True is for iterable datasets"):
+        data.loader([1, 2], global_batch=1, replay=True)
+    split = Counting(9)
+    split._distributed = SimpleNamespace(rank=0, world_size=2)  # as Hugging Face's note it
+    with pytest.raises(ConfigError, match="one of 2 parts, by split_dataset_by_node"):
+        data.loader(split, global_batch=1)
     (few,) = on_replicas(Counting(3), 1, global_batch=4)
     with pytest.raises(DataError, match="gives no global batch of 4"):
         next(iter(few))
@@ -77,3 +87,91 @@ def test_what_a_stream_cannot_do_is_refused():
         DataError, match="raised an error after 2 samples of epoch 0\n.*ZeroDivision"
     ):
         list(failing)
+
+
+def test_a_state_of_another_stream_is_refused():
+    (loader,) = on_replicas(Counting(20), 1, global_batch=4)
+    global_batches([loader], 2)
+    state = loader.state_dict()
+    (other,) = on_replicas(CountingWithStates(20), 1, global_batch=4)
+    with pytest.raises(DataError, match="source was .*Counting.* and is .*CountingWithStates"):
+        other.load_state_dict(state)
+    (reversed_,) = on_replicas(Backwards(20), 1, global_batch=4)
+    with pytest.raises(DataError, match="source was"):
+        reversed_.load_state_dict(state)
+    # Of the same class, but with other samples: seen when it goes on.
+    (fewer,) = on_replicas(Counting(20, first=1), 1, global_batch=4)
+    fewer.load_state_dict(state)
+    with pytest.raises(DataError) as error:
+        next(iter(fewer))
+    assert str(error.value) == (
+        "the dataset goes on with other samples than those that were given out\n"
+        "  where: sample 7 of epoch 0\n"
+        "  why:   it is another dataset, or another order of it\n"
+        "  try:   give the dataset that the state was saved with"
+    )
+    with pytest.raises(DataError, match="has no 'last'"):
+        loader.load_state_dict({k: v for k, v in state.items() if k != "last"})
+
+
+class Backwards(Counting):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+class Buffered(CountingWithStates):
+    """A stream whose state leaves out what it holds back."""
+
+    def __iter__(self):
+        held = None
+        for sample in super().__iter__():
+            if held is not None:
+                yield held
+            held = sample
+        yield held
+
+
+def test_a_dataset_whose_state_leaves_something_out_is_refused_or_read_again():
+    whole = global_batches(on_replicas(Buffered(20), 1, global_batch=4), 5)
+    for replay in (False, True):
+        first, again = (
+            on_replicas(Buffered(20), 1, global_batch=4, replay=replay)[0] for _ in range(2)
+        )
+        found = global_batches([first], 2)
+        again.load_state_dict(first.state_dict())
+        if replay:
+            assert found + global_batches([again], 3) == whole
+        else:
+            with pytest.raises(
+                DataError, match="its own state does not say everything.*\n.*replay"
+            ):
+                next(iter(again))
+
+
+class Drawing(Counting):
+    """A stream in an order that it draws from the global generator."""
+
+    def __iter__(self):
+        order = list(range(self.size))
+        random.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_draws_from_global_generators_is_refused(num_workers):
+    before = generator_states()
+    (loader,) = on_replicas(Drawing(20), 1, global_batch=4, num_workers=num_workers)
+    with pytest.raises(DataError, match="global generator of random\n.*\n.*set_epoch"):
+        next(iter(loader))
+    assert moved(before) == []
+
+
+def test_digests_tell_samples_apart():
+    samples = [
+        1, 1.0, True, None, "1", b"1", [1], (1,), [[1], 2], [1, [2]], {"a": 1}, {"b": 1},
+        torch.tensor(1), torch.tensor([1]), torch.tensor([1], dtype=torch.int32), np.array([1]),
+        torch.zeros(9999), torch.cat([torch.zeros(9998), torch.ones(1)]), [0] * 999, "a" * 9999,
+    ]  # fmt: skip
+    digests = [sample_digest(sample) for sample in samples]
+    assert len(set(digests)) == len(samples)
+    assert digests == [sample_digest(sample) for sample in samples]

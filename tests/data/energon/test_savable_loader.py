@@ -16,7 +16,7 @@ from shards import numbered_shards, write_tar
 import shardwright
 from shardwright import data
 from shardwright.data.energon import savable_loader
-from shardwright.data.fetching import generator_states, moved
+from shardwright.data.global_generators import generator_states, moved
 from shardwright.frontend.cli.main import main
 from shardwright.runtime.errors import ConfigError, DataError, UsageError
 
@@ -35,18 +35,13 @@ def loaders(size, ranks, workers, *, batch_size=2, seed_offset=0, redistributes=
     return found
 
 
-class InProcess:
-    """Stands in for torch's DataLoader where no worker processes are wanted: they are slow."""
-
-    def __init__(self, fetcher, *, sampler, **options):
-        self.fetcher, self.sampler = fetcher, sampler
-
-    def __iter__(self):
-        return (self.fetcher[entry] for entry in self.sampler)
+def in_process(source, entries, handing, seed):
+    """Stands in for workers where none are wanted: they are slow."""
+    return map(source.__getitem__, entries)
 
 
 def without_processes():
-    return mock.patch.object(savable_loader, "DataLoader", InProcess)
+    return mock.patch.object(savable_loader, "read_ahead", in_process)
 
 
 def read(loader, count):

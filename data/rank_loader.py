@@ -29,7 +29,7 @@ class Item(Protocol):
     """What is read ahead: a step, or the batch of a worker."""
 
     def pin_memory(self, device: Any = None) -> Any:
-        """The same with its tensors pinned."""
+        """Pin its tensors."""
         ...
 
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from shardwright.runtime.loader import load_class
     from shardwright.runtime.module.broadcast import broadcast_weights
     from shardwright.runtime.module.parallel_module import ParallelModule
+    from shardwright.runtime.ranks.mpu import MPU
+    from shardwright.runtime.ranks.rank_groups import rank_groups
     from shardwright.runtime.ranks.threads import run_ranks
     from shardwright.runtime.ranks.world import count_communication
     from shardwright.runtime.training.loss_scaling import LossScaler
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "MPU",
     "AnnotationError",
     "ArgumentError",
     "BroadcastGenFilesStrategy",
@@ -102,6 +105,7 @@ __all__ = [
     "merge_checkpoint",
     "merge_state_dicts",
     "parallelize",
+    "rank_groups",
     "read_checkpoint",
     "register_op",
     "register_policy",
@@ -112,6 +116,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "MPU": "shardwright.runtime.ranks.mpu",
     "AnnotationError": "shardwright.runtime.errors",
     "ArgumentError": "shardwright.runtime.errors",
     "BroadcastGenFilesStrategy": "shardwright.runtime.config",
@@ -151,6 +156,7 @@ _MODULES = {
     "merge_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "merge_state_dicts": "shardwright.runtime.checkpoint.merged",
     "parallelize": "shardwright.frontend.parallelize",
+    "rank_groups": "shardwright.runtime.ranks.rank_groups",
     "read_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "register_op": "shardwright.compiler.ops.register",
     "register_policy": "shardwright.policies.known_policies",

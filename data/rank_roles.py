@@ -22,6 +22,7 @@ An example: data 2 x pipeline 2 x tensor 2, data outermost.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
 from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.mpu import MPU
+from shardwright.runtime.ranks.role_table import RoleTable
 from shardwright.runtime.ranks.world import current_world
 
 ALL_INPUTS = ""
@@ -207,11 +210,11 @@ def roles(
     """Which rank reads what.
 
     ``source``: a :class:`~shardwright.ParallelModule`; a plan, with ``num_ranks``; the folder of a
-    compiled module; an object with the methods of Megatron's ``mpu``; or nothing, with ``replica``
-    and ``num_replicas``: data parallelism alone. ``rank``: which rank asks; the current one by
-    default. ``num_ranks``: of the job; by default as many as there are, or one unit. ``cuts``: by
-    path of an input, how its dims are cut (``{"input_ids": [EvenCut(1, 0, 2, "zigzag")]}``), where
-    ``source`` does not say.
+    compiled module; a :class:`~shardwright.MPU`, or another object with the methods of Megatron's
+    ``mpu``; or nothing, with ``replica`` and ``num_replicas``: data parallelism alone. ``rank``:
+    which rank asks; the current one by default. ``num_ranks``: of the job; by default as many as
+    there are, or one unit. ``cuts``: by path of an input, how its dims are cut
+    (``{"input_ids": [EvenCut(1, 0, 2, "zigzag")]}``), where ``source`` does not say.
 
     Nothing is sent. Raises :class:`ConfigError` for numbers that do not fit, and
     :class:`UsageError` for a pipeline of which nobody has noted which stage reads what.
@@ -232,6 +235,8 @@ def roles(
         made = _of_module(source)
     elif isinstance(source, str | Path):
         made = _of_folder(Path(source), rank, num_ranks)
+    elif isinstance(source, MPU):
+        made = _of_table(source.table, _own_rank(rank, source.world.size))
     elif hasattr(source, "get_data_parallel_rank"):
         made = _of_mpu(source)
     elif isinstance(getattr(source, "mesh", None), Mesh) and hasattr(source, "stages"):
@@ -271,12 +276,35 @@ def _with_cuts(made: Roles, cuts: Mapping[str, Sequence[Any]]) -> Roles:
     return replace(made, all=(*made.all[: made.rank], mine, *made.all[made.rank + 1 :]))
 
 
-# Megatron's and OSLO's mpu
+# An MPU: ours, Megatron's, OSLO's
+
+
+def _of_table(table: RoleTable, rank: int) -> Roles:
+    """The roles of all ranks of an MPU of ours, which knows the coordinates of everybody."""
+    num_replicas = len(table.groups["data"][0])
+    every = [
+        _of_coordinates(
+            member,
+            table.index("data", member),
+            num_replicas,
+            is_first=member in table.first,
+            is_last=member in table.last,
+            tensor=table.index("tensor", member),
+            context=(0, 1)
+            if table.takes_wholes
+            else (table.index("context", member), len(table.groups["context"][0])),
+        )
+        for member in sorted(itertools.chain(*table.positions))
+    ]
+    replicas: dict[int, list[Role]] = {}
+    for role in every:
+        replicas.setdefault(role.replica, []).append(role)
+    return Roles(tuple(_with_twins(role, replicas[role.replica]) for role in every), rank)
 
 
 def _of_mpu(mpu: Any) -> Roles:
-    """The role of this rank; the table has one row for each data-parallel rank, as an ``mpu``
-    knows its own coordinates only.
+    """The role of this rank; the table has one row for each data-parallel rank, as a foreign
+    ``mpu`` knows its own coordinates only.
     """
     replica = int(mpu.get_data_parallel_rank())
     num_replicas = int(mpu.get_data_parallel_world_size())
@@ -289,30 +317,54 @@ def _of_mpu(mpu: Any) -> Roles:
     stages = _asked(mpu, "get_pipeline_model_parallel_world_size", 1) or _asked(
         mpu, "get_pipeline_parallel_world_size", 1
     )
-    first = _asked(mpu, "is_pipeline_first_stage", True)
-    last = _asked(mpu, "is_pipeline_last_stage", True)
-    context = _asked(mpu, "get_context_parallel_world_size", 1)
-    cuts: dict[str, tuple[Cut, ...]] = {}
-    if context > 1:
-        index = _asked(mpu, "get_context_parallel_rank", 0)
-        cuts[ALL_INPUTS] = (EvenCut(1, index, context, "zigzag"),)
-    reads = stages == 1 or first or last
     tensor = _asked(mpu, "get_tensor_model_parallel_rank", 0) or _asked(
         mpu, "get_tensor_parallel_rank", 0
     )
-    every = [
-        Role(
-            r,
-            r,
-            num_replicas,
-            inputs=None if reads else (),
-            cuts=cuts,
-            twins=(r,) if reads else (),
-            saves=reads and first and tensor == 0,
-        )
+    mine = _of_coordinates(
+        replica,
+        replica,
+        num_replicas,
+        is_first=stages == 1 or _asked(mpu, "is_pipeline_first_stage", True),
+        is_last=stages == 1 or _asked(mpu, "is_pipeline_last_stage", True),
+        tensor=tensor,
+        context=(
+            _asked(mpu, "get_context_parallel_rank", 0),
+            _asked(mpu, "get_context_parallel_world_size", 1),
+        ),
+    )
+    every = (
+        replace(mine, rank=r, replica=r, twins=(r,) if mine.reads else ())
         for r in range(num_replicas)
-    ]
+    )
     return Roles(tuple(every), replica)
+
+
+def _of_coordinates(
+    rank: int,
+    replica: int,
+    num_replicas: int,
+    *,
+    is_first: bool,
+    is_last: bool,
+    tensor: int,
+    context: tuple[int, int],
+) -> Role:
+    """The role of a rank, without its twins. The first and the last stage read. ``context``: which
+    piece of each sequence it reads, of how many; they are dealt as balances causal attention.
+    """
+    reads = is_first or is_last
+    index, count = context
+    cuts: dict[str, tuple[Cut, ...]] = {}
+    if count > 1:
+        cuts[ALL_INPUTS] = (EvenCut(1, index, count, "zigzag"),)
+    return Role(
+        rank,
+        replica,
+        num_replicas,
+        inputs=None if reads else (),
+        cuts=cuts,
+        saves=is_first and tensor == 0,
+    )
 
 
 def _asked(mpu: Any, name: str, default: Any) -> Any:

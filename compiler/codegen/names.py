@@ -53,6 +53,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "left_out",
     "left_out_of_training",
     "mesh",
+    "mpu",
     "note_loaded",
     "num_microbatches",
     "output",

@@ -65,6 +65,8 @@ from shardwright.runtime.module.wrappers import watch_wrappers
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.ranks.mpu import MPU
+from shardwright.runtime.ranks.role_table import RoleTable
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
@@ -104,6 +106,7 @@ class ParallelModule(DeclaredModule):
     training_only: ClassVar[bool] = False
 
     _input_table: InputTable
+    _mpu: MPU | None = None
     _in_step: bool = False
     _gathering: WeightGathering
 
@@ -183,6 +186,19 @@ class ParallelModule(DeclaredModule):
             return super().__call__(*args, **kwargs)
         with self._gathering.forward((self.training, torch.is_grad_enabled())):
             return super().__call__(*args, **kwargs)
+
+    @property
+    def mpu(self) -> MPU:
+        """The roles of this rank under the plan, and their process groups; see
+        :class:`~shardwright.MPU`. Data-parallel ranks are the units.
+        """
+        if self._mpu is None:
+            self._mpu = MPU.of_table(self._role_table(), self.ranks.world)
+        return self._mpu
+
+    def _role_table(self) -> RoleTable:
+        stages = [(self.mesh, self.ranks.ranks)]
+        return RoleTable.of_plan(stages, self.mesh.size, self.ranks.num_units)
 
     # Steps of end-to-end modules
 

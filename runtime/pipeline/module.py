@@ -74,6 +74,7 @@ from shardwright.runtime.pipeline.transfers import Exchange
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import UNITS, AxisGroup, RankMesh
 from shardwright.runtime.ranks.messages import STAGES, Messages
+from shardwright.runtime.ranks.role_table import RoleTable
 from shardwright.runtime.ranks.world import World
 from shardwright.runtime.schedule_actions import ActionKind, ScheduleAction, parse_actions
 from shardwright.runtime.training.gradnorm import counts_here
@@ -180,6 +181,10 @@ class PipelineModule(ParallelModule):
         self._copies = Copies(self.rank, self.owned, self.stages, self._stage_ranks)
         over_units = {stage: ranks.over_units(self.zero) for stage, ranks in made.items()}
         self._stages_over_units = tuple(over_units[stage] for stage in self.stages)
+
+    def _role_table(self) -> RoleTable:
+        stages = [(stage.mesh, stage.ranks) for stage in self.stages]
+        return RoleTable.of_plan(stages, self.mesh.size, self.ranks.num_units)
 
     def _connect(self) -> None:
         """Learn what the peers of this rank do, and connect to them. Collective."""

@@ -247,6 +247,7 @@ class ThreadWorld(World):
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__(rank, hub.num_ranks, torch.device("cpu"))
         self._hub = hub
+        self._made: dict[tuple[int, ...], ThreadTransport] = {}
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -261,8 +262,13 @@ class ThreadWorld(World):
             with self._hub.turns.lock:
                 self._hub.working.discard(self.rank)
 
-    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
-        return ThreadTransport(self._hub, ranks, self.rank) if self.rank in ranks else None
+    def _make_transport(
+        self, ranks: tuple[int, ...], *, among_members: bool = False
+    ) -> Transport | None:
+        # One transport for the same ranks, however it was asked for: its calls are numbered.
+        if self.rank in ranks and ranks not in self._made:
+            self._made[ranks] = ThreadTransport(self._hub, ranks, self.rank)
+        return self._made.get(ranks)
 
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
         return ThreadMessages(self._hub, self.rank)

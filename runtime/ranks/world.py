@@ -48,10 +48,15 @@ class World(ABC):
         self.device = device
         self.counters = CommunicationCounters()
         self._transports: dict[tuple[int, ...], Transport | None] = {}
+        self._among_members: dict[tuple[int, ...], Transport | None] = {}
 
     @abstractmethod
-    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
-        """The transport of a group of at least two; ``None`` if this rank is not a member."""
+    def _make_transport(
+        self, ranks: tuple[int, ...], *, among_members: bool = False
+    ) -> Transport | None:
+        """The transport of a group of at least two; ``None`` if this rank is not a member.
+        ``among_members``: the others do not take part in making it.
+        """
 
     @abstractmethod
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
@@ -87,6 +92,21 @@ class World(ABC):
         return Communicator(
             self._transports.get(key), key, key.index(self.rank), name, self.counters
         )
+
+    def group_among_members(self, ranks: Sequence[int], name: str) -> Communicator:
+        """The communicator of a group of this rank. Only its members call it, each once it needs
+        the group; where a rank is in several groups, all of them in one order.
+
+        A group of these ranks that all ranks have made by :meth:`group` is used as it is. Others
+        are remembered apart from those: whether one exists is not known to non-members, which
+        would go on to make it in the next :meth:`group`.
+        """
+        key = tuple(sorted(ranks))
+        assert self.rank in key, f"rank {self.rank} is not in {key}"
+        made = self._transports.get(key) or self._among_members.get(key)
+        if made is None and len(key) > 1:
+            made = self._among_members[key] = self._make_transport(key, among_members=True)
+        return Communicator(made, key, key.index(self.rank), name, self.counters)
 
     def partition(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
         """Make all ``groups``, of which every rank is in at most one, and return this rank's, or
@@ -164,7 +184,9 @@ class SoloWorld(World):
     def __init__(self) -> None:
         super().__init__(0, 1, torch.device("cpu"))
 
-    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
+    def _make_transport(
+        self, ranks: tuple[int, ...], *, among_members: bool = False
+    ) -> Transport | None:
         raise AssertionError("a world of one has no group of several")
 
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
@@ -202,6 +224,7 @@ class DistributedWorld(World):
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
         self._roll = Roll(dist.distributed_c10d._get_default_store(), self.rank)
         self._exchange: StoreExchange | None = None
+        self._of_this_rank: dist.ProcessGroup | None = None
         self._failing = FailingCalls(self._roll, self.rank, self._calls)
         if on_cuda:
             self._claim_gpu()
@@ -225,8 +248,10 @@ class DistributedWorld(World):
                 "than GPUs initialise 'gloo', and they run on the CPU",
             )
 
-    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
-        process_group = self._new_group(ranks)
+    def _make_transport(
+        self, ranks: tuple[int, ...], *, among_members: bool = False
+    ) -> Transport | None:
+        process_group = self._new_group(ranks, among_members=among_members)
         if self.rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
@@ -260,9 +285,10 @@ class DistributedWorld(World):
         }
         return ProcessMessages(self.rank, mine, self._states)
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
+    def _new_group(self, ranks: Sequence[int], *, among_members: bool = False) -> Any:
         """A process group with our time limit. The default one serves all ranks where its limit is
-        ours.
+        ours. ``among_members``: torch names the group by its ranks then, not by how many groups
+        this rank has made, and so a rank that is no member need not count it.
         """
         limit = timeout()
         if (
@@ -272,7 +298,13 @@ class DistributedWorld(World):
             return dist.group.WORLD
         with concerning(f"making the process group of {in_words(ranks)}"):
             desc = f"shardwright {in_words(ranks[:8])}"
-            make = partial(dist.new_group, list(ranks), timeout=limit, group_desc=desc)
+            make = partial(
+                dist.new_group,
+                list(ranks),
+                timeout=limit,
+                group_desc=desc,
+                use_local_synchronization=among_members,
+            )
             try:
                 if self.device.type != "cpu":  # the current device belongs to this thread
                     return make()
@@ -285,6 +317,12 @@ class DistributedWorld(World):
                 raise collective_failed(
                     "new_group", "world", self.rank, others, None, error, self._states(others)
                 ) from error
+
+    def group_of_this_rank(self) -> dist.ProcessGroup:
+        """A process group of this rank alone, for libraries that want one."""
+        if self._of_this_rank is None:
+            self._of_this_rank = self._new_group((self.rank,), among_members=True)
+        return self._of_this_rank
 
     def _states(self, ranks: Sequence[int]) -> str:
         """How other ranks are, now that something has failed here; they are told of it."""

@@ -60,9 +60,14 @@ def test_the_example_of_the_document():
 def test_stages_read_what_they_use_and_twins_are_found(tmp_path):
     def on_rank(rank):
         module = compiled(tmp_path, "hybrid", 4, 8)
+        mpu = module.mpu
+        places.append((rank, mpu.get_pipeline_parallel_rank(), mpu.ranks("pipeline")))
         return data.roles(module)
 
+    places: list[tuple[int, int, tuple[int, ...]]] = []
     made = run_ranks(8, on_rank)
+    assert sorted(places)[4:6] == [(4, 0, (4, 6)), (5, 0, (5, 7))]
+    assert sorted(places)[6:] == [(6, 1, (4, 6)), (7, 1, (5, 7))]
     assert [roles.rank for roles in made] == list(range(8))
     assert len({str(roles) for roles in made}) == 1
     everyone = made[0].all

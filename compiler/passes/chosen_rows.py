@@ -73,12 +73,15 @@ def with_imbalance(graph: Graph, imbalance: float | None) -> Graph:
     ops = []
     for op in graph.ops:
         if op.rule is not None and op.rule.densities is not None:
+            # A rule has densities for its operands and for its results; ``None`` stands for a dense
+            # tensor.
             operands, results = (
                 tuple(stored and replace(stored, imbalance=imbalance) for stored in side)
                 for side in op.rule.densities
             )
             op = replace(op, rule=replace(op.rule, densities=(operands, results)))
         ops.append(op)
+    # Evaluation runs other operators on the same experts.
     other = graph.eval_graph and with_imbalance(graph.eval_graph, imbalance)
     assumed: Graph = replace(graph, ops=tuple(ops), eval_graph=other)
     return assumed

@@ -76,6 +76,7 @@ def _routes(
     """:func:`routes` of layouts in canonical form, by goal. Values of the layers of a model have
     the same layouts, so the cache answers for most of them.
     """
+    # All conversions that a tree could have: from the source or a goal to every other goal.
     stops = (source, *goals)
     steps = {
         (a, b): convert(a, b, mesh, differentiable=differentiable)
@@ -89,6 +90,7 @@ def _routes(
     from_source = np.array([weights[source, goal] for goal in goals])
     between = np.array([[weights[a, b] if a is not b else np.inf for b in goals] for a in goals])
     parents = best_tree(from_source, between)
+    # Parents are numbers of goals, and -1 stands for the source.
     starts = [source if parent < 0 else goals[parent] for parent in parents]
     return MappingProxyType(
         {goal: Route(start, steps[start, goal]) for goal, start in zip(goals, starts, strict=True)}
@@ -117,6 +119,7 @@ def trees(num_goals: int) -> tuple[tuple[int, ...], ...]:
     """
 
     def rooted(parents: tuple[int, ...]) -> bool:
+        # Walk up from every goal. One that has not come to the source by then goes in a circle.
         """Whether every goal comes to the source in at most as many steps as there are goals."""
         for goal in range(num_goals):
             for _ in range(num_goals):

@@ -70,11 +70,13 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
         if indices:
             names.setdefault(indices[0], name)
 
+    # The best known names come first: what the user declared, then what inputs are by convention.
     for dynamic in graph.dynamic_dims:
         give(dims.values[dynamic.input][dynamic.dim], dynamic.symbol)
     for value in graph.inputs:
         if value.ndim:
             give(dims.values[value.name][0], "batch")
+    # Integers of two dims are token ids, ``[batch, seq]``.
     for value in graph.inputs:
         if value.ndim == 2 and not value.dtype.is_floating_point:
             give(dims.values[value.name][1], "seq")
@@ -83,6 +85,7 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
     _name_logits(graph, dims, give, names)
     _name_fused_heads(graph, dims, names)
     _name_hidden(dims, names)
+    # What no rule names is called by its parameters, or by its number.
     for dim_class in dims.classes:
         names.setdefault(
             dim_class.index, _name_by_parameters(dim_class.parameters) or f"dim{dim_class.index}"
@@ -162,6 +165,7 @@ def is_data(value: IRValue, graph: IRGraph) -> bool:
     """Whether an integer value holds elements of an input, moved or shifted (not positions counted
     from its shape).
     """
+    # Walk back through operators that move elements, until an input is met or nothing is left.
     producers = graph.producers()
     reached, seen = [value], set[str]()
     while reached:

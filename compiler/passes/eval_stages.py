@@ -21,12 +21,14 @@ def stage_of_eval_ops(graph: IRGraph, stages: Mapping[str, int], body: IRGraph) 
     An operator goes to the stage that holds its weights. One without weights goes to the stage of
     the same operator in training, or of any operator of its module.
     """
+    # What the stages of training hold: operators by module, and each value at its first reader.
     of_module: dict[str, list[IROp]] = {}
     holder: dict[str, int] = {}
     for op in graph.ops:
         of_module.setdefault(op.module_path, []).append(op)
         for value in op.operands:
             holder.setdefault(value.name, stages[op.name])
+    # The stage in which each value of ``body`` is made.
     made_in: dict[str, int] = {}
     result = {}
     for op in body.ops:
@@ -35,12 +37,14 @@ def stage_of_eval_ops(graph: IRGraph, stages: Mapping[str, int], body: IRGraph) 
             for v in op.operands
             if v.kind is ValueKind.PARAMETER and v.name in holder
         ]
+        # In this order: the stage of its weights, of the same operator, of anything in its module.
         like = of_module.get(op.module_path, [])
         wished = (
             weights
             or [stages[twin.name] for twin in like if _is_twin(op, twin)]
             or [stages[twin.name] for twin in like]
         )
+        # Values go forward only, so an operator cannot stand before what it reads.
         earliest = max((made_in[v.name] for v in op.operands if v.name in made_in), default=0)
         result[op.name] = max([earliest, *wished[:1]])
         made_in |= {value.name: result[op.name] for value in op.results}

@@ -49,6 +49,7 @@ def fold_constants(graph: IRGraph) -> IRGraph:
 
 
 def _folded(graph: IRGraph, taken: set[str]) -> IRGraph:
+    # First compute all that follows from constants. Then, from the end, keep what is still needed.
     known: dict[str, torch.Tensor] = {value.name: tensor for value, tensor in graph.constants}
     computed: set[str] = set()
     for op in graph.ops:
@@ -60,14 +61,18 @@ def _folded(graph: IRGraph, taken: set[str]) -> IRGraph:
     needed = {value.name for value in graph.outputs} | {
         after.name for _, after in graph.buffer_updates
     }
+    # Backwards: an operator is needed if one behind it reads a result.
     for op in reversed(graph.ops):
         read = [value for value in op.results if value.name in needed]
+        # A result is kept as a constant. A large one, such as a mask of 4096 x 4096, is made at run
+        # time.
         if op.name in computed and all(_num_bytes(value) <= MAX_CONSTANT_BYTES for value in read):
             constants |= {value.name: _constant(value, taken) for value in read}
         else:
             kept.append(op)
             needed |= {value.name for value in op.operands}
 
+    # Whoever read a result of a dropped operator reads the constant.
     def new(arg: Arg) -> Arg:
         return constants.get(arg.name, arg) if isinstance(arg, IRValue) else arg
 
@@ -93,12 +98,14 @@ def _is_foldable(op: IROp) -> bool:
     # A user's function may do anything.
     if type(opdef) is not OpDef or op.target.startswith(("empty", "new_empty")):
         return False
+    # ``only_in``: it runs in training alone. ``autocast``: its dtype is that of the region.
     if (
         op.only_in is not None
         or op.autocast is not None
         or any(value.requires_grad for value in op.results)
     ):
         return False
+    # Dynamic sizes have no numbers now.
     sizes = [size for value in op.results for size in value.shape]
     settled = [*sizes, *(leaf for _, arg in op.args for leaf in leaves(arg))]
     if any(hasattr(leaf, "free_symbols") for leaf in settled) or any(
@@ -113,11 +120,13 @@ def _is_foldable(op: IROp) -> bool:
 
 def _results(op: IROp, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The call made for real, as generated code would make it."""
+    # Operands get names of their own, as names of values need not be identifiers.
     operands = {f"operand_{index}": known[value.name] for index, value in enumerate(op.operands)}
     names = iter(operands)
     call = op.map_args(
         lambda leaf: replace(leaf, name=next(names)) if isinstance(leaf, IRValue) else leaf
     )
+    # What the statements of a generated file see.
     scope: dict[str, Any] = {
         "torch": torch,
         "F": F,

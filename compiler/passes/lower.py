@@ -115,6 +115,8 @@ class _Lowering:
         self.names = {value.name for value in graph.sources} | {
             r.name for op in graph.ops for r in op.results
         }
+        # Every value gets the layout in which its producer makes it, and every operator says in
+        # which it reads.
         for op in graph.ops:
             self.operand_layouts[op.name], results = layouts(
                 _rule(op), plan.assignment(op.name), self.mesh
@@ -128,6 +130,7 @@ class _Lowering:
         leaves = [
             (path, value) for path, value in graph.output.leaves() if isinstance(value, IRValue)
         ]
+        # An output and the new value of a buffer are uses like any other: they ask for a layout.
         for path, value in leaves:
             if plan.outputs.get(path) != "eval":
                 self.wanted.setdefault(value.name, []).append(self._output_layout(path, value))
@@ -142,6 +145,8 @@ class _Lowering:
             if plan.outputs.get(path) == "eval"
             and (self.delivers or value.name in made or not self._is_there(value, path))
         }
+        # ``output`` of a training step has holes, marked ``LeftOut``, at the outputs that it leaves
+        # out.
         output = self._output(graph.output, "", left_out)
         updates = tuple(
             (before, self._adapted(after, self.produced[before.name], None))
@@ -151,11 +156,14 @@ class _Lowering:
         program = Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
         if not left_out:
             return program
+        # The tail: what only evaluation needs is lowered behind the body of a training step, on its
+        # copies.
         for name, layouts_wanted in self._wanted_by(late).items():
             self.wanted.setdefault(name, []).extend(layouts_wanted)
         for path, value in leaves:
             self.wanted.setdefault(value.name, []).append(self._output_layout(path, value))
         self._compute(late)
+        # The same output without holes, which evaluation returns.
         whole = self._output(graph.output, "", set())
         return replace(program, tail=tuple(self.body[len(program.body) :]), whole_output=whole)
 
@@ -171,6 +179,7 @@ class _Lowering:
         """Append the local calls of operators, and adapters in front of them."""
         for op in ops:
             targets = zip(op.operands, self.operand_layouts[op.name], strict=True)
+            # Adapters are appended in front of the call, as ``_adapted`` makes each operand.
             operands = [self._adapted(value, target, op) for value, target in targets]
             assignment = self.plan.assignment(op.name)
             local = localise(op.with_operands(operands), _rule(op), assignment, self.mesh)
@@ -186,6 +195,8 @@ class _Lowering:
         A plan's own layout comes first. Otherwise a parameter is stored as its uses need it, and a
         buffer that an operator updates in place as that operator writes it.
         """
+        # Running statistics and the like: the operator of ``rule.updates`` writes them as it has
+        # them.
         updated = {
             op.operands[i].name: layouts(_rule(op), self.plan.assignment(op.name), self.mesh)[0][i]
             for op in self.graph.ops
@@ -205,6 +216,7 @@ class _Lowering:
             layout = stored or updated.get(value.name) or Layout.whole(value.shape)
             if self._is_stored_in_pieces(value):
                 layout = self._in_pieces(value, layout, wanted.get(value.name, []))
+            # A frozen weight is G to its operators, but nobody sums a gradient of it.
             if not value.requires_grad:
                 layout = replace(layout, grad_partial=())
             self.produced[value.name] = layout
@@ -234,6 +246,8 @@ class _Lowering:
             if uses
             else []
         )
+        # An axis on which the plan stores it S already cuts it there; along P there is no whole
+        # value.
         axes = [
             axis
             for axis in axes
@@ -262,6 +276,7 @@ class _Lowering:
         goal = self._canonical(value, self._needed(value, target))
         if value.name not in self.versions:
             self.versions[value.name] = {
+                # The value itself is the first copy: every route begins at it.
                 (self._canonical(value, self.produced[value.name]), None): value
             }
             self.routes[value.name] = self._routes(value)
@@ -294,12 +309,14 @@ class _Lowering:
         versions = self.versions[value.name]
         place = (op.module_path, op.region) if op else ("", None)
         found = versions.get((goal, None), versions.get((goal, place)))
+        # First what everybody may read, then what was gathered for this module.
         if found is not None:
             return found
         route = self.routes[value.name][goal]
         start = self._version(value, route.start, op)
         # A copy is there for all readers, unless a weight was gathered on the way to it.
         is_everywhere = (route.start, None) in versions
+        # One adapter for each step, such as S -> G -> R: each result is a value of its own.
         for step in route.steps:
             if step.kind == REGROUP:
                 raise _cannot_regroup(value, step, op)
@@ -325,6 +342,7 @@ class _Lowering:
     def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
         """A new name that says what an adapter makes: ``x_tp_whole``, ``y_tp_sum_2``."""
         words = {
+            # fmt: the mark of the adapter's name in generated code.
             "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard",
             "all_reduce": "sum", "grad_all_reduce": "in",
             "keep_one": "once", "grad_keep_one": "out", "pad": "padded", "all_to_all": "swapped",
@@ -360,6 +378,7 @@ class _Lowering:
                 tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None)
             )
         tensors = {leaf for leaf, value in tree.leaves(path) if isinstance(value, IRValue)}
+        # A dict of which every tensor is left out is left out as one.
         if path and tensors and left_out >= tensors:
             return Tree("leaf", LeftOut(path))
         children = (
@@ -385,6 +404,7 @@ def _best_storage(
     whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_grad: bool, takes_gradient: bool
 ) -> Layout:
     # By text, so that equal layouts count once and the order is the same in every process.
+    # Candidates are what some use asks for, and all of it everywhere. Nobody stores summands.
     candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
     targets = {str(use): use for use in uses}.values()
 
@@ -393,6 +413,7 @@ def _best_storage(
         moved = sum(steps_elements(path, mesh, differentiable=takes_gradient) for path in paths)
         elements = local_elements(layout, mesh)
         reduced = (
+            # A ring all-reduce over ``n`` ranks sends each element ``2 (n - 1) / n`` times.
             sum(2 * elements * (1 - 1 / mesh.axis_size(a)) for a in layout.grad_partial)
             if takes_gradient
             else 0.0

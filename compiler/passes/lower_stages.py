@@ -120,6 +120,7 @@ def _lower_body(
     ``copied``: the parameters of which stages with unequal meshes hold copies. They are sent
     between the ranks of a unit, so ZeRO-3 leaves them whole in each unit.
     """
+    # The layout of each value in the stage that makes it. A crossing starts from it.
     made: dict[str, Layout] = {}
     for stage in stages:
         check_strategies(stage.graph, replace(plan, mesh=plan.stages[stage.index].mesh))
@@ -140,6 +141,8 @@ def _lower_body(
     ]
     programs = []
     for stage in stages:
+        # ``own`` is shared by stages of equal meshes: the second one stores a parameter as the
+        # first.
         own = stored[plan.stages[stage.index].mesh]
         program = _lower_stage(stage, replace(plan, stored=own), crossings, copied)
         programs.append(program)
@@ -159,6 +162,7 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
             f"{len(graph.ops)} operators",
             hint="ask for fewer stages",
         )
+    # Ranks may run several stages, but then each rank has one mesh and one set of companions.
     meshes: dict[tuple[int, ...], int] = {}
     taken: dict[int, tuple[int, ...]] = {}
     for number, stage in enumerate(plan.stages):
@@ -192,6 +196,7 @@ def _check_ends(program: PipelineProgram) -> None:
     """Check that each value that a stage receives has one crossing, and that this one says of both
     ends what their programs say.
     """
+    # By name and both ends: one value may go to several stages.
     found = {(c.value.name, c.source, c.target): c for c in program.crossings}
     needed = {(v.name, source, s.index) for s in program.stages for v, source in s.receives}
     if found.keys() != needed or len(found) != len(program.crossings):
@@ -201,6 +206,7 @@ def _check_ends(program: PipelineProgram) -> None:
     given = {v.name: v for stage in program.stages for v, _ in stage.receives}
     for (name, source, target), crossing in found.items():
         where = f"{name} crosses from stage {source} to stage {target}"
+        # The outputs of a stage are what it sends, by position.
         sends = program.stages[source].sends
         position = next(i for i, (v, to) in enumerate(sends) if (v.name, to) == (name, target))
         left = program.programs[source].plan.outputs[str(position)]
@@ -222,6 +228,7 @@ def _check_copies(program: PipelineProgram) -> None:
 
     A shared one has its gradients summed, piece by piece, so that all stages hold it alike.
     """
+    # The layout of each parameter in each stage that holds it.
     held: dict[str, dict[int, Layout]] = {}
     for body in program.bodies:
         for index, stage in enumerate(body.programs):
@@ -257,10 +264,13 @@ def _check_crossings(program: PipelineProgram) -> None:
             replace(end, layout=_at(end.layout, sizes))
             for end in (crossing.sent, crossing.received)
         )
+        # Forward the value goes from left to right, backward its gradient comes the other way.
         for source, target in ((sent, received), (received, sent)):
             if source.layout.partial or source.layout.grad_partial:
                 raise InternalError(f"{crossing.value.name} crosses stages as {source.layout}")
             arrived = dict.fromkeys(target.ranks, 0)
+            # Volumes are enough: that boxes of one piece do not overlap is a property of
+            # ``pieces``.
             for (_, receiver), boxes in pieces(source, target).items():
                 arrived[receiver] += sum(_volume(box) for _, box in boxes)
             for index, rank in enumerate(target.ranks):
@@ -279,6 +289,7 @@ def _at(layout: Layout, sizes: Mapping[str, int]) -> Layout:
             else int(size.subs({symbol: sizes[symbol.name] for symbol in dynamic_sizes(size)}))
         )
 
+    # Every segment of every atom of every dim: ``[b/dp, 16]`` becomes ``[12/dp, 16]``.
     return replace(
         layout,
         dims=tuple(
@@ -340,6 +351,7 @@ def _crossing(
     here, there = plan.stages[source], plan.stages[stage.index]
     sent = made[value.name]
     received = sent
+    # On another mesh the old layout means nothing.
     if here.mesh != there.mesh:
         reader = next(op for op in stage.graph.ops if value in op.operands)
         assert reader.rule is not None

@@ -32,6 +32,7 @@ def mark_recompute(
     all of a pipeline stage; ``stages`` maps operators to stages. Regions that the model has already
     are kept: the outermost counts. Raises :class:`PlanError` for a pattern that matches nothing.
     """
+    # Patterns that matched something; the others are refused below.
     matched: set[str] = set()
 
     def region(op: IROp) -> str | None:
@@ -41,6 +42,8 @@ def mark_recompute(
         if stage in patterns:
             matched.add(stage)
             return f"recompute_{stage.replace(':', '_')}"
+        # ``model.layers.*`` matches ``model.layers.3.mlp``: a pattern is compared with the front of
+        # a path.
         parts = op.module_path.split(".")
         for pattern in patterns:
             wanted = pattern.split(".")

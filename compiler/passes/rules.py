@@ -30,6 +30,7 @@ def attach_rules(graph: IRGraph) -> IRGraph:
             ops.append(replace(op, rule=opaque_rule(op)))
         else:
             ops.append(replace(op, rule=instantiate(opdef, op)))
+    # Once for each target, however often it is called.
     for op in unknown.values():
         warn_of_unknown(op)
     return follow_chosen_rows(segment_slices(graph.with_ops(tuple(ops))))
@@ -63,6 +64,7 @@ def unknown_op_message(op: IROp) -> str:
     """The warning for an operator without a rule: where it is, what happens, and the stub to
     paste.
     """
+    # A letter for every dim: ``a`` to ``z``, then ``a1`` to ``z1``, and so on.
     letters = (
         letter + number
         for number in ("", *map(str, range(1, 100)))
@@ -78,6 +80,7 @@ def unknown_op_message(op: IROp) -> str:
         or "?"
         for _, arg in op.args
     ]
+    # Arguments at the end that are no tensors need no term.
     while terms and terms[-1] == "?":
         terms.pop()
     results = ", ".join(term(value) for value in op.results)
@@ -101,6 +104,7 @@ def segment_slices(graph: IRGraph) -> IRGraph:
 
     Rotary embeddings halve the head dim so; Phi-3 cuts its fused query, key and value heads so.
     """
+    # By value and dim, the slices that are taken of it: ``(operator, start, stop)``.
     slices: dict[tuple[str, int], list[tuple[IROp, int, int]]] = {}
     for op in graph.ops:
         found = slice_of(op)
@@ -111,6 +115,7 @@ def segment_slices(graph: IRGraph) -> IRGraph:
     for (_, dim), taken in slices.items():
         size = taken[0][0].operands[0].shape[dim]
         bounds = sorted({(start, stop) for _, start, stop in taken})
+        # The slices begin at 0, end at the size, and each starts where the one before it stops.
         tiles = (
             bounds[0][0] == 0
             and bounds[-1][1] == size
@@ -119,5 +124,7 @@ def segment_slices(graph: IRGraph) -> IRGraph:
         if tiles and len(bounds) > 1:
             segments = tuple(stop - start for start, stop in bounds)
             for op, start, stop in taken:
+                # Every slice of the value gets the same segments, so that their factors can be one
+                # dim.
                 rules[op.name] = segmented_slice_rule(op, segments, bounds.index((start, stop)))
     return graph.with_ops(tuple(replace(op, rule=rules.get(op.name, op.rule)) for op in graph.ops))

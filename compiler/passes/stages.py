@@ -23,6 +23,7 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
     """The stage of each operator, by its name, as its place in the graph says. Raises
     :class:`PlanError` for boundaries out of order or inside a recompute region.
     """
+    # A stage begins at its first operator, and ends where the next one begins.
     positions = {op.name: index for index, op in enumerate(graph.ops)}
     starts = [0]
     for number, stage in enumerate(plan.stages[1:], start=1):
@@ -40,6 +41,7 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
                 why=f"stage {number - 1} begins at {before!r}; values would have to flow backwards",
                 hint="list the stages in the order of the graph",
             )
+        # A region is computed again as one, on one rank.
         op = graph.ops[start]
         if op.region is not None and graph.ops[start - 1].region == op.region:
             raise PlanError(
@@ -49,6 +51,7 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
                 hint="begin the stage before or after the region",
             )
         starts.append(start)
+    # Operators in order: the stage goes up by one at each start.
     current, result = 0, {}
     for index, op in enumerate(graph.ops):
         while current + 1 < len(starts) and index >= starts[current + 1]:
@@ -63,6 +66,7 @@ def from_nothing(graph: IRGraph, updated: Set[str] = frozenset()) -> set[str]:
     ``updated``: buffers that another body of the model updates.
     """
     updated = updated | names_of_updated(graph)
+    # Grows operator by operator: what is made of free values alone is free, too.
     free = {value.name for value in graph.buffers if value.name not in updated} | {
         value.name for value, _ in graph.constants
     }
@@ -99,6 +103,7 @@ def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[st
     one.
     """
     free = from_nothing(graph, updated)
+    # A value that every stage can make is made nowhere in particular.
     made = {
         value.name: at[op.name] for op in graph.ops if op.name not in free for value in op.results
     }
@@ -212,8 +217,11 @@ def _stage_graph(
         value.name for _, value in outputs
     }
     used |= {value.name for pair in updates for value in pair}
+    # A stage takes the inputs of the model that it uses, and what other stages send to it.
     reads = tuple(value for value in graph.inputs if value.name in used)
     arrived = tuple(replace(value, kind=ValueKind.INPUT) for value, _ in receives)
+    # It gives what it sends, then what the model returns: :func:`lower_stages` counts on this
+    # order.
     leaves = [value for value, _ in sends] + [value for _, value in outputs]
     sub = replace(
         graph,

@@ -35,6 +35,7 @@ def without_strided_views(program: Program) -> Program:
         for _, leaf in tree.leaves()
         if isinstance(leaf, IRValue)
     }
+    # What lies in memory otherwise than in the model: it grows along the program.
     moved = {value.name for value in program.graph.inputs} - given  # from another stage
     body = []
     for instruction in program.instructions:

@@ -175,6 +175,8 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     value_nodes: dict[str, list[list[Node]]] = {
         v.name: [[Node(size)] for size in v.shape] for v in graph.sources
     }
+    # Forward through the graph: the nodes of a value, as its producer made it, meet those of a
+    # reader.
     for op in graph.ops:
         rule = _rule(op)
         for factor in rule.factors:
@@ -188,6 +190,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
                     _nodes(op, dim_refs, factor_nodes),
                     f"{op.name}, dim {dim} of {value.name}",
                 )
+        # The rule says of which factors each dim of a result is the product.
         for value, refs in zip(op.results, rule.results, strict=True):
             value_nodes[value.name] = [_nodes(op, dim_refs, factor_nodes) for dim_refs in refs]
     unifier.factor_out()
@@ -203,6 +206,7 @@ def infer_dims(graph: IRGraph) -> IRGraph:
             roots.append(node)
         return indices[id(node)]
 
+    # A factor becomes the product of the leaves of its node, and each leaf is a dim of the model.
     ops, factors = [], {}
     for op in graph.ops:
         pieces = {
@@ -216,10 +220,12 @@ def infer_dims(graph: IRGraph) -> IRGraph:
                 piece_names(factor, pieces[factor.name]), pieces[factor.name] or [], strict=False
             ):
                 factors[op.name, name] = index_of(node)
+    # Values are told by numbers of dims: ``[8, 12 x 64]`` may be ``((0,), (1, 2))``.
     values: dict[str, tuple[tuple[int, ...], ...]] = {}
     for name, dims_nodes in value_nodes.items():
         dims_indices = [map(index_of, flatten(nodes)) for nodes in dims_nodes]
         values[name] = tuple(map(tuple, dims_indices))
+    # Where parameters have a dim, such as ``h.0.mlp.weight:1``, which may give it its name.
     parameters: dict[int, list[str]] = {}
     for value in graph.parameters:
         for dim, indices_ in enumerate(values[value.name]):
@@ -294,6 +300,7 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
     it has one segment. The other pieces are frozen: splitting them would give a rank scattered
     parts of the factor. A form that takes pieces from ``anywhere`` keeps them all.
     """
+    # A factor of 768 that was refined to 12 x 64 becomes two factors.
     factors: list[Factor] = []
     renamed: dict[str, list[str]] = {}
     form = rule.parallel
@@ -303,6 +310,7 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
         names = piece_names(factor, nodes)
         renamed[factor.name] = names
         entry = form.factors.get(factor.name) if form else None
+        # All its pieces have size 1: it is left as it is.
         if not nodes:
             factors.append(factor)
             continue
@@ -313,6 +321,7 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
                 in_form.setdefault(factor.name, []).append(name)
             frozen = entry is not None and not entry.anywhere and not contiguous
             factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
+    # An exchange of two dims is one of their pieces, each with each.
     exchanges = tuple(
         (a, b)
         for source, target in rule.exchanges

@@ -70,6 +70,7 @@ class _Walk:
 
     def run(self) -> None:
         program = self.program
+        # Sources first: what is stored, and what a call brings.
         for declaration in program.declarations:
             if declaration.layout.partial:
                 raise InternalError(
@@ -87,11 +88,14 @@ class _Walk:
         self.check_sources()
         for value in program.graph.inputs:
             self.define(value, program.input_layouts[value.name])
+        # Then the instructions in order. Each finds its operands in the layouts that ``define``
+        # noted.
         self.walk(program.body)
         self.check_outputs(program.output)
         self.check_updates()
         self.walk(program.tail)
         self.check_outputs(program.whole_output or program.output, in_training=False)
+        # Every operator of the graph runs once, in the graph's order.
         computed = [i.original for i in program.instructions if isinstance(i, Compute)]
         if computed != list(program.graph.ops):
             raise InternalError(
@@ -178,6 +182,7 @@ class _Walk:
                 f"{op.name} cannot follow {dict(instruction.assignment)}", where=where
             )
         operands, results = layouts(op.rule, instruction.assignment, self.mesh)
+        # The operands come as the strategies need them, and are those that the graph has.
         for value, original, needed in zip(
             instruction.op.operands, op.operands, operands, strict=True
         ):
@@ -216,15 +221,18 @@ class _Walk:
             instruction.value,
             f"adapter {instruction.step.kind} of {instruction.of.name}",
         )
+        # The layout that the adapter starts from is the one that the value has here.
         if self.now(value) != self.canonical(step.before, value):
             raise InternalError(f"{name} expects {step.before} and gets {self.now(value)}")
         if self.origin[value.name] != instruction.of.name:
             raise InternalError(f"{name} gets {self.origin[value.name]}")
+        # The table says of each adapter and backward between which placements it goes.
         known = TABLE.get((step.kind, step.backward), ("", ""))
         # Without a gradient R and G are the same.
         blur = str.maketrans("G", "R") if not value.requires_grad else {}
         if len(set(step.axes)) != max(1, len(step.axes)) or ("S" in known and len(step.axes) > 1):
             raise InternalError(f"{name} cannot go over {_axes_text(step.axes)}")
+        # On its own axes it does what the table says, on all others nothing.
         for axis in step.axes:
             letters = step.before.placement(axis)[0], step.after.placement(axis)[0]
             if [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
@@ -237,6 +245,7 @@ class _Walk:
                 raise InternalError(f"{name} on {_axes_text(step.axes)} changes {axis}")
         if step.before == step.after:
             raise InternalError(f"{name} changes nothing")
+        # What it joins and cuts has the sizes that the layouts say.
         self.check_cut(step, name)
         result = instruction.result
         made = replace(instruction.of, name=result.name, kind=ValueKind.ACTIVATION, fqn=None)
@@ -245,6 +254,7 @@ class _Walk:
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
         """Check that an adapter is told of the dims it joins and cuts what their layouts say."""
+        # What was cut before is joined, what is cut behind is cut.
         joined = (
             [(step.before, step.dim, step.cut)] if step.kind in (*GATHERS, "all_to_all") else []
         )
@@ -266,6 +276,7 @@ class _Walk:
         originals = dict(self.program.graph.output.leaves())
         for path, value in output.leaves():
             if isinstance(value, LeftOut):
+                # A left-out dict stands for all tensors below it.
                 below = [
                     known for known in originals if known == path or known.startswith(f"{path}.")
                 ]

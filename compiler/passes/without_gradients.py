@@ -37,5 +37,6 @@ def without_gradients(graph: IRGraph) -> IRGraph:
         ),
         output=tree(graph.output),
         signature=tuple((name, tree(node)) for name, node in graph.signature),
+        # All of it is immutable, so every value that occurs anywhere is replaced.
         eval_graph=graph.eval_graph and without_gradients(graph.eval_graph),
     )

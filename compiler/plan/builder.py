@@ -166,6 +166,7 @@ class PlanBuilder:
         self._check_axis(axis)
         found = False
         for body in self.graph.bodies:
+            # Each body numbers its dims for itself, so the dim is looked up in each.
             dims = body.dims
             assert dims is not None
             indices = (
@@ -176,6 +177,7 @@ class PlanBuilder:
             found = found or bool(indices)
             for op in body.ops:
                 if where is None or where(op):
+                    # An operator may have the dim more than once, as attention has heads.
                     factors = [
                         factor
                         for (name, factor), index in dims.factors.items()

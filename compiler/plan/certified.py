@@ -42,11 +42,13 @@ def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:
     covered["outputs"] = {
         path: None if wish == "eval" else wish for path, wish in covered["outputs"].items()
     }
+    # A model of other shapes, or another number of ranks, has other costs.
     given = (*graph.inputs, *graph.parameters)
     tensors = [
         (value.name, [str(size) for size in value.shape], str(value.dtype), value.requires_grad)
         for value in given
     ]
+    # Dynamic sizes are costed with their examples.
     expressions = (expression for value in given for expression in value.shape)
     counted = {
         size.name: size.example for expression in expressions for size in dynamic_sizes(expression)

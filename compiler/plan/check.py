@@ -141,6 +141,7 @@ def _too_small(
     """The factors that have too few elements for the ranks that are to share them, in words, if
     that is what is wrong.
     """
+    # Another mistake than a dim that is too small.
     if not all(strategy in strategies(rule) for strategy in assignment.values()):
         return None
     told = []

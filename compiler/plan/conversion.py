@@ -92,12 +92,15 @@ def convert(
             f"no conversion from {source} to {target} on mesh {mesh}", why="their shapes differ"
         )
     density = source.density
+    # A state has cuts in place of atoms: what is not cut has no part in a conversion.
     state = State.of(source, mesh, differentiable=differentiable)
     goal = State.of(target, mesh, differentiable=differentiable)
     before = _build(shape, state, density)
+    # Rows that a router chose are nowhere else: no adapter moves them.
     if density is not None and _cuts_of(state, density.dims) != _cuts_of(goal, density.dims):
         return (AdapterStep(REGROUP, mesh.names, before, _build(shape, goal, density)),)
     steps: list[AdapterStep] = []
+    # The moves of the search become steps, each with the layouts around it.
     for move in moves(state, goal, mesh):
         steps.append(_step(move, before, _build(shape, move.after, density), mesh))
         before = steps[-1].after
@@ -112,6 +115,7 @@ def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
     """A move with its sizes. A rank describes the dim that it joins as it lies before the step, and
     the dim that it cuts as it lies behind it.
     """
+    # ``dim`` and ``cut`` are joined, ``to_dim`` and ``to_cut`` are cut: an all-to-all has both.
     dim = cut = to_dim = to_cut = None
     if move.source is not None:
         dim, cut = (
@@ -123,6 +127,7 @@ def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
             move.to.dim,
             _cut(after, move.to.key, move.count, mesh, exclude=move.axes[0]),
         )
+    # A slice joins nothing.
     if move.kind in SLICES:
         dim, cut, to_dim, to_cut = to_dim, to_cut, None, None
     return AdapterStep(move.kind, move.axes, before, after, move.backward, dim, cut, to_dim, to_cut)
@@ -180,10 +185,12 @@ def _build(shape: tuple[Size, ...], state: State, density: Density | None) -> La
     dims: list[Dim] = []
     for dim, size in enumerate(shape):
         atoms: list[Atom] = []
+        # Elements of the dim outside of the next atom.
         outer: Size = 1
         for place in state.places:
             if place.dim != dim:
                 continue
+            # What lies between two cuts is one uncut atom, left out where it is 1.
             gap = quotient(place.outer, outer)
             if gap != 1:
                 atoms.append(Atom((gap,)))

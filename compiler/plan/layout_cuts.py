@@ -97,6 +97,8 @@ def in_order(places: Iterable[Place]) -> tuple[Place, ...]:
     for dim in sorted(by_dim):
         left = by_dim[dim]
         while len(left) > 1:
+            # The outermost place is the one whose end all others are inside of: it divides where
+            # they begin.
             first = next(
                 p
                 for p in left

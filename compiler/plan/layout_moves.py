@@ -170,14 +170,17 @@ def _shapeless_move(now: State, changes: Mapping[str, tuple[str, str]]) -> Move:
     over all axes on which it is to be G. If these are the same axes, one adapter does both.
     [Note: One sum over several axes]
     """
+    # By what an axis is now, and what it becomes.
     made_whole = tuple(axis for axis, (a, _) in changes.items() if a == "P")
     grad_summed = tuple(axis for axis, (_, b) in changes.items() if b == "G")
     grad_kept = tuple(axis for axis, (a, _) in changes.items() if a == "G")
     kept = tuple(axis for axis, (_, b) in changes.items() if b == "P")
+    # Summing comes first, on the way P -> R -> G. Only then is anything kept on one rank.
     if made_whole or grad_summed:
         axes, change = _step_between(("P", "R", "G"), made_whole, grad_summed)
     else:
         axes, change = _step_between(("G", "R", "P"), grad_kept, kept)
+    # One adapter changes all its axes at once.
     after = now
     for axis in axes:
         after = _lettered(after, axis, change[1])

@@ -29,6 +29,7 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
         if value is None or isinstance(value, IRValue)
     ]
     paths = [path for path, value in leaves if value is not None]
+    # "auto": training makes the loss alone, where that is known to be the loss.
     if config.outputs == "auto":
         loss = None if config.plan_ngpus == 1 or config.inference_only else _trained_loss(graph)
         return {} if loss is None else {path: "eval" for path, _ in leaves if path != loss}

@@ -196,6 +196,8 @@ class Plan:
             "outputs": {path: layout(item) for path, item in self.outputs.items()},
             "notes": [vars(note) for note in self.notes],
             "recompute": list(self.recompute),
+            # Fields with their usual value are left out, so that plans stay short and old ones are
+            # read.
             **({"zero": self.zero} if self.zero else {}),
             **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
             **({"batch": self.batch.to_json()} if self.batch is not None else {}),

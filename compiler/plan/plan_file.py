@@ -59,6 +59,7 @@ def _each(item: Check) -> Check:
     def check(value: Any, where: str) -> str | None:
         if not isinstance(value, Mapping):
             return f"{where} is {value!r}, not an object"
+        # The first problem, if there is one.
         return next(
             (
                 p
@@ -90,6 +91,7 @@ def _object(keys: Mapping[str, Key]) -> Check:
         name = where or "the file"
         if not isinstance(value, Mapping):
             return f"{name} holds {type(value).__name__}, not an object"
+        # Unknown keys before missing ones: a misspelled key is both.
         for key in value:
             if key not in keys:
                 return f"{name} has a key {key!r}: {did_you_mean(key, tuple(keys))}"

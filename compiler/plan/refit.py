@@ -71,11 +71,13 @@ def _resized(mesh: Mesh, num_ranks: int, axis_sizes: Mapping[str, int]) -> Mesh:
     sized = Mesh(tuple((name, axis_sizes.get(name, size)) for name, size in mesh.axes))
     if sized.size == num_ranks:
         return sized
+    # The axis to take what is missing: one of data parallelism, or the only one there is.
     free = [name for name in mesh.names if name not in axis_sizes]
     taker = next(
         (name for name in DATA_AXES if name in free),
         free[0] if len(free) == 1 and len(mesh.names) == 1 else None,
     )
+    # Ranks per position of that axis.
     others = sized.size // sized.axis_size(taker) if taker else 0
     if taker is None or num_ranks % others:
         raise PlanError(
@@ -98,6 +100,7 @@ def _stages(plan: Plan, mesh: Mesh) -> tuple[StagePlan, ...]:
     """
     if not plan.stages or mesh == plan.mesh:
         return plan.stages
+    # A stage is the position of its ranks along ``pp``, if all of them are at one.
     positions = (
         []
         if "pp" not in plan.mesh.names
@@ -170,6 +173,7 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
         value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn
     }
     inputs = {value.name: value for value in graph.inputs}
+    # Names of what is there no more.
     known = (
         ("operator", plan.strategies, ops),
         ("parameter or buffer", plan.stored, tensors),
@@ -182,6 +186,7 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
         for name in names
         if name not in there
     ]
+    # Strategies that the operators have, at the new sizes.
     for name, assignment in plan.strategies.items():
         if name in ops:
             problems += _refused(

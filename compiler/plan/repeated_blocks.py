@@ -133,6 +133,7 @@ def group_blocks(program: Program) -> list[Item]:
     """The body with the instructions of repeated runs put together. A container that occurs once,
     or never twice alike, stays inline.
     """
+    # Stretches of instructions, which of their updates they can do, and until when values are read.
     stretches = _stretches(program.body)
     updates = _updates_inside(program, stretches)
     last_read = _last_reads(program, stretches, updates)
@@ -140,12 +141,14 @@ def group_blocks(program: Program) -> list[Item]:
     counts: dict[Hashable, int] = {}
     for position, ((container, region), instructions) in enumerate(stretches):
         run = None
+        # Short runs are not worth a method; a recompute region always is one.
         if region is not None or (container is not None and len(instructions) >= MIN_RUN):
             run = _run(
                 container, region, instructions, position, last_read, updates.get(position, ())
             )
             counts[run.key] = counts.get(run.key, 0) + 1
         runs.append((instructions, run))
+    # Runs of equal keys become calls of one method.
     items: list[Item] = []
     for instructions, run in runs:
         items += (
@@ -181,6 +184,7 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
             in_region, lambda instruction: container_of(path_of(instruction))
         ):
             stretches.append(((container, None), list(inside)))
+    # The stretches that read each value.
     readers: dict[str, set[int]] = {}
     for position, (_, instructions) in enumerate(stretches):
         for instruction in instructions:
@@ -212,6 +216,7 @@ def in_front(
     Two kinds stay inside if nothing but the stretch needs them: adapters of weights, and gathers in
     a recompute region. ``is_read_later``: whether anything after the stretch reads a value.
     """
+    # Made inside of the stretch: what follows from it cannot go in front.
     made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
     front: list[Instruction] = []
     for instruction in instructions:
@@ -222,6 +227,7 @@ def in_front(
             if instruction.value.name not in made and (shared or not stays):
                 front.append(instruction)
             else:
+                # It stays, and so does what is adapted further from it.
                 made.add(instruction.result.name)
     return front
 
@@ -256,6 +262,7 @@ def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tup
     container's buffers, which nothing after it reads. A recompute region does none, as it runs
     twice.
     """
+    # Where each value is made, and where it is read last.
     made: dict[str, int] = {}
     last: dict[str, int] = {}
     for position, (_, instructions) in enumerate(stretches):
@@ -265,6 +272,7 @@ def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tup
     inside: dict[int, tuple[Update, ...]] = {}
     for before, after in program.buffer_updates:
         position = made.get(after.name, -1)
+        # The stretch that makes the new value.
         container, region = stretches[position][0]
         own = position >= 0 and region is None and weight_path(before, container) is not None
         if own and last.get(before.name, -1) <= position:
@@ -323,11 +331,13 @@ def _run(
         # Inputs have no name in common, but one method can take those of one shape and dtype alone.
         return ("in", list(inputs).index(value.name), value.shape, value.dtype)
 
+    # Two layers are alike if their instructions are, token by token.
     keys = []
     for instruction in instructions:
         keys.append(instruction_key(instruction, token, container, symbols))
         for value in writes(instruction):
             made[value.name] = len(made)
+    # What anything behind the run reads.
     outputs = tuple(
         value
         for i in instructions

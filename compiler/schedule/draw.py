@@ -21,6 +21,7 @@ def draw_text(timeline: Timeline, width: int | None = None) -> str:
         width: the most characters in a line. Without it the drawing is as wide as the full name of
             each action needs.
     """
+    # Columns are seconds times ``scale``; the name of the rank stands in front.
     margin = len(f"rank {len(timeline.spans) - 1} ")
     scale = _chars_per_second(timeline, None if width is None else width - margin)
     lines = []

@@ -83,6 +83,7 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
             and cell.
     """
     rows: list[tuple[ScheduleAction, ...]] = []
+    # A stage belongs to the rank in whose line it is met first.
     owner: dict[int, tuple[int, int]] = {}  # stage -> (rank, line)
     for line, row in enumerate(text.splitlines(), start=1):
         if not row.strip() or row.lstrip().startswith("#"):
@@ -109,6 +110,7 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
             where=where,
             hint="write one line per rank, for example 0F0,0B0",
         )
+    # Stages are counted from 0 without a gap.
     absent = next((stage for stage in range(max(owner)) if stage not in owner), None)
     if absent is not None:
         raise PlanError(
@@ -147,6 +149,7 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
         PlanError: not JSON, a field missing, unknown or of the wrong type, an action that is none;
             names the line.
     """
+    # Checked from the outside in: JSON, its keys, the types of its fields, each action.
     try:
         data = parse_json(text)
     except json.JSONDecodeError as error:

@@ -274,6 +274,7 @@ class ScheduleMethod:
                 hint=f"make {num_ranks * self.min_chunks} stages for {num_ranks} ranks, or choose "
                 "another schedule",
             )
+        # Interleaved schedules take microbatches in rounds of as many as there are ranks.
         if self.whole_rounds and num_microbatches % num_ranks:
             below = num_microbatches // num_ranks * num_ranks
             counts = f"{below} or {below + num_ranks}" if below else f"{num_ranks}"

@@ -200,10 +200,12 @@ class _Run:
         index = len(self.spans[rank])
         if index == len(self.schedule.actions[rank]):
             return None
+        # It waits for the action before it on its rank, and for all that makes what it uses.
         action = self.schedule.actions[rank][index]
         ready = max(
             self.spans[rank][-1].end_s if index else 0.0, self.begins_s.get(action.stage, 0.0)
         )
+        # From another rank a message comes after it.
         for other, other_index in self.waits[rank][index]:
             if other_index >= len(self.spans[other]):
                 return None

@@ -57,6 +57,7 @@ def check_complete(schedule: Schedule) -> None:
         PlanError: names the action, its rank and its place.
     """
     _check_sizes(schedule)
+    # Every action at most once, then every cell of stages x microbatches.
     seen: set[ScheduleAction] = set()
     for rank, actions in enumerate(schedule.actions):
         for index, action in enumerate(actions):

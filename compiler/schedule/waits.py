@@ -40,6 +40,7 @@ def waits_of(schedule: Schedule, dataflow: Dataflow) -> Waits:
     def waits(action: ScheduleAction) -> Iterator[Position]:
         stage, microbatch = action.stage, action.microbatch
         match action.kind:
+            # A rank with stages 0 and 2 runs 0F0 before 2F0, whatever the order of its list.
             case ActionKind.FORWARD:
                 for source in dataflow.sources[stage]:
                     yield forward[source, microbatch]

@@ -96,6 +96,7 @@ def _audit(
     times: OperatorTimes | None,
     num_microbatches: int,
 ) -> PlanCost:
+    # Stages have a schedule; one mesh has a body, and what follows its backward.
     if isinstance(program, PipelineProgram):
         memory = pipeline_memory(program, config, optimizer)
         return pipeline_cost(program, config, hardware, optimizer, times, memory)
@@ -111,12 +112,14 @@ def _audit(
         num_microbatches=num_microbatches,
     )
     activities, step_s = _timeline(body, reduction, config, program, num_microbatches)
+    # Every microbatch runs the body; gradients are summed and parameters updated once.
     comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
     inside_s = sum(comm_s.values())
     comm_bytes = {name: num_microbatches * num_bytes for name, num_bytes in body.comm_bytes.items()}
     for name, (seconds, num_bytes) in reduction.messages.items():
         comm_s[name], comm_bytes[name] = seconds, num_bytes
     compute_s = num_microbatches * body.compute_s + reduction.accumulation_s + reduction.optimizer_s
+    # What is left of the step: neither computing nor communicating.
     idle_s = max(0.0, step_s - compute_s - inside_s - reduction.exchange.total_s)
     memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
     ranks = range(config.plan_ngpus)

@@ -60,6 +60,7 @@ def elements_sent(
         "reduce_scatter": share * after,
         "all_reduce": 2 * share * before,
     }
+    # ``grad_all_reduce`` and ``reduce_scatter`` have one backward each; the others name theirs.
     backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(
         kind, backward
     )

@@ -99,6 +99,7 @@ def _local_tensors(
     assert rule is not None
     # By name of a factor, the sizes of its segments: uncut, and on this rank.
     whole = {factor.name: tuple(map(estimated_size, factor.segments)) for factor in rule.factors}
+    # Operands and results by themselves, as an exchange cuts other factors of each.
     sides = []
     for cuts in (dict(of_operands), dict(of_results)):
         local = {
@@ -106,6 +107,7 @@ def _local_tensors(
             for name, sizes in whole.items()
         }
         sides.append((cuts, local))
+    # A parallel form may give a result whole although its factor is cut.
     exceptions = _exceptions(rule, dict(of_results))
 
     def tensors(
@@ -117,6 +119,7 @@ def _local_tensors(
             uncut = exceptions.get((side, index))
             sizes = local if uncut is None else {**local, **_without_axes(whole, cuts, uncut)}
             shape = tuple(_dim_size(dim, sizes) for dim in refs)
+            # Rows of chosen experts: only the pairs that routing chose are stored.
             density = rule.densities[side][index] if rule.densities else None
             if density is not None:
                 experts = refs[0][0].factor if refs[0] else ""  # a single expert is no factor

@@ -116,12 +116,14 @@ class PlanCost:
 
     def __str__(self) -> str:
         """A few lines: the step, and each kind of rank."""
+        # The step as a whole, each kind of rank with its time and memory, then messages.
         lines = [
             (
                 f"step {amount(self.step_s, 's')} on {self.hardware}, peak memory "
                 f"{amount(self.peak_bytes, 'B')}"
             )
         ]
+        # Only pipelines have a bubble.
         if self.bubble:
             lines[0] += f", bubble {self.bubble:.1%}"
         # Ranks that cost the same share one line.

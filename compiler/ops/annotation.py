@@ -64,6 +64,7 @@ class _Fit:
                 f"{len(self.annotation.results)} result terms for {len(self.op.results)} results",
                 span,
             )
+        # ``* k+, n k+ -> * n``: the star has as many dims everywhere.
         star = self.star_size([*operand_terms, *self.annotation.results])
         operands = [
             self.expand(term, value, star, name)
@@ -77,6 +78,7 @@ class _Fit:
                 zip(self.annotation.results, self.op.results, strict=True)
             )
         ]
+        # First which names there are and what they are, then the size of each.
         kinds = self.kinds([*operands, *results], results)
         segments = self.infer_sizes([*operands, *results])
         # Factors of size 1 are left out, so that broadcast operands need no rules of their own.
@@ -97,6 +99,7 @@ class _Fit:
         terms, operands = self.annotation.operands, self.op.operands
         if not terms and len(operands) == 1:  # no term, or that of a scalar: they are written alike
             terms = (Term((), (0, 1)),)
+        # A term for each operand, in order.
         if len(terms) == len(operands) and not self.by_parameter:
             return list(terms)
         if len(terms) < len(operands) and not self.by_parameter:
@@ -109,6 +112,8 @@ class _Fit:
                 f"{len(terms)} operand terms for {len(self.parameters) or len(operands)} arguments",
                 terms[-1].span,
             )
+        # ``register_op``: a term for each parameter, those that are no tensors included. A list of
+        # tensors takes one term.
         by_name = dict(zip(self.parameters, terms, strict=False))
         matched = []
         for key, value in self.op.args:
@@ -129,6 +134,7 @@ class _Fit:
             star = next((dim for dim in term.dims or () if isinstance(dim, Star)), None)
             if star is None or term.dims is None:
                 continue
+            # The dims that the other terms leave over.
             here = value.ndim - (len(term.dims) - 1)
             if here < 0 or (count is not None and here != count):
                 self.fail(
@@ -143,6 +149,7 @@ class _Fit:
         """The names in each dim of one tensor, stars replaced by ``*0 *1 ...`` and ``?`` by frozen
         names of its own.
         """
+        # ``?``: nothing is said of this tensor, so it stays whole.
         if term.dims is None:
             own = tuple(
                 (Name(f"?{value.name}{i}", term.span, FactorKind.FROZEN),)
@@ -160,6 +167,7 @@ class _Fit:
         return tuple(dims), value, what
 
     def kinds(self, tensors: list[_Expanded], results: list[_Expanded]) -> dict[str, FactorKind]:
+        # The marks: a name may carry ``+`` or ``^`` at any of its places, but one of them only.
         kinds: dict[str, FactorKind] = {}
         for name in _names(tensors):
             known = kinds.setdefault(name.name, name.kind)
@@ -179,6 +187,7 @@ class _Fit:
                         f"mark it {name.name}^, or name one of them anew",
                     )
                 seen.add(name.name)
+        # A name that a result lacks must say what happens to it: summed, or whole.
         in_results = [{name.name for name in _names([result])} for result in results]
         for name in _names(tensors):
             everywhere = all(name.name in names for names in in_results)
@@ -197,6 +206,7 @@ class _Fit:
 
     def infer_sizes(self, tensors: list[_Expanded]) -> dict[str, tuple[Size, ...]]:
         """The segments of every factor, in order of appearance."""
+        # Sizes that are written down come first, ``(g=8 r)``.
         sizes: dict[str, tuple[Size, ...]] = {}
         for name in _names(tensors):
             given = self.given.get(name.name, name.sizes)
@@ -238,12 +248,14 @@ class _Fit:
         """Check one dim, or take the size of its only unknown factor from it; ``False`` if it has
         several.
         """
+        # ``name#1`` is a segment of a concatenation: its size cannot be divided out.
         unknown = [name for name in dim if name.name not in sizes]
         if len(unknown) > 1 or any(name.segment is not None for name in unknown):
             return False
         known = product(self.name_size(name, sizes) for name in dim if name.name in sizes)
         where = f"dim {index} of {what} has size {size}"
         if not unknown:
+            # Every size is known: they have to make up the dim.
             if known != size:
                 span = (dim[0].span[0], dim[-1].span[1]) if dim else self.term_span(what)
                 text = " x ".join(name.name for name in dim) or "the dim as written"

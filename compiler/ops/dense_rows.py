@@ -34,6 +34,7 @@ def stored(operands: Sequence[Tensor], densities: Sequence[Density | None]) -> l
 
 def dense(results: Sequence[Any], operands: Sequence[Any], densities: Densities) -> list[Tensor]:
     """The results as the rule speaks of them. ``operands``: as :func:`stored` gives them."""
+    # Which expert gets which token, as the operator itself has told it.
     routing = next(x for x in (*results, *operands) if isinstance(x, Routing))
     mask = _mask(routing)
     found: list[Tensor] = []
@@ -42,6 +43,8 @@ def dense(results: Sequence[Any], operands: Sequence[Any], densities: Densities)
             found.append(y)
         elif density.dims == 2:
             found.append(mask)
+        # The rows that are there lie in their places of ``[experts x tokens, hidden]``, among
+        # zeros.
         else:
             whole = y.new_zeros(mask.numel(), *y.shape[1:])
             found.append(whole.index_put((mask.reshape(-1).nonzero().squeeze(1),), y))

@@ -63,6 +63,7 @@ def _definition(opdef: UserOpDef) -> str:
 
 def rule_text(rule: OpRule) -> str:
     """A rule as text: equal for rules from which the same programs follow."""
+    # Functions count by what they compute, not by where they stand.
     form = rule.parallel
     parallel = form and (
         form.target,
@@ -71,6 +72,7 @@ def rule_text(rule: OpRule) -> str:
         form.local_args and function_digest(form.local_args),
     )
     return repr(
+        # Sets have no order of their own.
         (
             *(rule.annotation, rule.factors, rule.operands, rule.results, rule.additive),
             *(
@@ -152,6 +154,8 @@ class _Reader:
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, type):
+            # A class is what it and its bases define; those of libraries change with the version of
+            # these.
             own = [
                 part
                 for base in value.__mro__
@@ -172,10 +176,12 @@ class _Reader:
                 *value._backend_fns.values(),
             )
             return [word for part in parts for word in self.read(part)]
+        # Other callables, such as builtins, have no source to read.
         script = getattr(value, "_torchdynamo_inline", None)  # a scripted or compiled function
         return self.read(script) if script is not None else []
 
     def _function(self, function: FunctionType) -> list[str]:
+        # What a function computes with: its code, defaults, captured variables and globals.
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         parts: list[Any] = [
             function.__code__,
@@ -189,6 +195,7 @@ class _Reader:
                 continue
             found = function.__globals__[name]
             parts.append(found)
+            # ``helpers.scale``: of a module of the user's, the attributes that this code may mean.
             if isinstance(found, ModuleType) and found.__name__.partition(".")[0] not in _LIBRARIES:
                 parts += [vars(found)[attribute] for attribute in names if attribute in vars(found)]
         return [word for part in parts for word in self.read(part)]

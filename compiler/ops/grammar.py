@@ -128,6 +128,7 @@ class _Parser:
         return self.next()
 
     def annotation(self) -> Annotation:
+        # ``operands -> results``
         operands = self.terms("->")
         if not self.accept("->"):
             what = (
@@ -166,6 +167,7 @@ class _Parser:
         return Term(tuple(dims), (start, max(start + 1, self.tokens[self.index - 1].span[1])))
 
     def dim(self) -> tuple[Name, ...] | Star:
+        # ``*``, ``(a b)``, ``1`` or a name
         if star := self.accept("*"):
             return Star(star.span, self.mark())
         if self.accept("("):
@@ -185,8 +187,10 @@ class _Parser:
         name = self.expect("name", "a name, '1', '(' or '*'")
         sizes: tuple[int, ...] | None = None
         segment = None
+        # ``h=12``
         if self.accept("="):
             sizes = (int(self.expect("number", "a size").text),)
+        # ``c[4|8]``: a concatenation of segments
         elif self.accept("["):
             numbers = [int(self.expect("number", "the size of a segment").text)]
             while self.accept("|"):
@@ -194,6 +198,7 @@ class _Parser:
             if not self.accept("]"):
                 raise _SyntaxError("expected '|' or ']'", self.token.span)
             sizes = tuple(numbers)
+        # ``c#1``: one segment of it
         elif self.accept("#"):
             segment = int(self.expect("number", "the index of a segment").text)
         return Name(name.text, name.span, self.mark(), sizes, segment)

@@ -38,6 +38,7 @@ def read_index(index: Arg, shape: Shape) -> tuple[Item, ...] | None:
     ``None`` if the index holds truth values, slices bounded by tensors, or places written out in
     lists.
     """
+    # ``x[i]`` is ``x[(i,)]``.
     args = index if isinstance(index, tuple) else (index,)
     if any(_is_opaque(arg) for arg in args):
         return None
@@ -45,6 +46,7 @@ def read_index(index: Arg, shape: Shape) -> tuple[Item, ...] | None:
     num_read = sum(arg is not None and arg is not Ellipsis for arg in args)
     if num_read > len(shape):
         return None
+    # Dims behind the index are taken whole.
     rest = (slice(None),) * (len(shape) - num_read)
     place = next((i for i, arg in enumerate(args) if arg is Ellipsis), len(args))
     items, dim = [], 0

@@ -67,6 +67,7 @@ def _selective_scan(
         _if(gate, "b d l^"),
         _if(bias, "d"),
     ]
+    # Whether the last state is returned as well.
     return_last_state = options[1]
     return f"{', '.join(terms)} -> b d l^{', b d n^' if return_last_state else ''}"
 
@@ -185,6 +186,7 @@ def known_loop(function: Any) -> KnownLoop | None:
     if loop is None or not function.__module__.startswith(LIBRARY):
         return None
     parameters = inspect.signature(function).parameters.values()
+    # The library may add options; what the rule speaks of must be there, with the same defaults.
     named = [
         p
         for p in parameters

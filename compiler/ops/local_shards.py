@@ -36,6 +36,7 @@ def shards(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) ->
     """What each rank holds of ``x``, by rank; summands along ``P`` axes are random."""
     summands = _summands(x, [mesh.axis_size(axis) for axis in layout.partial], generator)
     pieces = []
+    # The rank's number among those that hold summands, counted along the ``P`` axes in turn.
     for coords in mesh.all_coords():
         number = 0
         for axis in layout.partial:
@@ -119,6 +120,7 @@ def largest_difference(x: Tensor, reference: Tensor) -> float:
         return 0.0
     if not is_continuous(x):
         return float((x != reference).any())
+    # The usual case first, as it needs no copies.
     finite = reference.isfinite()
     if finite.all():
         difference = float((x - reference).abs().max())

@@ -27,20 +27,24 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
         for factor in dict.fromkeys((*sides[1], *sides[0]))
     }
     axes = {f: cut for f, cut in axes.items() if any(mesh.axis_size(a) > 1 for a in cut)}
+    # Arguments that are sizes: ``view(8, 12, 64)`` becomes ``view(8, tp.local_size(12), 64)``.
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
+    # A split that needs communication inside is run by another function.
     if rule.parallel is not None and (
         rule.random or any(factor in axes for factor in rule.parallel.factors)
     ):
         form, local = rule.parallel, local_sizes(rule, axes, mesh)
         for axis in mesh.names:
             exchanged = exchange(assignment.get(axis, "R"))
+            # Of an exchange the function needs both sizes: with the axis's cut, and without.
             if exchanged and mesh.axis_size(axis) > 1:
                 whole = {f: tuple(a for a in cut if a != axis) for f, cut in axes.items()}
                 local = replace(
                     local, exchange=Exchanged(axis, *exchanged, local_sizes(rule, whole, mesh))
                 )
         keywords: dict[str, tuple[AxisRef, ...]] = {}
+        # It is told of the axes that cut each factor: ``class_axes=tp``.
         for factor, keyword in form.keywords.items():
             if factor in axes:
                 keywords[keyword] = keywords.get(keyword, ()) + tuple(
@@ -61,6 +65,8 @@ def local_sizes(
     offsets: dict[str, Size] = {}
     for factor in rule.factors:
         sizes, start = list(factor.segments), 0
+        # A rank has a piece of each segment. Its first element is counted along the axes, outermost
+        # first.
         for axis in axes.get(factor.name, ()):
             start += offset(sizes[0], axis)
             if mesh.axis_size(axis) > 1 or not spelled:

@@ -52,6 +52,7 @@ def unpatched() -> Iterator[Mapping[Any, str]]:
     For those that cannot be, a stand-in that nobody calls is there: the block gets these, with the
     names they stand for.
     """
+    # Functions that somebody has replaced, such as a profiler that wraps ``F.linear``.
     replaced = _replaced()
     values = [vars(place.owner)[name] for place, name in replaced]
     stand_ins: dict[Any, str] = {}

@@ -88,6 +88,7 @@ def _digest(op: IROp, opdef: UserOpDef, rule: OpRule, versions: str) -> str:
     ]
     functions = [opdef.function, opdef.input_gen]
     functions += [resolve_name(rule.parallel.target)] if rule.parallel is not None else []
+    # Versions, the rule, the example call with its operands, and what the function computes.
     return digest_of(
         [
             *(
@@ -199,6 +200,7 @@ def _wrong(op: IROp, sample: Sample, failures: list[Trial], count: int) -> Annot
 
 def _advice(trial: Trial, rule: OpRule) -> Iterator[str]:
     """How to mend a rule of which a trial failed."""
+    # The strategy that fails tells which claim of the annotation is wrong.
     for strategy in trial.assignment.values():
         name = split_factor(strategy)
         if name is not None:

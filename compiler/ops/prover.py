@@ -199,6 +199,8 @@ class OperatorCall:
         training: bool,
         seed: int,
     ) -> OperatorCall:
+        # Arguments by parameter; each tensor is an operand, and becomes a value of a graph of one
+        # call.
         opdef, bound_args, bound_kwargs = _resolve(operator, args, kwargs)
         bound = dict(opdef.bind(bound_args, bound_kwargs))
         operands = [
@@ -217,6 +219,7 @@ class OperatorCall:
         )
         op = IROp("call", opdef.name, tuple(zip(bound, named, strict=True)), ())
         call = cls(op, OpRule("", (), (), ()), [x.detach() for x in operands], training, seed)
+        # Results are known by running the call; rules may depend on their shapes.
         results = call._example_results(operator, args, kwargs)
         op = replace(
             op,
@@ -266,23 +269,27 @@ class OperatorCall:
 
     def trial(self, assignment: Assignment, mesh: Mesh, whole: _Whole) -> Trial:
         """Run the call split as ``assignment`` says and compare."""
+        # What a rank would do: its pieces of the operands, and its local call.
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
         local = localise(self.op, self.rule, assignment, mesh)
         source = call_source(local, lambda value: value.name, to_python)
         trial = Trial(mesh, assignment, source)
         if not allowed(self.rule, assignment, mesh):
             return replace(trial, skipped=True)
+        # All ranks as threads, then the pieces of results and gradients put together.
         outcomes = self._run_split(local, assignment, mesh, whole)
         if isinstance(outcomes, Exception):
             known = isinstance(outcomes, DisagreementError)
             return replace(
                 trial, failure=str(outcomes) if known else f"{type(outcomes).__name__}: {outcomes}"
             )
+        # A rank without a gradient would leave the others waiting in backward.
         lost = self._lost_gradient(whole, outcomes)
         if lost is not None:
             return replace(trial, failure=lost)
         tolerance = max(accepted(x) for x in (*self.operands, *whole.outcome.results))
         worst = 0.0
+        # Each result and each gradient of an operand, against that of the unsplit call.
         for what, reference, pieces, layout in self._comparisons(
             whole, outcomes, operand_layouts, result_layouts
         ):
@@ -290,6 +297,7 @@ class OperatorCall:
                 error = largest_difference(joined(pieces, layout, mesh, tolerance), reference)
             except DisagreementError as disagreement:
                 return replace(trial, failure=f"{what}: {disagreement}")
+            # Also true of NaN, which compares with nothing.
             if not error <= tolerance:
                 return replace(trial, failure=f"{what} is wrong by {error:.1e}", error=error)
             worst = max(worst, error)
@@ -433,6 +441,7 @@ class OperatorCall:
         results = self._results(source, scope, inputs)
         wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
         received: list[Tensor | None] = [None] * len(inputs)
+        # Gradients are sent into the results as the trial says, and received at the inputs.
         if grads is not None and wanted:
             sent = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
             for i, (y, g) in enumerate(zip(results, grads, strict=True)):

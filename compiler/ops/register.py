@@ -151,10 +151,12 @@ def register_op(
             "each",
             hint="leave it out and keep the function at the top level of a module, or pass emit=",
         )
+    # A wrong annotation is refused here, at the decorator.
     if isinstance(annotation, str):
         parse(annotation)
 
     def register(function: Function) -> Function:
+        # The name under which a generated file imports it.
         path = _import_path(function)
         _check_free(function, name or path)
         registered = _dispatched(function, fake)
@@ -165,6 +167,7 @@ def register_op(
             if grad_linear is None
             else grad_linear
         )
+        # From here on it is an operator like those of the tables.
         opdef = UserOpDef(
             name or path,
             signature,
@@ -321,6 +324,7 @@ def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
         _is_function_class(function)
         and function.setup_context is torch.autograd.Function.setup_context
     ):
+        # The first parameter is ``ctx``.
         parameters = parameters[1:]  # ctx
         signature = signature.replace(parameters=parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -340,6 +344,7 @@ def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
         return str(inspect.Signature(plain))[1:-1], None
     bare = [p.replace(default=inspect.Parameter.empty, kind=_named(p.kind)) for p in plain]
 
+    # Called with the arguments of the model: it makes them complete.
     def filled(
         args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -391,6 +396,7 @@ def _rule_maker(
 ) -> Callable[[IROp], OpRule]:
     def make(op: IROp) -> OpRule:
         opdef = registry.OPS[op.target]
+        # The annotation may depend on the call.
         text = annotation if isinstance(annotation, str) else annotation(*_positional(opdef, op))
         if isinstance(text, OpRule):
             return text
@@ -410,6 +416,7 @@ def _rule_maker(
             raise AnnotationError(
                 f"register_op: {op.target} has no parameter {unknown[0]!r}", hint=hint
             )
+        # Joint in all operands, or in the groups that the user has named.
         everything = (frozenset(range(len(op.operands))),) if op.operands else ()
         sets: tuple[frozenset[int], ...] = everything if linear is True else linear_sets(op, *joint)
         return replace(

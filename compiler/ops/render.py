@@ -68,6 +68,7 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
         return argument_source(arg, name_of, size_text)
 
     opdef = registry.get(op.target)
+    # No operator of the tables: the call is written with the names that it was recorded with.
     if opdef is None:
         function = op.target
         words = [
@@ -79,12 +80,14 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
             words[0] = text(op.args[0][1])
         return f"{function}({', '.join(words)})"
     texts: dict[str, str | tuple[str, ...]] = {}
+    # ``x.view(2, 3)``: an argument that stands for several.
     star = {parameter.name for parameter in opdef.parameters if parameter.star}
     for name, arg in op.args:
         if opdef.code == "[]" and name == "index":
             texts[name] = index_source(arg, name_of, size_text)
         else:
             texts[name] = tuple(map(text, arg)) if name in star else text(arg)
+    # What has a default is written by keyword, unless it is a tensor.
     optional = {
         parameter.name for parameter in opdef.parameters if parameter.default is not REQUIRED
     }
@@ -100,9 +103,11 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
     """
 
     def text(arg: Arg) -> str:
+        # Arguments may hold others.
         return argument_source(arg, name_of, size_text)
 
     match arg:
+        # What the graph stands for: values, sizes, and what only the rank knows.
         case IRValue():
             return name_of(arg)
         case sympy.Expr():
@@ -115,6 +120,7 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
             return "self.rng"
         case AxisRef():
             return axis_variable(arg.name)
+        # A value that follows the mode of the module.
         case WhenTraining(train=True, eval=False):
             return "self.training"
         case WhenTraining(train=False, eval=True):
@@ -210,6 +216,7 @@ def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
     A tuple within the tuple is a list of positions.
     """
 
+    # One item between the brackets: ``1:n``, ``[0, 2]``, ``None``, a name.
     def text(item: Arg) -> str:
         if isinstance(item, slice):
             start, stop, step = (
@@ -234,6 +241,7 @@ def imports_of(op: IROp) -> set[str]:
     code = op.target if opdef is None else _code(opdef, op)
     if opdef is not None and opdef.imports is not None:
         statements.update(opdef.imports)
+    # By where the call's function comes from: the tables, the runtime, the user's module, torch.
     elif _is_runtime_function(code):
         module, _, function = code.rpartition(".")
         statements.add(f"from {module} import {function}")

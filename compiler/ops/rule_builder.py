@@ -78,6 +78,7 @@ def annotation_text(
     by_name = {factor.name: factor for factor in factors}
     seen: set[str] = set()
 
+    # ``h[4|8]#0^``: segments and mark stand at the first place only.
     def ref_text(ref: FactorRef) -> str:
         factor = by_name[ref.factor]
         first = ref.factor not in seen
@@ -128,6 +129,7 @@ def linear_sets(op: IROp, *joint: tuple[str, ...]) -> tuple[frozenset[int], ...]
     # Truth values have no sum.
     if torch.bool in dtypes:
         return ()
+    # ``tensors[2]`` is an element of the parameter ``tensors``.
     owners = [name.partition("[")[0] for name in op.operand_names]
     found = []
     for names in joint:

@@ -111,6 +111,7 @@ def sample_calls(op: IROp, opdef: UserOpDef) -> Iterator[Sample | UnusableError]
     # Ranks as threads share one backward thread of a GPU.
     if torch.cuda.is_available() and rule.parallel is None:
         devices.append("cuda")
+    # The cheapest and most telling call first; the caller stops at one that is of use.
     for device in devices:
         for in_float64 in (True, False):
             for sizes in _sizes(op, rule):
@@ -126,6 +127,7 @@ def sample_calls(op: IROp, opdef: UserOpDef) -> Iterator[Sample | UnusableError]
 def _static(op: IROp) -> IROp:
     """The call with the sizes of the dummy arguments in the place of dynamic ones."""
 
+    # A size that depends on symbols, at the example of each.
     def number(size: Any) -> Any:
         if not isinstance(size, sympy.Basic):
             return size
@@ -183,11 +185,13 @@ def _sample(
         raise UnusableError(
             f"its tensors have {number} elements together, and the annotation leaves no dim smaller"
         )
+    # ``input_gen`` gives all operands, or the prover makes all of them.
     operands = _generated(op, opdef) if opdef.input_gen is not None else [None] * len(op.operands)
     generator = torch.Generator().manual_seed(0)
     smallest = min(
         (int(size) for value in op.operands for size in value.shape if size > 1), default=2
     )
+    # Below ``smallest``, so that integers are valid indices wherever they are used.
     values = [
         _value(value, given, smallest, generator, in_float64=in_float64, positive=positive)
         for value, given in zip(op.operands, operands, strict=True)
@@ -201,6 +205,7 @@ def _sample(
     results_now = tuple(IRValue(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results))
     op = replace(op, results=results_now)
     try:
+        # Rules may depend on sizes: make it anew for the small call.
         found = instantiate(opdef, op)
     except ShardwrightError as error:
         raise UnusableError(f"the annotation does not fit it: {error.what}") from error
@@ -219,6 +224,7 @@ def _form(rule: OpRule) -> Any:
 
 def _resized(op: IROp, rule: OpRule, sizes: Mapping[str, Size]) -> IROp:
     """The call with other sizes of factors, and its operands named as the prover names them."""
+    # Operands come in the order of ``rule.operands``.
     shapes = iter(rule.operands)
     count = 0
 
@@ -258,6 +264,7 @@ def _generated(op: IROp, opdef: UserOpDef) -> list[Tensor | None]:
             f"its input_gen makes {shapes}, the operands have the shapes "
             f"{[v.shape for v in op.operands]}"
         )
+    # Random numbers take the place of numbers that are all alike, where those are continuous.
     return [
         x if not is_continuous(x) or x.numel() < 2 or bool((x != x.flatten()[0]).any()) else None
         for x in given
@@ -283,6 +290,7 @@ def _value(
         return torch.randint(0, 2, value.shape, generator=generator).bool()
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(0, smallest, value.shape, generator=generator).to(dtype)
+    # Between 0.1 and 0.9: roots and logarithms are finite there.
     if positive:
         return (
             torch.rand(value.shape, generator=generator, dtype=torch.float64)

@@ -105,6 +105,7 @@ def slice_of(op: IROp) -> tuple[int, int, int] | None:
     Bounds are numbers counted from the front; slices with symbolic bounds are not reported. New
     dims (``None``) in the index are allowed.
     """
+    # ``x.narrow(dim, start, length)``
     if op.target == "narrow":
         shape = op.operands[0].shape
         dim, start, length = op.arg("dim") % len(shape), op.arg("start"), op.arg("length")
@@ -114,6 +115,7 @@ def slice_of(op: IROp) -> tuple[int, int, int] | None:
         return None if length == shape[dim] else (dim, start, start + length)
     if op.target != "getitem":
         return None
+    # ``x[:, 2:5]``: one dim is cut, all others are taken as they are.
     items = read_index(op.arg("index"), op.operands[0].shape)
     if items is None or any(item.kind not in ("slice", "full", "new") for item in items):
         return None
@@ -136,6 +138,8 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
     dim = found[0]
     assert op.rule is not None
     build = RuleBuilder()
+    # The dim of the source is one factor of several segments, the dim of the result one segment of
+    # it.
     source = list(build.tensor(op.operands[0].shape))
     whole = build.factor(*segments)
     source[dim] = (whole,)
@@ -154,12 +158,14 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
     def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
         first, *inner = rule.operands[0][dim]
         unit = product(local.ref_size(ref) for ref in inner)
+        # The local sizes of the segments tell where the slice begins on a rank.
         sizes = [product((size, unit)) for size in local.segments[first.factor]]
         start: Size = sum(sizes[:index])
         if op.target == "narrow":
             return {"start": start, "length": sizes[index]}
         items = read_index(op.arg("index"), op.operands[0].shape)
         assert items is not None
+        # The first and the last segment need no bound, so generated code reads ``x[:n]``.
         last = index == len(sizes) - 1
         bounds = slice(None if index == 0 else start, None if last else start + sizes[index])
         written: dict[str, Arg] = {"slice": bounds, "full": slice(None)}

@@ -150,6 +150,7 @@ def _layouts(
     """The layouts that strategies give. ``strategies``: those of every axis, in mesh order."""
     rule, assignment = form.rule, dict(strategies)
     per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
+    # Both sides by themselves: an exchange cuts one factor of the operands, another of the results.
     sides = []
     for side, tensors in enumerate((rule.operands, rule.results)):
         factors = {axis: split_factor(s, side) or "" for axis, s in assignment.items()}
@@ -175,6 +176,7 @@ def tensor_layout(
     """The layout of one operand or result, from its placement letter along every axis, in mesh
     order, and the factor that each axis cuts.
     """
+    # The axes that cut each factor, outermost first.
     cuts: dict[str, tuple[str, ...]] = {}
     for axis, letter in placement.items():
         if letter == "S":
@@ -182,6 +184,7 @@ def tensor_layout(
             cuts[factor] = (*cuts.get(factor, ()), axis)
     dims = []
     for refs in tensor:
+        # A dim is the product of its factors: ``(b s)`` with ``b`` cut over dp is ``[b/dp, s]``.
         atoms = []
         for ref in refs:
             segments = rule.factor(ref.factor).segments

@@ -342,7 +342,6 @@ class _Lowering:
     def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
         """A new name that says what an adapter makes: ``x_tp_whole``, ``y_tp_sum_2``."""
         words = {
-            # fmt: the mark of the adapter's name in generated code.
             "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard",
             "all_reduce": "sum", "grad_all_reduce": "in",
             "keep_one": "once", "grad_keep_one": "out", "pad": "padded", "all_to_all": "swapped",

@@ -68,6 +68,7 @@ def rnn_workspace_bytes(
     small call only. So a large call is asked for at a smaller size, and the answer scaled.
     """
     scale = 1
+    # Halve widths and batch until the question is small, and note by how much.
     while hidden > 1 and 4 * hidden * (inputs + hidden) > MOST_WEIGHTS:
         inputs, hidden, scale = -(-inputs // 2), -(-hidden // 2), 2 * scale
     while batch > 1 and batch * hidden > MOST_HIDDEN:
@@ -81,6 +82,7 @@ def rnn_workspace_bytes(
             (4 * hidden,),
             (4 * hidden,),
         )
+        # Meta tensors give no workspace: the call is made on real zeros.
         with _disable_current_modes(), torch.enable_grad():
             tensors = [
                 torch.zeros(shape, dtype=dtype)
@@ -90,6 +92,7 @@ def rnn_workspace_bytes(
         return int(found[3].nbytes)
 
     if steps <= MOST_STEPS:
+        # Beyond that a straight line through two answers.
         return scale * asked(steps)
     some, more = asked(MOST_STEPS // 2), asked(MOST_STEPS)
     return scale * round(

@@ -100,6 +100,7 @@ class FakeRank:
 
     def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """A function that makes a local call, as often as it is called."""
+        # The names that generated code has: operands, axes, imports, sizes.
         names: dict[str, str] = {}
         scope: dict[str, Any] = {
             "torch": torch,
@@ -114,6 +115,7 @@ class FakeRank:
         for statement in imports_of(op):
             exec(statement, scope)
         scope.update(sizes_read(op))
+        # Compiled once, as the call is measured many times.
         code = compile(call_source(op, lambda value: names[value.name], to_python), op.name, "eval")
 
         def call() -> list[Tensor]:
@@ -134,6 +136,7 @@ class FakeRank:
         """The result of an adapter step. If one rank of the axes keeps ``x`` and the others make
         zeros, it is the result of one of these others, which needs more memory.
         """
+        # The group of a fake rank answers at once, with tensors of the right shape.
         size = self.mesh.num_ranks(step.axes)
         keeps_one = "keep_one" in (step.kind, step.backward) or step.kind == "grad_keep_one"
         words: list[Any] = [x, self._group("+".join(step.axes), size, size - 1 if keeps_one else 0)]

@@ -110,6 +110,7 @@ class _Question:
 @lru_cache(maxsize=16384)
 def _saved(question: _Question) -> Saved:
     call = question.call
+    # Some operators look at values. Zeros are tried for small calls.
     small = sum(x.num_bytes for x in (*call.operands, *call.results)) <= REAL_BYTES
     for zeros in (False, True) if small else (False,):
         rank = FakeRank(question.mesh, zeros=zeros)
@@ -123,6 +124,7 @@ def _saved(question: _Question) -> Saved:
         except REFUSALS:
             continue
         return attributed(kept, operands, results)
+    # An operator that refuses fake tensors is taken to keep everything.
     return _everything(call)
 
 
@@ -144,6 +146,7 @@ def attributed(
     """Whether each saved tensor lies in the memory of an operand, of a result, or of neither. A
     result that is a view of an operand counts as that operand.
     """
+    # Tensors are told apart by the address of their memory.
     of_operand = _positions(operands)
     of_result = {key: index for key, index in _positions(results).items() if key not in of_operand}
     found: tuple[set[int], set[int]] = (set(), set())

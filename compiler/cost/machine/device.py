@@ -196,6 +196,8 @@ def _read_efficiency(fields: Fields) -> float | Mapping[str, EfficiencyTable]:
         table = by_dtype.child(dtype)
         if dtype not in rates:
             raise by_dtype.error(dtype, "has no peak in flops_per_s")
+        # A fraction of the peak for every corner of the grid m x n x k; sizes between are
+        # interpolated.
         m, n, k = (table.counts(key) for key in ("m", "n", "k"))
         for key in ("m", "n", "k"):
             _check_ascending(table, key)
@@ -225,6 +227,7 @@ def _read_streams(fields: Fields) -> BandwidthTable | None:
 def _read_tiles(fields: Fields) -> Tiling | None:
     if not fields.has("tiles"):
         return None
+    # Tiles say by themselves what a table would.
     if fields.is_mapping("matmul_efficiency"):
         raise fields.error(
             "tiles",
@@ -295,6 +298,7 @@ def device_json(device: Device) -> dict[str, Any]:
             if isinstance(efficiency, Mapping)
             else efficiency
         ),
+        # Fields with their usual value are left out.
         **({"streams": _streams_json(device.streams)} if device.streams else {}),
         **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
         **({"host_s": list(device.host_s)} if any(device.host_s) else {}),

@@ -173,6 +173,7 @@ class Hardware:
         fields = Fields(data, where)
         if fields.count("format") != FORMAT:
             raise fields.error("format", f"is {FORMAT} in this version")
+        # A preset describes a large machine; a job uses the first devices of it.
         count = fields.count("num_devices") if num_devices is None else num_devices
         if not 1 <= count <= MOST_RANKS:
             raise ConfigError(
@@ -212,6 +213,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
         ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware;
             names path and key.
     """
+    # A name is a preset. Anything with a slash or ``.json`` is a file.
     if not name_or_path.endswith(".json") and "/" not in name_or_path:
         if name_or_path not in preset_names():
             raise ConfigError(
@@ -256,6 +258,7 @@ def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
             f"hardware {name!r} has no tiers", hint="one device alone has one tier of size 1"
         )
     total = sum(tiers[-1].sizes)
+    # Every group of an outer tier is made of whole groups of the inner one.
     for inner, outer in itertools.pairwise(tiers):
         bounds = set(itertools.accumulate(inner.sizes))
         for bound in itertools.accumulate(outer.sizes):
@@ -346,6 +349,7 @@ def _cut(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 
 def _tier_json(tier: Tier) -> dict[str, Any]:
     total = sum(tier.sizes)
+    # Write the shortest rule that gives these sizes: the one read, one size for all, or all sizes.
     rules: tuple[SizeRule | None, ...] = (tier.rule, tier.sizes[0], tier.sizes)
     rule = next(rule for rule in rules if rule is not None and _sizes(rule, total) == tier.sizes)
     shared = {

@@ -413,17 +413,20 @@ class BodyMemory:
         instruction that saves anything, as torch's checkpoint does with early stop.
         """
         region.recomputed = True
+        # The nodes of the first run, without saved tensors, get those of this run.
         by_instruction = {id(node.instruction): node for node in region.nodes}
         forwards = self._forwards(region)
         last = max((i for i, found in enumerate(forwards) if found.saved), default=-1)
         bound: list[int] = []
         for position, instruction in enumerate(region.instructions[: last + 1]):
+            # ``again``: results are there already, only what autograd saves is new.
             node = self._run(instruction, bound, keeps=True, again=True)
             if node is not None:
                 known = by_instruction[id(instruction)]
                 known.saved, known.operands, known.gathered = node.saved, node.operands, 0
             self._drop(region.over.get(position, ()))
         self.release(bound)
+        # Weights that were gathered for the first run alone.
         for name in list(self.gathered):
             self.ledger.release(self.gathered.pop(name))
 

@@ -65,17 +65,23 @@ class Books:
         """
         sources = {}
         trained: dict[str, Trained] = {}
+        # Every tensor that lies on the rank from the start to the end.
         for declaration in declarations:
             value, layout = declaration.value, declaration.layout
             category = "parameter" if value.kind is ValueKind.PARAMETER else "buffer"
             form = contiguous_form(layout, value, self.footprints)
             sources[value.name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, category))
+            # What training adds to it follows from who else has copies of it, and who updates which
+            # part.
             if self.trains and value.kind is ValueKind.PARAMETER and value.requires_grad:
                 elsewhere = tuple((shared or {}).get(value.fqn or "", ()))
                 num_stages = 1 + len(elsewhere)
+                # Ranks with equal copies, and the parts into which ZeRO cuts the update.
                 copies = num_copies(layout, self.mesh, self.config, num_stages)
                 shards = num_shards(layout, self.mesh, self.config, num_stages)
                 group = sum_group(layout, self.mesh, self.config, elsewhere)
+                # For optimizers that need whole tensors: the axes over which pieces are brought
+                # together.
                 cut = exchanged_over(layout, self.mesh, self.optimizer)
                 whole = tuple(map(estimated_size, layout.shape))
                 trained[value.name] = Trained(
@@ -101,6 +107,7 @@ class Books:
             self.gradients = GradientBooks(
                 self.ledger, listed, self.config, self.optimizer, staged=staged
             )
+        # The peak counts from here on.
         self.ledger.restart()
         return sources
 

@@ -144,6 +144,7 @@ class Footprints:
         if key not in self._backwards:
             try:
                 self._backwards[key] = self._run_backward(instruction, operands, incoming, wanted)
+            # Fake tensors cannot run it: every gradient is taken to be a new tensor.
             except REFUSALS:
                 made = tuple(operands[i].num_bytes for i in wanted)
                 numbers = tuple(range(len(incoming), len(incoming) + len(made)))
@@ -173,6 +174,7 @@ class Footprints:
     ) -> Forward:
         operands = self._operands(forms)
         kept: list[Tensor] = []
+        # The call runs on fake tensors, while ``live`` counts the bytes of new storages.
         with torch.set_grad_enabled(trains), LiveBytes(operands) as live, saving_to(kept):
             before = live.now
             results = self._call(instruction, operands)
@@ -182,6 +184,8 @@ class Footprints:
             numbers.setdefault(x.untyped_storage()._cdata, index)
         made: list[int] = []
 
+        # Results and saved tensors are told by the number of their storage: operands first, then
+        # new ones.
         def number(x: Tensor) -> int:
             storage = x.untyped_storage()
             if storage._cdata not in numbers:
@@ -204,12 +208,14 @@ class Footprints:
     ) -> Backward:
         operands = self._operands(forms)
         kept: list[Tensor] = []
+        # Forward again, to have a graph whose backward can be run.
         with torch.enable_grad(), saving_to(kept):
             results = self._call(instruction, operands)
         gradients = [
             None if f is None else self.rank.tensor(f.shape, f.dtype, strides=f.strides)
             for f in incoming
         ]
+        # Only results to which a gradient came, and through which one can go on.
         sent = [
             (y, g)
             for y, g in zip(results, gradients, strict=True)
@@ -225,6 +231,7 @@ class Footprints:
             found = torch.autograd.grad(
                 outputs, [operands[i] for i in wanted], grad_outputs, allow_unused=True
             )
+        # Storages by number, as in the forward: incoming gradients first, then new ones.
         numbers = {
             g.untyped_storage()._cdata: index for index, g in enumerate(gradients) if g is not None
         }
@@ -255,6 +262,7 @@ class Footprints:
         storage, and autograd keeps every operand and result.
         """
         if isinstance(instruction, Adapt):
+            # An adapter's results follow from its layouts, without running it.
             return self._adapted(instruction, forms[0], trains)
         results = []
         for value, layout in zip(instruction.op.results, instruction.layouts, strict=True):

@@ -192,6 +192,7 @@ class GradientBooks:
         parameter on, as backward makes the gradients of those first.
         """
         settings = self._settings
+        # Others keep a gradient of their own: nobody else has a copy, and nobody shares the update.
         items = [item for item in reversed(trained) if item.copies > 1 or self._is_split(item)]
         entries = [
             Entry(
@@ -234,6 +235,7 @@ class GradientBooks:
 
     def _keep(self, name: str, storage: int) -> None:
         """The gradient stays a tensor of the parameter's own."""
+        # It was made by an earlier microbatch: this one is added to it, and goes.
         if name in self.made:
             self._ledger.release(storage)
             return
@@ -242,6 +244,7 @@ class GradientBooks:
             item.num_elements * gradient_bytes(self._optimizer, item.dtype, self._config)
         )
         self.made[name] = ledger.new(num_bytes, GRADIENT)
+        # Torch takes over a gradient that nobody else holds, and copies any other.
         if ledger.holders(storage) > 1:  # else taken as it is
             ledger.hold(self.made[name])
             ledger.use(0, f"gradient of {name}")
@@ -309,6 +312,7 @@ class GradientBooks:
         for bucket in self._buckets:
             first = bucket.members[0]
             dtype = settings.state_dtype(first.dtype)
+            # Optimizer and sums in two dtypes: each slice is there twice for a moment.
             if bucket.is_split and not first.cut and dtype != settings.gradient_dtype(first.dtype):
                 copy = self._ledger.new(bucket.slice_elements * dtype.itemsize, GRADIENT)
                 self._mine[bucket], old = self._ledger.hold(copy), self._mine.get(bucket)

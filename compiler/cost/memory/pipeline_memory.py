@@ -103,10 +103,12 @@ class _PositionMemory:
         shared = program.holders_elsewhere(program.plan.stages[own[0]].ranks)
         programs = [program.programs[index] for index in own]
         self.sources = self.books.place(declarations, {}, programs, shared, staged=True)
+        # The inputs of a whole step lie on every rank, cut nowhere.
         whole = sum(local_bytes(Layout.whole(v.shape), v.dtype, mesh) for v in program.graph.inputs)
         ledger = self.books.ledger
         ledger.hold(ledger.new(whole * program.plan.num_microbatches, "input"))
         self.assumed: set[str] = set()
+        # What is there when nothing is under way.
         self.base = ledger.snapshot()
         kinds = {
             index: {action.kind for action in actions if action.stage == index} for index in own
@@ -122,6 +124,7 @@ class _PositionMemory:
             found.append(
                 Value(
                     crossing.value.name,
+                    # What the sender keeps for its own backward is counted there.
                     crossing.source,
                     crossing.target,
                     local_bytes(sent.layout, crossing.value.dtype, sent.mesh),
@@ -220,6 +223,7 @@ class _PositionMemory:
             self.program.programs[index],
             self.books.ledger,
         )
+        # Everything is told relative to what was there before the microbatch.
         before = ledger.snapshot()
         received = {value.name for value, _ in stage.receives}
         sources, held = self._inputs(index, received)
@@ -234,6 +238,7 @@ class _PositionMemory:
 
         def note(kind: ActionKind) -> None:
             """Note the run of an action that has just ended."""
+            # Gradients stay behind: what this action has added to them, and what else it has left.
             left = {key: value - before.get(key, 0) for key, value in ledger.snapshot().items()}
             made = left.pop("gradient", 0)
             runs[kind] = _Run(
@@ -255,10 +260,12 @@ class _PositionMemory:
         body.forward()
         self.assumed |= body.inexact
         leaves = [value for _, value in body_program.output.leaves() if isinstance(value, IRValue)]
+        # Results are what the stage sends, then what the model returns.
         sent, outputs = leaves[: len(stage.sends)], body.outputs[len(stage.sends) :]
         for storage in body.outputs[: len(sent)]:
             ledger.release(storage)
         body.outputs = outputs
+        # A value that autograd holds lives on when its message has gone.
         kept.update(value.name for value in sent if ledger.is_held(body.values[value.name].storage))
         if kind is FORWARD:
             body.release(held)
@@ -273,6 +280,7 @@ class _PositionMemory:
                 body.release(held)
                 note(kind)
             else:
+                # Input gradients first, for the stage before; weight gradients when there is time.
                 split = SplitMemory(
                     body, [name for name in received if sources[name][0].requires_grad]
                 )

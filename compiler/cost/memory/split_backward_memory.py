@@ -44,13 +44,16 @@ class SplitMemory:
         releases them.
         """
         body = self._body
+        # How many contributions each gradient waits for.
         self._remaining = body.contributions(set(roots))
+        # Roots inside of the first part begin it; the others wait for the second.
         gradients = {name: gradient for name, gradient in roots.items() if name in self._names}
         self._later = {
             name: gradient for name, gradient in roots.items() if name not in self._names
         }
         self._captured = [body.ledger.hold(storage) for _, storage in self._later.values()]
         self._captured += [body.ledger.hold(body.values[name].storage) for name in self._inputs]
+        # Backwards through the operators between the roots and the inputs of the stage.
         for node in reversed(self._inner):
             incoming = [gradients.pop(name, None) for name in node.result_names]
             if all(gradient is None for gradient in incoming):
@@ -83,6 +86,7 @@ class SplitMemory:
         """The second part. Each instruction goes as soon as it has run."""
         body, gradients = self._body, self._later
         for node in reversed(body.nodes):
+            # It ran in the first part, for its inputs only: now for the rest.
             noted = self._noted.pop(id(node), None)
             if noted is not None:
                 only = [

@@ -37,6 +37,7 @@ def program_memory(
     books = Books(program.plan.storage_mesh, config, optimizer, trains)
     inputs = input_forms(program, books.footprints)
     sources = books.place(program.declarations, inputs, [program])
+    # Samples of the other microbatches lie beside those of the first.
     more = sum(form.num_bytes for form in inputs.values()) * (num_microbatches - 1)
     books.ledger.hold(books.ledger.new(more, "input"))
     books.ledger.restart()
@@ -55,12 +56,14 @@ def program_memory(
         )
         body.forward()
         if trains:
+            # Gradients are summed in the last backward, or in each of them.
             books.gradients.reduces = index == earlier
             body.backward(books.roots(program, body))
             books.gradients.end_backward()
         if index < earlier:
             results = sum(books.ledger.size(storage) for storage in set(body.outputs))
             body.finish()
+            # Every later microbatch leaves a result, until the step is over.
             books.ledger.hold(books.ledger.new((num_microbatches - 1) * results, "activation"))
     if trains:
         books.gradients.step()

@@ -133,10 +133,12 @@ def most_owned(
     # A place on the mesh, one index per axis, stands for a rank.
     items = {item.fqn or item.name: item for item in exchanged}
     axes = {axis: size for item in items.values() for axis, size in item.cut}
+    # Deal owners as the runtime does: the place with the least to own gets the next one.
     loads = dict.fromkeys(itertools.product(*map(range, axes.values())), 0)
     weights = dict.fromkeys(loads, 0.0)
     owned: dict[tuple[int, ...], list[str]] = {place: [] for place in loads}
     cuts = dict.fromkeys(item.cut for item in items.values())
+    # The places that differ along the cut axes only hold the pieces of one tensor.
     groups = {cut: _alike(loads, [axis not in dict(cut) for axis in axes]) for cut in cuts}
     # One whole per parameter and group of places that holds its pieces: each has one owner there.
     wholes = (

@@ -187,6 +187,7 @@ class _Ends:
         if payload is None:
             return
         for value in self._sent.get((payload, action.stage), ()):
+            # Activations go on to the target, gradients back to the source.
             forward = payload == "activations"
             other = value.target if forward else value.source
             if not (forward and value.is_kept):

@@ -42,9 +42,12 @@ class WholeTensors:
 
     def gather(self) -> None:
         """Bring values and gradients to their owners."""
+        # First the values of the parameters, then their gradients: batch by batch.
         for batch in self._batches():
             dtype = batch[0].dtype
             master = self._settings.state_dtype(dtype)
+            # Where masters have another dtype, the values are compared with these, and both are
+            # there.
             if master == dtype:
                 self._values += self._bring(batch, dtype.itemsize, "temporary", dtype.itemsize)
             else:

@@ -120,12 +120,14 @@ def _state_after_step(
         optimizer.step()
     except Exception as error:  # whatever a user's optimizer raises
         failed = error
+    # State may be a view of the parameter, which costs nothing.
     updated = parameter.untyped_storage()._cdata
     state = tensors_of_state(optimizer, parameter)
     return {path: x for path, x in state.items() if x.untyped_storage()._cdata != updated}, failed
 
 
 def _found(text: str) -> MakeOptimizer:
+    # ``my_module:Muon(lr=0.1)``: a module, a name, settings. Without a module it is one of torch's.
     target, bracket, rest = text.partition("(")
     settings = _settings(text, bracket + rest)
     module_name, colon, name = target.strip().rpartition(":")

@@ -51,6 +51,7 @@ def work_of_step(make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype
     """What a step does to a parameter of ``shape``. The step is the second one: the first one makes
     the state.
     """
+    # On the meta device a step costs nothing, and every operator is seen.
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
@@ -59,6 +60,7 @@ def work_of_step(make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype
         try:
             with seen:
                 optimizer.step()
+            # The first step makes the state; the second is that of every later step.
             seen.products.clear()
             with (
                 LiveBytes(

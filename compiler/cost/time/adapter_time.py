@@ -175,12 +175,15 @@ def _per_byte(
             for ranks in stages:
                 copies += [unit * unit_size + ranks[index] for index in group]
         everyone.append(tuple(copies))
+    # Each of the ``num_groups`` has every so many of them.
     size = len(everyone[0]) // num_groups
     if size == 1 and not across:
         return 0.0
+    # Between the groups: the ranks that have the same slice of it.
     if across:
         groups = [tuple(sorted(ranks)[index::size]) for ranks in everyone for index in range(size)]
         return groups_collective_s(hardware, collective, bucket_bytes / size, groups) / bucket_bytes
+    # Within a group: neighbours.
     groups = [
         tuple(sorted(ranks)[i : i + size]) for ranks in everyone for i in range(0, len(ranks), size)
     ]
@@ -208,6 +211,7 @@ class _Seconds:
         self.num_ranks = mesh.num_ranks(movement.axes)
 
     def forward_s(self) -> float:
+        # The collective of each adapter, and the copies around it.
         match self.movement.kind:
             case "all_gather":
                 return self._gather(self.before)
@@ -226,6 +230,7 @@ class _Seconds:
         return 0.0  # grad_all_reduce, grad_keep_one: views
 
     def backward_s(self) -> float:
+        # By how the gradient comes back: see the table of adapters in ARCHITECTURE.md.
         match self.movement.kind, self.movement.backward:
             case "all_gather", "reduce_scatter":
                 return self._scatter(self.before)

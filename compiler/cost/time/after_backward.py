@@ -179,10 +179,12 @@ class Reduction:
         """
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         settings = ReductionSettings.of(config, config.num_units)
+        # ZeRO-2 frees whole gradients after each backward, so each ends with sums.
         num_sums = num_microbatches if settings.frees_gradients else 1
         where = _Where(mesh, config, settings, hardware, on, num_sums, optimizer)
         found: dict[str, ParameterSync] = {}
         sizes, step_s = [], 0.0
+        # Each trained parameter: its sum, its update, and adding up microbatches.
         for declaration in declarations:
             value = declaration.value
             if (
@@ -334,6 +336,7 @@ def parameter_s(
     ``ranks``: ranks of the unit. If they are fewer than the unit has, they are those of a pipeline
     stage, which adds up whole gradients whatever ZeRO does with them at the end.
     """
+    # A stage runs its microbatches one after the other, and sums once behind them.
     staged = len(ranks) < config.plan_ngpus
     found = Reduction.of(
         [declaration],

@@ -82,6 +82,7 @@ def body_time(
     storage_ranks = tuple(
         unit * size + rank for unit in range(max(1, program.plan.zero)) for rank in ranks
     )
+    # Instructions of recompute regions run twice.
     again = _recomputed(program) if trains else set()
     kept = gathered_again(program) if trains else frozenset()
     instructions: list[tuple[Instruction, OpTime]] = []
@@ -102,6 +103,7 @@ def body_time(
             )
             step = instruction.step
             forward_bytes, backward_bytes = _exchanged_bytes(instruction, storage_mesh)
+            # An adapter is communication in one direction and may be a copy in the other.
             parts = [
                 (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
                 (_BACKWARD.get((step.kind, step.backward)), time.backward_s, backward_bytes),
@@ -109,11 +111,13 @@ def body_time(
             # A recompute region gathers its weights again with the rest, which ``runs`` has.
             if instruction.result.name in kept and runs == 1:
                 recomputed_s += time.forward_s
+                # A weight that an operator keeps is gathered a second time, for its backward.
                 parts.append((step.kind, time.forward_s, forward_bytes))
             for kind, seconds, num_bytes in parts:
                 if kind is None:
                     compute_s += seconds
                 elif seconds:
+                    # One line of the report: ``tp all_reduce``.
                     name = f"{'+'.join(step.axes)} {kind}"
                     comm[name] = comm.get(name, 0.0) + seconds
                     volumes[name] = volumes.get(name, 0.0) + num_bytes
@@ -129,6 +133,7 @@ def body_time(
             if sent is not None:
                 seconds = runs * sent.time.forward_s + (sent.time.backward_s if trains else 0.0)
                 sent_bytes = runs * sent.forward_bytes + (sent.backward_bytes if trains else 0.0)
+                # The operator's own time has the exchange in it, which is counted as communication.
                 name = f"{sent.axis} all_to_all"
                 compute_s -= seconds
                 comm[name] = comm.get(name, 0.0) + seconds

@@ -56,14 +56,17 @@ def call_key(call: LocalCall) -> str:
     Attributes follow the operands. Attributes that are sizes of the whole tensor are left out, and
     the shapes of the rank's results stand in their place.
     """
+    # Shape, dtype and whether it takes a gradient.
     operands = (
         json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad])
         for x in call.operands
     )
+    # Masks and the like are values, which do not change the time.
     given = [(name, arg) for name, arg in call.op.args if not _holds_values(arg)]
     attributes = [
         f"{name}={map_leaves(arg, _in_numbers)!r}" for name, arg in given if not _is_size(name, arg)
     ]
+    # A size was left out, so the shape of the results says what the rank makes.
     results = (
         ["->", *(json.dumps(list(x.shape)) for x in call.results)]
         if len(attributes) < len(given)

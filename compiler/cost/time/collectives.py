@@ -247,13 +247,16 @@ def _levels(links: list[Link], ids: Ids, rates: npt.NDArray[np.float64]) -> tupl
     # Tier of the hop from each rank to the next one, and from the last to the first: the number of
     # tiers, counted from the innermost, that do not have both in one group.
     hop_tiers = (ids != np.roll(ids, -1, axis=1)).sum(axis=0)
+    # From the inside out: a tier joins the groups of the tier below it, its children.
     child_of, levels = np.arange(ids.shape[1]), []
     for index, link in enumerate(links):
         _, first, child, members = np.unique(
             child_of, return_index=True, return_inverse=True, return_counts=True
         )
+        # How many ranks each group of this tier has, and of how many children.
         _, parent, size = np.unique(ids[index], return_inverse=True, return_counts=True)
         fanouts = np.bincount(parent[first])
+        # The tier plays a part where a group of it has several children.
         joins = fanouts[parent] > 1  # [ranks]
         if joins.any():
             levels.append(

@@ -92,10 +92,12 @@ def exchange_of(
     axes = tuple(
         axis for axis in mesh.names if axis in layout.cut_axes and mesh.axis_size(axis) > 1
     )
+    # The ranks that hold the pieces of one tensor.
     groups = _groups(axes, mesh, tuple(ranks), num_units, unit_size)
     size, num_ranks = math.prod(map(estimated_size, layout.shape)), len(groups[0])
     if num_ranks == 1 or size == 0:
         return NO_EXCHANGE
+    # Tensors go in batches, and the rank that owns most of a batch takes longest.
     together, most = _batch(size, num_ranks, gradient, bucket_bytes)
     piece, owned = size / num_ranks, most * size / together
 
@@ -109,6 +111,7 @@ def exchange_of(
         return (passes[0] * piece + passes[1] * owned) * num_bytes / hardware.device.bytes_per_s
 
     flagged = size + num_ranks  # behind each piece stands a flag: whether the rank has a gradient
+    # There: gradient and values to the owner. Back: the new values.
     gather_s = sum(
         message_s(flagged, dtype) + copies_s(GATHER_PASSES, dtype.itemsize)
         for dtype in (gradient, values)

@@ -41,6 +41,7 @@ def largest_message(
     It may be that of an adapter (as collectives count bytes), a value that crosses to another
     stage, a bucket of gradients, or an exchange of whole tensors that the optimizer needs.
     """
+    # A pipeline: of each crossing the smaller end, as that is what goes over the link.
     if isinstance(program, PipelineProgram):
         crossed = [
             min(
@@ -60,12 +61,14 @@ def largest_message(
             largest = max(
                 largest, *(local_bytes(layout, instruction.of.dtype, mesh) for layout in ends)
             )
+    # A bucket is no larger than all gradients together.
     settings = ReductionSettings.of(config, config.num_units)
     summed = sum(
         local_bytes(declaration.layout, settings.gradient_dtype(declaration.value.dtype), mesh)
         for declaration in _trained(program)
         if not config.inference_only and (config.num_units > 1 or declaration.layout.grad_partial)
     )  # fmt: skip
+    # The three kinds of messages of a body.
     return max(
         largest,
         min(summed, round(settings.bucket_cap_bytes)),
@@ -79,6 +82,7 @@ def _largest_exchanged(program: Program, config: ComputeConfig, optimizer: Optim
     largest = total = 0
     for declaration in () if config.inference_only else _trained(program):
         layout, dtype = declaration.layout, declaration.value.dtype
+        # Cut, with an optimizer that needs it whole.
         pieces = num_pieces(layout, mesh, optimizer)
         if pieces > 1:
             summed = summed_dtype(settings, dtype, num_shards(layout, mesh, config))

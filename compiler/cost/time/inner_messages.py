@@ -59,6 +59,7 @@ def messages_time(
 ) -> OpTime:
     """What the parallel form of the call communicates."""
     target = call.op.target
+    # An exchange sends tokens to experts; a parallel form sums along its axes.
     sent = _exchange(call, assignment, mesh, hardware, ranks)
     if sent is not None:
         return sent.time
@@ -69,6 +70,7 @@ def messages_time(
     forwards, backwards, share = _MESSAGES[target]
     total = OpTime()
     for axis in axes:
+        # Sums are made in 4 bytes at least.
         num_bytes = (
             share
             * _reduced_elements(call, axis, assignment)

@@ -32,9 +32,12 @@ def keepers(graph: IRGraph) -> frozenset[tuple[str, str]]:
         if read.keys().isdisjoint(value.name for value in op.operands):
             continue
         saved = saved_for_backward(op)
+        # For each operand: the parameter's readers that led to it, or this one if it is the
+        # parameter.
         of = [read.get(value.name, frozenset()) or {(value.name, op.name)} for value in op.operands]
         for position in saved.operands:
             found |= of[position]
+        # A view passes the question on to whoever reads it.
         for result, viewed in zip(op.results, saved.views, strict=False):
             if viewed is not None and op.operands[viewed].name in read:
                 read[result.name] = frozenset(of[viewed])
@@ -47,6 +50,7 @@ def gathered_again(program: Program) -> frozenset[str]:
     """
     if not any(adapter.gathers_weight for adapter in program.adapters()):
         return frozenset()
+    # Which operators keep which weight, in the graph; below, which adapters made these.
     keeping = keepers(program.graph)
     kept: set[str] = set()
     found: set[str] = set()
@@ -59,6 +63,7 @@ def gathered_again(program: Program) -> frozenset[str]:
         elif isinstance(instruction, Adapt) and instruction.result.name in kept:
             if instruction.gathers_weight:
                 found.add(instruction.result.name)
+            # On to what the gathered weight was made of.
             if instruction.gathers_weight or instruction.step.kind in VIEWS:
                 kept.add(instruction.value.name)
     return frozenset(found)

@@ -43,6 +43,7 @@ def load_times(hardware: str) -> OperatorTimes | None:
         raise fields.error("format", f"is {FORMAT} in this version")
     operators = fields.child("operators")
     times = {}
+    # Every entry is ``[forward_s, backward_s]``.
     for name in operators.names():
         value = operators.value(name)
         if (

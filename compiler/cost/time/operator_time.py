@@ -79,6 +79,7 @@ def op_time(
             )
             hardware.call_times[key] = call, found
         call, found = hardware.call_times[key]
+    # Measured times are asked for by the local call, not by the strategy.
     else:
         call = local_call(op, assignment, mesh)
         found = _measured(call, assignment, mesh, hardware.device, times) + _host(

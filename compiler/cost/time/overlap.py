@@ -70,6 +70,7 @@ def summed_beside(
     """
     first_reader = _first_readers(program)
     buckets = buckets_of(program, reduction)
+    # A bucket is complete when the backward of the first reader of each of its parameters has run.
     complete = {
         name: first_reader.get(name, len(body.instructions)) for names in buckets for name in names
     }
@@ -80,6 +81,7 @@ def summed_beside(
     parts: list[Part] = []
     under_way: list[tuple[set[str], float]] = []
 
+    # Sums run one after the other on a stream of their own, from when the bucket is complete.
     def begin(ready: float) -> None:
         nonlocal free
         names = waiting.pop(0)
@@ -90,8 +92,10 @@ def summed_beside(
             ({axis for name in names for axis in reduction.parameters[name].axes}, free)
         )
 
+    # The backward goes through the instructions from the last to the first.
     for index in range(len(body.instructions) - 1, -1, -1):
         instruction, time = body.instructions[index]
+        # A group does one collective at a time: an adapter waits for sums over its own axes.
         if isinstance(instruction, Adapt) and time.backward_s and communicates(instruction.step)[1]:
             now = max(
                 [
@@ -103,6 +107,7 @@ def summed_beside(
         while waiting and all(complete[name] >= index for name in waiting[0]):
             begin(now)
     backward_end = now
+    # What is left is summed behind the backward.
     while waiting:
         begin(now)
     return [("backward", start_s, backward_end), *parts]
@@ -129,6 +134,7 @@ def buckets_of(program: Program, reduction: Reduction) -> list[Bucket]:
     dtypes = {
         declaration.value.name: declaration.value.dtype for declaration in program.declarations
     }
+    # Filled in the reverse of the order in which forward uses them, as the runtime does it.
     listed = [name for name, found in reduction.parameters.items() if found.communicates]
     used = (value.name for value in program.graph.used_parameters)
     names = [listed[index] for index in reversed(in_use_order(listed, used))]

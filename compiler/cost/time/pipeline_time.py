@@ -58,6 +58,7 @@ def pipeline_cost(
     a stage begins when its own are there.
     """
     plan = program.plan
+    # First what each action of each stage takes, then when it runs.
     schedule = schedule_of_step(plan, trains=not config.inference_only)
     bodies = [
         body_time(
@@ -78,11 +79,13 @@ def pipeline_cost(
         stage_times(program, index, body, schedule, hardware.device, added[index])
         for index, body in enumerate(bodies)
     ]
+    # Messages between stages, and what each position does once per step.
     transfers = transfer_seconds(program, hardware)
     positions = [
         _Position.of(program, ranks, config, hardware, optimizer)
         for ranks in _ranks_of_positions(program)
     ]
+    # On a host, ranks may share cores: an action takes longer while others run.
     sharing = hardware.device.sharing
     on = [position.ranks for position in positions]
     machines = (
@@ -92,6 +95,7 @@ def pipeline_cost(
     line = simulate(
         schedule, times_of, transfers, dataflow_of(program, schedule.num_stages), machines, begins
     )
+    # Behind the last action of a position come its sums, the update and the gathering.
     activities: list[Activity] = []
     costs, ends = {}, []
     for position, spans, busy_s in zip(positions, line.spans, line.busy_s, strict=True):
@@ -108,11 +112,13 @@ def pipeline_cost(
                 volumes[name] = (
                     volumes.get(name, 0.0) + plan.num_microbatches * bodies[index].comm_bytes[name]
                 )
+        # What a position was busy with that was no communication.
         compute_s = busy_s - sum(comm.values()) + reduction.optimizer_s
         for name, (seconds, num_bytes) in reduction.messages.items():
             comm[name], volumes[name] = seconds, num_bytes
         costs[position.ranks] = compute_s, comm, volumes
     step_s = max(ends)
+    # All ranks of a position have one cost; what is left of the step they wait.
     found = {
         rank: RankCost(
             rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())), volumes
@@ -167,6 +173,7 @@ class _Position:
         reduction = Reduction.of(
             program.declarations_of(stages), mesh, config, hardware, optimizer, ranks, shared
         )
+        # Asynchronous sums begin stage by stage, so the parameters of each are told.
         settings = ReductionSettings.of(config, config.num_units)
         names = {
             stage: {d.value.name for d in program.programs[stage].declarations} for stage in stages
@@ -185,6 +192,7 @@ class _Position:
     def after(self, spans: Sequence[Span]) -> tuple[list[Activity], float]:
         """The parts of the step that follow the actions, and the second at which they end."""
         reduction, rank, last = self.reduction, self.ranks[0], spans[-1].end_s if spans else 0.0
+        # One stage: its sums begin when its last backward ends, which is the end of the actions.
         reduced = last + reduction.sum_s
         if self.asynchronous and len(self.stages) > 1:
             kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
@@ -199,6 +207,7 @@ class _Position:
             [Activity(rank, "reduce gradients", last, reduced)] if reduced > last else [],
             reduced,
         )
+        # What follows the sums comes one after the other.
         for name, seconds in reduction.after_sums(gathers_ahead=self.gathers_ahead):
             parts.append(Activity(rank, name, end, end + seconds))
             end += seconds

@@ -44,10 +44,12 @@ def _attention(op: IROp) -> OpRule:
     With ``enable_gqa``, query head ``g * r + i`` reads key and value head ``g``: the head dim is
     ``(g r)``. Keys alone may be grouped, or values alone.
     """
+    # ``query`` [*, H, S, D], ``key`` and ``value`` [*, Hkv, T, D]: lead dims broadcast.
     query, key, value = op.operands[:3]
     mask = op.operands[3] if len(op.operands) > 3 else None
     leads = [tensor.shape[:-2] for tensor in (query, key, value)]
     heads = [tensor.shape[-3] for tensor in (query, key, value) if len(tensor.shape) > 2]
+    # Heads of keys are fewer: 12 heads read 4 with g = 4, r = 3.
     grouped = op.arg("enable_gqa", False) and any(number != heads[0] for number in heads)
     if grouped:
         leads = [lead[:-1] for lead in leads]
@@ -63,8 +65,11 @@ def _attention(op: IROp) -> OpRule:
         ]
         batch = [*batch, "(g r)"]
     is_causal = bool(op.arg("is_causal", False))
+    # Causal attention counts queries from the start of the sequence, so a piece must say where it
+    # is.
     q = "q^" if is_causal else "q"
     operands = [[*terms[0], q, "d^"], [*terms[1], "k^", "d"], [*terms[2], "k", "e"]]
+    # A mask lies on the last dims, ``[..., S, T]``, and may have size 1 in some.
     if mask is not None:
         aligned = [*batch, "q", "k"][-mask.ndim :] if mask.ndim else []
         operands.append(
@@ -87,6 +92,7 @@ def _attention(op: IROp) -> OpRule:
             if is_causal
             else rule
         )
+    # Dropout draws the same numbers however it is split.
     rule = drawn(rule, _FORM, _weights)
     form = rule.parallel
     assert form is not None and form.local_args is not None

@@ -54,6 +54,7 @@ def _like(*, fill: bool = False) -> Normalise:
     def like(
         input: Any, *values: Any, dtype: Any = None, device: Any = None, **kwargs: Any
     ) -> Kwargs:
+        # ``full_like(x, fill_value=...)``: the value by position or by name.
         if "fill_value" in kwargs:
             values = (kwargs["fill_value"],)
         filled: Kwargs = {"fill_value": values[0]} if fill else {}

@@ -65,6 +65,7 @@ def _dropout(num_shared: int | None, linear: bool) -> Callable[[IROp], OpRule]:
     after the second.
     """
 
+    # The numbers that are drawn: one for all of a shared dim.
     def mask(rule: OpRule) -> TensorRefs:
         term = rule.results[0]
         shared = max(len(term) - 2, 0) if num_shared is None else num_shared
@@ -72,6 +73,7 @@ def _dropout(num_shared: int | None, linear: bool) -> Callable[[IROp], OpRule]:
 
     def rule(op: IROp) -> OpRule:
         rule = parse_rule("* -> *", op, linear_sets=linear_sets(op, ("input",)) if linear else ())
+        # Functions that have no argument ``training`` always drop.
         training = op.arg(
             "training", op.target in ("dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
         )

@@ -53,6 +53,7 @@ def _exchange_args(local: LocalSizes, tokens: DimRefs) -> Mapping[str, Arg]:
 def _dispatch(op: IROp) -> OpRule:
     chosen = op.arg("chosen")
     num_experts, weighted = op.arg("num_experts"), op.has_arg("weights")
+    # t tokens of size h, each with k choices, become rows of e experts.
     text = "t h^, t k^, t k^ -> (e t) h, (e t), e t" if weighted else "t h^, t k^ -> (e t) h, e t"
 
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
@@ -66,6 +67,7 @@ def _dispatch(op: IROp) -> OpRule:
         local_args,
     )
     rule = parse_rule(text, op, sizes={"e": num_experts}, parallel=form)
+    # A token chooses k of e experts, so that share of all pairs is stored.
     share = chosen.shape[1] / num_experts
     rows, routing = replace(_ROWS, share=share), replace(_ROUTING, share=share)
     results = (rows, rows, routing) if weighted else (rows, routing)

@@ -119,6 +119,7 @@ def _take_along_dim(op: IROp) -> OpRule:
         return whole_rule(op, ("input",))
     build = RuleBuilder()
     source, index = op.operands[0].shape, op.operands[1].shape
+    # ``dim`` is indexed, so it stays whole; the others broadcast to the result.
     dim = dim_of(op, len(source))
     result = build.tensor(op.results[0].shape)
     operand = _replaced(
@@ -143,6 +144,7 @@ def _narrow(op: IROp) -> OpRule:
     build = RuleBuilder()
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
+    # It takes everything.
     if op.results[0].shape == shape:
         refs = build.tensor(shape)
         return build.rule(
@@ -239,11 +241,14 @@ def _scatter(places: FactorKind) -> RuleMaker:
         build = RuleBuilder()
         shapes = [value.shape for value in op.operands]
         target = shapes[0]
+        # Dims of the target stay whole where they are indexed, or where the others have other
+        # sizes.
         dim = dim_of(op, len(target))
         whole = build.tensor(
             target,
             frozen={d for d in range(len(target)) if d == dim or len({s[d] for s in shapes}) > 1},
         )
+        # Index and source have one size along the indexed dim: places that belong together.
         aligned = len({shape[dim] for shape in shapes[1:]}) == 1
         along = build.dim(shapes[1][dim], places) if aligned and target else ()
         operands = [whole]
@@ -257,6 +262,7 @@ def _scatter(places: FactorKind) -> RuleMaker:
                 else:
                     refs.append(build.dim(size, FROZEN))
             operands.append(tuple(refs))
+        # Adding commutes, so pieces of the places may be summed; writing does not.
         additive = (0,) if places is SUMMED else ()
         joint = () if op.has_arg("reduce") else (("input", "src"),)
         return build.rule(operands, [whole], linear=linear_sets(op, *joint), additive=additive)
@@ -272,6 +278,7 @@ def _index_write(places: FactorKind, source: str) -> RuleMaker:
         shape = op.operands[0].shape
         dim = dim_of(op, len(shape))
         whole = build.tensor(shape, frozen=(dim,))
+        # Without a dim the index names one place.
         index = op.operands[1]
         along = build.dim(index.shape[0] if index.ndim else 1, places)
         written = (_replaced(whole, dim, along) if value.ndim else () for value in op.operands[2:])
@@ -290,6 +297,7 @@ def _slice_scatter(op: IROp) -> OpRule:
     dim = dim_of(op, len(shape))
     linear = linear_sets(op, ("input", "src"))
     start, stop = slice_bounds(slice(op.arg("start"), op.arg("end")), shape[dim])
+    # It writes all of the dim.
     if op.arg("step", 1) == 1 and start == 0 and stop == shape[dim]:
         refs = build.tensor(shape)
         return build.rule(
@@ -326,6 +334,7 @@ def _diagonal_scatter(op: IROp) -> OpRule:
 def _index_put(op: IROp) -> OpRule:
     """``indices`` has a tensor or ``None`` (all of the dim) for each of the first dims."""
     source, values = op.operands[0], op.operands[-1]
+    # ``None`` in the place of an index takes all of the dim.
     indices = tuple(slice(None) if index is None else index for index in op.arg("indices"))
     items = read_index(indices, source.shape)
     if items is None:

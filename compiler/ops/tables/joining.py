@@ -37,6 +37,7 @@ def _cat(op: IROp) -> OpRule:
     # Empty tensors of one dim may stand beside.
     joined = [value for value in op.operands if value.ndim == len(shape)]
     result = list(build.tensor(shape))
+    # ``cat`` of [8, 3] and [8, 5] along dim 1 has the dim 3|5, and each operand one segment of it.
     whole = build.factor(*(value.shape[dim] for value in joined))
     result[dim] = (whole,)
     operands: list[TensorRefs] = []
@@ -71,10 +72,12 @@ def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp
         source = list(build.tensor(shape))
         sizes = [result.shape[dim] for result in op.results]
         pieces: list[DimRefs]
+        # Of equal pieces each has the inner factor, of which the dim holds several.
         if all(size == sizes[0] for size in sizes):
             piece = build.dim(sizes[0])
             source[dim] = (*build.dim(len(sizes), FROZEN), *piece)
             pieces = [piece] * len(sizes)
+        # Otherwise the pieces are the segments of a concatenation.
         elif unequal:
             whole = build.factor(*sizes)
             source[dim] = (whole,)

@@ -33,6 +33,7 @@ def _solve(op: IROp) -> OpRule:
         return whole_rule(op)
     build = RuleBuilder()
     result = (
+        # The columns of ``B`` are solved by themselves, its rows are not.
         *build.tensor(op.results[0].shape[:-1], frozen=(right.ndim - 2,)),
         build.dim(right.shape[-1]),
     )

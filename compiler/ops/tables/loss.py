@@ -183,6 +183,7 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
     """Losses over all classes of a row, which stay whole."""
 
     def rule(op: IROp) -> OpRule:
+        # One row is a sample; a name for each dim in front of the classes.
         rows = names(op.operands[0].ndim - 1, "n")
         terms = {
             "input": [*rows, "c^"],
@@ -253,6 +254,7 @@ def _cross_entropy(form: str) -> Callable[[IROp], OpRule]:
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
         assert op.rule is not None, f"{op.name} has no rule"
         shape, class_dim = op.operands[0].shape, min(1, op.operands[0].ndim - 1)
+        # Over how many rows the mean goes, the ones on other ranks included.
         count = product(size for dim, size in enumerate(shape) if dim != class_dim)
         start = start_of(op.rule.operands[0][class_dim], local)
         return {
@@ -264,12 +266,14 @@ def _cross_entropy(form: str) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         operands, rows = _class_terms(op)
         reduction = op.arg("reduction", "mean")
+        # Classes are split by the parallel form alone.
         operands = [[f"{name}^" if name == "c" else name for name in term] for term in operands]
         if reduction != "none":
             operands = [_summed(term) for term in operands]
         # along the classes every rank gets the whole loss
         factors = {"c": ParallelFactor(results=("R",))}
         keywords = {"c": "class_axes"}
+        # A mean over split rows counts those of all ranks.
         if reduction == "mean":
             factors |= {row: ParallelFactor(anywhere=True) for row in rows}
             keywords |= dict.fromkeys(rows, "row_axes")

@@ -74,6 +74,7 @@ def _added(left: str, right: str, result: str) -> Any:
         added, first, second = op.operand_names
         target = result.split()
         shape = op.operands[0].shape
+        # ``input`` lies on the last dims of the result.
         aligned = target[len(target) - len(shape) :]
         term = " ".join(
             "1" if size == 1 else name for size, name in zip(shape, aligned, strict=True)
@@ -135,9 +136,11 @@ def _einsum(op: IROp) -> OpRule:
     equation = op.arg("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
+    # ``ij,jk`` means ``ij,jk->ik``: what occurs once, in alphabetic order, behind the dots.
     if not arrow:
         once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
         right = ("..." if "..." in left else "") + "".join(once)
+    # How many dims the dots of each operand stand for; they are aligned at their end.
     num_dots = [
         value.ndim - len(term.replace("...", "")) if "..." in term else 0
         for term, value in zip(terms, op.operands, strict=True)
@@ -152,6 +155,7 @@ def _einsum(op: IROp) -> OpRule:
         dotted = [f"i{max(num_dots) - dots + i}" for i in range(dots)] if "..." in term else []
         return [*before, *dotted, *after]
 
+    # Every operand as names, with dots spelled out.
     spelled = [letters(term, dots) for term, dots in zip(terms, num_dots, strict=True)]
     result = letters(right, max(num_dots))
     for term, value in zip(spelled, op.operands, strict=True):
@@ -179,6 +183,7 @@ def _tensordot(op: IROp) -> OpRule:
     left, right = op.operands
     dims = op.arg("dims", 2)
     if isinstance(dims, int):
+        # A number: the last dims of the left side with the first of the right.
         dims = (range(left.ndim - dims, left.ndim), range(dims))
     contracted = [
         [dim % value.ndim for dim in ((d,) if isinstance(d, int) else d)]
@@ -189,6 +194,7 @@ def _tensordot(op: IROp) -> OpRule:
         # A size of 1 is summed over as if repeated.
         terms[0][i] = "1" if left.shape[i] == 1 else f"k{index}+"
         terms[1][j] = "1" if right.shape[j] == 1 else f"k{index}+"
+    # The result has what is not contracted, left before right.
     kept = [
         name
         for term, dims_ in zip(terms, contracted, strict=True)
@@ -230,6 +236,7 @@ def _grouped_mm(op: IROp) -> OpRule:
     tokens stay whole.
     """
     left, right = op.operands[:2]
+    # Without offsets the groups are a dim: a batch of products.
     experts = ", e" if op.has_arg("offs") else ""
     bias = ", e n" if op.has_arg("bias") else ""
     terms = {

@@ -86,6 +86,7 @@ def _batch_norm(op: IROp) -> OpRule:
     exchanged.
     """
     shape = op.operands[0].shape
+    # ``[n, c, y0, y1]``: in training batch and space go into the statistics.
     rows = ["n", *names(len(shape) - 2, "y")]
     training = (
         may_be(op.arg("training", False), bool)

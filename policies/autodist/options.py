@@ -85,6 +85,7 @@ class AutodistOptions:
     load_plan: str | None = None
 
     def __post_init__(self) -> None:
+        # Amounts by themselves first, then what they mean together.
         _check_amounts(self)
         if self.save_plan is not None and self.load_plan is not None:
             raise ConfigError(
@@ -161,6 +162,7 @@ def _check_amounts(options: AutodistOptions) -> None:
 
 def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
     """Refuse options that contradict each other or the config."""
+    # Options that speak of axes need a mesh whose axes are known.
     given = [name for name in ("pin", "forbid", "stored") if getattr(options, name)]
     given += ["rank_order"] if config.rank_order is not None else []
     if given and options.mesh is None:
@@ -201,6 +203,7 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
             )
     _check_stages(config, options)
     _check_uneven(config, options)
+    # Options that mean pipelines.
     pipeline = [
         name
         for name in ("schedule", "chunks", "stage_starts")
@@ -239,6 +242,7 @@ def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
         PlanError: the schedule cannot have the positions, microbatches and chunks that are given
             with it.
     """
+    # ``inference_only`` has no steps, so no pipelines either.
     num_stages = options.num_stages or 1
     asked = [
         name
@@ -252,6 +256,7 @@ def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
             why="it searches pipelines for training only",
             hint="leave them out; policies 'pp' and 'hybrid' make pipelines for infer_step",
         )
+    # The schedule itself says which sizes it can have.
     method = SCHEDULES.get(options.schedule or "")
     if method is not None and num_stages > 1 and options.num_microbatches is not None:
         method.check(num_stages, options.num_microbatches, options.chunks or method.min_chunks)
@@ -268,6 +273,7 @@ def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:
         )
     if options.stage_starts is None:
         return
+    # A begin for each stage but the first.
     number = len(options.stage_starts) + 1
     wanted = (options.num_stages or 1) * (options.chunks or 1)
     exact = options.num_stages is not None and options.chunks is not None

@@ -56,6 +56,7 @@ def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[st
     ``dims``: operator and axis to the name of the dim that is split there. ``kept``: axes that have
     their name already.
     """
+    # A vote: how many operators split a dim of each role along the axis.
     counts = {axis: dict.fromkeys([role for role, _ in ROLES], 0) for axis in plan.mesh.names}
     for by_axis in dims.values():
         for axis, dim in by_axis.items():
@@ -64,11 +65,14 @@ def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[st
     for axis in plan.mesh.names:
         if axis in names:
             continue
+        # The first of :data:`ROLES` wins where two have as many.
         role = max(counts[axis], key=lambda role: counts[axis][role])
+        # No operator splits along it: it cuts stored parameters only, or copies everything.
         if not any(counts[axis].values()):
             role = (
                 "tp" if any(axis in _cut_by(layout) for layout in plan.stored.values()) else COPIES
             )
+        # A second axis of one role is ``tp2``.
         taken = sum(1 for name in names.values() if name.rstrip("0123456789") == role)
         names[axis] = role if not taken else f"{role}{taken + 1}"
     return renamed(plan, names)
@@ -104,6 +108,7 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     def by_axis(item: Mapping[str, str]) -> dict[str, str]:
         return {new(axis): value for axis, value in item.items()}
 
+    # Every part of a plan that speaks of axes.
     return replace(
         plan,
         mesh=mesh(plan.mesh),
@@ -165,6 +170,7 @@ def forbidden(
 ) -> dict[str, tuple[str, ...]]:
     """What axes of a mesh must leave alone for the degrees, besides what a user forbids."""
     found = {dim: tuple(axes) for dim, axes in forbid.items()}
+    # A degree such as ``tp=4`` is for its role alone: other axes leave the dims of that role to it.
     for dim in sorted(
         {known.name for body in graph.bodies if body.dims for known in body.dims.classes}
         if degrees
@@ -176,6 +182,7 @@ def forbidden(
             for axis in mesh.names
             if axis != role
             and (axis in degrees or role in degrees)
+            # Experts may be on the axis that also splits tokens.
             and not (axis == "ep" and role in TOKENS)
         )
         if axes:

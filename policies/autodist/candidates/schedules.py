@@ -63,6 +63,7 @@ def staged(
     """
     schedule = generate(named_schedule.name, num_positions, num_microbatches, named_schedule.chunks)
     inner = whole.mesh
+    # The ranks of each position; ``placement`` says which position runs a stage.
     ranks = position_ranks(inner, num_positions, pp_place)
     stages = tuple(
         StagePlan(first, inner, ranks[schedule.placement[index]])

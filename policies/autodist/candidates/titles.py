@@ -52,6 +52,7 @@ def refusals(found: SearchResult) -> list[str]:
     """Why nothing tried is the answer, a line each: what needs least memory first, and once what is
     said of many.
     """
+    # What was too large, smallest first: the first line is what came nearest.
     large = sorted(
         found.refused.keys() & found.needed_bytes.keys(),
         key=lambda title: (found.needed_bytes[title], title),
@@ -59,6 +60,7 @@ def refusals(found: SearchResult) -> list[str]:
     lines = [f"{title}: {found.refused[title]}" for title in large[:MOST_LISTED]]
     if len(large) > MOST_LISTED:
         lines.append(f"{len(large) - MOST_LISTED} more need as much or more")
+    # Other reasons are said once, with the first candidate that has them.
     alike: dict[str, list[str]] = {}
     for title in (title for title in found.refused if title not in found.needed_bytes):
         alike.setdefault(found.refused[title], []).append(title)

@@ -123,6 +123,7 @@ class Cutter:
         found = self._cut(cut_request, memory_bytes)
         if isinstance(found, NoFit):
             return found
+        # A bound without overlap, made one with it.
         bound, config = found.bound_s, cut_request.placements[0].walk.setting.config
         bound *= share_despite_overlap(
             config,
@@ -152,6 +153,7 @@ class Cutter:
             float
         ] = []  # of every chain: what the best one says nothing of may be in another
         found: list[_Cut] = []
+        # A finer chain is a model of the same plan: it may find what a coarse one cannot cut.
         for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
             costs = [
                 self._costs_of(lowered.walk, starts, layers) for lowered in cut_request.placements
@@ -169,6 +171,8 @@ class Cutter:
                 found.append(_Cut(split, prediction, layers, prediction.step_s(split)))
         if not bounds:
             return NoFit(needed)
+        # The first chain within the tolerance of the best: coarse blocks are exact, fine ones are
+        # not.
         enough_s = (1 + self.space.tolerance) * min((cut.step_s for cut in found), default=0.0)
         return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
 
@@ -183,11 +187,13 @@ class Cutter:
         schedule = cut_request.schedule(count)
         if (key := (named_schedule, cut_request.num_positions)) not in self._waits:
             self._waits[key] = Chains(schedule)
+        # Overlap of communication can make a step shorter than its actions are, by that share.
         config, alone = cut_request.placements[0].walk.setting.config, _alone(cut_request, count)
         share = share_despite_overlap(
             config, cut_request.num_positions, named_schedule.chunks, count
         )
         found = []
+        # For each way to see the model as blocks: the least of what its stages can have.
         for starts, layers in self._chains(cut_request.placements[0].walk, schedule.num_stages):
             costs = [
                 self._costs_of(lowered.walk, starts, layers) for lowered in cut_request.placements
@@ -246,6 +252,7 @@ class Cutter:
         ranks beside its own, if more ranks never take less time in all than the placements
         do.
         """
+        # If no chain gets below, placements on other sizes are not worth making.
         count = self.space.num_microbatches
         for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
             placements = self._placed_blocks(
@@ -302,16 +309,19 @@ class Cutter:
         """The ways to see the model as blocks, the coarsest first: by layers, which may be computed
         again; and where nothing is, by the numbered modules inside them, and finely.
         """
+        # The user has said where stages begin.
         if self.space.stage_starts is not None:
             position = {op.name: index for index, op in enumerate(self.graph.ops)}
             return [([0, *(position[name] for name in self.space.stage_starts)], {})]
         by_layer, layers = self._by_layer
         found: list[Chain] = []
+        # Nothing is computed again: blocks may be cut anywhere.
         is_free = not self.space.recompute  # no module is named that must not be cut
         if len(by_layer) >= num_stages and (layers or (is_free and len(by_layer) > 1)):
             found.append((by_layer, layers))
         if is_free:
             found += [(starts, {}) for starts in self._nested if len(starts) >= num_stages]
+            # Cutting finely depends on the operators' times, so it is done once for each placement.
             if (walk, num_stages) not in self._fine:
                 times = operator_times(walk)
                 starts = block_starts(
@@ -368,11 +378,14 @@ class Cutter:
         """The cut with other begins, as far as they fit the memory: of even stages, and such that
         positions have about equal sums.
         """
+        # One stage on each position: there is nothing to even out.
         position_of = prediction.schedule.placement
         if len(set(position_of)) == len(position_of):
             return []
         (costs,) = prediction.costs  # where positions run several stages, all are placed alike
         times = [block.forward_s + block.backward_s for block in costs.blocks]
+        # Three sets of begins: even stages, even positions from there, even positions from the cut
+        # found.
         found, even = [], even_stages(times, len(position_of))
         own = [stage.start for stage in split.stages[1:]]
         for cuts in (even, evened(times, even, position_of), evened(times, own, position_of)):
@@ -397,6 +410,7 @@ class Cutter:
             self._num_devices(cut_request),
             cut_request.num_stages,
             count,
+            # Several stages of a position share its memory evenly here; :meth:`_evened` is exact.
             memory_bytes=memory_bytes / cut_request.named_schedule.chunks,
             in_flight=_in_flight(cut_request, count),
             splits_backward=cut_request.splits_backward,
@@ -410,6 +424,7 @@ class Cutter:
         split, prediction, layers = cut.split, cut.prediction, cut.layers
         cut_request, costs, starts = prediction.cut_request, prediction.costs, prediction.starts
         count, named_schedule = self.space.num_microbatches, cut_request.named_schedule
+        # The modules that are computed again, as the cut has chosen them.
         chosen = [
             costs[stage.placement].ways[block][way]
             for stage in split.stages
@@ -421,6 +436,8 @@ class Cutter:
         first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
         placed = tuple(cut_request.placements[stage.placement].placed for stage in split.stages)
         plan, title = placed[0].plan, cut_request.title
+        # Stages of several placements become one plan with a mesh for each; else one plan is dealt
+        # out.
         if len(cut_request.placements) > 1:
             plan = joined(
                 self.graph, [found.plan for found in placed], first_ops, named_schedule.name, count
@@ -466,6 +483,7 @@ def _as_good_as(placements: Sequence[PlacedBlocks], num_devices: int) -> PlacedB
     """A placement of as many seconds times devices, block by block, as the best of some."""
 
     def least(blocks: Sequence[Block]) -> Block:
+        # Its seconds, scaled to another number of devices: no speedup is better than that.
         scales = [placement.num_devices / num_devices for placement in placements]
         both = list(zip(blocks, scales, strict=True))
         return Block(

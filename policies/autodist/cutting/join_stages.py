@@ -32,6 +32,7 @@ def joined(
     the first stage that reads them says, where those of unequal meshes have their owner too.
     ``starts``: the first operators of stages 1, 2, ...
     """
+    # The ranks of stage ``i`` are ``begins[i]`` to ``begins[i + 1]``.
     begins = [0, *itertools.accumulate(plan.mesh.size for plan in plans)]
     stages = tuple(
         StagePlan(first, plan.mesh, tuple(range(begin, end)))
@@ -39,13 +40,16 @@ def joined(
             ["", *starts], plans, itertools.pairwise(begins), strict=True
         )
     )
+    # Meshes of one form are one mesh with a ``pp`` axis. Others have none in common.
     alike = len({plan.mesh for plan in plans}) == 1
     mesh = with_pp(plans[0].mesh, len(plans)) if alike else Mesh((("rank", begins[-1]),))
     base = replace(
         plans[0], mesh=mesh, stages=stages, schedule=schedule, num_microbatches=num_microbatches
     )
+    # Without outputs that nobody wants, as lowering has it.
     training = drop_outputs(graph, base.outputs)
     stage_of = stage_of_ops(training, base)
+    # The stage that owns each parameter: the first that reads it, in training or in evaluation.
     homes = _first_readers(training, stage_of)
     if graph.eval_graph is not None:
         evaluation = drop_outputs(graph.eval_graph, base.outputs)

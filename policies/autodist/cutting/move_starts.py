@@ -52,6 +52,7 @@ def evened(times: Sequence[float], cuts: Sequence[int], placement: Sequence[int]
             positions[position] += sums[stop] - sums[start]
         return sum(time * time for time in positions)
 
+    # One begin at a time, to the best place between its neighbours, until nothing gets better.
     found, best, improved = list(cuts), squares(cuts), True
     while improved:
         improved = False
@@ -107,11 +108,13 @@ def moved(
     """The split with its begins moved, as ``positions`` have memory for it; ``step_s`` says what a
     step of a split takes.
     """
+    # How many splits may be simulated: simulating takes time in proportion to actions.
     left = MAX_ACTIONS // max(1, num_microbatches * len(split.stages))
     best_s = step_s(split) if left else 0.0
     improved = True
     while improved:
         improved = False
+        # Every begin, a few blocks forth and back; what is better is taken at once.
         for number, by in itertools.product(range(1, len(split.stages)), _steps()):
             trial = _with_begin(split, number, split.stages[number].start + by, positions)
             if trial is None:

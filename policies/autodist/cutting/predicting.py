@@ -45,15 +45,18 @@ class Prediction:
         """
         if self.cut_request.num_stages == 1:
             return split.cost_s
+        # The first device of each stage.
         devices = [0]
         for stage in split.stages:
             devices.append(devices[-1] + stage.num_devices)
+        # What crosses between stages, given the placements on both sides.
         boundaries = [
             self.messages.boundary(before.placement, after.placement, device)
             for before, after, device in zip(
                 split.stages, split.stages[1:], devices[1:], strict=False
             )
         ]
+        # One microbatch of each stage, then the messages between neighbours, then the schedule.
         times = [self._times(split, index, boundaries) for index in range(len(split.stages))]
         transfers: dict[tuple[int, int], float] = {}
         for index, (boundary, stage) in enumerate(zip(boundaries, split.stages[1:], strict=True)):
@@ -62,6 +65,7 @@ class Prediction:
             transfers[index + 1, index] = float(boundary.back_s[span])
         ranks = self._ranks(split)
         line = simulate(self.schedule, times, transfers, machines=self._machines(ranks))
+        # What a position does once: sums of shared parameters, and those of its own stages.
         once = self._shared_s(split, ranks)
         for index, stage in enumerate(split.stages):
             once[self.schedule.placement[index]] += float(
@@ -98,12 +102,14 @@ class Prediction:
             float(table.forward_s[span]),
             float(table.backward_s[span]) + again_s,
         )
+        # Copies around messages: what comes in at the front, and goes out at the back.
         more = []
         if index:
             more.append(boundaries[index - 1].taken_s[span])
         if index < len(boundaries):
             after = split.stages[index + 1]
             more.append(boundaries[index].sent_s[after.start, after.stop])
+        # The first stage has no stage in front: nothing waits for gradients of its inputs.
         input_s, weight_s = self._parts(stage, backward_s) if index else (0.0, backward_s)
         for forth, back in more:
             forward_s += float(forth)
@@ -161,9 +167,11 @@ class Prediction:
             return found
         edges = [*(self.starts[stage.start] for stage in split.stages), float("inf")]
         position_of = self.schedule.placement
+        # A parameter that several positions hold is summed over all of them.
         for held in self.cut_request.placements[0].walk.parameters:
             if held.declaration is None or len(held.places) == 1:
                 continue
+            # The stages that read it: the last stage that begins at or before each place.
             stages = {
                 max(i for i, edge in enumerate(edges[:-1]) if edge <= place)
                 for place in held.places
@@ -171,6 +179,8 @@ class Prediction:
             positions = list(dict.fromkeys(position_of[stage] for stage in sorted(stages)))
             for own in positions if len(positions) > 1 else ():
                 others = [ranks[other] for other in positions if other != own]
+                # Only what it takes longer, as its sum within the position is in the stage's time
+                # already.
                 found[own] += self._reduced_s(
                     held.declaration, ranks[own], others
                 ) - self._reduced_s(held.declaration, ranks[own])

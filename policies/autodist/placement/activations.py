@@ -57,6 +57,7 @@ class Activations:
     @classmethod
     def of(cls, graph: IRGraph, layouts: LayoutTable, mesh: Mesh) -> Activations:
         """What the operators of a graph keep. Its recompute regions are marked."""
+        # Operators with one signature keep the same, and models repeat theirs.
         known: dict[Hashable, Saved] = {}
         saved: dict[str, Saved] = {}
         for op in graph.ops:
@@ -66,11 +67,14 @@ class Activations:
             saved[op.name] = known[key]
         found = cls(layouts, mesh, _bases(graph, saved))
         stored = {value.name for value in graph.sources if value.kind is not ValueKind.INPUT}
+        # The region of each value's maker: a tensor that stays in its region is computed again.
         regions = {value.name: op.region for op in graph.ops for value in op.results}
+        # For each tensor the operators that keep it: its bytes are shared out among these.
         keepers: dict[str, list[tuple[IROp, bool, int]]] = {}
         for op in graph.ops:
             for result, position, value in _kept(op, saved[op.name], regions):
                 base = found.bases.get(value.name, value.name)
+                # Parameters are there anyway.
                 if base not in stored:
                     keepers.setdefault(base, []).append((op, result, position))
             if op.region is None:

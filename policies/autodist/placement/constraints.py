@@ -67,6 +67,7 @@ def constrained(plan: Plan, graph: IRGraph, constraints: Constraints) -> Plan | 
 
     Raises what :func:`allowed_strategies` raises.
     """
+    # Strategies that the constraints leave, of the operators that they say anything of.
     for name, only in (
         allowed_strategies(graph, constraints, plan.mesh) if constraints else {}
     ).items():
@@ -88,14 +89,17 @@ def _of_op(
     assert op.rule is not None
     only: dict[str, frozenset[str]] = {}
     every = strategies(op.rule)
+    # Each axis by itself: first what is forbidden there, then what is pinned.
     for axis in mesh.names:
         left = [s for s in every if axis not in constraints.forbid.get(_dim(op, s, dims) or "", ())]
         pinned = _pin_of(op, constraints, axis)
         if pinned is not None:
             what, wanted = pinned
+            # A pin names a strategy, or a dim of the model to split.
             named = [s for s in every if s == wanted or _dim(op, s, dims) == wanted]
             if not named and what == op.name:
                 raise _no_such_strategy(op, wanted, axis, dims)
+            # An operator of a pinned module that has no such dim is left free.
             if named:
                 left = [s for s in left if s in named and allowed(op.rule, {axis: s}, mesh)]
         if not left:
@@ -174,6 +178,7 @@ def _no_such_strategy(op: IROp, wanted: str, axis: str, dims: ModelDims) -> Plan
 def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
     """Refuse names that nothing has."""
     every = [op for body in graph.bodies for op in body.ops]
+    # A pin is for an operator, or for all operators of a module.
     names = {op.name for op in every} | {path for op in every for path in _paths(op.module_path)}
     for name, by_axis in constraints.pin.items():
         if name not in names and not any(_is_below(op.module_path, name) for op in every):
@@ -184,6 +189,7 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
             _check_axis(axis, mesh)
             if name not in {op.name for op in every}:
                 _check_answered(graph, name, wanted, axis)
+    # Dims that the model has.
     dims = {c.name for body in graph.bodies if body.dims for c in body.dims.classes}
     for dim, axes in constraints.forbid.items():
         if dim not in dims:
@@ -205,6 +211,7 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
 
 def _check_answered(graph: IRGraph, module: str, wanted: str, axis: str) -> None:
     """Refuse what no operator of a pinned module can do."""
+    # What operators of the module could do, for the hint.
     dims: set[str] = set()
     for body in graph.bodies:
         assert body.dims is not None

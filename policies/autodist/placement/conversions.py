@@ -170,8 +170,10 @@ class Conversions:
         universe = tuple(
             sorted({*sources, *(goal for wanted in sets for goal in wanted)}, key=self._name)
         )
+        # Seconds and weights of every pair of these layouts, computed once.
         table = self._table(kind, universe)
         where = table.position
+        # Sets of one size are priced together, as arrays.
         by_size: dict[int, list[int]] = {}
         for index, wanted in enumerate(sets):
             by_size.setdefault(len(wanted), []).append(index)
@@ -225,6 +227,8 @@ class Conversions:
         key = (kind, universe)
         found = self._tables.get(key)
         if found is None:
+            # ``[from, to]``: the weight that lowering chooses by, the seconds, and whether a weight
+            # is gathered.
             size = len(universe)
             weights, seconds, gathers = (
                 np.zeros((size, size)),
@@ -292,6 +296,8 @@ class Conversions:
     ) -> tuple[float, tuple[StepTime, ...]]:
         """The costs of a conversion, from the pattern of the pair instead of the pair itself."""
         differentiable = kind.differentiable
+        # Conversions of the same kind differ in sizes only: pattern first, then its price for this
+        # tensor.
         places, steps = self.patterns.steps(
             self._form(source, differentiable), self._form(goal, differentiable)
         )
@@ -358,11 +364,14 @@ def _trees(table: _Table, source: int, goals: Ids) -> Seconds:
     num_goals = goals.shape[1]
     if num_goals == 0 or not len(goals):
         return np.zeros(len(goals))
+    # A single copy is made from the value as produced.
     if num_goals == 1:
         only: Seconds = table.seconds[source, goals[:, 0]]
         return only
+    # ``[sets, size, size]``: from each copy of a set to each other.
     between = table.weights[goals[:, :, None], goals[:, None, :]]
     chosen = np.argmin(tree_weights(table.weights[source, goals], between), axis=-1)
+    # The tree of least weight for each set; then the seconds of its branches.
     parents = _parents(num_goals)[chosen]  # [sets, size]
     starts = np.where(
         parents < 0, source, np.take_along_axis(goals, np.maximum(parents, 0), axis=1)

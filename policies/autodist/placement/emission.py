@@ -134,6 +134,7 @@ class _Emission:
 
     def __post_init__(self) -> None:
         kind = self.uses.kind
+        # The tree of copies that lowering makes for all readers together.
         self.tree: Mapping[int, int] = self.conversions.tree(
             kind, self.source, union(wants for wants, _, _ in self.all_wants)
         )
@@ -142,6 +143,8 @@ class _Emission:
         self.known: dict[tuple[int, object], _Copy] = {(self.source, None): root}
         for wants, place, keeps in self.all_wants:
             self._read(wants, place, keeps)
+        # From the leaves back: a copy is kept for backward if what is made of it is, by views
+        # alone.
         for copy in reversed(self.copies):
             assert copy.start is not None
             copy.start.is_kept |= copy.is_kept and all(step.is_kept for step in self._steps(copy))
@@ -172,6 +175,7 @@ class _Emission:
         """Per microbatch, of the adapters of one copy; of those before it first."""
         start, place = copy.start, copy.place
         assert start is not None
+        # Inside of a stretch that runs again, adapters run again with it.
         inside = start.is_inside and start.place.stretch == place.stretch
         is_shared = copy.last > place.stretch
         total = 0.0
@@ -183,6 +187,7 @@ class _Emission:
             again_s = 0.0
             if inside:
                 again_s = step.forward_s
+            # A weight that is gathered once more for backward.
             elif index >= num_before:
                 again_s = step.regathered_s
             total += step.forward_s + again_s + step.backward_s

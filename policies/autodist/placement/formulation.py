@@ -127,19 +127,24 @@ class Formulation:
 
     def cost(self, choice: Sequence[int]) -> float:
         """Seconds per step of a settled choice, exactly."""
+        # The problem's own costs, in which some values are priced as if their readers were alone.
         total = evaluate(self.problem, choice)
+        # Values that many blocks read: exact, less what was paid for them.
         for item in self.shared:
             shares = zip(item.uses.readers, item.shares, strict=True)
             paid = sum(float(share[choice[use.node]]) for use, share in shares)
             total += item.uses.seconds(self.conversions, item.source, choice) - paid
+        # Values whose copies are priced along a relay only.
         for index, node in enumerate(self.nodes):
             if isinstance(node, RelayNode):
                 total += self._relayed(node, node.layouts[choice[index]], choice)
+        # Values with several sets of copies.
         for spread in self.spread:
             maker, gives = spread.maker
             row = 0 if maker is None else choice[maker]
             exact = spread.uses.seconds(self.conversions, int(gives[row]), choice)
             total += exact - float(spread.paid[row, choice[spread.node]])
+        # Parameters, which several readers gather.
         for weight in self.weights:
             stored = choice[weight.store]
             read = zip(weight.uses.readers, weight.paid, strict=True)

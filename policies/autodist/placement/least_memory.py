@@ -46,8 +46,10 @@ def place_for_memory(
         pricing: as of :func:`formulate`.
     """
     formulation = formulate(request, pricing)
+    # The row of memory becomes a price per byte instead of a limit.
     problem = replace(formulation.problem, rows=())
     usage, momentary = formulation.problem.rows[0].usage, _momentary(formulation, request)
+    # A scale: what the fastest choices take, against what the largest ones hold.
     step_s = sum(float(costs[np.isfinite(costs)].min()) for costs in problem.node_costs)
     byte_s = weight.heavy * step_s / max(1.0, sum(float(used.max()) for used in usage.values()))
     costs = []
@@ -69,6 +71,7 @@ def _momentary(formulation: Formulation, request: PlacementRequest) -> dict[int,
     for index, node in enumerate(formulation.nodes):
         if not isinstance(node, OpNode):
             continue
+        # The operands and results of a choice, each in its layout.
         total = np.zeros(len(node.choices))
         for values, ids in (
             (node.op.operands, node.choices.operands),

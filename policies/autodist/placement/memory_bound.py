@@ -78,15 +78,18 @@ class _Draft:
         assert self.request.memory_limit_bytes is not None
         self.costs, self.edges = list(problem.node_costs), list(problem.edges)
         self.activations = Activations.of(graph, self.formulation.layouts, self.request.mesh)
+        # A stage of a pipeline gives its results away, so nothing lives to its end.
         config = self.request.config
         is_one = len(self.request.ranks) == config.plan_ngpus and not config.inference_only
         self.alive = _variables(graph) if is_one else frozenset()
         self.inputs = {value.name for value in graph.sources if value.kind is ValueKind.INPUT}
         self.prices = self._prices() if self.again else {}
+        # New nodes, for tensors that may be let go of, stand in the block of their operator.
         homes = {node: index for index, block in enumerate(problem.blocks) for node in block}
         blocks = [list(block) for block in problem.blocks]
         for index, node in enumerate(self.formulation.nodes):
             before = len(self.costs)
+            # What is stored is held; what is kept is a choice.
             if isinstance(node, StoreNode):
                 self.usage[index] = node.least_bytes
             elif isinstance(node, OpNode) and not self.request.config.inference_only:
@@ -107,6 +110,7 @@ class _Draft:
             if share.root in self.alive or share.root in self.inputs:
                 continue  # counted where it is made, and with the row's limit
             price = self.prices.get(share.root)
+            # No part holds it, so it is kept in any case.
             if price is None:
                 held += activations.of_share(op, choices, share)
             else:
@@ -137,10 +141,13 @@ class _Draft:
         parts = _parts_by_place(graph)
         sizes = self._sizes()
         smallest: dict[str, Part] = {}
+        # The smallest part of the model that makes the tensor and all that keep it.
         for root, at in self._places().items():
             part = next((part for part in parts.get(min(at), ()) if part.stop > max(at)), None)
             if part is not None:
                 smallest[root] = part
+        # A part is computed again as a whole: its seconds are dealt among the tensors that it
+        # saves, in proportion to their sizes, so that no second is counted twice.
         claims = [0.0] * len(graph.ops)  # the sizes of all tensors that an operator is dealt among
         for root, part in smallest.items():
             for index in range(part.start, part.stop):
@@ -150,6 +157,7 @@ class _Draft:
             for node in self.formulation.nodes
             if isinstance(node, OpNode)
         }
+        # The fastest choice of each operator: this is a bound.
         fastest = [
             self.request.microbatches * float(op_choices[op.name].forward_s.min())
             for op in graph.ops
@@ -168,6 +176,7 @@ class _Draft:
         """
         ops, activations = self.formulation.graph.ops, self.activations
         made = {
+            # Where each value is made.
             value.name: index
             for index, op in enumerate(ops)
             for value in op.results
@@ -208,6 +217,7 @@ def _variables(graph: IRGraph) -> frozenset[str]:
     stretch: dict[str, tuple[object, object]] = {
         op.name: (container_of(op.module_path), op.region) for op in graph.ops
     }
+    # A layer that is computed again becomes a method, and its locals die with it.
     starts, layers = layer_blocks(graph)
     for (
         block,
@@ -221,6 +231,7 @@ def _variables(graph: IRGraph) -> frozenset[str]:
     found = set()
     for op in graph.ops:
         own = stretch[op.name]
+        # A value of forward itself, or one that leaves its method.
         for value in op.results:
             readers = uses.get(value.name, ())
             if own == (None, None) or any(stretch[reader.name] != own for reader, _ in readers):

@@ -118,6 +118,7 @@ class StepPrices:
 
     def _priced(self, step: PatternStep) -> tuple[float, float, float]:
         pieces = self.pieces
+        # Bytes of the largest piece before and behind the step.
         before, after = (
             pieces.largest(step.before) * self.item,
             pieces.largest(step.after) * self.item,
@@ -128,6 +129,7 @@ class StepPrices:
         time = movement_time(
             movement, self.mesh, self.ranks, self.hardware, differentiable=self.differentiable
         )
+        # Elements on average, by which lowering weighs trees.
         whole, part = pieces.average(step.before), pieces.average(step.after)
         forward, backward = elements_sent(
             step.kind, step.backward, self.mesh.num_ranks(step.axes), whole, part

@@ -130,8 +130,10 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     """
     formulation = formulate(request, pricing)
     started = time.monotonic()
+    # Measured is only what is a whole step: one microbatch, nothing sent on.
     rows = formulation.problem.rows
     walked = bool(rows) and request.in_flight == 1 and "sent" not in request.outputs.values()
+    # First without the row, unless there is no time to do it twice.
     problem = (
         replace(formulation.problem, rows=())
         if walked and not request.hurried
@@ -142,6 +144,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
         solution = _solved(problem, left, request.target_gap)
+        # Nothing satisfies the row as it is now.
         if isinstance(solution, Infeasible):
             least = solution.least_usage
             if smallest and memory is not None and (least is None or least <= rows[0].limit):
@@ -157,10 +160,12 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
                 formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),)
             )
             continue
+        # Tables that were left out make the proof weaker, and say so.
         proof = f"{solution.proof}{TABLES}" if formulation.slack else solution.proof
         found = placement_of(
             request, formulation, solution, solution.bound - formulation.slack, proof
         )
+        # The lowered plan is walked: what it really holds decides.
         measuring = time.monotonic()
         if (
             not walked
@@ -175,6 +180,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         assert request.memory_limit_bytes is not None
         if memory.peak_bytes <= request.memory_limit_bytes:
             return found
+        # Too large: tighten the row in proportion, and try again.
         measured_s = time.monotonic() - measuring
         used = rows[0].used(found.choice)
         limit = min(problem.rows[0].limit, used) if problem.rows else used
@@ -184,6 +190,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
             / memory.peak_bytes
         )
         problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
+    # No more corrections.
     assert request.memory_limit_bytes is not None and memory is not None
     return Infeasible(
         False,
@@ -214,6 +221,7 @@ def placement_of(
     proof: str,
 ) -> Placement:
     """The placement that a solution says, with a bound of what it is a placement for."""
+    # Settling makes the nodes of copies fit what operators have chosen.
     choice = formulation.settle(solution.choice)
     cost_s = formulation.cost(choice)
     return Placement(
@@ -234,12 +242,14 @@ def plan_of(request: PlacementRequest, formulation: Formulation, choice: Sequenc
     """The plan that a choice says."""
     strategies: dict[str, Assignment] = {}
     stored: dict[str, Layout] = {}
+    # Strategies of operators and layouts of parameters; all other nodes follow from these.
     for node, chosen in zip(formulation.nodes, choice, strict=True):
         if isinstance(node, OpNode):
             strategies[node.op.name] = node.choices.assignments[chosen]
         elif isinstance(node, StoreNode):
             assert node.value.fqn is not None
             stored[node.value.fqn] = formulation.layouts[node.layouts[chosen]]
+    # Tensors that no operator reads.
     for fqn in request.constraints.stored:
         layout = request.constraints.stored_layout(fqn)
         assert layout is not None
@@ -281,6 +291,7 @@ def runners_up(
     assert isinstance(node, OpNode)
     limit = placement.request.time_limit_s if time_limit_s is None else time_limit_s
     found: list[RunnerUp] = []
+    # The problem again, with the choice pinned.
     for chosen, assignment in enumerate(node.choices.assignments):
         name = in_words(assignment)
         if chosen == placement.choice[index]:

@@ -68,6 +68,7 @@ def formulate(request: PlacementRequest, pricing: Pricing | None = None) -> Form
     memory.
     """
     prices = pricing or Pricing(request)
+    # Another limit changes the row only: the rest of the problem is the last one's.
     if prices.latest is None or not request.differs_in_limits(prices.latest[0]):
         graph = _as_lowered(request)
         draft = Draft(request, prices, places(graph, trains=not request.config.inference_only))
@@ -77,6 +78,7 @@ def formulate(request: PlacementRequest, pricing: Pricing | None = None) -> Form
     _, free, usage = prices.latest
     if request.memory_limit_bytes is None:
         return free
+    # What is left of the limit for choices.
     held, used = usage()
     rows = (Row(request.memory_limit_bytes - held, used),)
     return replace(free, problem=replace(free.problem, rows=rows))
@@ -104,6 +106,8 @@ class _Builder:
 
     def build(self) -> Formulation:
         draft, graph = self.draft, self.graph
+        # Nodes first: operators, parameters. Then for each value what connects its maker with its
+        # readers.
         shared_names, whole = shared_values(graph)
         self.kept = keepers(graph)
         self._operators(whole)
@@ -130,6 +134,7 @@ class _Builder:
         """A node for every operator. ``whole``: those that make shared values, on every rank."""
         draft, request = self.draft, self.draft.request
         only = allowed_strategies(request.graph, request.constraints, request.mesh)
+        # Values that all blocks share are made whole on every rank, unless the user says otherwise.
         everywhere: Allowed = {axis: frozenset(("R",)) for axis in request.mesh.names}
         for op in self.graph.ops:
             free = draft.pricing.op_choices.of(op, only.get(op.name))
@@ -147,6 +152,7 @@ class _Builder:
             self.makers[value.name] = Maker(
                 index, choices.results[:, position], (id(choices), position)
             )
+        # An operator may read a value twice, in two layouts.
         for value in dict.fromkeys(op.operands):
             positions = tuple(i for i, operand in enumerate(op.operands) if operand == value)
             wants = tuple(
@@ -165,6 +171,7 @@ class _Builder:
         """Outputs in the layouts wished for, and the new contents of buffers in those they are
         stored in.
         """
+        # The end of the program is a reader that wants one layout.
         request = self.draft.request
         for path, value in self.graph.output.leaves():
             if not isinstance(value, IRValue):
@@ -212,6 +219,7 @@ class _Builder:
             for index, node in enumerate(draft.nodes):
                 kept = (
                     activations.usage(node.op, node.choices) if isinstance(node, OpNode) else None
+                # Inputs and constants are held whole.
                 )
                 if kept is not None:
                     draft.usage[index] = request.in_flight * kept

@@ -98,6 +98,8 @@ class Pricing:
     """
 
     def __init__(self, request: PlacementRequest) -> None:
+        # Everything that may be shared by requests: layouts by number, strategies, conversions,
+        # tables.
         self.request = request
         self.layouts = LayoutTable()
         self._over_units: dict[tuple[int, int], OverUnits] = {}
@@ -142,11 +144,13 @@ class Pricing:
         """
         full = ("has", key, reader.key)
         if full not in self.arrays:
+            # A truth table ``[sets, layouts]``: which set has which layout.
             layouts = used(layout for wanted in (*sets, *reader.wants) for layout in wanted)
             position = {layout: index for index, layout in enumerate(layouts)}
             members = np.zeros((len(sets), len(layouts)), dtype=bool)
             for index, wanted in enumerate(sets):
                 members[index, [position[layout] for layout in wanted]] = True
+            # Many choices want the same layouts.
             distinct = tuple(dict.fromkeys(reader.wants))
             columns = {
                 w: members[:, [position[layout] for layout in w]].all(axis=1) for w in distinct

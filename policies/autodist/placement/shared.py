@@ -19,18 +19,22 @@ def shared_values(graph: IRGraph) -> tuple[frozenset[str], frozenset[str]]:
     Where some value is read by many blocks, the values that are made of it and read more than once
     are shared too: what a block makes of a rotary table for its queries and its keys.
     """
+    # Values without gradients, such as masks and rotary tables.
     tables = _tables(graph)
     uses = graph.uses()
+    # Read by many blocks: as a node of its own such a value would tie all blocks together.
     wide = {
         name
         for name in tables
         if len({container_of(op.module_path) for op, _ in uses.get(name, ())} - {None}) > MANY
     }
+    # And what is made of them.
     made_of = set(wide)
     for op in graph.ops:
         if op.results[0].name in tables and any(value.name in made_of for value in op.operands):
             made_of |= {value.name for value in op.results}
     shared = wide | {name for name in made_of if len({op.name for op, _ in uses.get(name, ())}) > 1}
+    # Backwards: all operators that make shared values.
     makers: set[str] = set()
     needed = set(shared)
     for op in reversed(graph.ops):

@@ -39,6 +39,7 @@ def add_sources(
     updated = {
         op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates
     }
+    # Parameters and updated buffers are a choice. Inputs and constants are given.
     for value in graph.sources:
         layout = request.inputs.get(value.name) if value.kind is ValueKind.INPUT else None
         stored = request.constraints.stored_layout(value.fqn) if value.fqn else None
@@ -79,6 +80,7 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     refs = op.rule.operands[op.operands.index(value)]
     key = ("candidates", id(first.choices), op.operands.index(value), tuple(r.key for r in readers))
     found = pricing.candidates.get(key)
+    # A letter for each axis: whole, whole with a partial gradient, or cut along a factor.
     if found is None:
         letters = ["R", *(["G"] if value.requires_grad else [])]
         words: list[tuple[str, str | None]] = [(letter, None) for letter in letters]
@@ -89,6 +91,7 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
             pricing.op_choices.tensor(value, refs, op.rule, each)
             for each in placed
             if not too_mixed(each)
+        # Also every layout that a reader wants, so that it can be read without an adapter.
         }
         wanted = {layout for layout in _wanted(readers) if not pricing.layouts[layout].partial}
         found = pricing.candidates[key] = used(own | wanted)
@@ -129,6 +132,7 @@ def _storage(
     cost, held, least = (np.zeros(len(candidates)) for _ in range(3))
     trained = value.requires_grad and value.kind is ValueKind.PARAMETER
     item = value.dtype.itemsize
+    # One candidate after the other: its gradient's sums, the update, its bytes.
     for index, candidate in enumerate(candidates):
         layout, mesh = draft.pricing.layouts[candidate], request.mesh
         if _is_in_pieces(draft, value):
@@ -150,6 +154,7 @@ def _storage(
             cost[index] += request.microbatches * each_s + once_s
             state = kept_bytes(request.optimizer, layout, value.dtype, mesh, config)
             gradient = num_bytes / item * gradient_bytes(request.optimizer, value.dtype, config)
+            # Gradient and optimizer state beside the value.
             held[index] += gradient + state
             # without a bucket a gradient is made by a backward, which a pipeline may not have had;
             # ZeRO-2 keeps a part of it
@@ -177,6 +182,7 @@ def _in_pieces(
     if zero > 1:
         return stored, mesh, 0.0
     seconds = 0.0
+    # Each module gathers it for itself.
     places: dict[Hashable, list[Reader]] = {}
     for reader in readers:
         places.setdefault(reader.place.module, []).append(reader)
@@ -188,6 +194,7 @@ def _in_pieces(
     kept = [any(reader.keeps for reader in own) for own in places.values()]
     for step in convert(stored, layout, mesh):
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
+        # Gathered twice: where the module runs again, or an operator keeps what was gathered.
         for runs_again, is_kept in zip(inside, kept, strict=True):
             again = runs_again or (is_kept and step.kind == "all_gather")
             seconds += request.microbatches * (

@@ -131,16 +131,19 @@ class AllOpChoices:
         assert op.rule is not None
         rule, mesh = op.rule, self.mesh
         differentiable = any(value.requires_grad for value in (*op.operands, *op.results))
+        # Without gradients G is R.
         every = [s for s in strategies(rule) if differentiable or s != "G"]
         per_axis = [
             [s for s in every if axis not in only or s in only[axis]] for axis in mesh.names
         ]
         letters = {strategy: placements(rule, strategy) for strategy in every}
+        # Times by what is cut: strategies with the same cuts take the same.
         times: dict[Hashable, OpTime] = {}
         best: dict[
             tuple[tuple[int, ...], tuple[int, ...]], tuple[float, int, Assignment, OpTime]
         ] = {}
         count = 0
+        # A strategy for each axis, in all combinations.
         for combination in itertools.product(*per_axis):
             if not only and too_mixed(combination):
                 continue
@@ -150,6 +153,8 @@ class AllOpChoices:
             if not allowed(rule, assignment, mesh):
                 continue
             count += 1
+            # Two combinations with equal layouts on both sides are one choice: the faster one
+            # stays.
             operands, results = (
                 self._layouts(
                     values, rule, combination, [letters[s][side] for s in combination], side
@@ -166,6 +171,8 @@ class AllOpChoices:
             if known is None or entry[:2] < known[:2]:
                 best[operands, results] = entry
         num_operands, num_results = len(op.operands), len(op.results)
+        # Columns of a table: ``operands`` and ``results`` are ``[choices, tensors]`` of layout
+        # numbers.
         return OpChoices(
             tuple(entry[2] for entry in best.values()),
             np.array([pair[0] for pair in best], dtype=np.int64).reshape(len(best), num_operands),
@@ -211,6 +218,7 @@ class AllOpChoices:
     ) -> int:
         """The number of a layout: per axis a letter, and for S the factor that is cut."""
         words = tuple((letter, factor if letter == "S" else None) for letter, factor in placed)
+        # The key says all that the layout depends on: many operators ask for the same.
         names = {ref.factor for dim in refs for ref in dim}
         own = tuple(f for f in rule.factors if f.name in names)
         key = (refs, words, value.requires_grad, own, density)

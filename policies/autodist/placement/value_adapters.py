@@ -51,6 +51,7 @@ class Values:
 
     def add(self, value: IRValue, maker: Maker, readers: Sequence[Reader]) -> None:
         """The adapters along one value."""
+        # Readers in the graph; ``fixed`` are layouts that the end of the program wants.
         inside = [reader for reader in readers if reader.node is not None]
         fixed = union(want for reader in readers if reader.node is None for want in reader.wants)
         is_weight = value.kind is ValueKind.PARAMETER
@@ -72,9 +73,12 @@ class Values:
             ),
             fixed,
         )
+        # In a region that runs again, adapters may run again.
         again = uses.again()
         kind = uses.kind if again is None else replace(uses.kind, again=again)
         own = [reader for reader in inside if reader.node == maker.node]
+        # From here on, the kinds of values: shared by blocks, weights, several readers, one reader,
+        # none.
         if value.name in self.shared_names and len(set(maker.gives.tolist())) == 1:
             self._share(value, maker, inside, uses)
         elif len(inside) > 1 and is_weight and not fixed:
@@ -140,15 +144,18 @@ class Values:
         if possible is None:
             self._relay(value, kind, maker, readers, uses)
             return
+        # Not all sets of layouts were written out: the bound has to know.
         sets, complete = possible
         if not complete:
             self.restricted.append(value.name)
         prices = self._prices(kind, maker, sets, key)
         cost = prices[0] if maker.node is None else np.zeros(len(sets))
         index = draft.add(CopiesNode(value, sets, uses), cost, draft.home_of(maker, readers))
+        # With a maker the price depends on both choices.
         self._spread(uses, maker, index, prices)
         if maker.node is not None and prices.any():
             draft.edges.append((maker.node, index, prices))
+        # A reader may choose only what the set has.
         for reader in readers:
             assert reader.node is not None
             draft.edges.append((index, reader.node, pricing.has(sets, key, reader)))
@@ -159,6 +166,7 @@ class Values:
         """A node for the one copy from which all readers' are made. Of two readers it prices every
         tree there is; of more, all but those in which two share another copy.
         """
+        # With more than two readers, trees with two inner copies are left out.
         draft, fixed = self.draft, uses.fixed
         if len(readers) + bool(fixed) > 2:
             self.restricted.append(value.name)
@@ -174,6 +182,7 @@ class Values:
         if fixed:
             draft.charge(index, self._prices(kind, relay, (fixed,), ("fixed", fixed))[:, 0])
         if maker.node is not None:
+            # The maker to the relay, and the relay to every reader.
             draft.edges.append((maker.node, index, prices))
         for reader in readers:
             assert reader.node is not None

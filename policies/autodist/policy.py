@@ -44,6 +44,7 @@ from shardwright.runtime.swap import check_target, write_file
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """The fastest plan found, with its certificate."""
     options = read_options(AutodistOptions, config.pas_config, policy="autodist")
+    # A saved plan takes the place of a search.
     if options.load_plan is not None:
         return load_plan(
             SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches),
@@ -52,11 +53,13 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         )
     check_save(options)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
+    # Samples per step are dealt into microbatches and units first.
     batch = None
     if options.global_batch is not None:
         batch = own_batch(
             graph, config, options.global_batch, options.microbatch, options.batch_dims
         )
+    # One search for each stage of ZeRO that the plan may choose.
     subsearches = Subsearches.of({batch: graph}, config, options.zero, options.imbalance)
     plan = settled(
         search_each(subsearches, options, hardware), config, hardware, subsearches.imbalance
@@ -92,6 +95,7 @@ def settled(
     Raises :class:`PlanError` if nothing
     fits.
     """
+    # Nothing fits: say what came nearest, and what was not looked at.
     if found.best is None:
         reasons = [*_least_in_words(found), *refusals(found)] or ["nothing was tried"]
         if found.interrupted is not None:
@@ -175,6 +179,7 @@ def search_each(
             optimizer=chosen.optimizer_memory, times=times, clock=clock, least=placer.least_s,
         ).run()  # fmt: skip
 
+    # A search makes millions of objects that stay: see ``compiler/collector.py``.
     with only_new_objects():
         return subsearches.search(one, options.time_limit_s)
 
@@ -241,6 +246,7 @@ def _space(
         if options.memory_limit_gb is None
         else options.memory_limit_gb * 1e9
     )
+    # GPipe is never faster than 1F1B, and holds more.
     schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
     if options.schedule is not None:
         schedules = [options.schedule]
@@ -274,6 +280,7 @@ def _num_positions(config: ComputeConfig, options: AutodistOptions) -> int | Non
 
 def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, list[Mesh]]:
     """The meshes to try, by number of ranks."""
+    # A mesh that is given is the only one.
     if options.mesh is not None:
         mesh = Mesh.of(options.mesh)
         if config.rank_order is not None:
@@ -281,6 +288,7 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
         return {mesh.size: [mesh]}
     most = options.max_split or config.plan_ngpus
     sizes = divisors(config.plan_ngpus)
+    # Stages may have sizes that do not divide the ranks: 3 of 8.
     if options.num_microbatches is not None:
         sizes = sorted({*sizes, *stage_sizes(config.plan_ngpus)})
     if options.degrees:

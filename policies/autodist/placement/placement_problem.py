@@ -219,7 +219,7 @@ class _Builder:
             for index, node in enumerate(draft.nodes):
                 kept = (
                     activations.usage(node.op, node.choices) if isinstance(node, OpNode) else None
-                # Inputs and constants are held whole.
+                    # Inputs and constants are held whole.
                 )
                 if kept is not None:
                     draft.usage[index] = request.in_flight * kept

@@ -91,7 +91,7 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
             pricing.op_choices.tensor(value, refs, op.rule, each)
             for each in placed
             if not too_mixed(each)
-        # Also every layout that a reader wants, so that it can be read without an adapter.
+            # Also every layout that a reader wants, so that it can be read without an adapter.
         }
         wanted = {layout for layout in _wanted(readers) if not pricing.layouts[layout].partial}
         found = pricing.candidates[key] = used(own | wanted)

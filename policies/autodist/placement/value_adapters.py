@@ -194,6 +194,7 @@ class Values:
         """A parameter with several readers: each pays for itself what is gathered, and its share of
         what is not.
         """
+        # Readers in one module share what is gathered; all readers share the rest.
         assert maker.node is not None
         assert len(readers) == len(self.draft.operators(readers)), (
             "a parameter that more than operators read"
@@ -213,6 +214,7 @@ class Values:
                 reader.key,
                 len(readers),
                 len(alike),
+                # ``[stored layouts, wants]``: whether anything is gathered on the way.
             )
             if key not in arrays:
                 gathered = {

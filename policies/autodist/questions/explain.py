@@ -182,7 +182,9 @@ def explain_operator(request: Request, name: str, most: int = MOST) -> Explanati
         PlanError: the model has no such operator.
     """
     check_operator(request.graph, name)
+    # The fastest plan without this choice, and what the plan of the search does.
     fastest, planned = _free(request, name), _planned(request, name)
+    # The best plan with each strategy of the operator.
     others = [
         _Other(
             found.name,
@@ -203,11 +205,13 @@ def explain_module(request: Request, path: str, most: int = MOST) -> Explanation
     Raises:
         PlanError: no operator belongs to such a module.
     """
+    # A module may lie in several stages: its part in the first.
     own = operators_of(request.graph, path)
     names = [name for name in own if request.placed_at(name) == request.placed_at(own[0])]
     fastest, dims = _free(request, names[0]), request.graph.dims
     assert dims is not None
     others, impossible = [_Other(FASTEST, fastest.cost_s, lambda: fastest.plan)], []
+    # One problem for each axis and dim: the module pinned, all else free.
     for axis in request.mesh(names[0]).names:
         for factor in (
             *sorted(
@@ -252,10 +256,12 @@ def _explained(
     """
     assert request.best.cost is not None
     peak = request.best.cost.peak_bytes
+    # The plan itself is the first row; the others are audited as it was.
     rows = [
         Choice(planned, request.best.step_s, peak, peak <= request.memory_limit_bytes, chosen=True)
     ]
     waiting = sorted(others, key=lambda other: other.cost_s)
+    # By predicted seconds, as auditing takes long.
     for other in waiting[:most]:
         row = _audited(request, names, other)
         if other.name not in (planned, FASTEST):
@@ -276,6 +282,7 @@ def _explained(
 def _faster(request: Request, rows: Sequence[Choice]) -> list[str]:
     """Why the plan is not as the fastest of some choices, if any is faster."""
     faster = [row for row in rows if row.step_s < request.best.step_s * (1 - TIE)]
+    # Of the faster ones those that fit say more: the search has missed them.
     fitting = [row for row in faster if row.fits]
     if not faster:
         return []
@@ -299,6 +306,7 @@ def _audited(request: Request, names: Sequence[str], other: _Other) -> Choice:
     """
     whole, placed = other.plan(), request.best.placed[request.placed_at(names[0])].plan
     ops = ops_of(request.graph)
+    # Tensors that the operators read are stored as lowering finds best for them.
     read = {value.fqn for name in names for value in ops[name].operands if value.fqn is not None}
     alone = replace(
         placed,
@@ -306,6 +314,7 @@ def _audited(request: Request, names: Sequence[str], other: _Other) -> Choice:
         stored={fqn: layout for fqn, layout in placed.stored.items() if fqn not in read},
     )
     found = []
+    # All operators as the new plan has them, or only these: the better one is told.
     for plan in (whole, alone):
         cost = request.audited(_in_place(request, names[0], plan))
         found.append(

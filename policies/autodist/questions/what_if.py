@@ -40,7 +40,9 @@ def levers(request: Request) -> list[Choice]:
         if options.memory_limit_gb is None
         else options.memory_limit_gb
     )
+    # The same mesh, positions and schedule, so that only one thing changes at a time.
     fixed = replace(request, options=_same_shape(request))
+    # What to change, and what it is called.
     changed = {
         "the same search on this mesh alone": fixed,
         "one more gigabyte of memory": replace(
@@ -64,11 +66,13 @@ def levers(request: Request) -> list[Choice]:
     assert best.cost is not None
     found = [Choice("the plan", best.step_s, best.cost.peak_bytes, chosen=True)]
     for name, asked in changed.items():
+        # The plan as it is may gain as well, without another search.
         same = asked.hardware is hardware and asked.graph is request.graph
         cost = best.cost if same else asked.audited(best.plan)
         other = search(asked.graph, asked.config, asked.options, asked.hardware).best
         if other is not None and other.cost is not None and other.step_s < cost.step_s * (1 - TIE):
             cost = other.cost
+        # Rows that say nothing new are left out.
         if asked is not fixed or cost is not best.cost:
             found.append(Choice(name, cost.step_s, cost.peak_bytes))
     return found
@@ -151,6 +155,7 @@ def side_by_side(left: Candidate, right: Candidate) -> list[tuple[str, float, fl
     """
     assert left.cost is not None and right.cost is not None
     rows = [("step", left.step_s, right.step_s)]
+    # By kind of time, the most that any rank has of it.
     parts: dict[str, list[float]] = {}
     for side, candidate in enumerate((left, right)):
         assert candidate.cost is not None

@@ -68,6 +68,7 @@ class Auditor:
             graph = mark_recompute(
                 graph, plan.recompute, stage_of_ops(graph, plan) if plan.stages else {}
             )
+        # A pipeline is lowered stage by stage; regions are marked before.
         if plan.stages:
             return audit(
                 lower_stages(graph, plan),
@@ -101,6 +102,7 @@ class Audits:
         is predicted. ``most``, ``near``: in the place of what the space says of them.
         """
         near = self.space.near if near is None else near
+        # Candidates, and how often each was cut again for less memory.
         waiting = [(candidate, 0) for candidate in self.result.others]
         if not self.result.audited and self.sure:
             waiting.append((self.sure.pop(), 0))
@@ -111,9 +113,11 @@ class Audits:
             # Then what is most likely to fit is the answer.
             late = not self.result.audited and self.clock.spent() > 1.0
             waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
+            # Nothing that is left can be worth it.
             if waiting[0][0].predicted_s > self.space.worth_s:
                 return
             if self.result.audited:
+                # What is predicted to take clearly longer than the best.
                 if waiting[0][0].predicted_s > near * self.state.best_s():
                     return
                 if self.clock.spent(self.clock.longest_s(AUDIT)) > 1.0:
@@ -121,12 +125,14 @@ class Audits:
             elif late and audits >= LATE_AUDITS and self.clock.is_over:
                 return self.state.end_by_time()
             candidate, corrections = waiting.pop(0)
+            # The same plan under another order of axes.
             if any(is_same(candidate, other) for other in self._seen):
                 same.append(candidate)
                 continue
             self._seen.append(candidate)
             audits += 1
             cost = self.audit(candidate)
+            # Too large: cut again for less, as much less as it was over.
             if cost is not None and cost.peak_bytes > self.space.memory_bytes:
                 mended = (
                     self._mended(candidate, cost.peak_bytes)
@@ -150,6 +156,7 @@ class Audits:
         except PlanError as error:
             self.result.refuse(candidate.title, error)
             return None
+        # A title is refused until one plan of it fits.
         if cost.peak_bytes <= self.space.memory_bytes:
             self.result.refused.pop(candidate.title, None)
             self.result.audited.append(replace(candidate, cost=cost))

@@ -39,6 +39,7 @@ def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) 
         for dim, name in dims.items()
         if name == BATCH
     }
+    # The first that says anything: the option, the config, the model's names.
     found = (
         dict(named)
         or {path: dim for path, dim in declared.items() if path in values}
@@ -55,6 +56,7 @@ def batch_dims(graph: IRGraph, named: Mapping[str, int], config: ComputeConfig) 
                 f"batch_dims says dim {dim} of {path!r}",
                 why=f"it has {values[path].ndim} dims, numbered from 0",
             )
+    # All inputs have one number of samples.
     sizes = {path: values[path].shape[dim] for path, dim in found.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
@@ -88,6 +90,7 @@ def _check_all(graph: IRGraph, found: Mapping[str, int], values: Mapping[str, IR
 def _by_name(graph: IRGraph, values: Mapping[str, IRValue]) -> dict[str, int]:
     assert graph.dims is not None
     dims = graph.dims
+    # Kinds of dims of inputs; the batch is the one of that name.
     kinds: set[int] = set()
     for value in values.values():
         kinds.update(*dims.values[value.name])

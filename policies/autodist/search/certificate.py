@@ -53,18 +53,23 @@ def raise_bounds(state: SearchState) -> None:
             waiting.append((bound_s, result.bounded[title], None))
         else:
             rest.append(bound_s)
+    # Nothing needs to be raised above what is certain to stay.
     enough_s = min([state.best_s(), *rest, *result.unanswered.values()])
     until_s = state.clock.seconds + min(state.clock.left_s, BOUNDS_SHARE * state.clock.limit_s)
 
+    # Only a share of the time that is left goes into bounds.
     def is_over() -> bool:
         return state.clock.seconds >= until_s
 
     known: dict[tuple[object, ...], float] = {}
+    # The best plan first, then the least bounds.
     for bound_s, cut_request, candidate in sorted(
         waiting, key=lambda item: (item[2] is not result.best, item[0])
     ):
+        # No plan below: neither this bound nor any later one is the least.
         if bound_s >= enough_s:
             continue
+        # Requests with the same placements and schedule have one bound.
         key = (
             *(id(lowered.walk) for lowered in cut_request.placements),
             cut_request.num_positions,
@@ -76,6 +81,7 @@ def raise_bounds(state: SearchState) -> None:
                 return
             known[key] = state.cutter.scheduled_bound_s(cut_request, enough_s, is_over)
         if candidate is None:
+            # The bound may be that of many cuts that were never made.
             result.bounds[cut_request.title] = max(bound_s, known[key])
             enough_s = min(enough_s, result.bounds[cut_request.title])
             continue
@@ -90,10 +96,12 @@ def certificate(result: SearchResult, best: Candidate, hardware: Hardware) -> Ce
     sharing = hardware.device.sharing
     # Bounds are of ranks that all compute; a rank with a core for itself is faster.
     speed = 1.0 if sharing is None else sharing.speed(1)
+    # The least bound of everything that was searched is the bound of the answer.
     least_s, least = result.least_bounded
     proof = [*_proof(result, best), *_what_was_left_out(result)]
     if least_s < best.bound_s:
         proof.append(f"what the bound is of: {least}")
+    # Arithmetic alone bounds every plan, searched or not.
     if result.arithmetic_bound_s > 0 and not result.rests_on_arithmetic:
         least_of_all = amount(result.arithmetic_bound_s / speed, "s")
         proof.append(f"no plan at all takes less than {least_of_all}, {ARITHMETIC}")
@@ -125,6 +133,7 @@ def _space(result: SearchResult, best: Candidate) -> str:
 
 def _proof(result: SearchResult, best: Candidate) -> list[str]:
     """Why nothing that was searched is below the bound."""
+    # Each sentence says how far the bound reaches.
     if result.rests_on_arithmetic:
         return [ARITHMETIC]
     if best.is_mixed:
@@ -158,6 +167,7 @@ def _not_in_bound(result: SearchResult) -> list[str]:
 
 def _what_was_left_out(result: SearchResult) -> list[str]:
     """The searches that this is of, what ended them, and what there was no time for."""
+    # What the bound does not reach.
     words = []
     if result.searched:
         words.append(f"searched one by one: {result.searched}")

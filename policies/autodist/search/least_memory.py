@@ -45,6 +45,7 @@ class LeastMemory:
         """Whether there was time for all of it, or nothing more to find out."""
         has_some = False
         for placed_mesh in sorted(placed_meshes, key=lambda placed_mesh: placed_mesh.num_positions):
+            # Computing layers again first, then not; fewer bytes for what is momentary, then more.
             # Those with all layers computed again first: they take least memory.
             requests = [
                 request
@@ -55,10 +56,12 @@ class LeastMemory:
                 has_told_least = self.state.result.least[1] and self.state.clock.spent() > 1.0
                 if self.state.clock.is_over or has_told_least:
                     return False
+                # Something fits, and this mesh cannot be better.
                 if has_some and placed_mesh.bound_s >= self.state.best_s():
                     break
                 if has_some and not self.state.may_place(placed_mesh.mesh):
                     return False
+                # Something fits here: look for a faster plan that does.
                 if self._fits(placed_mesh, request, MemoryWeight(HEAVY, share)):
                     has_some = True
                     if not self._lighten(placed_mesh, request, share):
@@ -85,6 +88,7 @@ class LeastMemory:
         placed = self.state.placed(weighted, mesh_title(number, placed_mesh.mesh, place))
         if placed is None:
             return False
+        # Another request may give the same plan.
         for plan, fits in self._known:
             if plan == placed.plan:
                 return fits
@@ -93,6 +97,7 @@ class LeastMemory:
         ranks = position_ranks(placed_mesh.mesh, number, place)[0]
         lowered = self.state.lowered(placed, ranks)
         title, before = mesh_title(number, placed.plan.mesh, place), len(self.state.result.audited)
+        # One schedule is enough to know what fits.
         for named_schedule in self.state.named_schedules(number)[:1]:
             scheduled = scheduled_title(title, named_schedule)
             cut_request = CutRequest(scheduled, (lowered,), number, named_schedule, place)

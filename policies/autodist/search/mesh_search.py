@@ -91,12 +91,14 @@ class MeshSearch:
         """
         num_ranks, node = self.state.config.plan_ngpus, self.state.hardware.tiers[0].sizes[0]
         found: list[PipelineMesh] = []
+        # Positions of a pipeline, and the meshes that each of them may be.
         for number in divisors(num_ranks):
             if number != (self.space.num_positions or number):
                 continue
             if not self.state.may_have(number) or not self.state.named_schedules(number):
                 continue
             for mesh in self.space.meshes.get(num_ranks // number, ()):
+                # Where the pipeline axis stands among the others is tried last.
                 place = min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0
                 found.append((number, mesh, place))
 
@@ -111,6 +113,7 @@ class MeshSearch:
         def by_estimate(where: PipelineMesh) -> float:
             return further_axes(where[1]) * self.state.likely_s(where)
 
+        # First by the rule; estimates, which take time, then decide among what is there.
         found.sort(key=by_thumb)
         if len(found) > 1:
             found.sort(key=by_estimate)
@@ -196,20 +199,24 @@ class MeshSearch:
         """Place the first mesh. Where that shows that there is time for few meshes, go on at once
         to a plan that fits, and to what else the first few may give.
         """
+        # The first mesh tells how long placing takes.
         self.place_until(0.0)
         if not self._is_short:
             return
+        # As many meshes as a part of the time allows; the rest of it is for plans that fit.
         while self.left:
             next_axes = len(self.left[0][1].axes)
             if self.clock.spent(self.state.placing_s(next_axes)) >= FIRST_MESH_SHARES[0]:
                 break
             self.place_until(0.0)
+        # A cut that is sure to fit, for each of them.
         for placed_mesh in sorted(self.placed, key=self._likely_s):
             in_time = not self.result.others or self.clock.spent() < FIRST_MESH_SHARES[1]
             if in_time and placed_mesh.bound_s < self.state.best_s():
                 fits = self._try_one_schedule(placed_mesh)
                 index = self.placed.index(placed_mesh)
                 self.placed[index] = replace(placed_mesh, memory_binds=not fits)
+        # One audit, so that there is an answer.
         self.audits.best(most=1, near=1.0)
         self._try_all(self.placed)
         self._num_first = len(self.placed)
@@ -255,11 +262,13 @@ class MeshSearch:
         """
         waiting = sorted(placed_meshes, key=self._likely_s)
         hurried: list[PlacedMesh] = []  # and so tried with one request only
+        # A mesh whose bound is above the best plan cannot win.
         while promising := [
             placed_mesh for placed_mesh in waiting if placed_mesh.bound_s < self.state.best_s()
         ]:
             for placed_mesh in promising:
                 if self._may_end(TRYING_SHARE):
+                    # The mesh may be out of the race by what was found meanwhile.
                     self.state.end_by_time()
                     break
                 if placed_mesh.bound_s < self.state.best_s():
@@ -272,6 +281,7 @@ class MeshSearch:
                         hurried.append(placed_mesh)
                         break
             self.audits.best()
+            # Now that something fits, the others get all their requests.
             if self.result.audited:
                 waiting, hurried = hurried + waiting, []
             has_some = self.result.audited or self.result.others
@@ -295,6 +305,7 @@ class MeshSearch:
         number, pp_place = placed_mesh.num_positions, placed_mesh.pp_place
         ranks = position_ranks(placed_mesh.mesh, number, pp_place)[0]
         title = mesh_title(number, placed_mesh.mesh, pp_place)
+        # Placements that were cut: another request may give the same.
         seen: list[Plan] = []
         for request in self._requests(placed_mesh):
             placed = placed_mesh.fastest
@@ -317,6 +328,7 @@ class MeshSearch:
                 return
             lowered = self.state.lowered(placed, ranks)
             without_schedule = NamedSchedule("", 1)
+            # It fits without computing anything again: further placements only save memory.
             if self._try_schedules(
                 CutRequest(title, (lowered,), number, without_schedule, pp_place)
             ):
@@ -358,6 +370,7 @@ class MeshSearch:
             scheduled = replace(cut_request, title=title, named_schedule=named_schedule)
             candidate = self.state.cut(scheduled, self.space.memory_bytes)
             if candidate is not None:
+                # A cut may be the same as one of another schedule.
                 if not self._is_known(candidate):
                     self.result.others.append(candidate)
                 fits = fits or not candidate.plan.recompute
@@ -373,6 +386,7 @@ class MeshSearch:
         for named_schedule in self.state.named_schedules(number)[:1]:
             title = scheduled_title(_title(placed_mesh), named_schedule)
             cut_request = CutRequest(title, (lowered,), number, named_schedule, pp_place)
+            # With less memory than there is, as predictions may be too low.
             for share in SURE_SHARES:
                 candidate = self.state.cut(cut_request, share * self.space.memory_bytes)
                 if candidate is not None:
@@ -417,6 +431,7 @@ class MeshSearch:
         Without a pipeline such a bound is of all placements, and another one may fit. A pipeline's
         bound is of the placements chosen, no split of which fits: it is said to be in no bound.
         """
+        # Meshes of which something was tried have the bounds of these candidates.
         known = {id(candidate.placed[0]) for candidate in self.result.tried}
         answered = {
             placed_mesh.where

@@ -60,11 +60,13 @@ class MixedStages:
             return
         self._lower_more(placed_meshes, cut_requests)
         best, whole = self.result.best, self.config.plan_ngpus
+        # Stages are smaller than the whole: they choose among placements on fewer ranks.
         smaller = [lowered for lowered in self.placements if lowered.walk.mesh.size < whole]
         placements = chosen_placements(
             self.graph, smaller, memory_binds=best is None or bool(best.plan.recompute)
         )
         tried: list[Candidate] = []
+        # One placement is no choice.
         for cut_request in cut_requests if len(placements) > 1 else ():
             if self.state.is_late():
                 break
@@ -76,12 +78,14 @@ class MixedStages:
             )
             if candidate is None:
                 continue
+            # Stages really differ: a candidate.
             if len({id(placed) for placed in candidate.placed}) > 1:
                 tried.append(candidate)
             else:  # it is known by now, and none that differ are better
                 self.result.bound(
                     replace(cut_request, placements=placements), candidate.split_bound_s
                 )
+        # Only these are audited now; the others wait.
         rest, self.result.others = self.result.others, tried
         try:
             self.audits.best(AUDITS)
@@ -96,6 +100,7 @@ class MixedStages:
         numbers = (
             range(2, most + 1) if self.space.num_positions is None else (self.space.num_positions,)
         )
+        # Nothing slower than the best plan is of interest.
         best = self.result.best
         below = self.space.worth_s
         if best is not None:
@@ -104,6 +109,7 @@ class MixedStages:
         for number in numbers:
             if not 1 < number <= self.config.plan_ngpus:
                 continue
+            # A position with several stages of different placements is not searched.
             for named_schedule in self.state.named_schedules(number):
                 if named_schedule.chunks == 1:
                     title = scheduled_title(f"{number} stages that may differ", named_schedule)
@@ -122,6 +128,7 @@ class MixedStages:
             placed_mesh
             for placed_mesh in placed_meshes
             if placed_mesh.mesh.size < whole and placed_mesh.fastest.plan.mesh not in known
+            # Sizes such as 3 of 8, which equal positions cannot have.
         ]
         opened = {placed_mesh.mesh.size for placed_mesh in placed_meshes}
         further = [
@@ -130,6 +137,7 @@ class MixedStages:
             if size not in opened and self.space.meshes.get(size)
         ]
         sizes = sorted({*further, *(placed_mesh.mesh.size for placed_mesh in unused)})
+        # Even perfect placements on these sizes would not help: spare the time.
         if placements and not any(
             self.cutter.could_help(replace(cut_request, placements=placements), sizes)
             for cut_request in cut_requests
@@ -168,11 +176,14 @@ def chosen_placements(
     starts = layer_blocks(graph)[0]
     found: list[LoweredPlacement] = []
     by_size: dict[int, list[LoweredPlacement]] = {}
+    # By number of ranks.
     for lowered in placements:
         by_size.setdefault(lowered.walk.mesh.size, []).append(lowered)
     for _, listed in sorted(by_size.items()):
+        # ``[blocks]`` of each placement, in seconds.
         seconds = [_block_seconds(lowered, starts) for lowered in listed]
         best = min(range(len(listed)), key=lambda index: float(seconds[index].sum()))
+        # The seconds where each block has the faster of the two.
         joint = [float(np.minimum(seconds[best], other).sum()) for other in seconds]
         second = min(range(len(listed)), key=lambda index: joint[index])
         chosen = {best: None}

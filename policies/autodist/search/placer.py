@@ -77,6 +77,7 @@ class Placer:
 
     def request(self, mesh_request: MeshRequest) -> PlacementRequest:
         """What a mesh request asks of the placement, with what the options fix."""
+        # Large models on free meshes are placed within a gap: many meshes are to be tried.
         coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
         limit_s = self.options.time_limit_s * (SHARE if coarse else 1.0)
         return PlacementRequest(
@@ -115,11 +116,13 @@ class Placer:
         )
         if isinstance(found, Infeasible):
             raise _no_placement(found, request, pricing, mesh_request.num_positions)
+        # Operators of evaluation alone have no part in the search: they follow.
         plan = (
             found.plan
             if self.graph.eval_graph is None
             else _with_evaluation(found, self.graph.eval_graph)
         )
+        # Axes are named after what they turned out to split.
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
         return PlacedModel(
@@ -176,6 +179,7 @@ def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
     """
     plan, request = best.plan, best.request
     names = {op.name for op in body.ops}
+    # What training shares with evaluation stays as it is.
     pin = {
         op: {axis: found.get(axis, "R") for axis in plan.mesh.names}
         for op, found in plan.strategies.items()

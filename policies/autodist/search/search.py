@@ -142,6 +142,7 @@ class Search:
         """State what no plan takes less than, as far as that is known."""
         self.simple_policies.note(self.meshes.placed, self.meshes.left)
         self.meshes.bound_unanswered()
+        # Raising bounds takes time and may be interrupted; the answer stands.
         try:
             raise_bounds(self.state)
         except KeyboardInterrupt:

@@ -105,6 +105,7 @@ def simple_plans(
     ranks = position_ranks(mesh, num_positions, pp_place)
     recompute = tuple(space.recompute or ())
     marked = with_regions(rules.needed, recompute)
+    # From cheap estimates to exact ones: a way, its plan, its cut; each may be out of the race.
     for way in rules.ways(mesh):
         if (
             SIMPLE_SLACK * _even_s(rules.alone_s(mesh, way, setting), num_positions, setting)
@@ -114,6 +115,7 @@ def simple_plans(
         placement = _placement(graph, way, space.constraints(mesh))
         if placement is None:
             continue
+        # A placement that breaks the constraints is none.
         plan = replace(
             placement,
             zero=units_of_storage(config),
@@ -124,10 +126,12 @@ def simple_plans(
         times = list(operator_times(walk).values())
         if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
             continue
+        # Where stages begin, for every schedule.
         for cut in _cuts(marked, walk, named_schedules, num_positions, pp_place, space):
             if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
                 continue
             least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
+            # A schedule is simulated; without one a step is its operators, one after the other.
             if cut.named_schedule.name:
                 schedule = generate(
                     cut.named_schedule.name,
@@ -146,6 +150,7 @@ def simple_plans(
                     space.num_microbatches,
                     pp_place,
                 )
+            # Sums of gradients and updates, once per step.
             least_s += _once_s(walk, cut.placement, cut.spans)
             yield SimplePlan(
                 cut_plan,
@@ -257,12 +262,14 @@ class Rules:
         """All there are, of the whole model. A plan raises :class:`PlanError` if an axis cannot
         split what it is for.
         """
+        # By number of axes, what each of them splits.
         named: dict[int, list[tuple[str, ...]]] = {
             0: [()],
             1: [("batch",), ("inner",)],
             2: [("batch", "inner")],
         }
         for rules in named.get(len(mesh.axes), []):
+            # A model without a batch has no data parallelism.
             with contextlib.suppress(PlanError):  # no batch
                 classes = [
                     self._classes(rule, size)
@@ -271,6 +278,7 @@ class Rules:
                 yield Way(
                     self._splits(mesh, classes, one_by_one=True), partial(self.plan, mesh, rules)
                 )
+        # Two axes may both split inner dims, where these are short.
         if len(mesh.axes) == 2 and (pair := self._pair_classes(mesh)) is not None:
             yield Way(self._splits(mesh, pair, one_by_one=False), partial(self._pair, mesh, pair))
 
@@ -386,6 +394,7 @@ def _least_s(
     """
     times = []
     for own in spans:
+        # A stage is a range of operators.
         forward_s, backward_s = (
             sum(side[i] for i in own if seconds[i]) for side in (walk.forward_s, walk.backward_s)
         )

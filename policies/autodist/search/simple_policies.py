@@ -80,6 +80,7 @@ class SimplePolicies:
         """
         # Half of the reserve is enough from now on: this does the likely part of what comes last.
         self.clock.reserve(self._kept / 2)
+        # Plans of the meshes that likely take least, as many as the time allows.
         found: list[tuple[SimplePlan, PipelineMesh]] = []
         for number, where in enumerate(
             sorted(left, key=self.state.likely_s if len(left) > 1 else None)
@@ -87,9 +88,11 @@ class SimplePolicies:
             if number and self.clock.spent() > GATHER_SHARE:
                 break
             found += [(simple, where) for simple in self._plans(where, BEGIN_SHARE).found]
+        # The least first; what does not fit in memory is passed over.
         for simple, where in sorted(found, key=lambda item: item[0].least_s):
             if simple.least_bytes(gradients=True) > self.space.memory_bytes:
                 continue
+            # One plan is there, and little time is left.
             if self.result.audited or (self._tried and self.clock.spent() > BEGIN_SHARE):
                 return
             self._try(simple, where, None)
@@ -110,18 +113,22 @@ class SimplePolicies:
         """
         if not self.space.simple:
             return
+        # Meshes by their bound, and those that were never placed.
         waiting = deque(self._ordered(placed_meshes, left))
         while waiting and self._has_time(SIMPLE_PLANS):
             found, all_of = self._gathered(waiting)
             for simple, where, placed_mesh in found:
+                # Sorted: nothing behind it can win.
                 if SIMPLE_SLACK * simple.least_s >= self.state.beaten_s():
                     break
                 if _title(simple, where) in self._tried:
                     continue
+                # Without any plan that fits, whatever may fit is tried.
                 if self.state.beaten_s() == float("inf") or simple.may_fit(self.space.memory_bytes):
                     if self._has_time(AUDIT):
                         self._try(simple, where, placed_mesh)
                     else:
+                        # Not all plans of this mesh were compared.
                         all_of.discard(where)
             self._compared |= all_of
 
@@ -134,6 +141,7 @@ class SimplePolicies:
         """
         found: list[tuple[SimplePlan, PipelineMesh, PlacedMesh | None]] = []
         all_of: set[PipelineMesh] = set()
+        # Half of the time that is left is for making plans; the rest for auditing them.
         share = (self.clock.spent() + 1.0) / 2
         while (
             waiting and (not found or self.clock.spent() <= share) and self._has_time(SIMPLE_PLANS)
@@ -142,6 +150,7 @@ class SimplePolicies:
             if placed_mesh is None or placed_mesh.bound_s < self.state.beaten_s():
                 listing = self._plans(where, share)
                 found += [(simple, where, placed_mesh) for simple in listing.found]
+                # More plans of this mesh come later.
                 if not listing.has_all:
                     waiting.appendleft((where, placed_mesh))
                     break
@@ -158,6 +167,7 @@ class SimplePolicies:
         for where in (*known, *left):
             number, mesh, place = where
             bound_s = known[where].bound_s if where in known else 0.0
+            # It was compared, or it cannot be better: the answer says that something was.
             if where in self._compared or bound_s >= self.state.beaten_s():
                 self.result.is_compared = True
             else:
@@ -203,6 +213,7 @@ class SimplePolicies:
         if where not in self._listings:
             number, mesh, place = where
             setting = self.state.setting(position_ranks(mesh, number, place)[0])
+            # Schedules with more chunks take longer to simulate.
             named_schedules = sorted(
                 [*self.state.named_schedules(number), *self._left_out(number)],
                 key=lambda named_schedule: named_schedule.chunks,
@@ -221,6 +232,7 @@ class SimplePolicies:
             )
             self._listings[where] = _Listing(plans)
         listing = self._listings[where]
+        # Go on where the last call has stopped.
         while not listing.has_all:
             with self.clock.timed(SIMPLE_PLANS):
                 listing.go_on()
@@ -233,6 +245,7 @@ class SimplePolicies:
         its stages.
         """
         number, _, place = where
+        # Without a placement of the search the plan bounds nothing.
         free = (
             placed_mesh.fastest
             if placed_mesh is not None
@@ -244,6 +257,7 @@ class SimplePolicies:
             title, simple.plan, replace(free, plan=simple.whole), is_simple=True
         ):
             return
+        # The stages of the simple plan with the placement of the search in them.
         if simple.plan.stages and placed_mesh is not None and self._has_time(AUDIT):
             whole = replace(free.plan, recompute=simple.whole.recompute)
             starts = [stage.first_op for stage in simple.plan.stages[1:]]

@@ -215,6 +215,7 @@ class SearchState:
                 space.chunks,
                 most=len(self.graph.ops),
             )
+        # Schedules with more stages than the model has places to begin at are none.
         return [
             named_schedule
             for named_schedule in found
@@ -272,6 +273,7 @@ class SearchState:
     def cut(self, cut_request: CutRequest, memory_bytes: float) -> Candidate | None:
         """The plan with the best stages for a schedule; ``None``, which is noted, if none fits."""
         found = self.cutter.cut(cut_request, memory_bytes)
+        # No gain: it cannot be below what was asked. No fit: it needs more memory.
         if isinstance(found, NoGain):
             self.result.bound(cut_request, found.bound_s)
             return None

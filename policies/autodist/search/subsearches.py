@@ -88,12 +88,14 @@ class Subsearches:
             PlanError: the config names an output that the model does not return.
         """
         listed, refused = [], {}
+        # A graph for each batch, with every stage of ZeRO.
         for batch, whole in graphs.items():
             graph = PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)
                 listed.append(Subsearch(graph, config, batch=batch))
                 continue
+            # A stage may contradict the config: it is refused, the others are searched.
             for stage in _checked_stages(stages):
                 try:
                     listed.append(Subsearch(graph, config.with_zero(stage), stage, batch))
@@ -119,6 +121,7 @@ class Subsearches:
         only audits what is predicted to be about as good as the best so far. One that could not end
         in time, as the quickest so far took longer, is not begun.
         """
+        # The usual case: one search, all the time.
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
             return one(self.listed[0], time_limit_s, float("inf"))
         began, total = (
@@ -128,6 +131,7 @@ class Subsearches:
         quickest_s = 0.0
         for index, subsearch in enumerate(self.listed):
             left = time_limit_s - (time.monotonic() - began)
+            # Why it was not begun is told with the other refusals.
             if total.interrupted == INTERRUPT:
                 total.refused[subsearch.title] = "not searched, as the search had ended"
                 continue
@@ -139,6 +143,7 @@ class Subsearches:
                 continue
             worth_s = float("inf") if total.best is None else WORTH * total.best.step_s
             try:
+                # The time that is left is dealt evenly among those that are left.
                 found = one(subsearch, max(left, 0.0) / (len(self.listed) - index), worth_s)
             except KeyboardInterrupt:
                 if total.best is None:
@@ -154,6 +159,7 @@ class Subsearches:
 def _add(
     total: SearchResult, found: SearchResult, subsearch: Subsearch, time_limit_s: float
 ) -> None:
+    # Titles get the name of the subsearch: several may have one title.
     total.audited = sorted(
         [*total.audited, *map(subsearch.of, found.audited)], key=lambda candidate: candidate.step_s
     )

@@ -40,9 +40,11 @@ def branch(relaxation: Relaxation, root: Maximum, ceiling: float, progress: Prog
     """
     local = LocalSearch(relaxation.network)
     count = 0
+    # Best first: the least bound is the bound of all that is left.
     heap: list[tuple[float, int, dict[int, NDArray[np.bool_]], Maximum]] = [
         (root.bound, count, {}, root)
     ]
+    # Each round decides one strategy of one node: taken, or left out.
     while heap:
         bound, _, allowed, maximum = heapq.heappop(heap)
         progress.raise_bound(min(bound, progress.cost), PROOF)
@@ -52,6 +54,7 @@ def branch(relaxation: Relaxation, root: Maximum, ceiling: float, progress: Prog
         before = allowed.get(node, np.ones(len(mask), dtype=bool))
         for part in (before & mask, before & ~mask):
             child = {**allowed, node: part}
+            # A child is worth no more work once its bound is above the best choice.
             stop = min(ceiling * (1 + CLOSED) + CLOSED, progress.cost)
             found = maximise(
                 relaxation,
@@ -64,6 +67,7 @@ def branch(relaxation: Relaxation, root: Maximum, ceiling: float, progress: Prog
             for piece in found.pieces:
                 offer_piece(relaxation, piece, local, progress)
             bound = max(maximum.bound, found.bound)
+            # The child may have a better choice: it waits.
             if bound < progress.cost - CLOSED * abs(
                 progress.cost
             ) and bound <= ceiling + CLOSED * abs(ceiling):
@@ -106,6 +110,7 @@ def _split(
 ) -> tuple[int, NDArray[np.bool_]]:
     """A node that is not decided, and the strategy to decide on."""
     network = relaxation.network
+    # The best few solutions of the relaxation.
     pieces = sorted(maximum.pieces, key=lambda piece: piece.value(maximum.multipliers))[:6]
     best = pieces[0]
     usages = relaxation.network.rows
@@ -113,6 +118,7 @@ def _split(
     weights = maximum.multipliers + 1e-9 / np.maximum(relaxation.room, 1e-300) * (
         1 + abs(maximum.bound)
     )
+    # The node over which these differ most, in what they use of tight rows.
     spread: dict[int, float] = {}
     for weight, row in zip(weights, usages, strict=True):
         for node, used in row.usage.items():

@@ -28,6 +28,7 @@ def choices_of(
     progress is done.
     """
     network = relaxation.network
+    # Solutions of the relaxation, the best first, and those within the rows.
     pieces = sorted(maximum.pieces, key=lambda piece: piece.value(maximum.multipliers))
     within = sorted(
         (piece for piece in pieces if (piece.excess <= 0).all()), key=lambda piece: piece.cost
@@ -38,6 +39,7 @@ def choices_of(
         return
     local = LocalSearch(network)
     found = [piece.choice for piece in within[:1]]
+    # Those that break a row are repaired, then improved.
     for piece in pieces[:max_repaired]:
         local.load(piece.choice)
         if local.repair(progress):
@@ -45,6 +47,7 @@ def choices_of(
             found.append(local.choice)
             yield local.choice
     inside = min(found, key=lambda choice: cost_of(network, choice), default=None)
+    # A choice that breaks a row, and one within it, are cut and joined.
     for piece in pieces[:max_repaired]:
         if inside is None or progress.done:
             return

@@ -75,6 +75,7 @@ class Batch:
 
     def freeze(self, offsets: Sequence[int]) -> None:
         """Turn the lists of members into arrays."""
+        # Members of a batch have tables of one shape, so all are computed as one array.
         self.nodes = np.array([node for node, _, _ in self.members])
         neighbours = np.array([others for _, others, _ in self.members], dtype=np.intp)
         self.neighbours = neighbours.reshape(len(self.members), len(self.shape))
@@ -83,6 +84,7 @@ class Batch:
         self.computed = np.array(self.computed_members, dtype=np.intp)
         self.outputs = np.array(self.output_offsets, dtype=np.intp)
         self.members.clear()
+        # For each input: where its first row lies, and the strides of its other axes.
         self.reads: list[tuple[NDArray[np.intp], list[tuple[int, int]]]] = []
         for axes, starts in zip(self.axes, self.inputs, strict=True):
             first, stride, others = starts[:, None], 1, []
@@ -93,6 +95,7 @@ class Batch:
                     others.append((axis - 1, stride))
                 stride *= size
             self.reads.append((first, others))
+        # Small batches read by ready-made indices, which is faster.
         self.gathers: list[NDArray[np.intp]] | None = None
         sizes = [math.prod(self.dims(axes)) for axes in self.axes]
         if (
@@ -145,6 +148,7 @@ class Elimination:
         self.scalars: list[int] = []
         self._factors: dict[int, dict[Factor, int]] = {node: {} for node in unary}
         self._others: dict[int, set[int]] = {node: set() for node in unary}
+        # Nodes of one kind share a table; so do edges with one table.
         self._unary_tables: dict[object, tuple[int, int]] = {}  # kind -> table, a node that has it
         for node, kind in unary.items():
             if kind not in self._unary_tables:
@@ -161,6 +165,8 @@ class Elimination:
             self._factors[a][factor] = self._factors[b][factor] = 1
             self._others[a].add(b)
             self._others[b].add(a)
+        # Tables that were computed are known by what they are made of: repeated blocks compute
+        # once.
         self._known: dict[tuple[object, ...], int] = {}
         self._order(set(keep), math.log2(max_join), max_others, out_of_time)
         self.core = sorted(self._factors)
@@ -198,6 +204,7 @@ class Elimination:
         """Rounds: of the nodes with about the smallest joins, as many as are no neighbours of each
         other.
         """
+        # Nodes by about the size of their join, so that the smallest are at hand.
         buckets: dict[int, set[int]] = {}
         place: dict[int, int] = {}
 
@@ -218,11 +225,13 @@ class Elimination:
             else:
                 place.pop(node, None)
 
+        # What a node's table would be made of; equal keys make equal tables.
         keys: dict[int, tuple[object, ...]] = {}
         for node in self._factors:
             if node not in keep:
                 rank(node)
         while not out_of_time():
+            # One round: nodes of the lowest bucket, none of them beside another.
             lowest = min((bucket for bucket, nodes in buckets.items() if nodes), default=None)
             if lowest is None:
                 return
@@ -240,6 +249,7 @@ class Elimination:
             for node in chosen:
                 candidates.discard(node)
                 del keys[node]
+            # The neighbours of what went have other joins now.
             for node in sorted(blocked):
                 keys.pop(node, None)
                 if node not in keep:
@@ -261,6 +271,7 @@ class Elimination:
 
     def _take_out(self, chosen: list[int], keys: Mapping[int, tuple[object, ...]]) -> None:
         batches: dict[tuple[object, ...], Batch] = {}
+        # Nodes of one shape are a batch.
         for node in chosen:
             key = keys[node]
             size, shape, inputs = key
@@ -273,6 +284,7 @@ class Elimination:
                 self.batches.append(batch)
             others = tuple(sorted(self._others[node]))
             batch.members.append((node, others, tuple(table for _, _, table in inputs)))
+            # Somebody has this table already.
             table = self._known.get(key)
             if table is None:
                 table = self._known[key] = self._table(math.prod(shape), dynamic)
@@ -288,6 +300,7 @@ class Elimination:
                     del self._factors[other][factor]
         left = Factor(table, others)
         for other in others:
+            # Its neighbours become neighbours of each other, over the table that it leaves.
             self._others[other].discard(node)
             self._others[other].update(o for o in others if o != other)
             self._factors[other][left] = self._factors[other].get(left, 0) + 1
@@ -304,15 +317,18 @@ class Elimination:
         Where nodes stay, that is only the part that does not depend on them.
         """
         first = self._arena is None
+        # One array holds all tables, end to end. Tables of edges never change.
         if self._arena is None:
             self._arena = np.empty(self._num_entries)
             for table, cost in self._edge_tables.values():
                 self._arena[self._offsets[table] : self._offsets[table] + cost.size] = cost.ravel()
+        # Costs of nodes do change, where prices of rows are in them.
         for table, node in self._unary_tables.values():
             if first or self._is_dynamic[table]:
                 self._arena[self._offsets[table] : self._offsets[table] + self.sizes[node]] = costs[
                     node
                 ]
+        # In the order in which nodes were taken out: each reads what earlier ones left.
         for batch in self.batches:
             if (first or batch.dynamic) and len(batch.computed):
                 _compute(self._arena, batch)
@@ -344,12 +360,14 @@ class Elimination:
 def _compute(arena: Array, batch: Batch) -> None:
     """Add the inputs of each computed member and minimise over its node."""
     rest = math.prod(batch.shape)
+    # All inputs at once, by index.
     if batch.gathers is not None:
         joined = arena[batch.gathers[0]]
         for gather in batch.gathers[1:]:
             joined = joined + arena[gather]
         arena[batch.writes] = joined.min(axis=1).reshape(-1, rest)
         return
+    # As many members at a time as fit into memory.
     step = max(1, _LOOP_ABOVE // (batch.size * rest))
     for start in range(0, len(batch.computed), step):
         members = batch.computed[start : start + step]
@@ -358,6 +376,7 @@ def _compute(arena: Array, batch: Batch) -> None:
             for axes, starts in zip(batch.axes, batch.inputs, strict=True)
         ]
         outputs = batch.outputs[start : start + step]
+        # A join that is too large is minimised strategy by strategy.
         if batch.size * rest > _LOOP_ABOVE:
             best = _minimum_by_strategy(inputs, batch.size)
         else:
@@ -366,6 +385,7 @@ def _compute(arena: Array, batch: Batch) -> None:
                 joined = joined + table
             best = joined.min(axis=1)
         best = np.broadcast_to(best, (len(members), *batch.shape)).reshape(-1, rest)
+        # Few large tables are copied one by one, many small ones by index.
         if rest > _SLICE_ABOVE:
             for offset, table in zip(outputs, best, strict=True):
                 arena[offset : offset + rest] = table

@@ -27,10 +27,12 @@ def merge_followers(network: Network, out_of_time: Callable[[], bool]) -> int:
     known: dict[
         int, NDArray[np.intp] | None
     ] = {}  # the pool keeps the tables alive, so ids stay theirs
+    # The rows in which each node uses something.
     rows_of: dict[int, list[WorkRow]] = {}
     for row in network.rows:
         for node in row.usage:
             rows_of.setdefault(node, []).append(row)
+    # A merge may make further followers: its neighbours are looked at again.
     pending, count = deque(sorted(network.costs)), 0
     queued = set(pending)
     while pending and not out_of_time():
@@ -41,6 +43,7 @@ def merge_followers(network: Network, out_of_time: Callable[[], bool]) -> int:
         num_edges = len(network.neighbours[leader])
         for node in sorted(network.neighbours[leader]):
             table = network.edge(leader, node)
+            # Many edges share a table, so it is looked at once.
             if id(table) not in known:
                 known[id(table)] = _only_choice(table)
             index = known[id(table)]
@@ -75,9 +78,11 @@ def _merge(
 ) -> list[int]:
     """Make a node part of its leader; returns the nodes whose edges have changed."""
     pool = network.pool
+    # The leader pays for both, by what its strategies mean for the follower.
     cost = network.costs.pop(node)[index] + table[np.arange(len(index)), index]
     network.costs[leader] = pool.intern(network.costs[leader] + cost)
     changed = [leader]
+    # Edges of the follower become edges of the leader.
     for other in sorted(network.neighbours[node]):
         edge = pool.take(network.edge(node, other), (index, slice(None)))
         network.drop_edge(node, other)
@@ -85,12 +90,14 @@ def _merge(
             network.add_edge(leader, other, edge)
             changed.append(other)
     del network.neighbours[node]
+    # So does what it uses of rows.
     for row in rows_of.pop(node, ()):
         used = pool.take(row.usage.pop(node), (index,))
         if leader not in row.usage:
             rows_of.setdefault(leader, []).append(row)
         row.usage[leader] = pool.add(row.usage[leader], used) if leader in row.usage else used
     network.moments.move(node, leader, index, pool)
+    # How to read the follower's strategy off the leader's.
     size = int(network.strategies[leader].max()) + 1
     strategies = np.zeros(size, dtype=np.intp)
     strategies[network.strategies[leader]] = network.strategies[node][index]

@@ -53,12 +53,14 @@ def solve_program(network: Network, *, integer: bool, time_limit_s: float) -> An
         time_limit_s: for building the program and for the library.
     """
     end_s = time.monotonic() + time_limit_s
+    # Building the program counts, too.
     message, starts = _build(network, integer)
     model = mathopt.Model.from_model_proto(message)
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         return Answer(None, -math.inf, False, False)
     parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left_s))
+    # A plan is optimal or it is not: no gap is accepted.
     if integer:
         parameters.relative_gap_tolerance = 0.0
         parameters.absolute_gap_tolerance = 0.0
@@ -76,6 +78,7 @@ def solve_program(network: Network, *, integer: bool, time_limit_s: float) -> An
         ]
     )
     choice = np.zeros(len(network.strategies), dtype=np.intp)
+    # The strategy of each node is that of the largest x; integral if all are 1.
     integral = True
     for node, start in starts.items():
         part = values[start : start + len(network.costs[node])]
@@ -90,6 +93,7 @@ def _build(network: Network, integer: bool) -> tuple[model_pb2.ModelProto, dict[
     sizes = [len(network.costs[node]) for node in nodes]
     starts = dict(zip(nodes, np.cumsum([0, *sizes])[:-1].tolist(), strict=True))
     num_x = sum(sizes)
+    # First one row per node: its x sum to 1.
     costs: list[Array] = [network.costs[node] for node in nodes]
     upper: list[Array] = [np.ones(num_x)]
     right: list[Array] = [np.ones(len(nodes))]
@@ -98,6 +102,8 @@ def _build(network: Network, integer: bool) -> tuple[model_pb2.ModelProto, dict[
     columns: list[NDArray[np.int64]] = [np.arange(num_x)]
     values: list[Array] = [np.ones(num_x)]
     num_rows, num_columns = len(nodes), num_x
+    # Then for each edge a variable per open pair; the pairs of a strategy sum to its x, at both
+    # ends.
     for (a, b), edge in sorted(network.edges.items()):
         open_pairs = np.isfinite(edge).ravel()
         index = np.full(edge.size, -1)
@@ -115,6 +121,7 @@ def _build(network: Network, integer: bool) -> tuple[model_pb2.ModelProto, dict[
         costs.append(edge.ravel()[open_pairs])
         upper.append(np.full(int(open_pairs.sum()), math.inf))
         num_columns += int(open_pairs.sum())
+    # Then the rows of memory, scaled to their room.
     for row in network.rows:
         unit = abs(row.room) or 1.0
         for node, used in row.usage.items():
@@ -139,6 +146,7 @@ def _message(
     model.variables.lower_bounds.extend([0.0] * len(costs))
     model.variables.upper_bounds.extend(upper.tolist())
     model.variables.integers.extend([True] * num_integers + [False] * (len(costs) - num_integers))
+    # The message holds what is not zero only, row by row.
     nonzero = np.flatnonzero(costs)
     model.objective.linear_coefficients.ids.extend(nonzero.tolist())
     model.objective.linear_coefficients.values.extend(costs[nonzero].tolist())

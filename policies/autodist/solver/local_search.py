@@ -57,6 +57,7 @@ class LocalSearch:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.nodes = sorted(network.costs)
+        # All strategies of all nodes lie in one array, node by node.
         sizes = [len(network.costs[node]) for node in self.nodes]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
         self.start = {node: int(starts[i]) for i, node in enumerate(self.nodes)}
@@ -64,9 +65,11 @@ class LocalSearch:
         self._starts = starts[:-1]
         self._sizes = np.array(sizes, dtype=np.intp)
         self._unary = np.concatenate([network.costs[node] for node in self.nodes])
+        # A forbidden pair costs a wall: more than any choice, and finite, so that it can be left.
         self.wall = wall_of(network)
         self._unary[np.isinf(self._unary)] = self.wall
         self._others = walled_edges(network, self.wall)
+        # For each row: the positions that use something, and how much.
         self._row_positions, self._row_values = [], []
         self._uses: dict[int, list[tuple[int, Array]]] = {}
         for index, row in enumerate(network.rows):
@@ -131,11 +134,13 @@ class LocalSearch:
         do.
         """
         for _ in range(MAX_PASSES):
+            # The rows that are exceeded.
             over = [index for index in range(len(self.room)) if self.used[index] > self.room[index]]
             if not over:
                 return True
             if progress.left_s <= 0:
                 return False
+            # What each move takes away from excess, in shares of the rows.
             relief = np.zeros(len(self._unary))
             for index in range(len(self.room)):
                 changes = self._usage_changes(index)
@@ -148,6 +153,7 @@ class LocalSearch:
             moves = np.flatnonzero(relief > 0)
             if not len(moves):
                 return False
+            # The price of a move: what the cost rises, per excess taken away.
             prices = self._changes()[moves] / relief[moves]
             if not self._make_moves(moves[np.argsort(prices, kind="stable")], until_feasible=True):
                 return False
@@ -157,6 +163,7 @@ class LocalSearch:
         self, moves: NDArray[np.intp], *, until_feasible: bool, within: bool = True
     ) -> int:
         """Make the moves in order, at most one in every neighbourhood; returns how many."""
+        # A move changes what its neighbours' moves are worth: these wait for the next pass.
         stale: set[int] = set()
         num_made = 0
         for position in moves:
@@ -175,6 +182,7 @@ class LocalSearch:
                 )
             ):
                 continue
+            # A repair must not make the worst row worse.
             self.move(node, strategy)
             if until_feasible and self._worst_excess() > excess:
                 self.move(node, int(before))
@@ -197,6 +205,7 @@ class LocalSearch:
         none.
         """
         for _ in range(MAX_PASSES):
+            # What the cost changes with each single move.
             changes = self._changes()
             least = 1e-12 * float(
                 np.abs(self.marginals[self._starts + self.choice[self.nodes]]).sum()
@@ -237,6 +246,7 @@ def cross(
                 mixed = 1e300  # no cut between these two
             steps[a + 1] += mixed - same
             steps[b + 1] += other - mixed
+        # The best cut is where the sum is least, among those that fit.
         costs = np.cumsum(steps)
         fits = np.ones(num_nodes + 1, dtype=bool)
         for row in network.rows:

@@ -55,6 +55,7 @@ class Messages:
         self.network = network
         self.nodes = sorted(network.costs)
         self.index = {node: i for i, node in enumerate(self.nodes)}
+        # Strategies are padded to a common width; ``open`` says which are real.
         sizes = np.array([len(network.costs[node]) for node in self.nodes])
         width = int(_SIZES[np.searchsorted(_SIZES, sizes.max())])
         self.open = np.arange(width)[None, :] < sizes[:, None]  # [nodes, width]
@@ -62,12 +63,15 @@ class Messages:
         for i, node in enumerate(self.nodes):
             self.own[i, : sizes[i]] = network.costs[node]
         self._unary = self.own.copy()
+        # Nodes of one colour have no edge between them, so they are updated together.
         colours = self._colours()
         self.num_colours = max(colours, default=0) + 1
         self.order = np.array(colours)
         self.groups: dict[tuple[int, int], list[Group]] = {}
         self._make_groups(colours, sizes)
         later, earlier = np.zeros(len(self.nodes)), np.zeros(len(self.nodes))
+        # Of edges to later and to earlier colours a node has at most so many, and shares its cost
+        # out evenly.
         for groups in self.groups.values():
             for group in groups:
                 np.add.at(later, group.a, 1.0)
@@ -87,15 +91,18 @@ class Messages:
 
     def _make_groups(self, colours: list[int], sizes: NDArray[np.intp]) -> None:
         members: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+        # Edges between two colours with tables of about one size are one array.
         rounded = _SIZES[np.searchsorted(_SIZES, sizes)]
         for a, b in self.network.edges:
             i, j = self.index[a], self.index[b]
+            # The earlier colour comes first.
             if colours[i] > colours[j]:
                 a, b, i, j = b, a, j, i
             members.setdefault(
                 (colours[i], colours[j], int(rounded[i]), int(rounded[j])), []
             ).append((a, b))
         for (first, second, size_a, size_b), edges in sorted(members.items()):
+            # ``[edges, width, width]``: what is padded is infinite.
             table = np.full((len(edges), size_a, size_b), np.inf)
             for e, (a, b) in enumerate(edges):
                 edge = self.network.edge(a, b)
@@ -171,6 +178,7 @@ class Messages:
         """After `backward`: a choice, by node of the problem, made colour by colour: each node at
         its best for those before.
         """
+        # What a strategy costs, given the nodes that are chosen already.
         own, chosen = (
             np.where(self.open, self.own, np.inf),
             np.zeros(len(self.nodes), dtype=np.intp),
@@ -180,6 +188,7 @@ class Messages:
             chosen[members] = own[members].argmin(axis=1)
             for second in range(colour + 1, self.num_colours):
                 for group in self.groups.get((colour, second), ()):
+                    # The row of the table for what was chosen, less the message that it replaces.
                     told = group.table[np.arange(len(group.a)), chosen[group.a]] - group.to_b
                     np.add.at(
                         own[:, : group.to_b.shape[1]], group.b, np.where(group.open_b, told, 0.0)
@@ -192,6 +201,7 @@ class Messages:
         """After a forward pass: how much more than the bound any choice costs that has this
         strategy, ``[nodes, width]``.
         """
+        # A lower bound with this strategy: what the node adds, and what each edge adds at its best.
         rest = np.where(self.open, self._rest[0][:, None] * self.own, np.inf)
         total = np.where(self.open, rest - rest.min(axis=1, keepdims=True), 0.0)
         for groups in self.groups.values():

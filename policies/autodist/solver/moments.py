@@ -60,6 +60,8 @@ class Moments:
         for index, row in enumerate(rows):
             if row.intervals is None or row.limit == math.inf:
                 continue
+            # Between two times at which something begins or ends, nothing changes: a moment is such
+            # a time.
             times = sorted(
                 {
                     time
@@ -68,6 +70,7 @@ class Moments:
                     for time in (start, end)
                 }
             )
+            # Moments of all rows are counted through.
             place = {time: count + i for i, time in enumerate(times)}
             for node, (start, end) in row.intervals.items():
                 if start < end:
@@ -118,12 +121,14 @@ class Moments:
         """Take out what every strategy of a node uses, and moments that cannot be exceeded; a row
         that cannot be kept.
         """
+        # What any strategy of a node uses is taken out of the room.
         least = {id(span.used): float(span.used.min()) for span in self.all_spans()}
         taken = self.over_time((span, least[id(span.used)]) for span in self.all_spans())
         room = self.room - taken
         if (room < 0).any():
             return int(self.rows[int(room.argmin())])
         self.room = room
+        # Spans of one node over the same moments are added up.
         kept: dict[int, tuple[Span, ...]] = {}
         for node, spans in self.spans.items():
             together: dict[tuple[int, int], Array] = {}
@@ -137,6 +142,7 @@ class Moments:
                     Span(first, last, used) for (first, last), used in sorted(together.items())
                 )
         self.spans = kept
+        # A moment that the largest uses do not fill is always kept.
         most = self.over_time((span, float(span.used.max())) for span in self.all_spans())
         self._keep(most > self.room)
         return None
@@ -144,6 +150,7 @@ class Moments:
     def _keep(self, keep: NDArray[np.bool_]) -> None:
         if keep.all():
             return
+        # Numbers of the moments that stay.
         place = np.concatenate([[0], np.cumsum(keep)])
         self.room, self.rows, self.times = self.room[keep], self.rows[keep], self.times[keep]
         self.spans = {
@@ -160,11 +167,13 @@ class Moments:
         """Drop moments that are kept whenever the one before or after is."""
         while len(self.room) > 1:
             starts, ends = (
+                # Where spans begin, and behind which moments they end.
                 np.zeros(len(self.room) + 1, dtype=bool),
                 np.zeros(len(self.room) + 1, dtype=bool),
             )
             for span in self.all_spans():
                 starts[span.first] = ends[span.last] = True
+            # Two moments of one row.
             same = self.rows[:-1] == self.rows[1:]
             # Of each pair, the later one goes.
             by_earlier = same & ~starts[1:-1] & (self.room[:-1] <= self.room[1:])

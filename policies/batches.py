@@ -38,6 +38,7 @@ def _joined_batches(graph: IRGraph, batch: set[int]) -> set[int]:
     for op in graph.ops:
         assert op.rule is not None
         parts: dict[str, set[bool]] = {}  # by factor, whether each of its segments is a batch
+        # Segments of a concatenation: is each of them a batch?
         for value, refs in zip(op.operands, op.rule.operands, strict=True):
             for dim, factors in enumerate(refs):
                 for ref in factors:

@@ -128,9 +128,11 @@ class Chooser:
         self.graph, self.dims, self.num_ranks = graph, graph.dims, num_ranks
         self.sources = weight_sources(graph)
         self.eligible = _weight_classes(graph, graph.dims, self.sources)
+        # Everything whole, as the scale of what is saved and sent.
         self.whole = whole = _Sizes(graph, {})
         self.total_work = sum(whole.work(op) for op in graph.ops) or 1.0
         self.total_memory = sum(whole.elements[v.name] for v in graph.parameters) or 1.0
+        # The options of every class; traffic is told relative to what any of them would send.
         options = self._options(num_ranks, whole)
         candidates = self._candidates(options)
         touched = {
@@ -158,6 +160,7 @@ class Chooser:
                 and self.whole.work(op, factor.name)
                 for factor in (op.rule.factors if op.rule else ())
             )
+            # Products with weights are counted elsewhere.
             for op in products
             if not weights_of(op, self.sources) and self.whole.work(op)
         )
@@ -256,6 +259,7 @@ class Chooser:
         ``summed``: what is summed over so many ranks anyway. A sum over those of both axes sends
         little more.
         """
+        # By what travels: the classes for which it does.
         travels: dict[_Travel, set[int]] = {}
         gathered: set[_Travel] = set()
         dear: set[_Travel] = set()  # what others than convolutions send, too
@@ -266,6 +270,7 @@ class Chooser:
             names = {v.name for o in option.op.operands for v in self.sources.get(o.name, ())}
             weights = sum(sizes.elements[name] for name in names)
             worth = TABLE if option.op.target == "embedding" else MEMORY
+            # Worth is work shared out, and memory of weights.
             gain = (
                 WORK * sizes.work(option.op, option.factor) / self.total_work
                 + worth * weights / self.total_memory
@@ -275,9 +280,11 @@ class Chooser:
                 travels.setdefault(travel, set()).add(option.dim_class)
             gathered.update(option.travels if option.gathers else ())
             dear.update(() if is_convolution(option.op) else option.travels)
+        # Traffic is lost once for a set of classes, not for each of them.
         losses: dict[tuple[int, ...], int] = {}
         for travel, found in sorted(travels.items()):
             key = tuple(sorted(found))
+            # What a rank sends of a value in a ring.
             sent = (1 - 1 / axis_size) * sizes.elements[travel.value]
             sent /= 1 if travel in gathered else summed.get(travel, 1)
             sent *= 1.0 if travel in dear else self.channel_price
@@ -332,6 +339,7 @@ class _Sizes:
         operators may pass these on, as :mod:`shardwright.policies.labels` lets them, where least is
         sent. The last such place, for branches meet there.
         """
+        # Follow the value through linear operators that alone read it.
         least, found = self.elements[value.name], [_Travel(value.name, "made")]
         others: list[_Travel] = []  # of which the gradients are summands then
         while value.name not in self._outputs and len(uses := self._uses.get(value.name, [])) == 1:
@@ -340,10 +348,12 @@ class _Sizes:
             sets = [members for members in op.rule.linear_sets if position in members]
             if not sets or op.target in PRODUCTS or len(op.results) > 1:
                 break
+            # What is added to it is made a summand as well.
             together = max(sets, key=len)
             rest = (v for i, v in enumerate(op.operands) if i not in together)
             others += [_Travel(v.name, "read") for v in rest if v.takes_gradient]
             (value,) = op.results
+            # Summing here sends less.
             sent = sum(self.elements[travel.value] for travel in others) + self.elements[value.name]
             if sent <= least:
                 least, found = sent, [_Travel(value.name, "made"), *others]
@@ -424,9 +434,11 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
         if not is_product or (
             op.target == "embedding" and not _worth_splitting(op, factor.name, graph)
         ):
+            # An option is of use where a weight has the factor.
             continue
         if weights and not any(has_factor(op.rule.operands[i], factor.name) for i in weights):
             continue
+        # Operands without the factor get a gradient in summands, results without it are summands.
         whole = [
             v.name
             for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True))
@@ -442,6 +454,7 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
             *(travel for v in partial for travel in sizes.summed(v)),
         )
         touched = [*whole, *(v.name for v in partial)]
+        # How much of the work is saved: with 3 heads on 2 ranks one has 2 of 3.
         size = max(estimate(dims.classes[index].size) / pieces, 1.0)
         saved = 1.0 - math.ceil(size / axis_size) / size
         yield _Option(op, factor.name, index, saved, travels, tuple(touched))

@@ -70,6 +70,7 @@ def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list
             why=f"these are {ep * etp} ranks, which do not divide {ranks}",
             hint=f"with ep={ep}, etp is one of {', '.join(map(str, _divisors(ranks // ep)))}",
         )
+    # Where axes of either grid end, counted in ranks: between two ends there is one axis.
     ends = sorted({1, tp, ranks, etp, ep * etp})
     if any(large % small for small, large in pairwise(ends)):
         raise PlanError(
@@ -77,6 +78,7 @@ def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list
             why=f"ranks that are dp={dp} x tp={tp} outside of the experts do not divide into these",
             hint="choose sizes of which one divides the other: etp and tp, ep * etp and tp * dp",
         )
+    # Major first: inner axes belong to ``tp``.
     return [
         ExpertAxis(large // small, "dp" if small >= tp else "tp", _inside(small, ep, etp))
         for small, large in reversed(list(pairwise(ends)))

@@ -44,12 +44,14 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     check_end2end("hybrid", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
+    # Experts lie on a grid of their own over the same ranks.
     if options.ep is not None or options.etp is not None:
         found = expert_axes(options.dp, tp, options.ep or 1, options.etp, "hybrid")
         mesh = {"pp": num_stages, **{axis.name: axis.size for axis in found}}
         builder = graph.builder(mesh=mesh, order=config.rank_order)
         split_on_expert_axes(builder, found, "hybrid", choose_dims(graph, tp) if tp > 1 else None)
         return add_stages(graph, config, builder.plan("hybrid"), options, num_stages)
+    # ``tp`` may need two axes, where no dim of the model is long enough.
     inner = inner_axes(graph, tp, config.rank_order)
     sizes = {
         "pp": num_stages,
@@ -72,6 +74,7 @@ def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
             raise PlanError(
                 f"policy 'hybrid' cannot place {name}={size} on ranks", hint="pass 1 or more"
             )
+    # What is left out is what remains.
     if num_stages is None and tp is None:
         num_stages = 2 if plan_ngpus % (2 * options.dp) == 0 else 1
     if num_stages is None:

@@ -114,6 +114,7 @@ def _may_pass_on(graph: IRGraph, splits: Mapping[str, Strategy]) -> dict[str, St
     each would pass it on: the linear set with most of such operands.
     """
     found: dict[str, Strategy] = {}
+    # Values that may be partial sums, along the graph.
     partial: set[str] = set()
     for op in graph.ops:
         if op.name in splits:
@@ -122,6 +123,7 @@ def _may_pass_on(graph: IRGraph, splits: Mapping[str, Strategy]) -> dict[str, St
                 value.name for value, letter in zip(op.results, made, strict=True) if letter == "P"
             }
             continue
+        # By how many bytes would pass through each linear set.
         sizes = [_bytes(value) if value.name in partial else 0.0 for value in op.operands]
         reached = [sum(sizes[i] for i in members) for members in _rule(op).linear_sets]
         if any(reached):
@@ -159,11 +161,13 @@ class _Labelling:
             if op.name not in self.fixed:
                 self.labels[op.name] = self._label(op)
         uses, producers = self.graph.uses(), self.graph.producers()
+        # Every value has a price where its maker and its readers differ.
         for value in (
             *self.graph.sources,
             *(result for op in self.graph.ops for result in op.results),
         ):
             self._price(value, producers.get(value.name), uses.get(value.name, []))
+        # A cut of least cost: the labels on the high side.
         high = self.cut.solve()
 
         def strategy(name: str, label: _Label) -> Strategy:

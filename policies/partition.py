@@ -67,6 +67,7 @@ def stage_starts(
     """
     if schedule.num_stages == 1:
         return []
+    # A position's program: the whole model on its mesh, not cut yet.
     marked = with_regions(graph, whole.recompute)
     ranks = position_ranks(whole.mesh, schedule.num_ranks, pp_place)[0]
     setting = Setting(
@@ -94,6 +95,7 @@ def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0
     Raises:
         PlanError: there are fewer places to cut than stages need.
     """
+    # The search's own cutter, with one placement and one schedule.
     space = SearchSpace(
         meshes={},
         num_microbatches=schedule.num_microbatches,

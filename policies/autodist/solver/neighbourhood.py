@@ -66,6 +66,7 @@ def improve_parts(
         rounds: how often all sizes of parts are gone through without an improvement before it ends.
         until_s: end when no more seconds than these are left.
     """
+    # The rows in which a node uses something, and what the choice uses of each row now.
     rows_of: dict[int, list[int]] = {}
     for index, row in enumerate(network.rows):
         for node in row.usage:
@@ -79,8 +80,11 @@ def improve_parts(
     state = _State(network, choice.copy(), used, rows_of)
     rng = np.random.default_rng(0)
     nodes = sorted(network.costs)
+    # Parts begin small. A size that brings nothing for a while is doubled; after the largest,
+    # again.
     size, failures, idle = SMALLEST, 0, 0
     while not progress.done and idle < rounds and progress.left_s > until_s:
+        # A ball: a node and those near to it, which may change together.
         if _improve(state, _ball(network, int(rng.choice(nodes)), size), progress):
             failures = idle = 0
             progress.offer(
@@ -116,6 +120,7 @@ def _ball(network: Network, centre: int, size: int) -> set[int]:
 def _improve(state: _State, free: set[int], progress: Progress) -> bool:
     """Solve the part of these nodes; whether that made the choice cheaper."""
     part = _part(state, free)
+    # Too wide to be exact: leave out what elimination could not take out.
     relaxation = Relaxation(part, shared=False, max_join=MAX_JOIN)
     if not relaxation.exact:
         free = free - set(relaxation.elimination.core)
@@ -131,6 +136,7 @@ def _improve(state: _State, free: set[int], progress: Progress) -> bool:
         stop_above=before,
         out_of_time=progress.is_over,
     )
+    # No choice of this part is cheaper.
     if maximum.bound >= before - 1e-12 * abs(before):
         return False
     best = min(
@@ -140,6 +146,7 @@ def _improve(state: _State, free: set[int], progress: Progress) -> bool:
     )
     if best is None or cost_of(part, best) >= before - 1e-12 * abs(before):
         return False
+    # Take over the choice, and what it uses of the rows.
     for node in free:
         for index in state.rows_of.get(node, ()):
             usage = state.network.rows[index].usage[node]
@@ -157,6 +164,7 @@ def _part(state: _State, free: set[int]) -> Network:
     part.constant = 0.0
     for node in sorted(free):
         cost = whole.costs[node]
+        # An edge to a node that stays is a cost of this one.
         for other in sorted(whole.neighbours[node]):
             if other not in free:
                 cost = cost + whole.edge(node, other)[:, state.choice[other]]
@@ -167,6 +175,7 @@ def _part(state: _State, free: set[int]) -> Network:
         part.costs[node] = cost
     for index in sorted({index for node in free for index in state.rows_of.get(node, ())}):
         usage = {node: used for node, used in whole.rows[index].usage.items() if node in free}
+        # The room of a row is what the others leave.
         room = (
             whole.rows[index].room
             - state.used[index]

@@ -57,6 +57,7 @@ class Network:
     def __init__(self, problem: Problem) -> None:
         self.pool = Pool()
         self.constant = 0.0
+        # Equal arrays are one object, so that equal tables are computed once.
         self.costs = {node: self.pool.intern(cost) for node, cost in enumerate(problem.node_costs)}
         self.strategies: list[NDArray[np.intp]] = []
         whole: dict[int, NDArray[np.intp]] = {}
@@ -66,6 +67,7 @@ class Network:
         self.neighbours: dict[int, set[int]] = {node: set() for node in self.costs}
         for a, b, cost in problem.edges:
             self.add_edge(a, b, self.pool.intern(cost))
+        # Half of the tolerance is left for rounding. Rows over time are kept as moments.
         self.rows = [
             WorkRow(
                 index,
@@ -178,12 +180,14 @@ def tighten(
     network: Network, problem: Problem, out_of_time: Callable[[], bool] = _never
 ) -> Infeasible | None:
     """Make a network of a problem as small as the rules above can in the time, in place."""
+    # Each rule may make others apply again.
     changed = set(network.costs)
     while changed:
         failure = _drop_forbidden(network, changed) or _tighten_rows(network, problem)
         if failure is not None:
             return failure
         changed = set()
+        # What uses too much, then what another strategy replaces.
         failure = _drop_exceeding(network, changed)
         if failure is not None:
             return failure
@@ -211,12 +215,14 @@ def _drop_forbidden(network: Network, nodes: set[int]) -> Infeasible | None:
             queued.add(node)
         return None
 
+    # Strategies that are forbidden by themselves.
     for node in sorted(nodes):
         keep = walls.finite(network.costs[node])
         if not keep.all() and (failure := drop(node, keep)) is not None:
             return failure
     pending = sorted(nodes, reverse=True)
     queued = set(pending)
+    # A node that lost strategies may leave a neighbour's strategy without a partner.
     while pending:
         node = pending.pop()
         queued.discard(node)
@@ -254,6 +260,7 @@ def _tighten_rows(network: Network, problem: Problem) -> Infeasible | None:
     kept = []
     ranges: dict[int, tuple[float, float, Array]] = {}
     for row in network.rows:
+        # Many nodes share an array of usage, so its range is computed once.
         for used in row.usage.values():
             if id(used) not in ranges:
                 least, most = float(used.min()), float(used.max())
@@ -262,12 +269,14 @@ def _tighten_rows(network: Network, problem: Problem) -> Infeasible | None:
                     most - least,
                     used if least == 0 else network.pool.intern(used - least),
                 )
+        # What is left beyond the least of every node.
         room = row.room - math.fsum(ranges[id(used)][0] for used in row.usage.values())
         if room < 0:
             return row_exceeded(network, problem, row.index)
         usage = {
             node: ranges[id(used)][2] for node, used in row.usage.items() if ranges[id(used)][1] > 0
         }
+        # Even the largest uses fit: the row never binds.
         if math.fsum(ranges[id(used)][1] for used in row.usage.values()) > room:
             kept.append(WorkRow(row.index, room, usage))
     network.rows = kept
@@ -280,6 +289,7 @@ def row_exceeded(network: Network, problem: Problem, index: int) -> Infeasible:
     exceeded.
     """
     row = problem.rows[index]
+    # The choice that uses least of the row.
     least_of = {
         node: int(used[network.strategies[node]].argmin()) for node, used in row.usage.items()
     }
@@ -303,6 +313,7 @@ def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
     ``changed``.
     """
     for row in network.rows:
+        # Look at each array of usage once, and only at the nodes of those that are too large.
         top = {id(used): used for used in row.usage.values()}
         large = {key for key, used in top.items() if used.max() > row.room}
         for node in (
@@ -318,9 +329,11 @@ def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
             if not keep.all():
                 network.restrict(node, keep)
                 changed.add(node)
+    # The least room between any two moments, by powers of two.
     rooms = network.moments.least_room()
     for node, spans in list(network.moments.spans.items()):
         keep = np.ones(len(network.costs[node]), dtype=bool)
+        # The span is covered by two such ranges, which may overlap.
         for first, last, used in spans:
             level = (last - first).bit_length() - 1
             keep &= used <= min(rooms[level][first], rooms[level][last - (1 << level)])
@@ -342,6 +355,7 @@ def _drop_dominated(network: Network, out_of_time: Callable[[], bool]) -> set[in
     """Drop strategies that another strategy of the node replaces; returns the nodes that lost
     some.
     """
+    # A strategy may only replace another if it uses no more anywhere.
     usages: dict[int, list[Array]] = {}
     for row in network.rows:
         for node, used in row.usage.items():
@@ -356,10 +370,12 @@ def _drop_dominated(network: Network, out_of_time: Callable[[], bool]) -> set[in
         size = len(network.costs[node])
         if size == 1:
             continue
+        # Wide tables would take longer than they gain.
         edges = [network.edge(node, other) for other in network.neighbours[node]]
         if any(size * edge.size > DOMINANCE_WORK for edge in edges) or len(edges) > 64:
             continue
         uses = list({id(array): array for array in usages.get(node, ())}.values())
+        # Nodes with equal costs, edges and uses lose the same strategies.
         key = (id(network.costs[node]), *sorted(map(id, edges)), -1, *sorted(map(id, uses)))
         if key not in known:
             work += sum(size * edge.size for edge in edges if id(edge) not in worst)

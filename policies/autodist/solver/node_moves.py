@@ -27,6 +27,7 @@ class Moves:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.nodes = np.array(sorted(network.costs), dtype=np.intp)
+        # All strategies of all nodes lie in one array, node by node.
         self._sizes = np.array([len(network.costs[node]) for node in self.nodes.tolist()])
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])[:-1]
         self.start = dict(zip(self.nodes.tolist(), self._starts.tolist(), strict=True))
@@ -34,6 +35,7 @@ class Moves:
         self._unary = np.concatenate([network.costs[node] for node in self.nodes.tolist()])
         self._others = walled_edges(network, wall_of(network))
         self._spans = network.moments.spans
+        # For every span: its node, the moments it lies over, and what each strategy uses.
         pairs = [(node, span) for node, spans in self._spans.items() for span in spans]
         self.span_nodes = [node for node, _ in pairs]
         self._first = np.array([span.first for _, span in pairs], dtype=np.intp)
@@ -140,8 +142,10 @@ class Moves:
             if node in stale:
                 continue
             before, after = int(self.choice[node]), place - self.start[node]
+            # The stretches of moments that the move changes.
             reaches = self._reaches(node, before, after)
             excess = self._excess(reaches) if relieve else 0.0
+            # Try it, look, and take it back if it does not help.
             self._use(node, before, after)
             if (relieve and self._excess(reaches) >= excess) or (
                 within and any(self.over[first:last].max() > 0 for first, last in reaches)
@@ -159,6 +163,7 @@ class Moves:
         none is.
         """
         for _ in range(MAX_PASSES):
+            # Excess in shares of the room, so that moments count alike.
             exceeded = self.over > 0
             if not exceeded.any():
                 return True
@@ -167,6 +172,8 @@ class Moves:
             relief = -self._against_current(
                 self._priced(exceeded / np.maximum(np.abs(self.room), 1e-300))
             )
+            # The cheapest per relief; first a few of them, as each changes the prices of the
+            # others.
             moves = np.flatnonzero(relief > 0)
             order = np.argsort(self._costs(prices)[moves] / relief[moves], kind="stable")
             if not self._make(

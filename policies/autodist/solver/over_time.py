@@ -62,11 +62,14 @@ def search_over_time(
         search: searches a network whose rows are all at one moment.
     """
     moments = network.moments
+    # A large problem without other rows: prices for all moments first.
     if num_pairs(network) > MAX_PAIRS and not network.rows and len(moments) > MAX_AT_ONCE:
         search_priced(network, progress, progress.left_s)
+    # Few moments are taken at once. Of many, only those that turn out to be exceeded.
     chosen = set(range(len(moments))) if len(moments) <= MAX_AT_ONCE else set()
     start = progress.choice
     while not progress.done:
+        # A problem with rows at the chosen moments instead of rows over time.
         whole = len(chosen) == len(moments)
         part = _with_rows(network, problem, sorted(chosen))
         inner = Progress(
@@ -76,6 +79,7 @@ def search_over_time(
         if failure is not None:
             progress.prove_infeasible(replace(failure, row=part.row_of(failure.row)))
             return
+        # It has fewer rows, so its bound is a bound of the whole.
         search(part.network, part.problem, start, inner)
         if inner.infeasible is not None:
             progress.prove_infeasible(
@@ -86,10 +90,12 @@ def search_over_time(
         if inner.choice is None:
             if whole:
                 return
+            # Nothing found: the tightest moments come in.
             more = _worst(moments, -moments.room, sorted(set(range(len(moments))) - chosen))
         else:
             start = inner.choice
             progress.offer(start)
+            # The choice may exceed other moments: these come in next.
             over = over_limit(network, start)
             more = _worst(moments, over, np.flatnonzero(over > 0)) - chosen
             if more:
@@ -128,6 +134,7 @@ def _with_rows(network: Network, problem: Problem, chosen: list[int]) -> _Part:
     moments = network.moments
     plain = [index for index, row in enumerate(problem.rows) if row.intervals is None]
     rows = [problem.rows[index] for index in plain]
+    # The row at a moment has the nodes whose interval holds it.
     for moment in chosen:
         row, time = problem.rows[moments.rows[moment]], moments.times[moment]
         assert row.intervals is not None

@@ -36,6 +36,7 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
     """Raise the bound and offer choices until steps are short, the gap is closed or the seconds are
     over.
     """
+    # Message passing for the bound at given prices, moves for choices.
     messages, moves = Messages(network), Moves(network)
     width = messages.own.shape[1]
     row_of = {node: i * width for i, node in enumerate(messages.nodes)}
@@ -51,10 +52,12 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
         prices[:] = new
 
     count = 0
+    # Subgradient ascent: the step is halved whenever the bound has not risen for a while.
     while step >= MIN_STEP and not progress.done and progress.left_s > end_s:
         count += 1
         messages.forward()
         bound = messages.backward() - float(prices @ room)
+        # Patience counts steps without a clear gain.
         since = 0 if bound > best + 1e-5 * abs(best) else since + 1
         if bound > best:
             best, best_prices = bound, prices.copy()
@@ -66,10 +69,13 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
             step, since, direction = step / 2, 0, None
             move_to(best_prices)
             continue
+        # What the choice uses beyond the room says where prices should rise. It is smoothed, as it
+        # jumps.
         excess = moves.used(messages.choice()) - room
         direction = excess if direction is None else 0.7 * direction + 0.3 * excess
         useful = np.where((prices <= 0) & (direction < 0), 0.0, direction)
         length = float(useful @ useful)
+        # Polyak's step: as far as the gap to the best choice promises.
         if length > 0:
             target = (
                 progress.cost - network.constant
@@ -78,6 +84,7 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
             )
             distance = max(target - bound, 1e-4 * abs(bound))
             move_to(np.maximum(0.0, prices + step * distance / length * useful))
+        # Sums of many small messages drift.
         if count % 100 == 0:
             messages.refresh()
     if not progress.done:

@@ -45,6 +45,7 @@ class Row:
     intervals: Mapping[int, tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
+        # Frozen, with arrays of float64.
         object.__setattr__(self, "limit", float(self.limit))
         usage = {int(node): np.asarray(used, dtype=np.float64) for node, used in self.usage.items()}
         object.__setattr__(self, "usage", MappingProxyType(usage))
@@ -62,6 +63,7 @@ class Row:
         """What a choice uses, with intervals at the moment it uses most; exactly rounded."""
         if self.intervals is None:
             return math.fsum(float(used[choice[node]]) for node, used in self.usage.items())
+        # What comes and goes at each moment; the largest running sum is the peak.
         changes: dict[int, list[float]] = {}
         for node, (start, end) in self.intervals.items():
             if start < end:
@@ -73,6 +75,7 @@ class Row:
         if not len(over_time):
             return 0.0
         peak = moments[int(over_time.argmax())]
+        # The peak once more without the rounding of the running sum.
         live = (node for node, (start, end) in self.intervals.items() if start <= peak < end)
         return math.fsum(float(self.usage[node][choice[node]]) for node in live)
 
@@ -112,6 +115,7 @@ class Problem:
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "rows", tuple(self.rows))
         object.__setattr__(self, "blocks", tuple(tuple(block) for block in self.blocks))
+        # Shapes that do not belong together are a fault of the caller.
         sizes = [cost.shape for cost in nodes]
         for node, cost in enumerate(nodes):
             assert cost.ndim == 1 and cost.size, (

@@ -28,6 +28,7 @@ class Reduced:
 
     def __init__(self, whole: Network) -> None:
         self._whole = whole
+        # Nodes with one or two neighbours and without rows are eliminated; others stay.
         in_rows = {node for row in whole.rows for node in row.usage}
         kinds = {node: id(cost) for node, cost in whole.costs.items()}
         sizes = {node: len(cost) for node, cost in whole.costs.items()}
@@ -37,6 +38,7 @@ class Reduced:
         constant = self._elimination.run(whole.costs)
         self.network = whole.copy_of_nodes(self._elimination.core)
         self.network.constant += constant
+        # The costs of the nodes that stay come back with the tables that elimination left.
         zeros = {
             len(cost): self.network.pool.intern(np.zeros(len(cost)))
             for cost in self.network.costs.values()
@@ -44,6 +46,7 @@ class Reduced:
         self.network.costs = {node: zeros[len(cost)] for node, cost in self.network.costs.items()}
         for factor, count in self._elimination.core_factors:  # the nodes' own costs are factors too
             table = self._elimination.core_table(factor) * count
+            # A table over two nodes is an edge, over one it is a cost.
             if len(factor.scope) == 2:
                 self.network.add_edge(*factor.scope, self.network.pool.intern(table))
             else:

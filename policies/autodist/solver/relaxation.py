@@ -67,6 +67,7 @@ class Relaxation:
     ) -> None:
         self.network = network
         self.num_choices = len(network.strategies)
+        # Which rows each node uses, and how much.
         usages: dict[int, list[tuple[int, Array]]] = {node: [] for node in network.costs}
         for index, row in enumerate(network.rows):
             for node, used in row.usage.items():
@@ -74,12 +75,14 @@ class Relaxation:
         self._usages = usages
         kinds: dict[int, object] = {}
         self._examples: dict[object, int] = {}
+        # Nodes of one kind have the same costs and uses: one of them stands for all.
         for node, cost in network.costs.items():
             kind = (
                 (id(cost), *((index, id(used)) for index, used in usages[node])) if shared else node
             )
             kinds[node] = kind
             self._examples.setdefault(kind, node)
+        # Tables that no multiplier changes are computed once.
         dynamic = {kinds[node] for node in network.costs if usages[node]} if shared else None
         sizes = {node: len(cost) for node, cost in network.costs.items()}
         self.elimination = Elimination(
@@ -108,6 +111,7 @@ class Relaxation:
         """The best choice for these multipliers, among the allowed strategies; None if there is
         none.
         """
+        # The price of a row is added to the cost of every strategy that uses it.
         costs = {}
         for node in self._examples.values():
             cost = self.network.costs[node]
@@ -115,6 +119,7 @@ class Relaxation:
                 if multipliers[index] > 0:
                     cost = cost + multipliers[index] * used
             costs[node] = cost
+        # In branch and bound, some strategies are left out.
         for node, mask in (allowed or {}).items():
             costs[node] = np.where(mask, costs[node], np.inf)
         value = self.elimination.run(costs) + self.network.constant
@@ -122,6 +127,7 @@ class Relaxation:
             return None
         choice = np.zeros(self.num_choices, dtype=np.intp)
         self.elimination.trace(choice)
+        # A linear function of the multipliers: the cost, and the slope of each row.
         used = self.used(choice)
         return Piece(choice, value - float(multipliers @ used), used - self.room)
 
@@ -210,6 +216,7 @@ def _intersect(
     )
     latest = best.pieces[0]
     step = point or _scale(relaxation, 0)
+    # The function is a minimum of lines: follow the slope to where it changes sign.
     for _ in range(max_steps):
         slope = float(latest.excess[0])
         if slope > 0:
@@ -220,12 +227,14 @@ def _intersect(
                 break
         if best.bound >= stop_above or out_of_time():
             break
+        # No line falls yet: go further up.
         if falling is None:
             step *= 4
             point = point + step
         elif rising is None:
             point = point / 4 if point > 1e-9 * step else 0.0
         else:
+            # Where the two lines meet is the most that can be hoped for.
             meet = (falling.cost - rising.cost) / float(rising.excess[0] - falling.excess[0])
             promised = rising.value(np.array([meet]))
             if promised - best.bound <= CONVERGED * abs(promised):
@@ -255,17 +264,20 @@ def _bundle(
     narrow the box.
     """
     radius = np.array([_scale(relaxation, index) for index in range(len(best.multipliers))])
+    # Each round: the highest point of what is known, within a box; then look there.
     for _ in range(max_steps):
         if best.bound >= stop_above or out_of_time():
             break
         lower, upper = np.maximum(best.multipliers - radius, 0.0), best.multipliers + radius
         point, promised = _model_maximum(best.pieces, lower, upper)
         if promised - best.bound <= CONVERGED * max(abs(promised), abs(best.bound)):
+            # The model promises nothing more, unless the box is in the way.
             at_edge = (point >= upper * (1 - 1e-9)) | ((point <= lower) & (lower > 0))
             if not at_edge.any() or (point == best.multipliers).all():
                 break
         _, value = _met(relaxation, best, point, allowed)
         gained = value - best.bound
+        # The promise was kept: trust the model further. It was not: less far.
         if gained >= 0.3 * (promised - best.bound):
             radius = radius * 2
         elif gained <= 0:
@@ -278,6 +290,7 @@ def _bundle(
 def _model_maximum(pieces: list[Piece], lower: Array, upper: Array) -> tuple[Array, float]:
     """Where the minimum of the pieces is greatest within a box, and how great."""
     model = model_builder.Model()
+    # Scaled to the box, so that the numbers are about 1.
     width = upper - lower
     offset = max(piece.value(lower) for piece in pieces)
     unit = (
@@ -289,6 +302,7 @@ def _model_maximum(pieces: list[Piece], lower: Array, upper: Array) -> tuple[Arr
     )
     top = model.new_var(-math.inf, math.inf, False, "top")
     parts = [model.new_var(0.0, 1.0, False, f"m{index}") for index in range(len(lower))]
+    # ``top`` is below every piece.
     for piece in pieces:
         slopes = piece.excess * width / unit
         terms = [top, *parts]

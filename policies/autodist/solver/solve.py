@@ -76,6 +76,7 @@ def solve(
         KeyboardInterrupt: only before any choice is found; later the best so far is returned, and
             says so.
     """
+    # Nodes in the order of blocks, so that neighbours have near numbers.
     renumbering = Renumbering(problem)
     progress = Progress(renumbering.problem, time_limit_s, on_improvement, target_gap)
     interrupted = False
@@ -101,12 +102,14 @@ def lower_bound(problem: Problem, *, time_limit_s: float) -> float:
     def is_over() -> bool:
         return time.monotonic() > ends
 
+    # Make it small, then maximise; no choice is looked for.
     network = simplify(Renumbering(problem).problem, is_over)
     if isinstance(network, Infeasible):
         return math.inf
     relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN, out_of_time=is_over)
     if not relaxation.exact:
         return -math.inf
+    # A bound beyond all costs proves that the rows cannot be kept.
     beyond = _beyond(network)
     maximum = maximise(
         relaxation, np.zeros(len(network.rows)), stop_above=beyond, out_of_time=is_over
@@ -119,6 +122,7 @@ def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -
     if isinstance(network, Infeasible):
         progress.prove_infeasible(network)
         return
+    # Rows over time have a search of their own around this one.
     if not len(network.moments):
         _search_network(network, problem, start, progress)
         return
@@ -135,16 +139,20 @@ def _search_network(
     network: Network, problem: Problem, start: Sequence[int] | None, progress: Progress
 ) -> None:
     """Search a network whose rows are all at one moment."""
+    # A start is repaired, and improved, before anything else.
     if start is not None and network.costs:
         local = LocalSearch(network)
         local.load(network.condense(start))
         if local.repair(progress):
             local.descend(progress)
             progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
+    # Chains of blocks have small joins: exact tables. Nets that are too wide are searched
+    # otherwise.
     relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN, out_of_time=progress.is_over)
     if not relaxation.exact:
         search_wide(network, problem, progress)
         return
+    # Without rows elimination is the answer.
     if not network.rows:
         _eliminate(relaxation, progress)
         return
@@ -155,6 +163,7 @@ def _search_network(
         progress.prove_infeasible(_rows_exceeded(problem, network, maximum, ceiling))
         return
     progress.raise_bound(maximum.bound, "Lagrange multipliers with exact elimination")
+    # Choices near the best multipliers; if the gap stays, branch or look around the best.
     for choice in choices_of(relaxation, maximum, progress):
         progress.offer(network.expand(dict(enumerate(choice.tolist()))))
     if progress.done:
@@ -202,6 +211,7 @@ def _rows_exceeded(
     """The certificate that the rows cannot be kept: L exceeds every cost that a choice can have."""
     multipliers = maximum.multipliers
     pressed = np.flatnonzero(multipliers > 0)
+    # The rows that matter have multipliers.
     if not len(pressed):
         return Infeasible(True, "no choice avoids all forbidden pairs: proved by elimination")
     last = min(maximum.pieces, key=lambda piece: piece.value(multipliers)).choice

@@ -58,12 +58,14 @@ MIN_STEP = 1e-4
 
 def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
     """Bound and choices for a network that elimination cannot take apart."""
+    # A bound that costs nothing: the least of everything.
     parts = (*network.costs.values(), *network.edges.values())
     least = {key: float(part.min()) for key, part in {id(part): part for part in parts}.items()}
     progress.raise_bound(
         network.constant + math.fsum(least[id(part)] for part in parts),
         "the least of every cost alone",
     )
+    # First smaller by exact means.
     merge_followers(network, progress.is_over)
     reduced = Reduced(network)
     failure = reduced.simplify(problem, progress.is_over)
@@ -73,6 +75,7 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
     if not reduced.network.costs:
         _offer_the_only(reduced, progress, "elimination")
     prices: dict[int, float] = {}
+    # Rounds of: raise the bound, look for choices, drop what cannot be in a better one.
     while not progress.done:
         before = num_pairs(reduced.network)
         ascent = _Ascent(reduced, prices, progress)
@@ -89,9 +92,11 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
         if not reduced.network.costs:
             _offer_the_only(reduced, progress, PROOF)
             return
+        # Small enough for a library.
         if num_pairs(reduced.network) <= MAX_PROGRAM_PAIRS:
             _integer_program(reduced, progress)
             return
+        # Dropping does not get on: split instead.
         if num_pairs(reduced.network) > 0.9 * before and progress.choice is not None:
             _improve(reduced, progress, progress.left_s * IMPROVEMENT_SHARE)
             _split_and_bound(reduced, prices, problem, progress)
@@ -123,6 +128,7 @@ def _integer_program(reduced: Reduced, progress: Progress) -> None:
     answer = solve_program(reduced.network, integer=True, time_limit_s=progress.left_s)
     if answer.choice is not None:
         progress.offer(reduced.expand(answer.choice))
+    # Infeasible means: nothing within the rows, or nothing better than what is known.
     if answer.infeasible:
         if progress.choice is None:
             progress.prove_infeasible(
@@ -154,12 +160,14 @@ def _split_and_bound(
         (progress.bound, 0, reduced, prices)
     ]
     count = 0
+    # Best first. A part that is not closed by its bound waits in the heap.
     while heap:
         bound, _, whole, prices = heapq.heappop(heap)
         progress.raise_bound(min(bound, progress.cost), SPLIT_PROOF)
         if progress.done:
             return
         for part in _halves(whole, prices):
+            # The half has no choice within the rows.
             if part.simplify(problem, progress.is_over) is not None:
                 continue
             found, part_prices = bound, prices
@@ -170,9 +178,11 @@ def _split_and_bound(
                 ascent.drop_expensive()
                 if found >= progress.cost or part.simplify(problem, progress.is_over) is not None:
                     continue
+            # One choice is left.
             if not part.network.costs:
                 progress.offer(part.expand(np.zeros(len(part.network.strategies), dtype=np.intp)))
                 continue
+            # A small part is given to a library.
             if num_pairs(part.network) <= SMALL_PROGRAM_PAIRS and found < progress.cost:
                 answer = solve_program(part.network, integer=True, time_limit_s=progress.left_s)
                 if answer.choice is not None:
@@ -190,6 +200,7 @@ def _split_and_bound(
 
 def _halves(reduced: Reduced, prices: dict[int, float]) -> tuple[Reduced, Reduced]:
     """Split at the node whose priced usage varies most, at the widest gap of it."""
+    # What each strategy uses, at the prices of the rows.
     network = reduced.network
     usages: dict[int, Array] = {}
     for row in network.rows:
@@ -199,6 +210,7 @@ def _halves(reduced: Reduced, prices: dict[int, float]) -> tuple[Reduced, Reduce
     ranges = {node: float(np.ptp(priced)) for node, priced in usages.items()}
     node = max(network.costs, key=lambda node: (ranges.get(node, 0.0), len(network.costs[node])))
     key = usages[node] if ranges.get(node, 0.0) > 0 else network.costs[node]
+    # Sort, and cut at the widest gap.
     levels = np.sort(key)
     widest = int(np.argmax(np.diff(levels)))
     low = key <= levels[widest]
@@ -225,6 +237,7 @@ class _Ascent:
         self.local = LocalSearch(network)
         width = self.messages.own.shape[1]
         self.places, self.values = [], []
+        # Where each strategy lies in the padded array of the messages.
         for row in network.rows:
             places = [
                 self.messages.index[node] * width + np.arange(len(used))
@@ -254,9 +267,11 @@ class _Ascent:
         direction: Array | None = None
         step, since, next_offer = 0.1, 0, 1
         end_s = self.progress.left_s - seconds
+        # Subgradient ascent, as in ``priced.py``, with one multiplier for each row.
         for count in range(1, 1_000_000):
             self.messages.forward()
             bound = self.messages.backward() - float(self.multipliers @ self.unit_room)
+            # Patience counts steps without a clear gain.
             since = 0 if bound > best.bound + 1e-5 * abs(best.bound) else since + 1
             if bound > best.bound:
                 best = _Best(bound, self.multipliers.copy())
@@ -264,6 +279,7 @@ class _Ascent:
                     self.progress.raise_bound(bound + self.network.constant, PROOF)
                 elif bound + self.network.constant >= self.progress.cost:
                     break
+            # Choices are offered less and less often.
             choice = self.messages.choice()
             if count == next_offer or since == PATIENCE:
                 self._offer(choice)
@@ -276,6 +292,7 @@ class _Ascent:
                 if step < MIN_STEP or not len(self.multipliers):
                     break
                 continue
+            # Which rows the choice exceeds says where multipliers should rise.
             if len(self.multipliers):
                 excess = self._used(choice) - self.unit_room
                 direction = excess if direction is None else 0.7 * direction + 0.3 * excess
@@ -286,9 +303,11 @@ class _Ascent:
         return best.bound + self.network.constant
 
     def _step(self, direction: Array, step: float, bound: float) -> None:
+        # A multiplier is not negative: a direction below 0 is of no use there.
         useful = np.where((self.multipliers <= 0) & (direction < 0), 0.0, direction)
         length = float(useful @ useful)
         if length > 0:
+            # Polyak's step.
             target = (
                 self.progress.cost - self.network.constant
                 if self.progress.choice is not None
@@ -332,6 +351,7 @@ class _Ascent:
         if self.progress.choice is None:
             return
         self.messages.refresh()
+        # Messages settle, so that the excess below is as large as it can be.
         for _ in range(SETTLING):
             self.messages.backward()
             self.messages.forward()
@@ -341,6 +361,7 @@ class _Ascent:
             + self.network.constant
         )
         room = self.progress.cost - bound
+        # Any choice with a strategy above that costs more than the best.
         keep = self.messages.excess() <= room + 1e-9 * abs(self.progress.cost)
         for i, node in enumerate(self.messages.nodes):
             part = keep[i, : len(self.network.costs[node])]

@@ -80,12 +80,16 @@ class Chains:
         """The longest chain that ends at each position: its seconds, and ``[stage, part]`` how
         often it has each. ``times``: ``[stage, part]``, of one microbatch, or once.
         """
+        # ``[action]``: the seconds of each action.
         seconds = np.stack([times[:, list(PARTS[kind])].sum(axis=1) for kind in KINDS], axis=1)[
             self._stages, self._kinds
         ]
+        # Level by level: an action ends after the last of those that it waits for. The last entry
+        # is nothing.
         ends = np.zeros(len(seconds) + 1)
         for level in map(slice, self._edges, self._edges[1:]):
             ends[level] = ends[self._before[level]].max(axis=1) + seconds[level]
+        # Which of them that was, to walk back along the longest chain.
         origins = np.take_along_axis(
             self._before, ends[self._before].argmax(axis=1)[:, None], axis=1
         )[:, 0].tolist()
@@ -96,11 +100,13 @@ class Chains:
             while number < len(origins):
                 chain.append(number)
                 number = origins[number]
+            # How often the chain has each kind of action of each stage.
             often = np.bincount(
                 self._stages[chain] * len(KINDS) + self._kinds[chain],
                 minlength=self.num_stages * len(KINDS),
             )
             counts = np.zeros((self.num_stages, NUM_PARTS))
+            # What the last position does once per step belongs to its chain.
             counts[list(stages), ONCE] = 1.0
             for kind, column in zip(KINDS, often.reshape(self.num_stages, -1).T, strict=True):
                 counts[:, list(PARTS[kind])] += column[:, None]

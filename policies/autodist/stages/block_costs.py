@@ -50,6 +50,7 @@ class BlockCosts:
         blocks = [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
         if shares:
             return PlacedBlocks(num_devices, blocks, self.repeated, self.unshared)
+        # No sharing: what only shared parameters would save is held by each stage.
         repeated = list(self.repeated)
         for part in self.unshared:
             first = part.blocks[0]
@@ -83,10 +84,12 @@ def block_costs(
         return Again(sum(one.time_s for one in found), sum(one.saved_bytes for one in found))
 
     blocks, ways, computes_again = [], [], []
+    # A block is a range of operators.
     for block, (start, stop) in enumerate(
         zip(starts, [*starts[1:], len(walk.forward_s)], strict=True)
     ):
         inside = parts.get(block, ())
+        # What is computed again in any case: what ``only`` names, and the model's own regions.
         wanted = [
             (part.start, part.stop)
             for part in _outermost(part for part in inside if only and only(part))
@@ -97,6 +100,7 @@ def block_costs(
         forward_s, backward_s, once_s, held_bytes = own[block]
         kept = walk.kept.first(start, stop) - fixed.saved_bytes
         blocks.append(Block(forward_s, backward_s + fixed.time_s, once_s, held_bytes, kept))
+        # The ways that stages may choose from.
         ways.append(
             ()
             if only
@@ -118,13 +122,16 @@ def _own_costs(
     found = [(0.0, 0.0, 0.0, 0.0)] * len(starts)
     common: dict[tuple[int, int], Amounts] = {}
     unshared: list[Unshared] = []
+    # Each cost has places: the operators that use what it is for.
     for places, amounts, shared_bytes in _costs(walk):
         blocks = sorted({bisect.bisect_right(starts, place) - 1 for place in places})
         forward_s, backward_s, once_s, held_bytes = amounts
+        # Bytes that several stages share out are told apart.
         if len(blocks) > 1 and shared_bytes < held_bytes:
             amounts = forward_s, backward_s, once_s, shared_bytes
             unshared.append(Unshared(tuple(blocks), held_bytes - shared_bytes))
         found[blocks[0]] = _sum(found[blocks[0]], amounts)
+        # Each further block has it again, in case the stage begins there.
         for pair in pairwise(blocks):
             common[pair] = _sum(common.get(pair, (0.0, 0.0, 0.0, 0.0)), amounts)
     return (
@@ -165,6 +172,7 @@ def useful_ways(single: Sequence[Way]) -> tuple[Way, ...]:
     """Each module by itself; and together, the one that saves most in its time first, as far as
     they do not overlap.
     """
+    # The most saved per second first.
     useful = [way for way in single if way.again.saved_bytes > 0]
     useful.sort(key=lambda way: (way.again.time_s / way.again.saved_bytes, way.parts[0].start))
     found, joined = list(useful), Way((), Again(0.0, 0.0))
@@ -177,11 +185,13 @@ def useful_ways(single: Sequence[Way]) -> tuple[Way, ...]:
             )
             joined = Way((*joined.parts, part), Again(time, saved))
             found.append(joined)
+    # Of ways that take longer only those that save more are of use.
     found.sort(key=lambda way: (way.again.time_s, -way.again.saved_bytes, len(way.parts)))
     best: list[Way] = []
     for way in found:
         if not best or way.again.saved_bytes > best[-1].again.saved_bytes:
             best.append(way)
+    # Few are enough: those that save most per second, and the one that saves most.
     if len(best) > MAX_WAYS:
         kept = {
             id(way)

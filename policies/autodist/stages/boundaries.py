@@ -121,8 +121,10 @@ class Messages:
             ranks_of,
             only_like_home,
         )
+        # What flows over places between blocks, and how each placement has it.
         self._flows = _flows(walks[0], starts)
         self._views = [_views(walk, self._flows) for walk in walks]
+        # Boundaries by how their ranks lie on the machine: many are alike.
         self._boundaries: dict[tuple[int, int, bytes], Boundary] = {}
         self._at: dict[tuple[int, int, int], Boundary] = {}
         self._fits: dict[tuple[int, int], bool] = {}
@@ -169,12 +171,14 @@ class Messages:
 
     def boundary(self, before: int, after: int, device: int) -> Boundary:
         """What the boundary before a stage that begins at ``device`` takes."""
+        # The stage before ends where this one begins.
         at = before, after, device
         if at not in self._at:
             here, there = (
                 self.ranks_of(before, device - self.walks[before].mesh.size),
                 self.ranks_of(after, device),
             )
+            # Only the tiers between the ranks matter, not their numbers.
             lies = (
                 b""
                 if here == there
@@ -241,6 +245,7 @@ class Messages:
             or (reverse and not value.takes_gradient)
         ):
             return 0.0
+        # The layouts at both ends, and the ranks: these are all that a message depends on.
         sent, received = (
             self._sent_as(before, index),
             self._received_as(before, after, index, reach),
@@ -292,6 +297,7 @@ class Messages:
     ) -> Array:
         """The seconds of all copies of a value, there and back."""
         key = placement, value.dtype, value.requires_grad, value.takes_gradient, source, targets
+        # As lowering makes them: a tree of copies.
         if key not in self._copies:
             walk = self.walks[placement]
             mesh, ranks, hardware = walk.storage_mesh, walk.storage_ranks, walk.setting.hardware
@@ -375,11 +381,13 @@ def _reaches(
 def _views(walk: Walk, flows: Sequence[_Flow]) -> list[_View]:
     """The flows as one placement has them."""
     computed = {item.original.name: item for _, item in walk.by_place if isinstance(item, Compute)}
+    # The adapters of each value, with where they stand.
     adapters: dict[str, list[tuple[int, OpTime]]] = {}
     for (place, item), time in zip(walk.by_place, walk.times, strict=True):
         if isinstance(item, Adapt):
             adapters.setdefault(item.of.name, []).append((place, time))
     found = []
+    # In what layouts the readers behind a boundary want it.
     for flow in flows:
         needs = []
         for place in dict.fromkeys(flow.places):

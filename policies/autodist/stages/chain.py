@@ -71,7 +71,9 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
     each block that is a whole layer and not part of a recompute region yet.
     """
     paths = _layers(graph)
+    # A place with infinite traffic cannot be a boundary.
     traffic = cut_traffic(graph, from_nothing(graph))
+    # A block begins where the layer changes.
     starts = [
         i
         for i in range(len(paths))
@@ -80,6 +82,7 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
     layers = {}
     for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(paths)], strict=True)):
         path = paths[start]
+        # All operators of the layer, and no others.
         whole = (
             path is not None
             and set(paths[start:stop]) == {path}
@@ -109,6 +112,7 @@ def nested_starts(graph: IRGraph) -> list[list[int]]:
     found: list[list[int]] = []
     known = layer_blocks(graph)[0]
     for depth in range(2, MAX_DEPTH + 1):
+        # Paths down to the numbered module of this depth.
         paths = [_numbered_path(op.module_path, depth) for op in graph.ops]
         starts = [
             i
@@ -152,12 +156,15 @@ def layer_parts(
             starts[block],
             starts[block + 1] if block + 1 < len(starts) else len(graph.ops),
         )
+        # ``model.layers.3.mlp`` is written ``model.layers.*.mlp``: one part for all layers.
         stem, length = layer_pattern(layer), layer.count(".") + 1
+        # The operators of each module of the layer.
         places: dict[str, list[int]] = {}
         for index in range(start, stop):
             names = graph.ops[index].module_path.split(".")
             for end in range(length, len(names) + 1):
                 places.setdefault(".".join(names[:end]), []).append(index)
+        # Only modules whose operators stand together can be computed again as one.
         together = {path: at for path, at in places.items() if at[-1] - at[0] + 1 == len(at)}
         parts = (
             Part(path, stem + path.removeprefix(layer), at[0], at[-1] + 1)
@@ -226,6 +233,7 @@ def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float])
     """The places without slivers: of two places with next to nothing between them, the one stays
     that less crosses.
     """
+    # An eighth of a block of even size counts as next to nothing.
     sliver = sum(times) / (8 * MAX_BLOCKS)
     kept: list[int] = []
     since = sum(times[: places[0]]) if places else 0.0
@@ -237,6 +245,7 @@ def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float])
         elif traffic[place] < traffic[kept[-1]]:
             kept[-1] = place
         since += sum(times[place:stop])
+    # Too many blocks: the shortest goes, one after the other.
     while len(kept) + 1 > MAX_BLOCKS:
         shortest = min(
             range(len(kept)), key=lambda i: sum(times[kept[i - 1] if i else 0 : kept[i]])

@@ -48,9 +48,11 @@ class Splits:
 
     def priced(self, counts: Array) -> PricedPaths:
         """``counts``: ``[stage, part]``."""
+        # Stage by stage: ``after[lots used, block]`` is the least of all ways to end there.
         columns = np.arange(self.num_blocks + 1)
         prices, befores, origins = [], [self._nothing((0, 0))], []
         for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
+            # ``[start, stop]`` of a stage with each placement; what is left out is infinite.
             prices.append(
                 [
                     np.where(mask, least.priced(stage, own), np.inf)
@@ -59,11 +61,13 @@ class Splits:
             )
             before, after = befores[-1], self._nothing()
             origin = np.zeros((*before.shape, 2), dtype=int)  # placement, block
+            # Every start of the stage at once; the best start for each stop.
             for index, used in self._places(before):
                 sums = before[used][:, None] + prices[-1][index]
                 starts = sums.argmin(axis=0)
                 values, stop = sums[starts, columns], used + self.sizes[index]
                 better = values < after[stop]
+                # Remember where it came from.
                 after[stop][better] = values[better]
                 origin[stop][better] = np.column_stack([np.full_like(starts, index), starts])[
                     better
@@ -87,10 +91,12 @@ class Splits:
         """Leave out the stages of which every split takes more; the share that they are of those
         before.
         """
+        # From the end: ``after`` is the least from a block on.
         after, known, left = self._nothing((-1, -1)), 0, 0
         for stage in reversed(range(len(self.may_have))):
             before, further = paths.before[stage], self._nothing()
             least = [np.full_like(prices, np.inf) for prices in paths.prices[stage]]
+            # The least of all splits that have this stage: before it, itself, behind it.
             for index, used in self._places(before):
                 sums = paths.prices[stage][index] + after[used + self.sizes[index]]
                 np.minimum(further[used], sums.min(axis=1), out=further[used])

@@ -55,14 +55,17 @@ class Frontier:
 
     def with_block(self, again: Sequence[Again]) -> Frontier:
         """The frontier with one more block to choose or leave, in one of its ways."""
+        # Every point, without the block or with each of its ways.
         points = len(self.saved)
         saved = np.concatenate([self.saved, *(self.saved + way.saved_bytes for way in again)])
         cost = np.concatenate([self.cost, *(self.cost + way.time_s for way in again)])
         rounded = self.rounded
+        # Too many points: savings are rounded down, so that the frontier stays true.
         if len(saved) > FRONTIER_STEPS:
             step = saved.max() / FRONTIER_STEPS
             saved = np.floor(saved / step) * step
             rounded += step
+        # Keep what saves more than all that takes less time.
         order = np.lexsort((-saved, cost))
         best = np.maximum.accumulate(saved[order])
         kept = order[np.concatenate([[True], saved[order][1:] > best[:-1]])]

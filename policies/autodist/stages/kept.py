@@ -112,6 +112,7 @@ class Kept:
 
     def _keep(self, place: int, instruction: Compute) -> None:
         saved = saved_for_backward(instruction.original, instruction.assignment, self._mesh)
+        # A view has the memory of what it views.
         for result, position in zip(instruction.op.results, saved.views, strict=False):
             self._result(
                 place, result, None if position is None else instruction.op.operands[position]
@@ -121,6 +122,7 @@ class Kept:
         values = [instruction.op.operands[i] for i in saved.operands] + [
             instruction.op.results[i] for i in saved.results
         ]
+        # Every tensor counts at its root, once, however many keep it.
         for value in values:
             root = self._touch(place, value)
             if root is not None:

@@ -107,6 +107,8 @@ class _Game:
         the average of splits fits. There always is such a pair; None where rounding keeps the
         solver from it.
         """
+        # ``[chains, splits]``: the seconds of each chain with each split; ``[moments, splits]``:
+        # what is held.
         table, held = (
             np.tensordot(np.array(rows), np.array(self.splits), axes=((1, 2), (1, 2)))
             if rows
@@ -117,12 +119,14 @@ class _Game:
         held[np.abs(held) < OVER] = (
             0.0  # what rounding left of all that is saved would lead the solver astray
         )
+        # The shares of splits are variables; the longest chain is minimised.
         model, sum_of = model_builder.Model(), model_builder.LinearExpr.weighted_sum
         shares = [model.new_var(0.0, 1.0, False, f"s{index}") for index in range(len(self.splits))]
         longest, over = (
             model.new_var(0.0, 1.0, False, "longest"),
             model.new_var(0.0, np.inf, False, "over"),
         )
+        # No chain of the average is longer, and no moment holds more but at a penalty.
         waits = [
             model.add(sum_of([longest, *shares], [1.0, *(-row / scale)]) >= 0.0) for row in table
         ]
@@ -132,6 +136,7 @@ class _Game:
         solver = model_builder.Solver("glop")
         if solver.solve(model) != model_builder.SolveStatus.OPTIMAL:
             return None
+        # Duals say how the other side mixes: chains by weight, memory by price.
         weights = np.maximum([solver.dual_value(row) for row in waits], 0.0)
         prices = scale * np.maximum([solver.dual_value(row) for row in limits], 0.0) / weights.sum()
         counts = np.tensordot(weights / weights.sum(), np.array(self.chains), axes=1)

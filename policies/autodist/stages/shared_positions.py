@@ -48,10 +48,12 @@ class Positions:
         fullest; None if one does not fit.
         """
         found, used = list(stages), 0.0
+        # Positions by themselves, as nothing but the stages of a position share its memory.
         for position, own in enumerate(self._stages):
             spans = tuple(
                 (stages[index].placement, stages[index].start, stages[index].stop) for index in own
             )
+            # The same stages on a position were looked at before.
             if (position, spans) not in self._known:
                 self._known[position, spans] = self._chosen(
                     [stages[index] for index in own], self._moments[position]
@@ -109,10 +111,12 @@ class Positions:
 
     def _cheapest(self, stages: Sequence[Stage], moment: Moment) -> list[Ways] | None:
         """What takes least time of all that fits at one moment."""
+        # What is missing if nothing is computed again.
         lacking = self._used(stages, [()] * len(stages), moment) - self.memory_bytes
         if lacking <= 0:
             return [()] * len(stages)
         frontier, blocks = self._empty, []
+        # A knapsack over all blocks of the position: in ``count`` microbatches each saves as much.
         for number, (stage, count) in enumerate(zip(stages, moment, strict=True)):
             for block in range(stage.start, stage.stop):
                 blocks.append((number, block))

@@ -137,32 +137,38 @@ def split_stages(
     bound is of all such splits. ``alone``: by stage the microbatches that it holds at once in any
     case, whatever shares its position, for the bound too.
     """
+    # The costs of all stretches of blocks as stages, for each placement.
     tables = [StageCosts(placement, num_microbatches, splits_backward) for placement in placements]
     paths = _Paths(placements, tables, num_devices, num_stages, num_microbatches, between)
     if below_s < float("inf") and not paths.can_keep(below_s):
         return NoGain(below_s)
+    # Microbatches in flight by stage: the first stage holds most.
     holds = in_flight or one_forward_one_backward(num_microbatches)
     counts = [holds(place) for place in range(num_stages, 0, -1)]
     surely, most_bytes = (
         counts if alone is None else alone,
         memory_bytes if limit_bytes is None else limit_bytes,
     )
+    # Stages that hold equally many have equal prices.
     by_count = {
         count: [table.priced(count, memory_bytes) for table in tables]
         for count in dict.fromkeys(counts)
     }
     found = paths.best([by_count[count] for count in counts], below_s)
     if found is None:
+        # Nothing fits at all, or nothing that is of interest.
         if below_s == float("inf"):
             return NoFit(paths.least_memory(counts))
         return NoGain(paths.bound(below_s, surely, most_bytes))
     cost, path = found
     stages, used = [], 0.0
+    # The stages of the path, with what each computes again.
     for count, (start, stop, index) in zip(counts, path, strict=True):
         table = tables[index]
         recomputed = table.recomputed(start, stop, count, memory_bytes)
         stages.append(Stage(start, stop, placements[index].num_devices, index, recomputed))
         used = max(used, table.used_bytes(start, stop, recomputed, count))
+    # A lower bound of all splits, to say how good this one is.
     bound = paths.bound(float(cost), surely, most_bytes)
     return Split(tuple(stages), float(cost), min(float(cost), bound), used)
 
@@ -246,6 +252,7 @@ class _Paths:
         before = {-1: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)}
         before[-1][0, 0] = 0.0
         steps: list[dict[int, Array]] = []
+        # One stage more each round.
         for listed in priced:
             allowed: dict[tuple[int, int], Array] = {}
             step = {
@@ -255,11 +262,13 @@ class _Paths:
             after = {
                 index: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf) for index in step
             }
+            # Every placement of the stage, after every number of lots that is used so far.
             for index, used in self._places(before):
                 for message, sums, origins in self._arrivals(before, index, used):
                     key = (index, id(message))
                     if key not in allowed:
                         allowed[key] = self._allowed(listed[index], message, limit)
+                    # All starts at once; the best start for each stop.
                     times = sums[:, None] + allowed[key]
                     starts = times.argmin(axis=0)
                     values = times[starts, np.arange(len(starts))]
@@ -267,6 +276,7 @@ class _Paths:
                         after[index][:, used + self.sizes[index]],
                         step[index][:, used + self.sizes[index]],
                     )
+                    # Remember start and placement, to read the path back.
                     better = values < column
                     column[better] = values[better]
                     chosen[better, 0], chosen[better, 1] = starts[better], origins[starts[better]]
@@ -278,6 +288,7 @@ class _Paths:
         self, last: dict[int, Array], steps: list[dict[int, Array]], priced: Sequence[Priced]
     ) -> tuple[float, float, Path] | None:
         """The path that the tables of the steps describe."""
+        # The placement of the last stage at the end of everything.
         index = min(
             last, key=lambda placement: float(last[placement][self.num_blocks, self.num_lots])
         )
@@ -286,6 +297,7 @@ class _Paths:
             return None
         path: Path = []
         largest, stop, used = 0.0, self.num_blocks, self.num_lots
+        # Back from the end, stage by stage.
         for step, listed in zip(reversed(steps), reversed(priced), strict=True):
             start, origin = (int(item) for item in step[index][stop, used])
             used -= self.sizes[index]
@@ -319,6 +331,7 @@ class _Paths:
         """The least seconds so far per block, and the placement of the stage before, for each
         distinct message before a stage.
         """
+        # Placements with the same message may be compared before the stage is.
         groups: dict[int, tuple[Array | None, list[int]]] = {}
         for origin, table in before.items():
             if np.isfinite(table[:, used]).any():
@@ -383,8 +396,11 @@ class _Paths:
         """What each of the two bounds counts, memory aside: of a stage itself, and of the stages
         before another.
         """
+        # First bound: the longest stage alone. Second: a stage's work behind the filling of those
+        # before.
         alone, work, fill = [], [], []
         for index, table in enumerate(self.tables):
+            # Messages may make a placement cheaper than it looks by itself.
             less = (
                 np.zeros_like(table.work_s)
                 if self.between is None
@@ -403,6 +419,7 @@ class _Paths:
         for count in dict.fromkeys(counts):
             again = [table.again_s(count, memory_bytes, least=True) for table in self.tables]
             longer = [self.num_microbatches * seconds for seconds in again]
+            # What has to be computed again in a backward is waited for, too.
             before = [
                 own
                 + np.where(np.isfinite(seconds), 0.0 if table.fills_forward else seconds, np.inf)
@@ -421,6 +438,7 @@ class _Paths:
         """
         before = np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)
         before[0, 0] = 0.0
+        # The least sum for each block and number of lots: less is never worse.
         for own, fill in stages:
             following = np.full_like(before, np.inf)
             for index, used in self._places({-1: before}):
@@ -437,12 +455,14 @@ class _Paths:
         flight by stage.
         """
         tables = {count: [table.least_bytes(count) for table in self.tables] for count in counts}
+        # Candidates for the answer are the numbers in the tables.
         every = np.unique(
             np.concatenate([table.ravel() for listed in tables.values() for table in listed])
         )
         sizes = every[np.isfinite(every)].tolist()
         nothing = np.zeros((self.num_blocks + 1, self.num_blocks + 1))
         low, high = 0, len(sizes)
+        # Bisection: does a split exist that needs no more?
         while low < high:
             middle = (low + high) // 2
             fitting = {

@@ -78,16 +78,19 @@ class StageCosts:
             splits_backward,
         )
         self.num_devices = placement.num_devices
+        # ``[start, stop]``: sums over the blocks of a stage.
         self.forward_s = ranges([b.forward_s for b in blocks], np.inf)
         self.backward_s = ranges([b.backward_s for b in blocks], np.inf)
         self.once_s = ranges([b.once_s for b in blocks])
         self.held_bytes = ranges([b.held_bytes for b in blocks])
+        # What several blocks use is had again by a stage that begins between them.
         for item in placement.repeated:
             stages = slice(item.before + 1, item.block + 1), slice(item.block + 1, None)
             self.forward_s[stages] += item.forward_s
             self.backward_s[stages] += item.backward_s
             self.once_s[stages] += item.once_s
             self.held_bytes[stages] += item.held_bytes
+        # What is not shared out is held by a stage that has all of its blocks.
         for part in placement.unshared:
             self.held_bytes[: part.blocks[0] + 1, part.blocks[-1] + 1 :] += part.held_bytes
         self.work_s = self.forward_s + self.backward_s

@@ -41,6 +41,7 @@ class Least:
         counts: Sequence[int],
         memory_bytes: float,
     ) -> None:
+        # Stretches that cannot be a stage are infinite.
         some = np.isfinite(tables.work_s)
         self.num_blocks, self.num_devices = len(tables.blocks), tables.num_devices
         self.forward_s = np.maximum(np.where(some, tables.forward_s, 0.0) + relief_s[..., 0], 0.0)
@@ -53,6 +54,7 @@ class Least:
             tables.held_bytes / memory_bytes,
             tables.activation_bytes / memory_bytes,
         )
+        # The least that must be computed again to fit, and what it saves.
         self._again_s, self._saved = _ways(tables, memory_bytes)
         again = {
             count: tables.again_s(count, memory_bytes, least=True)
@@ -91,9 +93,11 @@ class Least:
             float(of[span]) for of in (self.backward_s, *self.first[stage])
         )
         time_s, saved = (float(amounts[slice(*span)].sum()) for amounts in self._best(inputs, kept))
+        # At least what the stage has to compute again.
         time_s, saved = max(time_s, first_s), max(saved, first_saved)
         input_s = float(self.input_s[span]) if stage else 0.0
         whole = min(inputs, weights) * backward_s + max(0.0, inputs - weights) * input_s
+        # Nothing is computed again: the backward is whole or split, whichever counts less.
         if not first_s and whole <= inputs * (backward_s + time_s) - kept * saved:
             time_s, saved = 0.0, 0.0
             input_s = input_s if inputs >= weights else backward_s
@@ -123,6 +127,7 @@ class Least:
         most: Array = ranges(self._saved.max(axis=1))
         if len(rates) * seconds.size > MAX_HULLS:
             return np.where(seconds > 0, most, 0.0)
+        # The cheapest rate first, until the seconds of each stage are used up.
         left, found = seconds.copy(), np.zeros_like(seconds)
         for rate in rates:
             own = [

@@ -141,6 +141,7 @@ class Walk:
         at place ``end``: by default that of the whole model. Adapters in front of the range, as
         emission puts them, run once.
         """
+        # The instructions of these operators, and the adapters among them.
         inside = [
             (item, time)
             for place, item, time in self._timed[self._first[start] : self._first[stop]]
@@ -153,6 +154,7 @@ class Walk:
         front = in_front([item for item, _ in inside], is_read_later, recompute=True)
         names = {adapter.result.name for adapter in front if isinstance(adapter, Adapt)}
         others = names | self._gathered_again  # that run in front, or for the backward anyway
+        # The range runs a second forward, without what runs anyway.
         seconds = sum(
             t.forward_s
             for item, t in inside
@@ -282,6 +284,7 @@ class Walk:
         setting, config = self.setting, self.setting.config
         homes = self._uses()
         for declaration in self.program.declarations:
+            # A buffer holds its bytes and nothing else.
             value, layout, places = (
                 declaration.value,
                 declaration.layout,
@@ -293,6 +296,7 @@ class Walk:
                 continue
             num_elements = num_bytes / value.dtype.itemsize
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
+            # Held alone, or by two stages that share out the optimizer's state.
             held, shared = (
                 num_bytes
                 + gradient
@@ -328,6 +332,7 @@ class Walk:
         free = from_nothing(graph)
         needed: dict[str, set[int]] = {}
         found: dict[int, tuple[int, ...]] = {}
+        # From the end: who needs a value is known before its maker comes.
         for place, op in reversed(list(enumerate(graph.ops))):
             places = {place}
             if op.name in free:

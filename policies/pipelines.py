@@ -76,8 +76,10 @@ def add_stages(
     schedule = _schedule(options, num_positions)
     chunks = len(schedule.placement) // num_positions
     num_stages = schedule.num_stages
+    # The mesh of one position.
     inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
     if options.stage_starts:
+        # A begin for every stage but the first.
         if len(options.stage_starts) != num_stages - 1:
             raise PlanError(
                 f"{len(options.stage_starts)} stage starts for {num_stages} stages",
@@ -91,6 +93,7 @@ def add_stages(
             load_hardware(options.hardware, config.runtime_ngpus),
             load_times(options.hardware),
         )
+        # The model as one position would run it without stages; its times say where to cut.
         whole = replace(plan, mesh=inner, recompute=options.recompute)
         starts = stage_starts(
             graph, whole, schedule, config, hardware, times, plan.mesh.names.index("pp")

@@ -81,6 +81,7 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
     declared = {f.name: f for f in fields(options)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for written, value in pas_config.items():
+        # nnScaler's names are taken for ours, where they mean the same.
         name = written if written in declared else ORIGINAL_OPTION_NAMES.get(written, written)
         if name not in declared:
             known = (
@@ -102,6 +103,7 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
                 why=f"it takes {_words(hints[name])}",
             )
         given[name] = _frozen(value)
+    # What was not given must have a default.
     for name, declaration in declared.items():
         if (
             name not in given
@@ -119,6 +121,7 @@ def _fits(value: Any, hint: Any) -> bool:
     ``Mapping[str, T]``.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    # ``int | None``: any of its members.
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
     if origin is typing.Literal:
@@ -129,6 +132,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             _fits(item, arguments[1]) for item in value.values()
         )
+    # ``True`` is an ``int`` in Python, and no number here.
     if hint in (int, float):
         kinds = (int,) if hint is int else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool) and not is_too_long(value)

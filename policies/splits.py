@@ -52,7 +52,9 @@ def split_on_expert_axes(
     batch, experts = batch_classes(graph), experts_of(graph, policy)
     inner = chosen if chosen is not None else set()
     for axis in axes:
+        # The dims that the axis splits outside of experts, then those inside of them.
         outside = batch if axis.outside == "dp" else inner
+        # Experts themselves are dealt out; tokens go to them where the axis splits the batch.
         if axis.inside == "ep":
             tokens = batch if axis.outside == "dp" else set[int]()
             inside = InsideExperts(experts, experts, tokens)
@@ -69,6 +71,7 @@ def split_dims(
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
     included.
     """
+    # In how many pieces a dim is cut by this axis; other axes may cut it as well.
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
         outside = classes_in(graph, builder.graph, classes)
@@ -81,6 +84,7 @@ def split_dims(
         splits: dict[str, Strategy] = {}
         for op in graph.ops:
             own_classes, split = outside, None
+            # Operators of experts follow their own rule along the axis.
             if inside is not None and runs_experts(op, graph, of_experts):
                 own_classes, split = within, exchange_of(op, graph, tokens, of_experts)
             split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
@@ -88,6 +92,7 @@ def split_dims(
                 splits[op.name] = split
             else:
                 _note_fallback(builder, op, graph, axis, own_classes)
+        # Operators that split nothing pass partial sums on, or compute everywhere: the cheaper one.
         for name, strategy in (label(graph, splits, num_pieces) | splits).items():
             if strategy != "R":
                 builder.strategy(name, axis, strategy)
@@ -102,6 +107,7 @@ def split_of(
     """
     assert op.rule is not None and graph.dims is not None
     rule = op.rule
+    # The factors that may be cut into so many more pieces.
     found = [
         factor.name
         for factor in rule.factors
@@ -126,6 +132,7 @@ def _note_fallback(
     assert op.rule is not None and graph.dims is not None
     if not any(value.requires_grad for value in op.results):
         return  # masks and positions: small, and made from whole values
+    # A split dim that the operator needs whole.
     for factor in op.rule.factors:
         index = graph.dims.factors.get((op.name, factor.name))
         if index in classes:
@@ -137,6 +144,7 @@ def _note_fallback(
             else:
                 builder.note(op, axis, f"{op.target} has no rule; dim {name} is gathered before it")
             return
+    # A product with weights that nothing splits: every rank does all of its work.
     if (
         op.target in PRODUCTS
         and op.target != "embedding"
@@ -159,6 +167,7 @@ def _why_whole(op: IROp, graph: IRGraph, num_pieces: int) -> str:
         for v, refs in zip(op.operands, op.rule.operands, strict=True)
         if v.kind is ValueKind.PARAMETER
     ]
+    # The first reason that holds, for each dim of the weights.
     for factor in op.rule.factors:
         if not any(has_factor(refs, factor.name) for refs in weights):
             continue

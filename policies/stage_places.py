@@ -18,6 +18,8 @@ def cut_traffic(graph: IRGraph, free: set[str]) -> list[float]:
     """Per place, the elements that cross a cut in front of it: forward, and back as gradients;
     infinite where a stage must not begin.
     """
+    # Sizes come in behind their maker and go behind their last reader: a running sum is what
+    # crosses.
     change = [0.0] * (len(graph.ops) + 1)
     last_use: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
@@ -29,10 +31,12 @@ def cut_traffic(graph: IRGraph, free: set[str]) -> list[float]:
             continue
         for value in op.results:
             until = last_use.get(value.name, index)
+            # A gradient goes back for each value that takes one.
             size = estimate(product(value.shape)) * (2 if value.takes_gradient else 1)
             change[index + 1] += size
             change[until + 1] -= size
     traffic = list(itertools.accumulate(change))[: len(graph.ops)]
+    # No stage begins inside of what belongs together.
     for first, last in _kept_together(graph):
         traffic[first + 1 : last + 1] = [float("inf")] * (last - first)
     return traffic
@@ -50,6 +54,7 @@ def _kept_together(graph: IRGraph) -> Iterator[tuple[int, int]]:
         region = graph.ops[index].region
         if region is not None and graph.ops[index - 1].region == region:
             yield index - 1, index
+    # From the dispatch that makes a routing to the combine that reads it.
     dispatched: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
         if op.target == "dispatch":
@@ -62,6 +67,7 @@ def _kept_together(graph: IRGraph) -> Iterator[tuple[int, int]]:
         return
     own = {op.name: index for index, op in enumerate(graph.ops)}
     places = uses_of(updated, graph, own)
+    # Evaluation may read a buffer elsewhere than training does.
     if body is not None:
         for name, found in uses_of(updated, body, stage_of_eval_ops(graph, own, body)).items():
             places[name] |= found
@@ -83,6 +89,7 @@ def starts_at(graph: IRGraph, paths: Sequence[str]) -> list[str]:
             None,
         )
         if found is None:
+            # The paths that are about as long as the one that was asked for.
             every = sorted(
                 {op.module_path for op in graph.ops} - {""},
                 key=lambda name: (name.count("."), name),

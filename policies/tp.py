@@ -99,6 +99,7 @@ def _fastest(
 ) -> Plan:
     """The plan, or another that splits more channels if its step is clearly faster."""
     first = _lowered(graph, config, plan)
+    # Little is computed everywhere, so nothing is left to win.
     if not _much_is_whole(work_share(first)):
         return plan
     hardware, times = (
@@ -111,6 +112,7 @@ def _fastest(
         time = body_time(program, hardware, ranks, times, trains=not config.inference_only)
         return time.compute_s + sum(time.comm_s.values())
 
+    # Another plan must be clearly faster, as the estimate is none of its best.
     best, least = plan, (1 - CLEARLY) * seconds(first)
     for other in _different((_plan(graph, config, price) for price in CHANNEL_PRICES), plan):
         if (found := seconds(_lowered(graph, config, other))) < least:

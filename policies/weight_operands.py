@@ -53,7 +53,9 @@ def weight_sources(graph: IRGraph) -> Sources:
     sources: dict[str, tuple[IRValue, ...]] = {value.name: (value,) for value in graph.parameters}
     fixed = {v.name for v in graph.sources if v.kind in (ValueKind.BUFFER, ValueKind.CONSTANT)}
     for op in graph.ops:
+        # Masks and positions beside the weights do not count.
         operands = [v for v in op.operands if v.dtype.is_floating_point and v.name not in fixed]
+        # Transposed, cast or scaled weights are weights.
         if op.target not in PRODUCTS and operands and all(v.name in sources for v in operands):
             found = {source.name: source for v in operands for source in sources[v.name]}
             sources |= {

@@ -71,13 +71,16 @@ class SplitBackward:
         """
         if not self._roots:
             return [None] * len(self._inputs)
+        # Notes what comes into the nodes whose other children wait for the second part.
         handles = [node.register_prehook(self._note(node)) for node in self._deferred]
         try:
+            # Gradients of the inputs, and of the edges at which the second part begins directly.
             gradients = torch.autograd.grad(
                 [edge for edge, _ in self._roots],
                 [*self._inputs, *(GradientEdge(*edge) for edge in self._direct)],
                 [grad for _, grad in self._roots],
                 retain_graph=True,
+                # The second part runs nodes of this graph again.
                 allow_unused=True,
             )
         finally:
@@ -110,9 +113,11 @@ class SplitBackward:
         parameters = self._alone.pop(node, None)
         if not known:
             return
+        # Its parameters are nobody else's: autograd may add to them directly.
         if parameters is not None:
             torch.autograd.backward(roots, grads, inputs=parameters)
             return
+        # Otherwise the gradients of its edges go on with all others.
         gradients = torch.autograd.grad(
             roots, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True
         )
@@ -151,6 +156,7 @@ class _Graph:
             Node, list[Edge]
         ] = {}  # edges from inner nodes to outer ones, results first
         self._parents: dict[Node, set[Node]] = {}
+        # ``inner`` nodes lead to inputs, ``outer`` ones to parameters only.
         order = _children_first(roots)
         for node in order:
             children = _children(node)
@@ -160,6 +166,7 @@ class _Graph:
                 self.inner.add(node)
             elif _is_leaf(node) or any(child in self.outer for child, _ in children):
                 self.outer[node] = None
+        # Where the graph leaves the inner part: there gradients are split.
         for node in reversed(order):
             if node in self.inner:
                 edges = [edge for edge in dict.fromkeys(_children(node)) if edge[0] in self.outer]
@@ -196,7 +203,9 @@ class _Graph:
         """The parameters that the children of each node of ``deferred`` lead to, if nothing else
         leads to any of them.
         """
+        # ``part``: the connected piece of the outer graph that a node belongs to.
         part = self._parts()
+        # From which inner nodes, or roots, each piece is reached.
         leading: dict[Node, set[Node | None]] = {}
         for node, edges in self._leaving.items():
             for child, _ in edges:
@@ -211,6 +220,7 @@ class _Graph:
         found: dict[Node, list[Tensor]] = {}
         for node, edges in deferred.items():
             below = dict.fromkeys(part(child) for child, _ in edges)
+            # Nothing else leads to these pieces.
             if edges == self._leaving[node] and all(leading[each] == {node} for each in below):
                 found[node] = [x for each in below for x in leaves.get(each, ())]
         return found
@@ -253,6 +263,7 @@ class _Graph:
         """Take out deferred children from which the gradient would go on to a direct one: the first
         part needs them.
         """
+        # Taking one out may tangle another: until none is left.
         while True:
             above = self._above(self.direct_edges(deferred))
             tangled = [
@@ -306,6 +317,7 @@ def _children_first(roots: Sequence[Node]) -> list[Node]:
     """All nodes below the roots, each after its children; the same order wherever the graph is the
     same.
     """
+    # Depth first without recursion: graphs are deeper than Python's stack.
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]

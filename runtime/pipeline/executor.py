@@ -118,6 +118,7 @@ class Executor:
 
     def run(self, step: Step) -> list[Leaves]:
         """Run all actions; the outputs that are made on this rank, by microbatch."""
+        # The loop that runs any schedule: post receives ahead, then the action.
         step.results = [{} for _ in step.samples]
         for index, action in enumerate(self._actions):
             self._exchange.post_ahead(action)
@@ -144,6 +145,8 @@ class Executor:
         microbatch = action.microbatch
         segment = self._routes[microbatch].segments[action.stage]
         trains = step.reducer is not None and not step.dummies[microbatch]
+        # What comes in is a leaf of this microbatch's graph: gradients stop there, and are sent
+        # back.
         received = [
             (
                 transfer,
@@ -157,9 +160,11 @@ class Executor:
             *(step.samples[microbatch][path] for path in segment.reads),
             *(x for _, x in received),
         ]
+        # Fewer than before means that a region inside is computed again in backward.
         regions = num_recomputed()
         with torch.set_grad_enabled(trains):
             values = self._runner.run_stage(action.stage, microbatch, arguments)
+        # A stage returns what it sends, then what the model returns.
         assert len(values) == len(segment.sends) + len(segment.outputs), (
             f"stage {action.stage} returns {len(values)} values"
         )
@@ -173,6 +178,7 @@ class Executor:
         for transfer, x in sorted(sent, key=lambda item: (item[0].stage, item[0].name)):
             self._exchange.send(action, transfer, x)
         step.results[microbatch].update((path, x.detach()) for path, x in outputs.items())
+        # Kept until the backward of this microbatch: leaves, edges of what was sent, the loss.
         if trains:
             self._held[action.stage, microbatch] = _Held(
                 [(transfer, x) for transfer, x in received if transfer.differentiable],
@@ -218,12 +224,14 @@ class Executor:
     ) -> list[tuple[GradientEdge, Tensor]]:
         """Where gradients come into the graph of a forward."""
         roots = []
+        # Of a tensor that was sent only its edge is kept; the tensor itself may go.
         edges = {(transfer.name, transfer.stage): edge for transfer, edge in held.sent}
         for arrival, transfer in self._routes[action.microbatch].needs(action):
             grad = self._exchange.receive(arrival, transfer)
             edge = edges[transfer.name, transfer.stage]
             if edge is not None:
                 roots.append((edge, grad))
+        # The loss has no gradient from anywhere: it starts with 1, times the user's scale.
         if held.loss is not None:
             with torch.enable_grad():
                 loss = step.scaled(held.loss)

@@ -140,10 +140,12 @@ class PipelineModule(ParallelModule):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__(init_params)
         self._of_all_stages = tuple(Manifest.read(directory_of_class(type(self))).tensors.values())
+        # Which microbatches each stage holds activations of.
         self.in_flight = InFlight(list(self.segments))
         self._running = min(self.segments)
         self._base_microbatch = 0
         self._trains = False
+        # One body for training, and one for evaluation where that runs something else.
         self._bodies = tuple(
             self._made_body(ending)
             for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)]
@@ -189,6 +191,7 @@ class PipelineModule(ParallelModule):
     def _connect(self) -> None:
         """Learn what the peers of this rank do, and connect to them. Collective."""
         world = self.ranks.world
+        # What others have to know: when this rank acts, and to whom it sends.
         mine = {
             "actions": dict(self.actions),
             "receivers": sorted(
@@ -197,10 +200,12 @@ class PipelineModule(ParallelModule):
         }
         everyone = world.all_gather_object(mine)
         channels = []
+        # Each unit has the same channels among its own ranks.
         for sender, other in enumerate(everyone):
             first = sender - sender % self.mesh.size
             channels += [(sender, first + receiver) for receiver in other["receivers"]]
         self._messages = world.connect(channels)
+        # Actions of the ranks that send to this one, to post receives in their order.
         senders = set().union(*(body.senders for body in self._bodies))
         self._parsed = {
             mode: {
@@ -279,15 +284,18 @@ class PipelineModule(ParallelModule):
             )
         check_samples(f"{owner}.train_step", samples, self.num_microbatches)
         dummies = check_dummies(f"{owner}.train_step", is_dummy_batch, len(samples))
+        # Training or evaluation, by the mode of the module.
         self._choose_body()
         loss_path = self._checked_loss_path()
         leaves = self._read(samples, "train_step")
         check_parameters(self, self.own_parameters())
         reducer = reducer_of(self)
         reducer.clear()
+        # Everything that the executor needs of this step.
         step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)
         with self._as_compiled(), self.ranks.world.telling_errors():
             results = self._run("train", step)
+        # Gradients of copies go to the stage that owns the parameter, before they are summed.
         if not all(dummies):
             self._copies.bring_gradients_home(self.weights, self._messages, self._to_world)
             self._has_stale_copies = bool(self._copies)
@@ -318,6 +326,7 @@ class PipelineModule(ParallelModule):
         if self._has_stale_copies:  # trained by other means than an optimizer of build_optimizer
             self.refresh_copies()
         actions = {
+            # A microbatch that only fills up the step has no backward, on no rank.
             rank: [
                 action
                 for action in listed
@@ -325,18 +334,21 @@ class PipelineModule(ParallelModule):
             ]
             for rank, listed in self._parsed[mode].items()
         }
+        # The routes depend on the sizes of the sample.
         routes = [self._body.routes(sizes) for sizes in self._sizes]
         exchange = Exchange(self.rank, routes, actions, self._messages, self._to_world, self.device)
         executor = Executor(
             self, actions[self.rank], exchange, routes, self._linked(), self._open_stages()
         )
         self.in_flight = executor.in_flight
+        # Random numbers follow the microbatch, whatever the order of the actions.
         self._base_microbatch = self.rng.microbatch
         made = executor.run(step)
         self.rng.microbatch = self._base_microbatch + (len(step.samples) if self.training else 0)
         output = getattr(self, f"output{self._body.ending}")
         left_out = {path: self.left_out(path) for path in self.left_out_of_training if self.trains}
         wanted = getattr(self, f"output_sizes{self._body.ending}", ())
+        # One result for each sample, on all ranks.
         return [
             output(
                 _Result(leaves | left_out),
@@ -381,6 +393,7 @@ class PipelineModule(ParallelModule):
         its stages read.
         """
         needed = {path for segment in self._body.segments.values() for path in segment.reads}
+        # A rank needs the leaves that its stages read; others may be missing.
         checked = self._sample_table.check(samples, needed, method)
         if not self._inputs_compared:
             self._inputs_compared = True
@@ -399,6 +412,7 @@ class PipelineModule(ParallelModule):
         """
         if self.mesh.size == 1:
             return list(made)
+        # Outputs that other ranks have as well; a sharded one stays where it is.
         everywhere = self._body.output_stages
         delivered: list[Leaves] = [
             {path: x for path, x in leaves.items() if path not in everywhere} for leaves in made
@@ -407,6 +421,7 @@ class PipelineModule(ParallelModule):
             if self.trains and path in self.left_out_of_training:
                 continue
             source = self.stages[stage].ranks[0]
+            # All samples' outputs of one path travel as one message.
             shapes = [self._body.shapes(sizes)[path] for sizes in self._sizes]
             lengths = [math.prod(shape) for shape in shapes]
             own = [leaves.pop(path).reshape(-1) for leaves in made if path in leaves]
@@ -464,9 +479,11 @@ class PipelineModule(ParallelModule):
 
     def gradient_groups(self) -> dict[str, Communicator]:
         """See :meth:`CompiledModule.gradient_groups`."""
+        # For each parameter: the ranks that hold summands of its gradient, and a label for errors.
         wanted: dict[str, tuple[tuple[int, ...], str]] = {}
         for declaration, _ in self.trained_parameters():
             home, axes = self.ranks_of(declaration), declaration.layout.grad_partial
+            # The stages that share it all add to its gradient.
             holders = [
                 self._stage_of(declaration, stage)
                 for stage in self.shared.get(declaration.name, ())

@@ -84,10 +84,12 @@ class Body:
 
     def _routes(self, sizes: Sizes) -> Routes:
         """What crosses between stages for a sample of these sizes."""
+        # Nothing varies: routes are written in the file.
         if self._layouts is None:
             return Routes(self._rank, self.segments)
         layouts = self._layouts(*sizes)
 
+        # A transfer with the shape and the pieces that it has for these sizes.
         def sized(transfer: Transfer, stage: int, *, arriving: bool) -> Transfer:
             source, target = (transfer.stage, stage) if arriving else (stage, transfer.stage)
             sent, received = (

@@ -59,6 +59,7 @@ class Copies:
         self._copies: list[_Copy] = []
         for name, texts in sorted(owned.items()):
             layouts = {number: Layout.parse(text) for number, text in sorted(texts.items())}
+            # The first stage owns it. Stages on the same ranks and mesh have one copy.
             first = min(layouts)
             for stage in dict.fromkeys(
                 stages[number] for number in layouts if stages[number] != stages[first]
@@ -103,11 +104,13 @@ class Copies:
         sending, arriving = [], []
         for copy in self._copies:
             what = f"the gradient of {copy.name!r}"
+            # A rank with a copy sends its gradient, and whether there is one.
             if self._rank in copy.stage.ranks:
                 gradient, is_used = _whole_gradient(parameter(copy.name), copy)
                 for peer, boxes in _outgoing(copy.home, self._rank):
                     x = torch.cat([_packed(gradient, boxes), is_used])
                     sending.append(messages.send(x, to_world(peer), what, phase="gradients"))
+            # A rank of the owner receives a part from each of them.
             for peer, boxes in _incoming(copy.home, self._rank):
                 own = parameter(copy.name)
                 buffer = own.detach().new_empty(_volume(boxes) + 1, dtype=own.grad_dtype)
@@ -115,6 +118,7 @@ class Copies:
                     buffer, to_world(peer), f"train_step for {what}", phase="gradients"
                 )
                 arriving.append((work, own, buffer, boxes))
+        # All is on its way before anything is waited for.
         for work, own, buffer, boxes in arriving:
             work.wait()
             if buffer[-1]:  # else no backward reached the copy
@@ -134,6 +138,7 @@ class Copies:
         """Give the copies the values that their owner has."""
         sending: list[Work] = []
         arriving = []
+        # The other direction: from the owner to the copies.
         for copy in self._copies:
             for peer, boxes in _outgoing(copy.back, self._rank):
                 x = _packed(parameter(copy.name).detach(), boxes)

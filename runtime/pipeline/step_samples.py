@@ -57,6 +57,7 @@ class SampleTable:
                 {} if sample is None else arguments_of(sample, self._arguments, self._inputs)
             )
             present = flatten(arguments)
+            # Checked is what the rank needs, and what it was given besides.
             table = {
                 path: expected
                 for path, expected in self._inputs.items()
@@ -88,6 +89,7 @@ class SampleTable:
             if unit.size > 1
             else []
         )
+        # Of each leaf, the ranks that were given it must have one checksum.
         for (number, _), (index, path) in itertools.product(enumerate(samples), enumerate(paths)):
             alike: dict[int, list[int]] = {}
             for rank, found in zip(unit.ranks, everyone, strict=False):
@@ -115,6 +117,7 @@ class SampleTable:
         """
         if not self._sizes:
             return [()] * len(samples)
+        # A rank that was not given a sample knows nothing of its sizes.
         mine = torch.full((len(samples), len(self._sizes)), UNKNOWN, device=device)
         for number, tensors in enumerate(samples):
             for path, x in tensors.items():

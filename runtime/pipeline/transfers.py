@@ -88,6 +88,7 @@ class Routes:
     def __init__(self, rank: int, segments: Mapping[int, Segment]) -> None:
         self.rank = rank
         self.segments = segments
+        # Pieces that come in, by sender, kind and the stage that sends.
         incoming: dict[tuple[int, Payload, int], list[_Piece]] = {}
         for stage, segment in segments.items():
             for transfer in segment.receives:
@@ -142,6 +143,7 @@ class Routes:
     def needs(self, action: ScheduleAction) -> list[tuple[Arrival, Transfer]]:
         """What an action of this rank receives."""
         payload = PAYLOADS.get(action.kind)
+        # A weight gradient receives nothing.
         if payload is None:
             return []
         segment = self.segments[action.stage]
@@ -228,14 +230,17 @@ class Exchange:
         """Wait for a local tensor of ``transfer``. It is new, or a view of what another stage of
         this rank made.
         """
+        # Pieces from other ranks, and those that another stage of this rank has made.
         pieces = _remote_and_local(arrival, transfer, self._rank)
         local = self._local.pop(arrival, [])
         assert len(local) == len(pieces.local), f"{arrival} is used before it is made"
+        # All of it was made here: no copy.
         if pieces.local and box_shape(pieces.local[0]) == transfer.shape:
             return local[0]
         buffer = self._buffers.pop(arrival, None)
         if buffer is None:
             buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
+        # Contiguous parts arrive in place, others by way of a buffer.
         for item in buffer.parts:
             item.work.wait()
             if item.staging is not None:
@@ -261,7 +266,9 @@ class Exchange:
             if payload == "activations"
             else f"the gradient of {transfer.name!r}"
         )
+        # In the order in which the receiver expects them.
         for peer, box in sorted(pieces, key=lambda piece: piece[1]):
+            # To a stage of this rank: kept for it, not sent.
             if peer == self._rank:
                 arrival = Arrival(
                     payload, transfer.stage, action.stage, transfer.name, action.microbatch
@@ -272,6 +279,7 @@ class Exchange:
                 sending = self._messages.send(
                     part(x, box), self._to_world(peer), what, phase=_phase(payload)
                 )
+                # Kept alive until the receiver has used it.
                 used_by = self._used_by.get(peer, {}).get(
                     (payload, transfer.stage, action.microbatch)
                 )
@@ -306,12 +314,14 @@ class Exchange:
             del self._posted[peer, arrival]
 
     def _post_next(self, peer: int) -> None:
+        # The next piece of the channel, into its place in the whole tensor.
         action, arrival, (transfer, _, box) = self._channels[peer].popleft()
         buffer = self._buffers.get(arrival)
         if buffer is None:
             buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
             self._buffers[arrival] = buffer
         target = part(buffer.tensor, box)
+        # A message needs contiguous memory.
         staging = (
             None
             if target.is_contiguous()

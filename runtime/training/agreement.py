@@ -115,6 +115,7 @@ class TrainingAgreement:
 
     def _refuse(self, standings: Sequence[_Standing]) -> None:
         ranks = range(len(standings))
+        # The first difference that is found is told.
         _compare(
             "the number of steps that the optimizer has taken",
             {rank: str(standings[rank].num_steps) for rank in ranks},

@@ -113,6 +113,7 @@ def _by_parameters(tensors: list[Tensor]) -> list[Found]:
 
 def _by_gradients(tensors: list[Tensor]) -> list[Found]:
     live = live_gradients()
+    # Gradients are with the optimizer's shards, and the call would clip nothing.
     if not tensors and any(
         item.reducer.is_synced and not item.leaves_gradients and not item.is_empty for item in live
     ):
@@ -122,6 +123,7 @@ def _by_gradients(tensors: list[Tensor]) -> list[Found]:
     for tensor in tensors:
         if gradients_of(tensor) is not None or hasattr(tensor, PART):
             _refuse_values()
+        # A gradient is known by its memory: views and copies of the list do not matter.
         place = memory_of(tensor)
         owners = [(item, known[place]) for item, known in names if place in known]
         if owners and not owners[0][0].leaves_gradients:

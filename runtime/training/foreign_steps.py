@@ -36,6 +36,7 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # Gradients that ranks have to sum, and that nobody has summed.
             mark = getattr(parameter, PART, None)
             if (
                 mark is None

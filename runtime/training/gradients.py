@@ -176,6 +176,7 @@ class TrainedModel:
         the dtype of the parameters. ``exchanged``: names of parameters whose whole tensors the
         optimizer gets from several ranks.
         """
+        # A parameter has one reducer: hooks of an older one would sum twice.
         for item in self.sums:
             older = getattr(item.parameter, _REDUCER, None)
             if older is not None:
@@ -183,6 +184,7 @@ class TrainedModel:
         settings = self.settings
         sharded = whole_parameters is not None and settings.makes_shards
         # Filled from the end, as backward does.
+        # Gradients that are exchanged have buckets of their own.
         dtype_of: DtypeRule = settings.gradient_dtype if sharded else _unchanged
         packed = pack(
             list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of, apart=exchanged
@@ -202,6 +204,7 @@ class TrainedModel:
             frees_gradients=sharded and settings.frees_gradients,
             cause=settings.early_cause if sharded else "use_async_reducer",
         )
+        # Every so many steps ranks compare what must be the same on all of them.
         interval = CHECK_RANKS_EVERY if self._config is None else self._config.check_ranks_every
         reducer.agreement = self.agreement = TrainingAgreement(
             self.world, self.parallel_modules, interval
@@ -209,6 +212,7 @@ class TrainedModel:
         self.gradients = AllGradients(
             self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules)
         )
+        # Found again by the next reducer.
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)
         for part in self.parallel_modules:
@@ -239,6 +243,7 @@ class TrainedModel:
 
     def _agreed(self, config: ComputeConfig | None) -> ComputeConfig | None:
         """The config whose settings of the reducer hold, if there is any."""
+        # Modules in one model were compiled with one set of settings, or contradict each other.
         configs = [(type(part).__name__, part.compute_config) for part in self.parallel_modules]
         known = [(title, compiled) for title, compiled in configs if compiled is not None]
         for title, compiled in known:
@@ -250,6 +255,7 @@ class TrainedModel:
                     hint="compile it without inference_only",
                 )
         asked = config
+        # ``use_zero="auto"`` means what the plan has chosen.
         if config is not None and config.leaves_zero_to_plan:
             if not known:
                 raise ConfigError(
@@ -287,6 +293,7 @@ class TrainedModel:
                 ),
                 hint="compile all of them with one plan_ngpus",
             )
+        # Without a compiled module the config says how many ranks are a unit.
         plan_ngpus = next(iter(sizes), 1 if config is None else config.plan_ngpus)
         if config is not None and (config.plan_ngpus, config.runtime_ngpus) != (
             plan_ngpus,

@@ -51,6 +51,7 @@ def global_norm(
             "results",
             hint="use norm_type=2.0, another positive order, or infinity",
         )
+    # One norm for each tensor, then the norm of these.
     norms = [
         torch.linalg.vector_norm(
             tensor.grad, order, dtype=torch.promote_types(dtype, tensor.grad.dtype)
@@ -85,6 +86,7 @@ def unscale(gradients: Iterable[Tensor], factor: float, device: torch.device) ->
 
     Raises :class:`UsageError` for float16 ones.
     """
+    # torch's function takes tensors of one device and dtype.
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():

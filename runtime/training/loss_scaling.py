@@ -137,9 +137,11 @@ class LossScaler:
                 why="whether gradients have overflowed is not known",
                 hint="call scaler.step(optimizer) first",
             )
+        # Some gradient was infinite: smaller from here on.
         elif any(self._overflowed.values()):
             self._scale, self._num_good = self._scale * self._backoff_factor, 0
         else:
+            # Long enough without an overflow: larger again.
             self._num_good += 1
             if self._num_good == self._growth_interval:
                 grown = self._scale * self._growth_factor
@@ -185,6 +187,7 @@ class LossScaler:
         with malformed(
             UsageError, "this is no state dict of a loss scaler", hint="load what state_dict() gave"
         ):
+            # The names are those of torch's GradScaler.
             scale, num_good = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
             names = ("growth_factor", "backoff_factor", "growth_interval")
             growth_factor, backoff_factor, growth_interval = (state_dict[name] for name in names)

@@ -80,14 +80,18 @@ class ParallelOptimizer(Optimizer):
         is summed (or averaged) over the units as they are: optimizers that look at it decide alike
         on all ranks.
         """
+        # Gradients are summed before the user's own step, and its results spread behind it.
         self._begin_step()
         if closure is None:
+            # Without a closure: sums, then the step of the user's class.
             self.sum_gradients()
             result = super().step(*args, **kwargs)
         else:
             result = super().step(self._synchronised(closure), *args, **kwargs)
+        # Owners of whole tensors send new values to the ranks that hold pieces of them.
         self._exchange.give_values()
         self._exchange.release()
+        # ZeRO: ranks gather what the others have updated, at once or when it is read.
         self._gathering.run()
         for shard in self.shards:
             shard.settle()
@@ -370,15 +374,19 @@ def build_optimizer(
     config = None if compute_config is None else ComputeConfig.of(compute_config)
     model = TrainedModel(module, config)
     parameters = dict(module.named_parameters())
+    # Shards take the place of parameters: gradients that are there already would be lost.
     if model.settings.makes_shards:
         _check_no_gradients(model, parameters)
     order = parameter_names(module)
     groups = (
         None if param_groups is None else asked_groups(model.world, order, parameters, param_groups)
     )
+    # What the user makes of the parameters tells which of them it updates, and of which class it
+    # is.
     kind, updated, made = kind_of(optimizer_fn, parameters, groups, kwargs)
     is_elementwise = elementwise or kind in ELEMENTWISE
     check_kind(kind, model, is_elementwise)
+    # Pieces are enough for elementwise updates; others need whole tensors of what the plan cuts.
     cut = [] if is_elementwise else [item for item in model.cut if item.name in updated]
     owns_wholes = not is_elementwise if model.settings.makes_shards else None
     reducer = model.make_reducer(owns_wholes, exchanged={item.name for item in cut})
@@ -388,12 +396,14 @@ def build_optimizer(
         if is_elementwise
         else whole_parameters(model.world, cut, shards, model.settings)
     )
+    # What the optimizer sees under each name: the parameter, a shard of it, or a whole.
     tensors: Mapping[str, nn.Parameter] = {
         **parameters,
         **{shard.name: shard.tensor for shard in shards},
         **{whole.name: whole.tensor for whole in exchange.members},
     }
     exchange.take_values()
+    # A function that was called to look is not called again unless it must see other tensors.
     if made is None:
         optimizer = made_of(optimizer_fn, parameters, tensors, groups, kwargs)
     elif shards or exchange.members:
@@ -403,6 +413,7 @@ def build_optimizer(
     exchange.release()
     names = updated_names(optimizer, tensors)
     members = agreed_members(model.world, order, optimizer, names)
+    # The user's object gets a class that derives from ours and from its own.
     user_class = type(optimizer)
     name = f"Parallel{user_class.__name__}"
     optimizer.__class__ = type(
@@ -414,6 +425,7 @@ def build_optimizer(
     parallel._exchange, parallel.wholes = exchange, exchange.members
     parallel.group_members = members
     parallel._frozen = _frozen_of(model, reducer, parameters, names.values())
+    # Which elements a state tensor is for: checkpoints need it to put states together.
     ranges: dict[str, Any] = {
         shard.name: [shard.start, shard.stop] for shard in shards if model.settings.stage
     }

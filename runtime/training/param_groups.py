@@ -61,6 +61,7 @@ def asked_groups(
 
     Raises :class:`ConfigError` if ranks ask for different options of one parameter.
     """
+    # The groups of this rank, by their options.
     mine: list[tuple[dict[str, Any], list[str]]] = []
     for name, parameter in parameters.items():
         with malformed(
@@ -72,10 +73,12 @@ def asked_groups(
             mine.append((options, [name]))
         else:
             names.append(name)
+    # A set of parameters travels as a bit mask over the model's order.
     positions = {name: position for position, name in enumerate(order)}
     told = world.all_gather_object(
         [[_described(options), _mask(names, positions)] for options, names in mine]
     )
+    # Groups of equal options on different ranks are one.
     joined = _joined([(described, mask) for groups in told for described, mask in groups], order)
     return [_own(described, mine) for described, _ in joined]
 
@@ -98,6 +101,7 @@ def agreed_members(
     ]
     told = world.all_gather_object(mine)
     members = [0] * len(told[0])
+    # The same number of groups with the same options everywhere; their members are joined.
     for rank, groups in enumerate(told):
         _check_alike(told[0], groups, rank)
         members = [mask | int(text, 16) for mask, (_, text) in zip(members, groups, strict=True)]

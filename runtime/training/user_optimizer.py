@@ -41,6 +41,7 @@ def made_of(
     params = [tensors[name] for name in parameters]
     if any(tensor.requires_grad for tensor in params):
         return _made(optimizer_fn, params, options)
+    # Taken out again below: it only keeps the constructor from refusing.
     nothing = nn.Parameter(torch.empty(0))
     optimizer = _made(optimizer_fn, [*params, nothing], options)
     for group in optimizer.param_groups:
@@ -90,6 +91,7 @@ def made_again(
             hint="pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class "
             "as optimizer_fn",
         )
+    # The groups of the first call, with what stands for each parameter.
     names = updated_names(made, parameters)
     for group, original in zip(optimizer.param_groups, made.param_groups, strict=True):
         members = [tensors[names[id(parameter)]] for parameter in original["params"]]

@@ -35,6 +35,7 @@ def await_parameters(module: nn.Module, arrivals: Sequence[Arrival]) -> None:
     }
     for part in module.modules():
         parameters = part._parameters
+        # From an earlier gathering, of which nobody has read everything.
         if isinstance(parameters, _Awaited):
             parameters.restore()
             parameters = part._parameters
@@ -43,6 +44,7 @@ def await_parameters(module: nn.Module, arrivals: Sequence[Arrival]) -> None:
             for name, parameter in parameters.items()
             if parameter is not None and id(parameter) in by_parameter
         }
+        # From here on a read of the module finds the arrival first.
         if expected:
             part.__dict__["_parameters"] = _Awaited(part, parameters, expected)
 

@@ -46,6 +46,7 @@ def sharded_buckets(
     sums = [item for members in packed for item in members]
     if settings.stores_remainders:
         _check_remainders(world, sums)
+    # The ranks among which the update of each parameter is split.
     communicators = [item.communicator for item in sums]
     groups = (
         deal(world, communicators, settings.num_groups)
@@ -53,6 +54,7 @@ def sharded_buckets(
         else undivided(communicators)
     )
     leaders = _counting_ranks(world, sums)
+    # Whole parameters have an owner each; flat slices need none.
     owners = _owners(sums, groups) if whole_parameters or not settings.stage else None
     laid = [_lay(members, groups[members[0].communicator.ranks], owners) for members in packed]
     # All places are reserved before any is taken: an arena is as long as what all buckets need.
@@ -67,11 +69,13 @@ def sharded_buckets(
         if not split:
             buckets.append(Bucket(item.members))
             continue
+        # Not split: every rank updates all of it, and only sums are made.
         buffer = arena = None
         if settings.contiguous_parameters:
             device = item.members[0].parameter.device
             buffer = parameters.of(item.dtype).take(place, sum(item.slice_sizes), device)
             make_contiguous(item.members, buffer)
+        # Gradients of the whole bucket stay in one piece of memory.
         if settings.keeps_gradient_buffer:
             arena = gradients.of(settings.gradient_dtype(item.dtype))
         shards = _shards(item, settings, leaders, flat=owners is None, exchanged=exchanged)
@@ -130,13 +134,16 @@ def _shards(
     exchanged: Collection[str],
 ) -> list[ParameterShard]:
     group, shards = laid.group, []
+    # ``ranges``: for each rank of the group the elements of this parameter that it updates.
     for item, ranges in zip(laid.members, pieces(laid.sizes, laid.slice_sizes), strict=True):
         start, stop = ranges[group.inside.index]
         dtype = laid.dtype if item.name in exchanged else settings.state_dtype(laid.dtype)
         tensor, is_view = shard_tensor(item.parameter, start, stop, dtype, flat=flat)
+        # Its gradient goes to an owner, and may be in another dtype than the piece.
         if item.name in exchanged:
             hold_gradients_in(tensor, settings.gradient_dtype(laid.dtype))
         remainder = None
+        # The low 16 bits of a float32 master; the parameter itself holds the high ones.
         if settings.stores_remainders and laid.dtype == torch.bfloat16 and start < stop:
             remainder = Remainder(
                 torch.zeros(stop - start, dtype=torch.int16, device=tensor.device)
@@ -146,6 +153,7 @@ def _shards(
         is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(
             group.everyone.ranks
         )
+        # Who holds which elements, for checkpoints.
         held = tuple(
             (rank, a, b) for rank, (a, b) in zip(group.inside.ranks, ranges, strict=True) if a < b
         )

@@ -45,6 +45,8 @@ def deal(
     }
     dealt = {}
     for ranks in sorted(listed):
+        # 8 ranks in 2 groups: ``inside`` has 0 to 3 and 4 to 7, ``across`` has 0 and 4, 1 and 5,
+        # ...
         size = len(ranks) // num_groups
         name = mine[ranks].name if ranks in mine else ""
         inside = world.partition(

@@ -39,6 +39,7 @@ class BucketGathering:
     def start(self) -> None:
         """Begin to gather. What this rank updated is read now."""
         bucket = self._bucket
+        # Nobody else updates any of it.
         if bucket.group.inside.size == 1:
             self._write()
             return
@@ -47,6 +48,7 @@ class BucketGathering:
         if buffer is None or buffer.device != first.device:
             # The module has moved since its parameters were made views of the buffer.
             buffer = first.detach().new_empty(bucket.length)
+        # This rank's slice of the bucket; shards may leave gaps for what has no gradient.
         mine = buffer[bucket.low : bucket.high]
         for shard, offset in zip(bucket.shards, bucket.offsets, strict=True):
             if shard.num_elements:
@@ -73,11 +75,13 @@ class BucketGathering:
         """Wait, and write the parameters. Does nothing if nothing has started."""
         if self._work is None or self._buffer is None:
             return
+        # Taken out first: an error below must not make a second call wait again.
         work, self._work = self._work, None
         with concerning(self._subject):
             work.wait()
         bucket, buffer, self._buffer = self._bucket, self._buffer, None
         with torch.no_grad():
+            # What was gathered goes to the parameters, which are views of the buffer or copies.
             for member, piece in zip(
                 bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True
             ):
@@ -141,6 +145,7 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
     memory what ZeRO saves.
     """
     gradients: dict[str, Tensor | None] = {}
+    # All ranks reduced these: nothing has to be gathered.
     for bucket in buckets:
         if not isinstance(bucket, ShardedBucket):
             gradients.update((member.name, member.parameter.grad) for member in bucket.members)
@@ -155,6 +160,7 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
             f"gathering the gradients of {listed([member.name for member in bucket.members])}"
         ):
             bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes).wait()
+        # A parameter that no rank used has no gradient, as in training on one device.
         for index, (member, piece) in enumerate(
             zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True)
         ):

@@ -43,6 +43,7 @@ class ReductionSettings:
         """The settings that ``config`` asks for, or the default ones without a config."""
         if config is None:
             return cls()
+        # ZeRO-3 is in the plan: to the runtime it is ordinary sharded storage.
         stage = 0 if config.zero_stage == 3 else config.zero_stage
         table, cap_mb = config.optimizer_table, config.reducer_bucket_cap_mb
         if table is not None:

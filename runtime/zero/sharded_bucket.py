@@ -184,6 +184,7 @@ class ShardedBucket(Bucket):
         """Forget the gradients of parameters and shards. Without ``set_to_none`` parameters that
         had a gradient get one of zeros.
         """
+        # Gradients of a call before, and those that have arrived in the bucket since.
         used = {
             index for index, member in enumerate(self.members) if member.parameter.grad is not None
         } | self._used
@@ -193,6 +194,7 @@ class ShardedBucket(Bucket):
             shard.tensor.grad = None
         for index, member in enumerate(self.members):
             member.parameter.grad = None
+            # Torch's ``set_to_none=False`` keeps gradients as zeros.
             if index in used and not set_to_none:
                 if self._is_contiguous:
                     self._allocated()
@@ -219,6 +221,7 @@ class ShardedBucket(Bucket):
 
         A member that no rank used gets none, as in training on one device.
         """
+        # Not scattered: every rank has the whole sum, and parameters get their gradients.
         if not self._scatters:
             for index in self._used:
                 parameter, view = self.members[index].parameter, self._views[index]
@@ -230,6 +233,7 @@ class ShardedBucket(Bucket):
                 self._buffer, self._views = None, []
         if self.shards:
             mine = mine.to(self.shards[0].tensor.grad_dtype)
+        # The optimizer sees shards: each gets its part of the slice.
         for index, (shard, offset) in enumerate(zip(self.shards, self.offsets, strict=True)):
             used = index in self._used and shard.num_elements > 0
             gradient = (

@@ -73,6 +73,7 @@ class Batch:
             if value is not None:
                 sent[member.owner][start : start + piece.numel()].copy_(value.detach().reshape(-1))
                 sent[member.owner][start + piece.numel()] = 1
+        # What comes in, by sender: the pieces of all members that this rank owns.
         sizes = {rank: [member.pieces[rank].num_elements + 1 for member in owned] for rank in ranks}
         shapes = [(sum(sizes[rank]),) for rank in ranks]
         with concerning(self._subject):
@@ -81,10 +82,12 @@ class Batch:
             )
         parts = {rank: _cut(flat, sizes[rank]) for rank, flat in zip(ranks, arrived, strict=True)}
         for index, member in enumerate(owned):
+            # No rank had a tensor for it, so there is none.
             if not any(bool(parts[rank][index][-1]) for rank in ranks):
                 yield member, None
                 continue
             whole = torch.zeros(member.shape, dtype=dtype, device=device)
+            # Each rank's piece lies in a region of the whole.
             for rank, region in member.pieces.items():
                 copy_shared(
                     whole,
@@ -97,6 +100,7 @@ class Batch:
     def scatter(self) -> None:
         """Write the owners' values into all pieces. Collective."""
         ranks, owned, sent = self.communicator.ranks, self.owned, []
+        # The way back: an owner sends each rank its region of every member.
         for rank in ranks:
             regions = [member.pieces[rank] for member in owned]
             sent.append(
@@ -110,6 +114,7 @@ class Batch:
                     member.tensor.detach(),
                     Region.whole(member.shape),
                 )
+        # What comes in, by owner, in the order of the members.
         coming = [
             [p.detach() for m, p in zip(self.members, self.pieces, strict=True) if m.owner == rank]
             for rank in ranks

@@ -194,7 +194,6 @@ class Values:
         """A parameter with several readers: each pays for itself what is gathered, and its share of
         what is not.
         """
-        # Readers in one module share what is gathered; all readers share the rest.
         assert maker.node is not None
         assert len(readers) == len(self.draft.operators(readers)), (
             "a parameter that more than operators read"
@@ -204,6 +203,7 @@ class Values:
         paid = []
         for reader, wants in zip(readers, goals, strict=True):
             assert reader.node is not None
+            # Readers in one module share what is gathered; all readers share the rest.
             alike = [other for other in readers if other.place.module == reader.place.module]
             kinds = [_alone(uses.kind, group) for group in (alike, readers)]
             key = (
@@ -214,7 +214,6 @@ class Values:
                 reader.key,
                 len(readers),
                 len(alike),
-                # ``[stored layouts, wants]``: whether anything is gathered on the way.
             )
             if key not in arrays:
                 gathered = {
@@ -224,6 +223,7 @@ class Values:
                     for source in set(sources)
                     for want in set(wants)
                 }
+                # ``[stored layouts, wants]``: whether anything is gathered on the way.
                 table = np.array([[gathered[source, want] for want in wants] for source in sources])
                 own, common = (
                     self._prices(kind, maker, reader.wants, ("edge", reader.key, ()))

@@ -10,6 +10,10 @@ of its segments. So
     GPT-2's fused QKV, heads over tp       ->  [Atom(3), Atom(12, tp), Atom(64)]
     Phi-3's fused QKV, 32 + 8 + 8 heads    ->  [Atom(32 + 8 + 8, tp), Atom(96)]
     batch x sequence flattened, batch over dp -> [Atom(4, dp), Atom(128)]
+    the weight of expert 3, if 8 experts lie over ep -> [Atom(3 of 8, ep), Atom(64)]
+
+The last one is an **element**: of 8 things that ``ep`` cuts, this tensor is thing 3. The rank that
+has thing 3 holds the tensor, all others hold nothing.
 
 Invariants: an axis cuts at most one atom of one dim of a tensor; the pieces of all ranks tile the
 tensor exactly; a piece keeps the ascending global order. Sizes that do not divide give the first
@@ -170,10 +174,15 @@ def _is_count(size: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One factor of a dim: segments laid end to end, each cut by ``axes`` (major to minor)."""
+    """One factor of a dim: segments laid end to end, each cut by ``axes`` (major to minor).
+
+    ``element``: of an atom of size 1, ``(index, count)`` if it is one of ``count`` things that the
+    axes cut together; the rank that has this one holds it. Without it the first rank would.
+    """
 
     segments: tuple[Size, ...]
     axes: tuple[str, ...] = ()
+    element: tuple[int, ...] = ()
 
     @property
     def size(self) -> Size:
@@ -182,6 +191,12 @@ class Atom:
 
     def pieces(self, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
         """``(start, size)`` within the atom of what each segment leaves at ``coords``."""
+        if self.element:
+            index, count = self.element
+            for axis in self.axes:
+                start, count = piece(count, mesh.axis_size(axis), coords[axis])
+                index -= start  # outside of this piece, it is outside of all pieces of it
+            return ((0, int(0 <= index < count)),)
         result, offset = [], 0
         for segment in self.segments:
             start, size = 0, segment
@@ -199,8 +214,10 @@ class Atom:
         return sum(size for _, size in self.pieces(mesh, coords))
 
     def __str__(self) -> str:
-        size = "+".join(map(str, self.segments))
-        return f"{size}/{'/'.join(self.axes)}" if self.axes else size
+        if not self.axes:
+            return "+".join(map(str, self.segments))
+        size = " of ".join(map(str, self.element)) or "+".join(map(str, self.segments))
+        return "/".join([size, *self.axes])
 
 
 Dim = tuple[Atom, ...]
@@ -308,6 +325,14 @@ class Layout:
         """The shape of the piece at ``coords``; needs numbers."""
         return tuple(math.prod(atom.local_size(mesh, coords) for atom in dim) for dim in self.dims)
 
+    def largest_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of the largest piece; needs numbers."""
+        first = dict.fromkeys(mesh.names, 0)  # the first pieces of a cut are the largest
+        return tuple(
+            math.prod(1 if atom.element else atom.local_size(mesh, first) for atom in dim)
+            for dim in self.dims
+        )
+
     def runs(self, dim: int, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
         """The piece at ``coords`` along ``dim`` as ascending global ``(start, stop)`` runs; needs
         numbers.
@@ -349,7 +374,11 @@ class Layout:
         """JSON values; :meth:`from_json` is the inverse."""
         return {
             "dims": [
-                [{"segments": list(atom.segments), "axes": list(atom.axes)} for atom in dim]
+                [
+                    {"segments": list(atom.segments), "axes": list(atom.axes)}
+                    | ({"element": list(atom.element)} if atom.element else {})
+                    for atom in dim
+                ]
                 for dim in self.dims
             ],
             "partial": list(self.partial),
@@ -366,7 +395,10 @@ class Layout:
             hint="what Layout.to_json gives has dims, partial and grad_partial",
         ):
             dims = tuple(
-                tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim)
+                tuple(
+                    Atom(tuple(a["segments"]), tuple(a["axes"]), tuple(a.get("element", ())))
+                    for a in dim
+                )
                 for dim in data["dims"]
             )
             return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
@@ -375,7 +407,7 @@ class Layout:
     @checked
     def parse(cls, text: str) -> Layout:
         """Read what ``str`` writes, with numbers for sizes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp
-        * 96] G(dp)"``.
+        * 96] G(dp)"``, or ``"[3 of 8/ep * 64, 32]"``.
 
         Raises :class:`LoadError` if it does not parse or an axis occurs twice.
         """
@@ -411,7 +443,7 @@ class Layout:
 AXIS = r"[^\s\d/*+,()\[\]][^\s/*+,()\[\]]*"
 """The name of an axis in the text of a layout: any identifier."""
 
-_ATOM = re.compile(rf"(\d+(?:\+\d+)*)((?:/{AXIS})*)")
+_ATOM = re.compile(rf"(\d+(?:\+\d+)*| *\d+ of \d+ *(?=/))((?:/{AXIS})*)")
 
 
 def _parse_axes(text: str | None) -> tuple[str, ...] | None:
@@ -425,12 +457,17 @@ def _parse_dim(text: str) -> Dim | None:
     matches = [_ATOM.fullmatch(word.strip()) for word in text.split("*")]
     if None in matches:
         return None
-    atoms = tuple(
-        Atom(tuple(map(int, m[1].split("+"))), tuple(m[2].split("/")[1:]))
-        for m in matches
-        if m is not None
-    )
-    return atoms if all(axis.isidentifier() for atom in atoms for axis in atom.axes) else None
+    atoms = tuple(_parse_atom(m[1], tuple(m[2].split("/")[1:])) for m in matches if m is not None)
+    named = all(axis.isidentifier() for atom in atoms for axis in atom.axes)
+    inside = all(atom.element[0] < atom.element[1] for atom in atoms if atom.element)
+    return atoms if named and inside else None
+
+
+def _parse_atom(sizes: str, axes: tuple[str, ...]) -> Atom:
+    index, of, count = sizes.partition(" of ")
+    if of:
+        return Atom((1,), axes, (int(index), int(count)))
+    return Atom(tuple(map(int, sizes.split("+"))), axes)
 
 
 def _product(sizes: Iterator[Size]) -> Size:
@@ -444,20 +481,37 @@ class Cut:
 
     The uncut length is ``outer * sum(segments) * inner``. Every segment is cut by :func:`piece`.
     This is what generated code hands to the adapters; all numbers are known when the code runs.
+
+    ``element``: the one segment has size 1, and is ``(index, count)`` of things that the axis cuts.
+    An index that is none of them: other axes have left nothing of it here.
     """
 
     segments: tuple[int, ...]
     outer: int = 1
     inner: int = 1
+    element: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         """The uncut length of the dim."""
-        return self.outer * sum(self.segments) * self.inner
+        return self.outer * sum(self.whole_segments) * self.inner
+
+    @property
+    def whole_segments(self) -> tuple[int, ...]:
+        """The uncut sizes of the segments."""
+        if not self.element:
+            return self.segments
+        index, count = self.element
+        return (int(0 <= index < count),)
+
+    def pieces(self, num_pieces: int, index: int) -> list[tuple[int, int]]:
+        """``(start, size)`` of a member's piece of each segment."""
+        if not self.element:
+            return [piece(segment, num_pieces, index) for segment in self.segments]
+        start, size = piece(self.element[1], num_pieces, index)
+        holds = start <= self.element[0] < start + size
+        return [(0 if holds else sum(self.whole_segments), int(holds))]
 
     def local_length(self, num_pieces: int, index: int) -> int:
-        return (
-            self.outer
-            * self.inner
-            * sum(piece(segment, num_pieces, index)[1] for segment in self.segments)
-        )
+        """How long a member's piece is."""
+        return self.outer * self.inner * sum(size for _, size in self.pieces(num_pieces, index))

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Coords, Cut, Layout, Mesh, piece
+from shardwright.runtime.layout import Coords, Cut, Layout, Mesh
 
 
 def whole_cut(length: int) -> Cut:
@@ -38,13 +38,14 @@ def take_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Te
         f"dim {dim} has length {x.shape[dim]}, but {cut} has {cut.length}"
     )
     if is_plain(cut):
-        start, size = piece(cut.segments[0], num_pieces, index)
+        start, size = cut.pieces(num_pieces, index)[0]
         return x.narrow(dim, start * cut.inner, size * cut.inner)
     parts = []
-    for segment, part in zip(
-        cut.segments, _segments(x, dim, cut.outer, cut.segments, cut.inner), strict=True
+    for (start, size), part in zip(
+        cut.pieces(num_pieces, index),
+        _segments(x, dim, cut.outer, cut.whole_segments, cut.inner),
+        strict=True,
     ):
-        start, size = piece(segment, num_pieces, index)
         parts.append(part.narrow(dim + 1, start, size))
     return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
 
@@ -60,7 +61,7 @@ def join_pieces(pieces: Sequence[Tensor], dim: int, cut: Cut) -> Tensor:
         return torch.cat(list(pieces), dim)
     parts: list[list[Tensor]] = []  # by member, then by segment
     for index, x in enumerate(pieces):
-        sizes = [piece(segment, len(pieces), index)[1] for segment in cut.segments]
+        sizes = [size for _, size in cut.pieces(len(pieces), index)]
         parts.append(_segments(x, dim, cut.outer, sizes, cut.inner))
     return torch.cat(
         [part for segment in zip(*parts, strict=True) for part in segment], dim + 1

@@ -309,6 +309,8 @@ def _layout_source(layout: Layout) -> str:
     """The source of a layout's text: ``"[8, 64/tp]"``, or ``f"[{b}, 64/tp]"`` if a size varies."""
 
     def atom_text(atom: Atom) -> str:
+        if atom.element:
+            return str(atom)
         sizes = (
             str(size) if isinstance(size, int) else f"{{{to_python(size)}}}"
             for size in atom.segments

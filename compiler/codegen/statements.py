@@ -274,6 +274,8 @@ class StatementWriter:
             words.append(sizes(cut.outer))
         if cut.inner != 1:
             words.append(sizes(cut.inner))
+        if cut.element:
+            words.append(f"element={tuple_text(map(sizes, cut.element))}")
         return f"Cut({', '.join(words)})"
 
     # results
@@ -363,7 +365,7 @@ def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
     """Whether the adapter finds this cut by itself, so that it need not be written: even contiguous
     pieces, or one whole segment that is still to be cut.
     """
-    if cut.outer != 1 or len(cut.segments) != 1:
+    if cut.outer != 1 or len(cut.segments) != 1 or cut.element:
         return False
     return cut.segments[0] == num_pieces or (
         kind in ("narrow", "reduce_scatter") and cut.inner == 1

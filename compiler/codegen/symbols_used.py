@@ -27,7 +27,7 @@ def used_symbols(program: Program) -> set[str]:
         if isinstance(instruction, Adapt):
             for cut in (instruction.step.cut, instruction.step.to_cut):
                 if cut is not None:
-                    for size in (*cut.segments, cut.outer, cut.inner):
+                    for size in cut.sizes:
                         used |= size_symbols(size)
             continue
         for _, arg in instruction.op.args:

@@ -162,7 +162,12 @@ def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
         size = 1
         for atom in dim:
             segments = tuple(map(estimated_size, atom.segments))
-            size *= sum(cut_sizes(segments, [mesh.axis_size(axis) for axis in atom.axes]))
+            cuts = [mesh.axis_size(axis) for axis in atom.axes]
+            if atom.element:
+                index, count = atom.element
+                size *= index < cut_sizes((count,), cuts)[0]
+            else:
+                size *= sum(cut_sizes(segments, cuts))
         shape.append(size)
     if layout.density is None:
         return tuple(shape)
@@ -236,6 +241,9 @@ def _dim_size(refs: DimRefs, sizes: Mapping[str, tuple[int, ...]]) -> int:
     size = 1
     for ref in refs:
         segments = sizes[ref.factor]
+        if ref.element is not None:
+            size *= ref.element < segments[0]
+            continue
         size *= segments[ref.segment] if ref.segment is not None else sum(segments)
     return size
 

@@ -16,7 +16,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.runtime.errors import InternalError
 
 if TYPE_CHECKING:
-    from shardwright.compiler.ops.rule import OpRule, TensorRefs
+    from shardwright.compiler.ops.rule import FactorRef, OpRule, TensorRefs
 
 _LITERALS = (
     type(None),
@@ -163,15 +163,17 @@ def _verify_refs(graph: IRGraph, op: IROp, rule: OpRule, value: IRValue, refs: T
         f"the rule {rule.annotation!r} gives %{value.name} {len(refs)} dims, it has {value.ndim}",
     )
     for dim, (size, dim_refs) in enumerate(zip(value.shape, refs, strict=True)):
-        expected = product(_ref_size(rule, ref.factor, ref.segment) for ref in dim_refs)
+        expected = product(_ref_size(rule, ref) for ref in dim_refs)
         if not _equal(size, expected):
             shown = f"dim {dim} of {print_value(value)} the size {print_size(expected)}"
             _require(False, graph, op, f"the rule {rule.annotation!r} gives {shown}")
 
 
-def _ref_size(rule: OpRule, name: str, segment: int | None) -> Size:
-    factor = rule.factor(name)
-    return factor.size if segment is None else factor.segments[segment]
+def _ref_size(rule: OpRule, ref: FactorRef) -> Size:
+    factor = rule.factor(ref.factor)
+    if ref.element is not None:
+        return 1
+    return factor.size if ref.segment is None else factor.segments[ref.segment]
 
 
 def _equal(a: Size, b: Size) -> bool:

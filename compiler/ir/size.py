@@ -102,6 +102,15 @@ class Offset(sympy.Function):  # type: ignore[misc]
     is_nonnegative = True
 
 
+class Holds(sympy.Function):  # type: ignore[misc]
+    """``Holds(i, n, axis)``: 1 if this rank has thing ``i`` of ``n`` when the axis cuts them, else
+    0.
+    """
+
+    is_integer = True
+    is_nonnegative = True
+
+
 class AxisVariable(sympy.Symbol):  # type: ignore[misc]
     """A mesh axis by the variable that stands for its group in generated code."""
 
@@ -130,6 +139,22 @@ def local_size(size: Size, axis: str, axis_size: int) -> Size:
     return LocalSize(size, sympy.Symbol(axis))
 
 
+def element_in(element: tuple[Size, ...], axes: Iterable[str]) -> tuple[Size, Size]:
+    """Where ``(index, count)`` is among the things that ``axes`` leave to this rank, if it is one
+    of them.
+    """
+    index, count = element
+    for axis in axes:
+        index, count = index - offset(count, axis), LocalSize(count, sympy.Symbol(axis))
+    return index, count
+
+
+def num_held(element: tuple[Size, ...], axes: Iterable[str]) -> Size:
+    """1 if this rank holds thing ``index`` of ``count`` when ``axes`` cut them, else 0."""
+    *outer, axis = axes
+    return Holds(*element_in(element, outer), sympy.Symbol(axis))
+
+
 def offset(size: Size, axis: str) -> Size:
     """The index at which a rank's piece begins, where the axis cuts ``size`` things."""
     return Offset(size, sympy.Symbol(axis))
@@ -141,6 +166,9 @@ def to_python(size: Size) -> str:
     """
     if isinstance(size, int):
         return str(size)
+    if isinstance(size, Holds):
+        index, count = (to_python(simplify(arg)) for arg in size.args[:2])
+        return f"{_axis_text(size.args[2])}.holds({index}, {count})"
     if isinstance(size, LocalSize | Offset):
         method = "local_size" if isinstance(size, LocalSize) else "offset"
         return f"{_axis_text(size.args[1])}.{method}({to_python(simplify(size.args[0]))})"
@@ -215,5 +243,8 @@ def _is_atom(size: sympy.Basic) -> bool:
     """Whether the source of ``size`` binds tightly: a name, a number or a call."""
     number = size.is_Number and not size.is_negative
     return bool(
-        number or size.is_Symbol or isinstance(size, LocalSize | Offset) or _function_of(size)
+        number
+        or size.is_Symbol
+        or isinstance(size, LocalSize | Offset | Holds)
+        or _function_of(size)
     )

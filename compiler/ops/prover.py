@@ -23,12 +23,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.compiler.ir.identifier import axis_variable
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves, map_leaves
 from shardwright.compiler.ir.size import to_python
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import dense_rows, registry
 from shardwright.compiler.ops.annotation import instantiate
 from shardwright.compiler.ops.local_shards import (
@@ -210,7 +210,11 @@ class OperatorCall:
         explicit = any(x.requires_grad for x in operands)
         values = (
             IRValue(
-                f"x{i}", tuple(x.shape), x.dtype, x.requires_grad if explicit else is_continuous(x)
+                f"x{i}",
+                tuple(x.shape),
+                x.dtype,
+                x.requires_grad if explicit else is_continuous(x),
+                *((ValueKind.PARAMETER, f"x{i}") if isinstance(x, nn.Parameter) else ()),
             )
             for i, x in enumerate(operands)
         )
@@ -482,6 +486,10 @@ class _Place:
 
     def offset(self, count: int) -> int:
         return piece(count, self.size, self.index)[0]
+
+    def holds(self, index: int, count: int) -> int:
+        start, size = piece(count, self.size, self.index)
+        return int(start <= index < start + size)
 
 
 def _resolve(

@@ -27,7 +27,7 @@ from functools import cached_property
 from weakref import WeakValueDictionary
 
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import Size, product
+from shardwright.compiler.ir.size import Size, num_held, product
 from shardwright.runtime.layout import Density
 
 
@@ -58,13 +58,17 @@ class Factor:
 @dataclass(frozen=True, slots=True)
 class FactorRef:
     """One occurrence of a factor in a dim. ``segment`` names a single segment of it (a slice that
-    takes just that one).
+    takes just that one). ``element`` names a single index of it: the dim has size 1, and is cut as
+    this index of the factor is (one of the tensors that a stack makes).
     """
 
     factor: str
     segment: int | None = None
+    element: int | None = None
 
     def __str__(self) -> str:
+        if self.element is not None:
+            return f"{self.factor}@{self.element}"
         return self.factor if self.segment is None else f"{self.factor}#{self.segment}"
 
 
@@ -139,6 +143,9 @@ class LocalSizes:
     def ref_size(self, ref: FactorRef) -> Size:
         """The local size of a factor, or of one segment of it."""
         sizes = self.segments[ref.factor]
+        if ref.element is not None:
+            axes = self.axes.get(ref.factor, ())
+            return num_held((ref.element, self.full[ref.factor]), axes) if axes else 1
         if ref.segment is not None:
             return sizes[ref.segment]
         return sum(sizes) if len(sizes) > 1 else sizes[0]

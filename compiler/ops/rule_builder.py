@@ -87,6 +87,7 @@ def annotation_text(
             f"[{'|'.join(map(str, factor.segments))}]" if first and len(factor.segments) > 1 else ""
         )
         segment = "" if ref.segment is None else f"#{ref.segment}"
+        segment += "" if ref.element is None else f"@{ref.element}"
         return f"{ref.factor}{segments}{segment}{factor.kind.value if first else ''}"
 
     def dim_text(dim: DimRefs) -> str:

@@ -230,6 +230,8 @@ def _resized(op: IROp, rule: OpRule, sizes: Mapping[str, Size]) -> IROp:
 
     def size_of(ref: Any) -> Size:
         factor = rule.factor(ref.factor)
+        if ref.element is not None:
+            return 1
         return (
             factor.segments[ref.segment]
             if ref.segment is not None

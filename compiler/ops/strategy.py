@@ -187,13 +187,13 @@ def tensor_layout(
         # A dim is the product of its factors: ``(b s)`` with ``b`` cut over dp is ``[b/dp, s]``.
         atoms = []
         for ref in refs:
-            segments = rule.factor(ref.factor).segments
-            atoms.append(
-                Atom(
-                    segments if ref.segment is None else (segments[ref.segment],),
-                    cuts.get(ref.factor, ()),
-                )
-            )
+            segments, axes = rule.factor(ref.factor).segments, cuts.get(ref.factor, ())
+            if ref.element is not None:
+                atoms.append(Atom((1,), axes, (ref.element, *segments) if axes else ()))
+            elif ref.segment is not None:
+                atoms.append(Atom((segments[ref.segment],), axes))
+            else:
+                atoms.append(Atom(segments, axes))
         # A dim without factors has size 1: it was left out of the rule, as nothing can cut it.
         dims.append(tuple(atoms) or (Atom((1,)),))
     return Layout(

@@ -279,6 +279,8 @@ def _nodes(op: IROp, refs: DimRefs, factor_nodes: dict[tuple[str, str], Node]) -
     """The nodes of one dim of an operator's tensor, as its rule refers to factors and segments."""
     nodes = []
     for ref in refs:
+        if ref.element is not None:  # of size 1: it carries nothing
+            continue
         node = factor_nodes[op.name, ref.factor]
         nodes.append(node if ref.segment is None else node.parts[ref.segment])
     return nodes
@@ -328,19 +330,28 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
         for a in renamed[source]
         for b in renamed[target]
     )
+    sizes = {factor.name: factor.size for factor in factors}
     return replace(
         rule,
         exchanges=exchanges,
         factors=tuple(factors),
-        operands=tuple(_rename(tensor, renamed) for tensor in rule.operands),
-        results=tuple(_rename(tensor, renamed) for tensor in rule.results),
+        operands=tuple(_rename(tensor, renamed, sizes) for tensor in rule.operands),
+        results=tuple(_rename(tensor, renamed, sizes) for tensor in rule.results),
         parallel=form and _rename_form(form, in_form),
     )
 
 
-def _rename(tensor: TensorRefs, renamed: dict[str, list[str]]) -> TensorRefs:
+def _rename(
+    tensor: TensorRefs, renamed: dict[str, list[str]], sizes: dict[str, Size]
+) -> TensorRefs:
     def refs(ref: FactorRef) -> DimRefs:
         names = renamed[ref.factor]
+        if ref.element is not None:  # its index in each of the pieces, of which it is the product
+            found, rest = [], ref.element
+            for name in reversed(names):
+                rest, index = divmod(rest, sizes[name])
+                found.append(FactorRef(name, element=index))
+            return tuple(reversed(found))
         # a slice takes one segment of the concatenation, which is the outermost piece
         return (FactorRef(names[0], ref.segment), *(FactorRef(name) for name in names[1:]))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from shardwright.compiler.ir.size import Size, local_size, product, quotient
+from shardwright.compiler.ir.size import Size, element_in, local_size, num_held, product, quotient
 from shardwright.compiler.plan.layout_cuts import Place, PlaceKey, cut_places
 from shardwright.compiler.plan.layout_moves import Move, State, moves
 from shardwright.runtime.errors import InternalError
@@ -35,6 +35,12 @@ class CutSizes:
     segments: tuple[Size, ...]
     outer: Size = 1
     inner: Size = 1
+    element: tuple[Size, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """All expressions."""
+        return (*self.segments, self.outer, self.inner, *self.element)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +147,17 @@ def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str)
     outer: Size = 1
     sizes: list[Size] = []
     found: tuple[Size, ...] | None = None
+    element: tuple[Size, ...] = ()
     seen_outer: Size = 1
     # Atoms before the one that is sought multiply to ``outer``, those behind it to ``inner``.
     # ``seen_outer`` is the product of their uncut sizes, by which the atom is known.
     for atom in layout.dims[dim]:
-        if found is None and atom.axes and seen_outer == key[1] and atom.segments == key[2]:
-            found = _local_segments(atom, mesh, atom.axes[:count])
+        known = (seen_outer, atom.segments, atom.element)
+        if found is None and atom.axes and known == key[1:]:
+            if atom.element:
+                found, element = (1,), element_in(atom.element, atom.axes[:count])
+            else:
+                found = _local_segments(atom, mesh, atom.axes[:count])
             outer, sizes = product(sizes), []
         else:
             sizes.append(
@@ -154,7 +165,7 @@ def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str)
             )
         seen_outer = product((seen_outer, atom.size))
     assert found is not None, f"{key} is not an atom of {layout}"
-    return CutSizes(found, outer, product(sizes))
+    return CutSizes(found, outer, product(sizes), element)
 
 
 def cut_sizes(layout: Layout, dim: int, axis: str, mesh: Mesh) -> CutSizes:
@@ -172,6 +183,8 @@ def _plain_sum(sizes: tuple[Size, ...]) -> Size:
 
 
 def _local_segments(atom: Atom, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Size, ...]:
+    if atom.element and axes:
+        return (num_held(atom.element, axes),)
     segments = atom.segments
     for axis in axes:
         segments = tuple(local_size(size, axis, mesh.axis_size(axis)) for size in segments)
@@ -194,7 +207,7 @@ def _build(shape: tuple[Size, ...], state: State, density: Density | None) -> La
             gap = quotient(place.outer, outer)
             if gap != 1:
                 atoms.append(Atom((gap,)))
-            atoms.append(Atom(place.segments, place.axes))
+            atoms.append(Atom(place.segments, place.axes, place.element))
             outer = product((place.outer, place.size))
         # No quotient of 0 says how large a part is: a dim without elements is one atom.
         rest = quotient(size, outer) if size != 0 else size

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from shardwright.compiler.ir.size import Size, divides, product
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
-PlaceKey = tuple[int, Size, tuple[Size, ...]]
-"""A place, whichever axes cut it: dim, size outside, segments."""
+PlaceKey = tuple[int, Size, tuple[Size, ...], tuple[int, ...]]
+"""A place, whichever axes cut it: dim, size outside, segments, element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Place:
     dim: int
     outer: Size
     segments: tuple[Size, ...]
+    element: tuple[int, ...]
     axes: tuple[str, ...]
 
     @property
@@ -37,7 +38,7 @@ class Place:
     @property
     def key(self) -> PlaceKey:
         """The place without its axes: equal for two cuts of one place."""
-        return self.dim, self.outer, self.segments
+        return self.dim, self.outer, self.segments, self.element
 
 
 def cut_places(layout: Layout, mesh: Mesh) -> list[Place]:
@@ -61,7 +62,7 @@ def _single_elements(places: list[Place], mesh: Mesh) -> list[Place]:
     for place in places:
         earlier = merged.get(place.key)
         axes = (*earlier.axes, *place.axes) if earlier is not None else place.axes
-        if place.segments == (1,):
+        if place.segments == (1,) and not place.element:
             axes = tuple(axis for axis in mesh.names if axis in axes)
         merged[place.key] = replace(place, axes=axes)
     return list(merged.values())
@@ -79,11 +80,11 @@ def _even_pieces(
     # so that their sum says nothing.
     if len(atom.segments) == 1 and isinstance(size, int):
         while axes and size % mesh.axis_size(axes[0]) == 0:
-            places.append(Place(dim, outer, (mesh.axis_size(axes[0]),), axes[:1]))
+            places.append(Place(dim, outer, (mesh.axis_size(axes[0]),), (), axes[:1]))
             outer, size = product((outer, mesh.axis_size(axes[0]))), size // mesh.axis_size(axes[0])
             axes = axes[1:]
-        return [*places, Place(dim, outer, (size,), axes)] if axes else places
-    return [Place(dim, outer, atom.segments, axes)]
+        return [*places, Place(dim, outer, (size,), atom.element, axes)] if axes else places
+    return [Place(dim, outer, atom.segments, (), axes)]
 
 
 def in_order(places: Iterable[Place]) -> tuple[Place, ...]:

@@ -98,7 +98,7 @@ class Patterns:
         state = State.of(layout, self.mesh, differentiable=differentiable)
         keys = tuple(place.key for place in state.places)
         is_static = all(
-            isinstance(size, int) for _, outer, segments in keys for size in (outer, *segments)
+            isinstance(size, int) for _, outer, segments, _ in keys for size in (outer, *segments)
         )
         self._num_forms += 1
         return Form(self._num_forms, state, self._keys.number(keys), is_static)
@@ -159,7 +159,7 @@ def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
         for i, a in enumerate(keys)
         for b in keys[i + 1 :]
     )
-    return len(keys), together, tuple(key[2] == (1,) for key in keys)
+    return len(keys), together, tuple(key[2:] == ((1,), ()) for key in keys)
 
 
 def _cuts(state: State, places: Places) -> Cuts:

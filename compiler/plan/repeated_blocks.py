@@ -377,7 +377,7 @@ def instruction_key(
         step = instruction.step
         cuts = [cut for cut in (step.cut, step.to_cut) if cut is not None]
         for cut in cuts:
-            for size in (*cut.segments, cut.outer, cut.inner):
+            for size in cut.sizes:
                 symbols |= size_symbols(size)
         return ("adapt", step, token(instruction.value), instruction.region is not None)
     op = instruction.op

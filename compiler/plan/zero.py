@@ -92,13 +92,12 @@ def cut_further(layout: Layout, axes: Sequence[str], mesh: Mesh) -> Layout:
     gathered in place.
     """
     layout = layout.normalized()
-    first = dict.fromkeys(mesh.names, 0)  # its pieces are the largest
     found = []
     for dim, atoms in enumerate(layout.dims):
         for position, atom in enumerate(atoms):
             cut = replace(atom, axes=(*atom.axes, *axes))
             candidate = layout.with_dim(dim, (*atoms[:position], cut, *atoms[position + 1 :]))
-            found.append((prod(candidate.local_shape(mesh, first)), candidate))
+            found.append((prod(candidate.largest_shape(mesh)), candidate))
     smallest = min(size for size, _ in found)
     return next(candidate for size, candidate in found if size <= NEARLY_BEST * smallest)
 

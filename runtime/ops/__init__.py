@@ -60,6 +60,7 @@ from shardwright.runtime.ops.sampling import (
     uniform_like,
 )
 from shardwright.runtime.ops.softmax import log_softmax, logsumexp, softmax
+from shardwright.runtime.ops.stacking import stacked
 
 __all__ = [
     "all_chosen",
@@ -118,6 +119,7 @@ __all__ = [
     "smooth_l1_loss",
     "soft_margin_loss",
     "softmax",
+    "stacked",
     "triplet_margin_loss",
     "unclamped",
     "uniform_like",

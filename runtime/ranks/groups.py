@@ -47,6 +47,11 @@ class AxisGroup:
         """Where this rank's piece of ``count`` things begins."""
         return piece(count, self.size, self.index)[0]
 
+    def holds(self, index: int, count: int) -> int:
+        """1 if this rank has thing ``index`` of ``count`` when the axis cuts them, else 0."""
+        start, size = piece(count, self.size, self.index)
+        return int(start <= index < start + size)
+
     def __repr__(self) -> str:
         return f"{self.name}={self.index}/{self.size}"
 

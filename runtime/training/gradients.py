@@ -233,8 +233,7 @@ class TrainedModel:
         is_counted: bool,
         is_shared: bool = False,
     ) -> None:
-        # The first pieces of a cut are the largest.
-        largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
+        largest = prod(layout.largest_shape(ranks.mesh))
         self.sums.append(
             GradientSum(name, parameter, group, largest, layout, is_counted, is_shared)
         )

@@ -15,7 +15,7 @@ from shardwright.runtime.layout import Atom, Layout, Mesh
 def atom_indices(atom: Atom, mesh: Mesh, coords: dict[str, int]) -> list[int]:
     """The indices of the atom a rank keeps: every segment is dealt out, axis by axis."""
     kept, start = [], 0
-    for segment in atom.segments:
+    for segment in atom.element[1:] or atom.segments:
         mine = list(range(start, start + segment))
         for axis in atom.axes:
             num, index = mesh.axis_size(axis), coords[axis]
@@ -24,6 +24,8 @@ def atom_indices(atom: Atom, mesh: Mesh, coords: dict[str, int]) -> list[int]:
             mine = [i for i, owner in zip(mine, owners, strict=True) if owner == index]
         kept += mine
         start += segment
+    if atom.element:  # the one index there is, where this thing is dealt to
+        return [0] if atom.element[0] in kept else []
     return kept
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.stand_ins import (
@@ -557,6 +558,7 @@ def views() -> list[Call]:
         (torch.meshgrid, (_randn(3), _randn(4)), {"indexing": "ij"}),
         (torch.cat, ((x, _randn(4, 5, 6)), 1)),
         (torch.stack, ((x, _randn(4, 3, 6)), 1)),
+        (torch.stack, ([nn.Parameter(_randn(3, 2)) for _ in range(4)],)),
         (torch.split, (x, 2, 2)),
         (torch.split, (x, (2, 4), 2)),
         (torch.chunk, (x, 4, 2)),  # three, which are empty on some of three ranks

@@ -16,6 +16,7 @@ from shardwright.runtime.layout import Atom, Layout
         "[32+8+8/tp * 96, 7/a/b] P(dp) G(pp, units)",
         "[4, 1/tp] P(a, b)",
         "[] G(dp)",
+        "[3 of 8/ep * 64/tp, 32] G(dp)",
     ],
 )
 def test_round_trip(text):
@@ -43,6 +44,8 @@ def test_atoms():
         "[4] G()x",
         "[4] X(a)",
         "[+4]",
+        "[3 of 8]",
+        "[8 of 8/ep]",
     ],
 )
 def test_refuses(text):

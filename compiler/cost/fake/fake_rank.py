@@ -166,7 +166,10 @@ class FakeRank:
 
     def _cut(self, cut: CutSizes) -> Cut:
         return Cut(
-            tuple(map(self.number, cut.segments)), self.number(cut.outer), self.number(cut.inner)
+            tuple(map(self.number, cut.segments)),
+            self.number(cut.outer),
+            self.number(cut.inner),
+            tuple(map(self.number, cut.element)),
         )
 
 

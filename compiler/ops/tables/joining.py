@@ -5,11 +5,13 @@ that moves elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, is_static
+from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.aliases import callables, functions
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
@@ -18,6 +20,8 @@ from shardwright.compiler.ops.rule import (
     Localise,
     LocalSizes,
     OpRule,
+    ParallelFactor,
+    ParallelForm,
     TensorRefs,
 )
 from shardwright.compiler.ops.rule_builder import (
@@ -27,6 +31,9 @@ from shardwright.compiler.ops.rule_builder import (
     linear_sets,
     whole_rule,
 )
+from shardwright.compiler.ops.terms import define_form
+
+_STACKED = define_form("stacked", "tensors, dim=0, *, shape")
 
 
 def _cat(op: IROp) -> OpRule:
@@ -55,9 +62,35 @@ def _stack(op: IROp) -> OpRule:
     build = RuleBuilder()
     operand = build.tensor(op.operands[0].shape)
     dim = dim_of(op, len(operand) + 1)
+    if dim == 0 and operand and _are_different_weights(op):
+        return _stacked_weights(op, build, operand)
     new = build.dim(len(op.operands), FROZEN)
     result = (*operand[:dim], new, *operand[dim:])
     return build.rule([operand] * len(op.operands), [result], linear=linear_sets(op, ("tensors",)))
+
+
+def _are_different_weights(op: IROp) -> bool:
+    kinds = {value.kind for value in op.operands}
+    return kinds == {ValueKind.PARAMETER} and len({value.name for value in op.operands}) > 1
+
+
+def _stacked_weights(op: IROp, build: RuleBuilder, operand: TensorRefs) -> OpRule:
+    """Weights of one form, such as those of experts that are modules of their own: each is an
+    element of the new dim. Where it is cut, a rank has some of them, and needs no others.
+    """
+
+    def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+        assert op.rule is not None
+        return {"shape": local.shape(op.rule.results[0])}
+
+    new = build.factor(len(op.operands))
+    operands: list[TensorRefs] = [
+        ((replace(new, element=index), *operand[0]), *operand[1:])
+        for index in range(len(op.operands))
+    ]
+    form = ParallelForm(_STACKED, {new.factor: ParallelFactor(anywhere=True)}, {}, local_args)
+    rule = build.rule(operands, [((new,), *operand)], linear=linear_sets(op, ("tensors",)))
+    return replace(rule, parallel=form)
 
 
 def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp], OpRule]:

@@ -100,7 +100,7 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
         return names.get(axis, axis)
 
     def renamed_atom(atom: Atom) -> Atom:
-        return Atom(atom.segments, tuple(map(new, atom.axes)))
+        return replace(atom, axes=tuple(map(new, atom.axes)))
 
     def mesh(item: Mesh) -> Mesh:
         return Mesh(tuple((new(axis), size) for axis, size in item.axes))

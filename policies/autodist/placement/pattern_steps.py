@@ -27,7 +27,8 @@ class Pieces:
     ) -> None:
         self.shape, self.sizes = shape, sizes
         self.places = [
-            (dim, _number(outer), tuple(map(_number, segments))) for dim, outer, segments in keys
+            (dim, _number(outer), tuple(map(_number, segments)), element)
+            for dim, outer, segments, element in keys
         ]
         self.total = math.prod(shape)
         self._largest: dict[Cuts, int] = {}
@@ -39,8 +40,7 @@ class Pieces:
         if found is None:
             found = self.total
             for index, axes in cuts:
-                segments = self.places[index][2]
-                found = found // sum(segments) * self._piece(segments, axes)
+                found = found // sum(self.places[index][2]) * self._piece(index, axes)
             self._largest[cuts] = found
         return found
 
@@ -59,7 +59,7 @@ class Pieces:
         """
         if step.place is None or step.kind not in (*GATHERS, *SLICES):
             return False
-        dim, outer, segments = self.places[step.place]
+        dim, outer, segments, _ = self.places[step.place]
         (own,) = step.axes
         axes = next(
             (
@@ -81,11 +81,17 @@ class Pieces:
             if index != step.place and (other[0] < dim or (other[0] == dim and end <= outer)):
                 if other[0] == dim and self._uneven(other[2], cut_by):
                     return False  # a size that differs between ranks is not told to be 1
-                outside = outside // sum(other[2]) * self._piece(other[2], cut_by)
+                outside = outside // sum(other[2]) * self._piece(index, cut_by)
         return bool(outside == 1)
 
-    def _piece(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> int:
-        return sum(cut_sizes(segments, [self.sizes[axis] for axis in axes]))
+    def _piece(self, place: int, axes: tuple[str, ...]) -> int:
+        """The size of a place on the rank at index 0 of all axes that cut it."""
+        _, _, segments, element = self.places[place]
+        sizes = [self.sizes[axis] for axis in axes]
+        if element:
+            index, count = element
+            return int(index < cut_sizes((count,), sizes)[0])
+        return sum(cut_sizes(segments, sizes))
 
     def _uneven(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> bool:
         num_pieces = math.prod(self.sizes[axis] for axis in axes)

@@ -38,9 +38,17 @@ def random_dim(rng: random.Random, size: int, axes: list[str]) -> tuple[Atom, ..
         first = rng.randint(1, factor - 1) if factor > 2 and rng.random() < 0.3 else None
         segments = (first, factor - first) if first else (factor,)
         dim.append((segments, []))
+    element: tuple[int, ...] = ()
+    if rng.random() < 0.2:  # one of a few things that axes cut
+        count = rng.randint(1, 5)
+        element = (rng.randrange(count), count)
+        dim.insert(0, ((1,), []))
     for axis in axes:
         rng.choice(dim)[1].append(axis)
-    return tuple(Atom(segments, tuple(cut)) for segments, cut in dim)
+    return tuple(
+        Atom(segments, tuple(cut), element if segments == (1,) and cut and not index else ())
+        for index, (segments, cut) in enumerate(dim)
+    )
 
 
 def random_layout(rng: random.Random, shape: tuple[int, ...], mesh: Mesh) -> Layout:
@@ -69,6 +77,7 @@ def cut_of(sizes: CutSizes | None, groups: RankMesh) -> Cut | None:
         tuple(number(s, groups) for s in sizes.segments),
         number(sizes.outer, groups),
         number(sizes.inner, groups),
+        tuple(number(s, groups) for s in sizes.element),
     )
 
 

@@ -192,6 +192,21 @@ MODELS: dict[str, zoo.ZooModel] = {
 }
 
 
+TRANSLATOR = {
+    "vocab_size": VOCAB, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 2,
+    "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+    "num_experts": 3, "expert_capacity": 20, "dropout_rate": 0.0, "router_jitter_noise": 0.0,
+    "decoder_start_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+MODELS["switch"] = zoo.ZooModel(
+    "switch",
+    zoo.hf("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", **TRANSLATOR),
+    zoo.causal_lm(VOCAB),
+    BATCH,
+    SEQ,
+)
+
+
 def get(name: str) -> zoo.ZooModel:
     """The entry called ``name``."""
     return MODELS[name]

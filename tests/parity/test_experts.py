@@ -156,6 +156,23 @@ def test_more_ranks_than_experts(sizes: dict[str, int], batch: int) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "config", "axis"),
+    [
+        ("ep", by_ep(2, units=2, use_zero=3), "ep"),
+        ("tp", config_of(4, pas_config={"ep": 2, "etp": 2}), "tp_ep"),
+    ],
+)
+def test_experts_that_are_modules_lie_on_their_ranks(
+    policy: str, config: dict[str, Any], axis: str, tmp_path: Path
+) -> None:
+    report = verify_experts("switch", policy, config, directory=tmp_path)
+    assert report.ok, str(report)
+    (path,) = tmp_path.rglob("gencode0.py")
+    assert f'expert_2.wi.weight", "[2 of 3/{axis} * ' in path.read_text()
+
+
 def test_one_expert_is_none_to_split() -> None:
     with pytest.raises(PlanError, match="policy 'ep' finds no experts to split"):
         verify_experts(BY_HAND, "ep", by_ep(4), sizes={"num_experts": 1, "top_k": 1})

@@ -1,8 +1,8 @@
 """Models trained with every kind of reducer and distributed optimizer against one device: a cover
 of the product.
 
-Any two values of two factors occur together in a default test; more of the product in the slow
-tests, all of it in ``tests/product/optimizers.py``.
+Any two values of two factors occur together in a test, of which every other one is slow. More of
+the product is in the slow tests, all of it in ``tests/product/optimizers.py``.
 """
 
 import itertools
@@ -40,13 +40,16 @@ def pairs(case: Case) -> set[tuple[str, str]]:
 COVER = pairwise()
 
 
-@pytest.mark.parametrize("index", range(len(COVER)))
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(i, marks=[pytest.mark.slow] if i % 2 else []) for i in range(len(COVER))],
+)
 def test_models(index: int) -> None:
     check(COVER[index])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_models_at_random(seed: int) -> None:
     """Another forty cases for each seed."""
     for case in random.Random(seed).sample(list(cases()), 40):

@@ -61,12 +61,16 @@ def files_of(model: str, policy: str, options: dict[str, Any]) -> dict[str, str]
     return compile_graph(graph, find_policy(policy).apply, config, policy_name=policy).files
 
 
-def check_format(files: dict[str, str], directory: Path) -> None:
-    """Every file parses, and the formatter and the linter leave it as it is."""
+def write_files(files: dict[str, str], directory: Path) -> None:
+    """Every file parses."""
     for name, text in files.items():
         if name.endswith(".py"):
             ast.parse(text)
             (directory / name).write_text(text)
+
+
+def check_format(directory: Path) -> None:
+    """The formatter and the linter leave all files as they are."""
     isort = 'lint.isort.known-first-party = ["shardwright"]'
     for arguments in (
         ["format", "--diff"],
@@ -86,12 +90,12 @@ def check_format(files: dict[str, str], directory: Path) -> None:
         assert done.returncode == 0, done.stdout[:3000] + done.stderr
 
 
-@pytest.mark.parametrize("case", FEW)
-def test_generated_files_are_formatted(case: str, tmp_path: Path) -> None:
-    check_format(files_of(*FEW[case]), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MANY)
-def test_more_generated_files_are_formatted(case: str, tmp_path: Path) -> None:
-    check_format(files_of(*MANY[case]), tmp_path)
+@pytest.mark.parametrize(
+    "cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_generated_files_are_formatted(cases: dict[str, Any], tmp_path: Path) -> None:
+    """The formatter looks at the files of all cases at once, as starting it takes longest."""
+    for number, case in enumerate(cases.values()):
+        (tmp_path / str(number)).mkdir()
+        write_files(files_of(*case), tmp_path / str(number))
+    check_format(tmp_path)

@@ -1,5 +1,7 @@
 """What is kept for the backward, against what autograd really keeps of every operator."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,30 +83,35 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).requires_grad_()
 
 
+def asked(*args: Any, **kwargs: Any) -> Callable[[], Saved]:
+    """:func:`saved` when a test runs, not when it is collected."""
+    return functools.partial(saved, *args, **kwargs)
+
+
 LOGITS, LABELS = randn(6, 8), torch.zeros(6, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (saved(F.linear, randn(4, 8), randn(6, 8), randn(6)), Saved((0, 1), (), (), (None,))),
-        (saved(F.linear, randn(4, 8).detach(), randn(6, 8)), Saved((0,), (), (), (None,))),
-        (saved(F.linear, randn(4, 8), randn(6, 8).detach()), Saved((1,), (), (), (None,))),
-        (saved(torch.exp, randn(4, 8)), Saved((), (0,), (), (None,))),
-        (saved(torch.add, randn(4, 8), randn(4, 8)), Saved((), (), (), (None,))),
-        (saved(torch.Tensor.view, randn(4, 8), 8, 4), Saved((), (), (), (0,))),
-        (saved(torch.chunk, randn(4, 8), 2), Saved((), (), (), (0, 0))),
-        (saved(F.cross_entropy, LOGITS, LABELS), Saved((1,), (), (6 * 8 * 4, 4), (None,))),
+        (asked(F.linear, randn(4, 8), randn(6, 8), randn(6)), Saved((0, 1), (), (), (None,))),
+        (asked(F.linear, randn(4, 8).detach(), randn(6, 8)), Saved((0,), (), (), (None,))),
+        (asked(F.linear, randn(4, 8), randn(6, 8).detach()), Saved((1,), (), (), (None,))),
+        (asked(torch.exp, randn(4, 8)), Saved((), (0,), (), (None,))),
+        (asked(torch.add, randn(4, 8), randn(4, 8)), Saved((), (), (), (None,))),
+        (asked(torch.Tensor.view, randn(4, 8), 8, 4), Saved((), (), (), (0,))),
+        (asked(torch.chunk, randn(4, 8), 2), Saved((), (), (), (0, 0))),
+        (asked(F.cross_entropy, LOGITS, LABELS), Saved((1,), (), (6 * 8 * 4, 4), (None,))),
         (  # softmax, local classes, who has them, which rows count and how much, number of rows
-            saved(F.cross_entropy, LOGITS, LABELS, split="c"),
+            asked(F.cross_entropy, LOGITS, LABELS, split="c"),
             Saved((), (), (6 * 4 * 4, 6 * 8, 6, 6, 6 * 4, 4), (None,)),
         ),
-        (saved(F.dropout, randn(4, 8), 0.5), Saved((), (), (4 * 8 * 4,), (None,))),
-        (saved(F.dropout, randn(4, 8), 0.5, split="*0"), Saved((), (), (2 * 8 * 4,), (None,))),
+        (asked(F.dropout, randn(4, 8), 0.5), Saved((), (), (4 * 8 * 4,), (None,))),
+        (asked(F.dropout, randn(4, 8), 0.5, split="*0"), Saved((), (), (2 * 8 * 4,), (None,))),
     ],
 )
-def test_by_hand(found: Saved, expected: Saved) -> None:
-    assert found == expected
+def test_by_hand(found: Callable[[], Saved], expected: Saved) -> None:
+    assert found() == expected
 
 
 def test_what_cannot_be_run_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:

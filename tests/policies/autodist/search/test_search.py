@@ -4,6 +4,7 @@ refuses and says.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -89,6 +90,12 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> SearchRes
     ).run()
 
 
+@functools.cache
+def everything() -> SearchResult:
+    """All candidates, audited. Tests share it and do not change it."""
+    return search(audits=100)
+
+
 def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
     found = search()
     titles = {candidate.title for candidate in found.tried}
@@ -101,7 +108,7 @@ def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
 
 
 def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
-    full = search(audits=100)
+    full = everything()
     times = sorted(candidate.predicted_s for candidate in full.audited)
     some = search(audits=100, worth_s=times[2])
     assert sorted(candidate.predicted_s for candidate in some.audited) == times[:3]
@@ -110,7 +117,7 @@ def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
 
 
 def test_the_prediction_is_near_the_audit() -> None:
-    found = search(audits=100)
+    found = everything()
     assert len(found.audited) == 6
     for candidate in found.audited:
         assert candidate.predicted_s == pytest.approx(candidate.step_s, rel=1e-9), candidate.title

@@ -380,7 +380,7 @@ def test_the_rules_give_on_two_axes_what_policies_give() -> None:
     assert notes and {note.axis for note in notes} == {"tp"}
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven", "t5-uneven"])
+@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven"])
 def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
     """Before a plan is made, it is known what its operators take."""
     graph = plans.zoo_graph(name)
@@ -406,7 +406,7 @@ def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
     assert num_ways > 2
 
 
-@pytest.mark.parametrize("below", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("below", [0.5, 1.0])
 def test_only_plans_that_cannot_be_better_are_not_made(below: float) -> None:
     """Neither of a placement whose stages take too long, nor in a schedule whose stages do."""
     graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)

@@ -50,7 +50,7 @@ def test_without_rows_random_problems_equal_all_choices() -> None:
 
 
 def test_with_rows_random_problems_equal_all_choices() -> None:
-    proofs = [check(random_problem(seed, num_rows=1 + seed % 3)) for seed in range(1000, 1400)]
+    proofs = [check(random_problem(seed, num_rows=1 + seed % 3)) for seed in range(1000, 1200)]
     for expected in ("infeasible", "elimination", "Lagrange multipliers", "branch and bound"):
         assert sum(proof.startswith(expected) for proof in proofs) >= 10, expected
 
@@ -232,7 +232,7 @@ def test_an_interruption_before_any_choice_goes_on_to_the_caller() -> None:
 def test_the_time_limit_and_the_target_gap_end_the_search() -> None:
     problem = chain_with_memory(900, room=0.7)
     start = time.process_time()  # what other processes take does not count
-    found = solve(problem, time_limit_s=2.0)
+    found = solve(problem, time_limit_s=1.0)
     assert time.process_time() - start < 30.0  # it would go on for minutes
     # on a busy machine the time may be over before the first choice
     assert found.gap > 0.0 if isinstance(found, Solution) else not found.proven

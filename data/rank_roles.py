@@ -100,7 +100,8 @@ class Roles:
     ``all``: by rank. ``rank``: this one's number. ``num_microbatches``: into how many microbatches
     a replica's piece of a global batch is cut, where the plan says so. ``takes_list``: the model
     takes lists of microbatches (``train_step``). ``microbatch``: the number of samples that the
-    model was compiled for, where that is fixed.
+    model was compiled for, where that is fixed. ``data_parallel_group``: the process group of this
+    rank that a foreign ``mpu`` has.
 
     What is asked of a single role may be asked of this: ``roles.replica``, ``roles.reads``. ``str``
     gives a table of all ranks.
@@ -111,6 +112,7 @@ class Roles:
     num_microbatches: int | None = None
     takes_list: bool = False
     microbatch: int | None = None
+    data_parallel_group: Any = field(default=None, compare=False)
 
     @property
     def mine(self) -> Role:
@@ -157,18 +159,26 @@ class Roles:
         return replace(self, rank=rank)
 
     def data_groups(self) -> list[tuple[int, ...]]:
-        """The groups of ranks that hold the same place in different replicas, as process groups
-        are made: in one order on all ranks.
+        """The groups of ranks that hold the same place in different replicas, each by the samples
+        that they read, as process groups are made: in one order on all ranks.
 
         In the example above these are ``(0, 4)`` and ``(1, 5)``.
         """
         places: dict[Any, list[int]] = {}
-        for role in self.all:
+        for role in sorted(self.all, key=lambda role: role.data_rank):
             if role.reads:
                 index = role.twins.index(role.rank)
                 cuts = tuple((p, tuple(map(str, c))) for p, c in sorted(role.cuts.items()))
                 places.setdefault((role.inputs, cuts, index), []).append(role.rank)
         return [tuple(ranks) for ranks in places.values()]
+
+    def data_group(self) -> tuple[int, ...] | None:
+        """The group of :meth:`data_groups` that this rank is in; ``None`` if it reads nothing, or
+        if the table is that of a foreign ``mpu``, which does not number the ranks of the job.
+        """
+        if self.data_parallel_group is not None:
+            return None
+        return next((ranks for ranks in self.data_groups() if self.mine.rank in ranks), None)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("rank", "replica", "reads", "takes", "twins", "saves")]
@@ -336,7 +346,8 @@ def _of_mpu(mpu: Any) -> Roles:
         replace(mine, rank=r, replica=r, twins=(r,) if mine.reads else ())
         for r in range(num_replicas)
     )
-    return Roles(tuple(every), replica)
+    group = _asked(mpu, "get_data_parallel_group", None)
+    return Roles(tuple(every), replica, data_parallel_group=group)
 
 
 def _of_coordinates(
@@ -363,7 +374,7 @@ def _of_coordinates(
         num_replicas,
         inputs=None if reads else (),
         cuts=cuts,
-        saves=is_first and tensor == 0,
+        saves=is_first and tensor == 0 and index == 0,
     )
 
 

@@ -181,8 +181,8 @@ class SavableLoader:
         config = self.worker_config
         if config.world_size == 1:
             return [self.save_state_rank()]
-        group = config.data_parallel_group
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        group = config.process_group()
+        members = dist.get_process_group_ranks(group)
         if global_dst_rank not in members:
             raise ConfigError(
                 f"global_dst_rank={global_dst_rank} is not in the data-parallel group",
@@ -191,8 +191,13 @@ class SavableLoader:
             )
         is_here = dist.get_rank() == global_dst_rank
         texts: list[Any] | None = [None] * config.world_size if is_here else None
-        dist.gather_object(json.dumps(self.save_state_rank()), texts, global_dst_rank, group)
-        return None if texts is None else [json.loads(text) for text in texts]
+        # A plan may number its ranks in another order than the group does.
+        mine = json.dumps([config.rank, self.save_state_rank()])
+        dist.gather_object(mine, texts, global_dst_rank, group)
+        if texts is None:
+            return None
+        by_rank = dict(map(json.loads, texts))
+        return [by_rank[rank] for rank in range(config.world_size)]
 
     @checked
     def restore_state_global(
@@ -211,8 +216,8 @@ class SavableLoader:
                     f"src_rank={src_rank} is no rank of the data-parallel group",
                     why=f"the group has {config.world_size} ranks, counted from 0",
                 )
-            group = config.data_parallel_group
-            source = src_rank if group is None else dist.get_global_rank(group, src_rank)
+            group = config.process_group()
+            source = config.global_rank(src_rank)
             held = [json.dumps(None if state is None else list(state))]
             dist.broadcast_object_list(held, source, group)
             state = json.loads(held[0])

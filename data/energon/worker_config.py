@@ -18,9 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwright.data.rank_roles import roles
+from shardwright.data.rank_roles import Roles, roles
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import ConfigError, UsageError
+from shardwright.runtime.ranks.process_group import ProcessGroupTransport
+from shardwright.runtime.ranks.world import DistributedWorld, current_world
 
 
 @checked_fields
@@ -31,7 +33,8 @@ class WorkerConfig:
     ``rank``, ``world_size``: among the data-parallel ranks. Twins have the same ``rank``.
     ``num_workers``: processes that read on each rank; 0: none but the rank's own.
     ``data_parallel_group``: the ranks that hold other samples, where these are not all ranks.
-    ``seed_offset``: another one gives other orders.
+    ``seed_offset``: another one gives other orders. ``data_parallel_ranks``: the numbers of these
+    ranks in the job; from them :meth:`process_group` makes the group that is not given.
 
     Two configs are equal if rank, world size and number of workers are.
     """
@@ -41,6 +44,7 @@ class WorkerConfig:
     num_workers: int
     data_parallel_group: Any = field(default=None, compare=False)
     seed_offset: int = field(default=0, compare=False)
+    data_parallel_ranks: tuple[int, ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -75,11 +79,13 @@ class WorkerConfig:
         roles_or_plan: Any, num_workers: int, data_parallel_group: Any = None, seed_offset: int = 0
     ) -> WorkerConfig:
         """The config of this rank under a plan; ``roles_or_plan``: what
-        :func:`shardwright.data.roles` takes.
+        :func:`shardwright.data.roles` takes. Nothing is sent: a group that is not given is made
+        when states are collected.
 
         Raises :class:`UsageError` on a rank that reads nothing.
         """
-        mine = roles(roles_or_plan).mine
+        found = roles(roles_or_plan)
+        mine = found.mine
         if not mine.reads:
             raise UsageError(
                 f"rank {mine.rank} reads no data",
@@ -90,8 +96,9 @@ class WorkerConfig:
             rank=mine.data_rank,
             world_size=mine.data_size,
             num_workers=num_workers,
-            data_parallel_group=data_parallel_group,
+            data_parallel_group=data_parallel_group or found.data_parallel_group,
             seed_offset=seed_offset,
+            data_parallel_ranks=_ranks_in_job(found),
         )
 
     @property
@@ -121,11 +128,56 @@ class WorkerConfig:
         first = self.global_worker_id(0)
         return bounds[first : first + self.workers_per_rank + 1]
 
-    def global_rank(self) -> int:
-        """The number of this rank in the job."""
-        if self.data_parallel_group is None:
-            return self.rank
-        return dist.get_global_rank(self.data_parallel_group, self.rank)
+    @checked
+    def global_rank(self, rank: int | None = None) -> int:
+        """The number in the job of a data-parallel rank; by default of this one."""
+        if rank is None:
+            rank = self.rank
+        if self.data_parallel_group is not None:
+            return dist.get_global_rank(self.data_parallel_group, rank)
+        return rank if self.data_parallel_ranks is None else self.data_parallel_ranks[rank]
+
+    def process_group(self) -> Any:
+        """The group over which states are collected: the given one, that of the ranks of a plan,
+        or all ranks. That of a plan is made at first use, by its members together.
+
+        Raises :class:`UsageError` where there is none, and :class:`ConfigError` for a group of
+        another size.
+        """
+        world = current_world()
+        if not isinstance(world, DistributedWorld):
+            raise UsageError(
+                f"the states of {self.world_size} data-parallel ranks are in other processes",
+                why="torch.distributed, which would collect them, is not initialised",
+                hint="call init_process_group, or save_state_rank() on each rank",
+            )
+        group = self.data_parallel_group
+        if group is None and self.data_parallel_ranks is not None:
+            transport = world.group_among_members(self.data_parallel_ranks, "data").transport
+            assert isinstance(transport, ProcessGroupTransport)
+            group = transport.process_group
+        size = dist.get_world_size(group)
+        if size != self.world_size:
+            raise ConfigError(
+                f"the data-parallel group has {size} ranks, and the worker config says "
+                f"{self.world_size}",
+                why="without data_parallel_group it is all ranks of the job"
+                if group is None
+                else None,
+                hint="give the group of the ranks that read other samples, as "
+                "WorkerConfig.from_roles(model, ...) does",
+            )
+        return group or dist.group.WORLD
+
+
+def _ranks_in_job(found: Roles) -> tuple[int, ...] | None:
+    """The ranks of the job that read other samples; ``None`` where the table is not one of the
+    ranks of this job.
+    """
+    world = current_world()
+    if (len(found.all), found.rank) != (world.size, world.rank):
+        return None
+    return found.data_group()
 
 
 default_worker_config = WorkerConfig.default_worker_config

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from shardwright.data import WorkerConfig, get_savable_loader, get_train_dataset
+import shardwright
+from shardwright.data import (
+    SavableDataset,
+    WorkerConfig,
+    get_savable_loader,
+    get_train_dataset,
+)
 from shardwright.runtime.errors import ShardwrightError
 
 
@@ -96,4 +102,45 @@ def the_documents_program(folder: str) -> dict[str, Any]:
         loader.restore_state_global(state, src_rank=0)
         seen["from_source"] = texts(loader, 2)
         loader.close()
+    return seen
+
+
+def states_of_a_plan(folder: str) -> dict[str, Any]:
+    """States are collected over the groups of a plan, 2 units x tp 2. Nobody makes a group by
+    hand.
+    """
+    rank = torch.distributed.get_rank()
+    config = shardwright.ComputeConfig(plan_ngpus=2, runtime_ngpus=4)
+    example = {"input": torch.zeros(2, 4)}
+    module = shardwright.parallelize(
+        torch.nn.Linear(4, 4), example, "tp", config, gen_savedir=folder
+    )
+    seen: dict[str, Any] = {}
+    for name, plan in (("module", module), ("mpu", module.mpu)):
+        config = WorkerConfig.from_roles(plan, num_workers=0)
+        source = list(range(20))
+
+        def make(config: WorkerConfig = config, source: list[int] = source) -> Any:
+            return get_savable_loader(
+                SavableDataset(source=source, batch_size=2, worker_config=config)
+            )
+
+        loader = make()
+        next(iter(loader))
+        # As in the document: of each pair of twins one is asked.
+        destination = 0 if rank % 2 == 0 else 3
+        states = loader.save_state_global(destination)
+        again = make()
+        again.restore_state_global(states, src_rank=destination // 2)
+        seen[name] = {
+            "rank": config.rank,
+            "global_rank": config.global_rank(),
+            "here": None if states is None else [state["rank"] for state in states],
+            "next": next(iter(again)).tolist(),
+        }
+    by_hand = WorkerConfig(rank=rank // 2, world_size=2, num_workers=0)
+    try:
+        by_hand.process_group()
+    except ShardwrightError as error:
+        seen["refused"] = str(error)
     return seen

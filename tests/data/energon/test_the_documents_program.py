@@ -35,3 +35,21 @@ def test_it_runs_as_written(tmp_path):
         "dataloader_rank0.pt",
         "dataloader_rank1.pt",
     ]
+
+
+@pytest.mark.slow
+def test_states_are_collected_over_the_groups_of_a_plan(tmp_path):
+    seen = run_processes(4, "data_jobs:states_of_a_plan", str(tmp_path / "mlp"))
+    for rank, mine in enumerate(seen):
+        replica = rank // 2
+        for source in ("module", "mpu"):
+            assert mine[source] == {
+                "rank": replica,
+                "global_rank": rank,
+                "here": [0, 1] if rank in (0, 3) else None,
+                "next": [10 * replica + 2, 10 * replica + 3],
+            }
+        assert mine["refused"].startswith(
+            "the data-parallel group has 4 ranks, and the worker config says 2\n"
+            "  why:   without data_parallel_group it is all ranks of the job"
+        )

@@ -301,8 +301,11 @@ def _stream(
     make = functools.partial(Order, shuffle=shuffle, block=block)
     if weights is None:
         return SingleStream(make(sizes[0], seed))
-    orders = [make(size, key(seed, "source", number)) for number, size in enumerate(sizes)]
-    return BlendedStream(orders, weights)
+    streams = [
+        SingleStream(make(size, key(seed, "source", number)), number)
+        for number, size in enumerate(sizes)
+    ]
+    return BlendedStream(streams, weights)
 
 
 def _lengths(sources: Sequence[Any], packing: Packing, is_blend: bool) -> list[Any]:

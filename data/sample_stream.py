@@ -12,7 +12,7 @@ in each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple, Protocol
@@ -146,14 +146,14 @@ class BlendedStream:
     An epoch ends where every source has been read through at least once.
     """
 
-    def __init__(self, orders: Sequence[Order], weights: Sequence[float]) -> None:
-        if len(orders) != len(weights):
+    def __init__(self, streams: Sequence[SampleStream], weights: Sequence[float]) -> None:
+        if len(streams) != len(weights):
             raise ConfigError(
-                f"a blend of {len(orders)} sources has {len(weights)} weights",
+                f"a blend of {len(streams)} sources has {len(weights)} weights",
                 hint="give one weight for each source",
             )
         self._pattern = Pattern.of_weights(weights)
-        self._streams = [SingleStream(order, number) for number, order in enumerate(orders)]
+        self._streams = tuple(streams)
 
     @property
     def epoch_size(self) -> int:
@@ -181,7 +181,13 @@ class BlendedStream:
                 found.append(Run(source, epoch, [index]))
         return found
 
-    def _of_source(self, source: int, turns: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+    def turns_before(self, position: int) -> list[int]:
+        """How many samples of each source come before a position."""
+        rounds, slot = divmod(position, self._pattern.length)
+        begun = np.bincount(self._pattern.sources[:slot], minlength=len(self._streams))
+        return [rounds * n + int(m) for n, m in zip(self._pattern.counts, begun, strict=True)]
+
+    def _of_source(self, source: int, turns: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Pairs of epoch and index, for turns that follow each other."""
         for run in self._streams[source].runs(int(turns[0]), int(turns[-1]) + 1):
             for index in run.indices:

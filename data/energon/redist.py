@@ -19,9 +19,11 @@ from shardwright.data.energon.worker_stream import (
     Segment,
     Split,
     WorkerStream,
+    blended,
     cut,
-    segments_of,
+    worker_streams,
 )
+from shardwright.data.sample_stream import BlendedStream
 from shardwright.data.state import check_state
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, DataError
@@ -31,6 +33,8 @@ _SHARED = (
     "num_workers",
     "seed_offset",
     "num_samples",
+    "weights",
+    "repeat",
     "shuffle",
     "max_samples_per_sequence",
     "batch_size",
@@ -51,22 +55,25 @@ def redistribute(
         raise ConfigError(f"{world_size} ranks with {num_workers} workers each cannot read")
     found = _checked(states)
     first = found[0]
-    split = Split(
-        first["num_samples"],
-        first["seed_offset"],
-        first["shuffle"],
-        first["max_samples_per_sequence"],
-    )
     total = world_size * max(1, num_workers)
-    if split.num_samples < total:
-        raise ConfigError(f"{split.num_samples} samples do not give each of {total} workers one")
-    left, next_epoch = _left(found, split)
-    by_worker: list[list[Segment]] = [[] for _ in range(total)]
-    for epoch in sorted({segment.epoch for segment in left}):
-        own = [segment for segment in left if segment.epoch == epoch]
-        bounds = global_boundaries(sum(segment.size for segment in own), total)
-        for segments, piece in zip(by_worker, cut(own, bounds), strict=True):
-            segments += piece
+    splits = [
+        Split(
+            num_samples,
+            first["seed_offset"],
+            first["shuffle"],
+            first["max_samples_per_sequence"],
+            number,
+        )
+        for number, num_samples in enumerate(first["num_samples"])
+    ]
+    for split in splits:
+        if split.num_samples < total:
+            raise ConfigError(
+                f"{split.num_samples} samples do not give each of {total} workers one"
+            )
+    left, next_epochs = _left(found, splits)
+    # By source, then by worker.
+    pieces = [_dealt(own, total) for own in left]
     per_rank = max(1, num_workers)
     return [
         {
@@ -77,10 +84,10 @@ def redistribute(
             "batch_size": batch_size or first["batch_size"],
             "position": 0,
             "dealt": {
-                "first_epoch": next_epoch,
+                "first_epoch": next_epochs,
                 "segments": [
-                    [list(segment) for segment in by_worker[rank * per_rank + worker]]
-                    for worker in range(per_rank)
+                    [[list(segment) for segment in by_worker[worker]] for by_worker in pieces]
+                    for worker in range(rank * per_rank, (rank + 1) * per_rank)
                 ],
             },
         }
@@ -88,22 +95,46 @@ def redistribute(
     ]
 
 
-def _left(states: Sequence[dict[str, Any]], split: Split) -> tuple[list[Segment], int]:
-    """What all workers still have to read of the epochs that are under way, and the epoch that
-    nobody has begun.
+def _dealt(left: Sequence[Segment], num_workers: int) -> list[list[Segment]]:
+    """What is left of a source, by new worker: each epoch is cut evenly."""
+    by_worker: list[list[Segment]] = [[] for _ in range(num_workers)]
+    for epoch in sorted({segment.epoch for segment in left}):
+        own = [segment for segment in left if segment.epoch == epoch]
+        bounds = global_boundaries(sum(segment.size for segment in own), num_workers)
+        for segments, piece in zip(by_worker, cut(own, bounds), strict=True):
+            segments += piece
+    return by_worker
+
+
+def _left(
+    states: Sequence[dict[str, Any]], splits: Sequence[Split]
+) -> tuple[list[list[Segment]], list[int]]:
+    """By source, what all workers still have to read of the epochs that are under way, and the
+    epoch that nobody has begun.
     """
-    places: list[tuple[WorkerStream, int]] = []
+    places: list[list[tuple[WorkerStream, int]]] = [[] for _ in splits]
     per_rank = max(1, states[0]["num_workers"])
-    total = per_rank * len(states)
     for state in states:
         dealt = state.get("dealt")
         for worker in range(per_rank):
             turns = (state["position"] + per_rank - 1 - worker) // per_rank
-            segments = () if dealt is None else segments_of(dealt["segments"][worker])
-            epoch = 0 if dealt is None else int(dealt["first_epoch"])
-            number = state["rank"] * per_rank + worker
-            stream = WorkerStream(split, total, number, segments, epoch)
-            places.append((stream, turns * state["batch_size"]))
+            streams = worker_streams(
+                splits,
+                per_rank * len(states),
+                state["rank"] * per_rank + worker,
+                None if dealt is None else dealt["segments"][worker],
+                None if dealt is None else dealt["first_epoch"],
+            )
+            position = turns * state["batch_size"]
+            blend = blended(streams, state["weights"])
+            read = blend.turns_before(position) if isinstance(blend, BlendedStream) else [position]
+            for own, stream, count in zip(places, streams, read, strict=True):
+                own.append((stream, count))
+    found = [_left_of_source(own) for own in places]
+    return [left for left, _ in found], [epoch for _, epoch in found]
+
+
+def _left_of_source(places: Sequence[tuple[WorkerStream, int]]) -> tuple[list[Segment], int]:
     # A worker that has just ended an epoch has not begun the next one.
     last = max(stream.epoch_at(position - 1) if position else -1 for stream, position in places)
     last = max([last, *(stream.first_epoch - 1 for stream, _ in places)])
@@ -124,6 +155,12 @@ def _checked(states: Sequence[Any]) -> list[dict[str, Any]]:
     missing = [name for name in ("rank", *_SHARED) if name not in first]
     if missing:
         raise DataError(f"the state of the loader has no {missing[0]!r}")
+    if not first["repeat"]:
+        raise DataError(
+            "the states are those of a dataset that does not repeat",
+            why="all ranks take the same number of steps of it, which the new ones would not",
+            hint="validate on as many ranks and workers as before, or from the start",
+        )
     shared = {name: first[name] for name in _SHARED}
     found = sorted((check_state(state, KIND, shared) for state in states), key=lambda s: s["rank"])
     if [state["rank"] for state in found] != list(range(first["world_size"])):

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from shardwright.data.energon.redist import redistribute
 from shardwright.data.energon.savable_dataset import SavableDataset
 from shardwright.data.energon.worker_config import WorkerConfig
-from shardwright.data.energon.worker_stream import KIND, WorkerStream, segments_of
+from shardwright.data.energon.worker_stream import KIND, blended, worker_streams
 from shardwright.data.fetching import Fetched, Fetcher
-from shardwright.data.permutation import Order
 from shardwright.data.rank_loader import Handing, end_workers, next_of, read_ahead
 from shardwright.data.rank_roles import Role
-from shardwright.data.sample_stream import Run, SingleStream
+from shardwright.data.sample_stream import Run, SampleStream
 from shardwright.data.state import VERSION, check_state
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, DataError, UsageError, brief
@@ -47,17 +46,20 @@ class SavableLoader:
         self._streams = self._own_streams(None)
         self._dealt: dict[str, Any] | None = None
 
-    def _own_streams(self, dealt: dict[str, Any] | None) -> list[WorkerStream]:
+    def _own_streams(self, dealt: dict[str, Any] | None) -> list[SampleStream]:
         """The streams of this rank's workers. ``dealt``: what a state that was dealt anew says."""
-        config, split = self.worker_config, self.dataset.split
-        total = config.num_global_workers
-        own = [config.global_worker_id(worker) for worker in range(config.workers_per_rank)]
-        if dealt is None:
-            return [WorkerStream(split, total, worker) for worker in own]
-        return [
-            WorkerStream(split, total, worker, segments_of(segments), int(dealt["first_epoch"]))
-            for worker, segments in zip(own, dealt["segments"], strict=True)
-        ]
+        config, dataset = self.worker_config, self.dataset
+        streams = []
+        for worker in range(config.workers_per_rank):
+            own = worker_streams(
+                dataset.splits,
+                config.num_global_workers,
+                config.global_worker_id(worker),
+                None if dealt is None else dealt["segments"][worker],
+                None if dealt is None else dealt["first_epoch"],
+            )
+            streams.append(blended(own, dataset.weights))
+        return streams
 
     def __len__(self) -> int:
         """The number of batches of a dataset that does not repeat; the same on all ranks."""
@@ -98,32 +100,29 @@ class SavableLoader:
         config, dataset = self.worker_config, self.dataset
         seed = config.worker_seed()
         role = Role(config.rank, config.rank, config.world_size)
-        # The fetcher's own stream is not used: it is told samples, not positions.
-        stream = SingleStream(Order(len(dataset.source), seed))
         fetcher = Fetcher(
-            [dataset.source],
-            stream,
+            dataset.sources,
+            self._streams[0],  # it is told samples, not positions: any stream will do
             role,
             seed,
             collate=dataset.collate,
             skips=dataset.on_error == "skip",
         )
         handing = Handing(num_workers=config.num_workers, prefetch_factor=self._prefetch_factor)
-        entries = self._indices(self._batches)
+        entries = self._runs(self._batches)
         ahead: Iterator[Fetched] = read_ahead(_Batches(fetcher), entries, handing, seed)
         return ahead
 
-    def _indices(self, batches: int) -> Iterator[list[tuple[int, list[int]]]]:
-        """The samples of each batch from one on, by epoch."""
+    def _runs(self, batches: int) -> Iterator[list[Run]]:
+        """The samples of each batch from one on."""
         size, workers = self.dataset.batch_size, len(self._streams)
         while self.dataset.repeat or batches < len(self):
             turn, worker = divmod(batches, workers)
             stream = self._streams[worker]
             stop = (turn + 1) * size
             if not self.dataset.repeat and batches + workers >= len(self):
-                stop = stream.own  # the last batch of a worker has what is left
-            parts = stream.parts(turn * size, stop)
-            yield [(part.epoch, stream.split.samples(*part)) for part in parts]
+                stop = stream.epoch_size  # the last batch of a worker has what is left
+            yield stream.runs(turn * size, stop)
             batches += 1
 
     # States
@@ -136,17 +135,20 @@ class SavableLoader:
         return state if self._dealt is None else {**state, "dealt": self._dealt}
 
     def _identity(self) -> dict[str, Any]:
-        config, split = self.worker_config, self.dataset.split
+        config, dataset = self.worker_config, self.dataset
+        weights = dataset.weights
         return {
             "rank": config.rank,
             "world_size": config.world_size,
             "num_workers": config.num_workers,
             "seed_offset": config.seed_offset,
-            "num_samples": split.num_samples,
-            "shuffle": split.shuffle,
-            "max_samples_per_sequence": split.block,
-            "batch_size": self.dataset.batch_size,
-            "fingerprint": getattr(self.dataset.source, "fingerprint", None),
+            "num_samples": [split.num_samples for split in dataset.splits],
+            "weights": None if weights is None else [float(weight) for weight in weights],
+            "repeat": dataset.repeat,
+            "shuffle": dataset.splits[0].shuffle,
+            "max_samples_per_sequence": dataset.max_samples_per_sequence,
+            "batch_size": dataset.batch_size,
+            "fingerprint": [getattr(source, "fingerprint", None) for source in dataset.sources],
         }
 
     def restore_state_rank(self, state: dict[str, Any] | None) -> None:
@@ -247,8 +249,8 @@ class _Batches:
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
-    def __getitem__(self, parts: list[tuple[int, list[int]]]) -> Fetched:
-        return self._fetcher.fetch([Run(0, epoch, indices) for epoch, indices in parts])
+    def __getitem__(self, runs: list[Run]) -> Fetched:
+        return self._fetcher.fetch(runs)
 
 
 def _check_sizes(state: Any, config: WorkerConfig) -> None:

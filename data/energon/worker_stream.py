@@ -16,7 +16,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardwright.data.energon.worker_config import global_boundaries, worker_seed
-from shardwright.data.permutation import Order
+from shardwright.data.permutation import Order, key
+from shardwright.data.sample_stream import BlendedStream, Run, SampleStream
 
 KIND = "energon"
 """The kind of states, as they say it themselves."""
@@ -24,17 +25,19 @@ KIND = "energon"
 
 @dataclass(frozen=True)
 class Split:
-    """How all samples are shared, and in which orders they are read.
+    """How all samples of a source are shared, and in which orders they are read.
 
-    ``num_samples``: of the dataset. ``seed_offset``: see
+    ``num_samples``: of the source. ``seed_offset``: see
     :class:`~shardwright.data.energon.worker_config.WorkerConfig`. ``shuffle``: whether workers read
-    in another order in each epoch; ``block``: neighbours that stay together then.
+    in another order in each epoch; ``block``: neighbours that stay together then. ``source``: its
+    number among those that are blended.
     """
 
     num_samples: int
     seed_offset: int
     shuffle: bool
     block: int | None
+    source: int = 0
 
     def size(self, num_workers: int, worker: int) -> int:
         """The samples of a worker of so many."""
@@ -47,6 +50,8 @@ class Split:
         """What a worker of so many reads at positions ``start`` to ``stop`` of an epoch."""
         first = global_boundaries(self.num_samples, num_workers)[worker]
         seed = worker_seed(worker, self.seed_offset)
+        if self.source:  # sources of one size are not to be read in one order
+            seed = key(seed, "source", self.source)
         order = Order(self.size(num_workers, worker), seed, self.shuffle, self.block)
         return [first + index for index in order.indices(epoch, start, stop).tolist()]
 
@@ -110,9 +115,15 @@ class WorkerStream:
             start += count
         return found
 
-    def samples(self, start: int, stop: int) -> list[int]:
-        """The samples at positions ``start`` to ``stop``."""
-        return [index for part in self.parts(start, stop) for index in self.split.samples(*part)]
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """See :class:`~shardwright.data.sample_stream.SampleStream`."""
+        source, samples = self.split.source, self.split.samples
+        return [Run(source, part.epoch, samples(*part)) for part in self.parts(start, stop)]
+
+    @property
+    def epoch_size(self) -> int:
+        """See :class:`~shardwright.data.sample_stream.SampleStream`; of epochs of its own."""
+        return self.own
 
     def epoch_at(self, position: int) -> int:
         """The epoch of its own that is under way; that before the first one among segments."""
@@ -143,3 +154,22 @@ def cut(segments: Sequence[Segment], bounds: Sequence[int]) -> list[list[Segment
             pieces[piece].append(segment._replace(start=start, stop=start + count))
             start, at = start + count, at + count
     return pieces
+
+
+def worker_streams(
+    splits: Sequence[Split], num_workers: int, worker: int, dealt: Sequence[Any] | None, epochs: Any
+) -> list[WorkerStream]:
+    """The streams of a worker, by source. ``dealt``: the segments of each source, and ``epochs``
+    its first own one, if a state was dealt anew.
+    """
+    if dealt is None:
+        return [WorkerStream(split, num_workers, worker) for split in splits]
+    return [
+        WorkerStream(split, num_workers, worker, segments_of(segments), int(epoch))
+        for split, segments, epoch in zip(splits, dealt, epochs, strict=True)
+    ]
+
+
+def blended(streams: Sequence[WorkerStream], weights: Sequence[float] | None) -> SampleStream:
+    """What a worker reads of all sources."""
+    return streams[0] if weights is None else BlendedStream(streams, weights)

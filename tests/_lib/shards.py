@@ -19,14 +19,14 @@ def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
     return path
 
 
-def numbered_shards(folder: Path, num_shards: int, samples_each: int) -> Path:
-    """A folder of shards whose samples are numbers from 0 on."""
+def numbered_shards(folder: Path, num_shards: int, samples_each: int, first: int = 0) -> Path:
+    """A folder of shards whose samples are numbers from ``first`` on."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
-        first = shard * samples_each
+        start = first + shard * samples_each
         samples = {
             f"s{number:05d}": {"cls": b"%d" % number, "txt": f"text {number}".encode()}
-            for number in range(first, first + samples_each)
+            for number in range(start, start + samples_each)
         }
         write_tar(folder / f"shard-{shard:03d}.tar", samples)
     return folder

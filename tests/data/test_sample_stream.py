@@ -11,6 +11,10 @@ from shardwright.data.sample_stream import BLOCK, BlendedStream, Pattern, Single
 from shardwright.runtime.errors import ConfigError
 
 
+def blend(orders, weights):
+    return BlendedStream([SingleStream(order, i) for i, order in enumerate(orders)], weights)
+
+
 def flat(stream, start, stop):
     return [
         (run.source, run.epoch, index) for run in stream.runs(start, stop) for index in run.indices
@@ -40,7 +44,7 @@ def test_blocks_of_positions_do_not_show():
 )
 def test_a_blend_is_the_same_however_it_is_cut(sources, start, count):
     orders = [Order(size, number, shuffle=True) for number, (size, _) in enumerate(sources)]
-    stream = BlendedStream(orders, [weight for _, weight in sources])
+    stream = blend(orders, [weight for _, weight in sources])
     whole = flat(stream, 0, start + count)
     assert flat(stream, start, start + count) == whole[start:]
     # Each source is read in its own order, and every epoch of it is whole before the next begins.
@@ -48,12 +52,14 @@ def test_a_blend_is_the_same_however_it_is_cut(sources, start, count):
         mine = [(epoch, index) for source, epoch, index in whole if source == number]
         alone = SingleStream(order, number)
         assert mine == [(e, i) for _, e, i in flat(alone, 0, len(mine))]
+        early = sum(source == number for source, _, _ in whole[:start])
+        assert stream.turns_before(start)[number] == early
 
 
 def test_weights_are_kept_at_every_length():
     pattern = Pattern.of_weights([3, 1])
     assert pattern.sources.tolist() == [0, 0, 1, 0] and pattern.turns.tolist() == [0, 1, 0, 2]
-    stream = BlendedStream([Order(100, 0), Order(100, 1)], [0.7, 0.3])
+    stream = blend([Order(100, 0), Order(100, 1)], [0.7, 0.3])
     assert stream.epoch_size == 334
     for length in (10, 100, 334):
         counts = Counter(source for source, _, _ in flat(stream, 0, length))
@@ -70,4 +76,4 @@ def test_weights_that_cannot_be_kept_are_refused():
     with pytest.raises(ConfigError, match="would never be read"):
         Pattern.of_weights([1, 1e-7])
     with pytest.raises(ConfigError, match="2 sources has 1 weights"):
-        BlendedStream([Order(1, 0)] * 2, [1])
+        blend([Order(1, 0)] * 2, [1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from shards import numbered_shards, write_tar
 import shardwright
 from shardwright import data
 from shardwright.data.energon import savable_loader
+from shardwright.data.energon.source_mix import SourceMix
 from shardwright.data.global_generators import generator_states, moved
 from shardwright.frontend.cli.main import main
 from shardwright.runtime.errors import ConfigError, DataError, UsageError
@@ -28,8 +30,11 @@ def loaders(size, ranks, workers, *, batch_size=2, seed_offset=0, redistributes=
         config = data.WorkerConfig(
             rank=rank, world_size=ranks, num_workers=workers, seed_offset=seed_offset
         )
+        source = Numbers(size)
+        if "weights" in options:  # a second source of another size
+            source = [source, [{"x": 1000 + i} for i in range(size + 5)]]
         dataset = data.SavableDataset(
-            source=Numbers(size), batch_size=batch_size, worker_config=config, **options
+            source=source, batch_size=batch_size, worker_config=config, **options
         )
         found.append(data.get_savable_loader(dataset, redistributes=redistributes))
     return found
@@ -107,7 +112,7 @@ def test_validation_reads_each_sample_once_in_as_many_steps_on_all_ranks():
 @settings(max_examples=25)
 @given(
     st.integers(16, 50),
-    st.sampled_from([{}, SHUFFLED]),
+    st.sampled_from([{}, SHUFFLED, {"weights": [3, 1]}, {**SHUFFLED, "weights": [1, 2]}]),
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=2, max_size=4),
     st.data(),
 )
@@ -125,9 +130,21 @@ def test_states_dealt_anew_lose_and_repeat_nothing(size, options, sizes, draw):
     (last,) = data.redistribute(states, world_size=1, num_workers=0)
     (stream,) = loaders(size, 1, 0, **options)
     stream.restore_state_rank(last)
-    left = stream._streams[0].dealt
-    seen += stream._streams[0].samples(0, left)
-    assert sorted(seen) == sorted(list(range(size)) * (len(seen) // size))
+    seen += dealt_to(stream)
+    sources = [range(size), *([range(1000, 1005 + size)] if "weights" in options else [])]
+    for numbers in sources:
+        own = [number for number in seen if (number >= 1000) == (numbers[0] >= 1000)]
+        assert sorted(own) == sorted(list(numbers) * (len(own) // len(numbers)))
+
+
+def dealt_to(loader):
+    """What was dealt to the workers of a rank, of all sources."""
+    numbers = []
+    for stream in loader._streams:
+        for source, own in enumerate(getattr(stream, "_streams", (stream,))):
+            runs = own.runs(0, own.dealt)
+            numbers += [1000 * source + index for run in runs for index in run.indices]
+    return numbers
 
 
 @without_processes()
@@ -160,11 +177,10 @@ def test_another_number_of_ranks_or_workers_is_refused_unless_asked_for(tmp_path
             again.restore_state_global(dealt)
         (again,) = loaders(20, 1, 4)
         again.restore_state_global(dealt)
-        left = sum(stream.dealt for stream in again._streams)
-        assert left == 20 - 8
+        assert len(dealt_to(again)) == 20 - 8
     one_each = str(tmp_path / "new{rank}.pt")
     assert main(["data", "redist", str(tmp_path / "all.pt"), one_each, *sizes]) == 0
-    assert torch.load(tmp_path / "new0.pt")["dealt"]["first_epoch"] == 1
+    assert torch.load(tmp_path / "new0.pt")["dealt"]["first_epoch"] == [1]
 
 
 @without_processes()
@@ -232,8 +248,15 @@ def test_datasets_are_found_as_energon_finds_them(tmp_path):
     assert len(data.get_val_dataset(folder, **options).source) == 4
     with pytest.raises(DataError, match="has no shards of 'test'"):
         data.get_val_dataset(folder, split_part="test", **options)
+    (tmp_path / "e.yaml").write_text("blend_epochized: [{repetitions: 2, path: coyo}]")
     for text, message in [
-        ("splits: {train: {blend: []}}", "blends several datasets"),
+        ("splits: {train: {blend: []}}", "blends nothing for 'train'"),
+        ("splits: {train: {blend: [{weight: 1}]}}", "has no path"),
+        ("splits: {train: {blend: [{weight: 0, path: coyo}]}}", "weight of coyo .* is 0"),
+        ("blend_epochized: [{repetitions: 1.5, path: coyo}]", "repetitions of coyo .* is 1.5"),
+        ("blend: [{weight: 1, path: e.yaml}]", "by weights what e.yaml blends by repetitions"),
+        ("path: c.yaml", "names itself"),
+        ("{path: coyo, subset: {range: [0, 1]}}", "'subset' in .* is not served"),
         ("a: 1", "names no dataset for 'train'"),
         ("[", "is no YAML"),
         ("3", "describes no dataset"),
@@ -257,7 +280,7 @@ def test_its_states_go_into_checkpoints(tmp_path):
         shardwright.load_checkpoint(tmp_path, module, loader=loaders(20, 2, 1)[0])
     for loader in pair:
         shardwright.load_checkpoint(tmp_path, module, loader=loader)
-    rest = [n for loader in pair for n in loader._streams[0].samples(0, loader._streams[0].dealt)]
+    rest = [number for loader in pair for number in dealt_to(loader)]
     assert sorted([*rest, *expected[0], *expected[1]]) == list(range(20))
 
 
@@ -272,3 +295,67 @@ def test_indexes_are_made_by_a_command(tmp_path, capsys):
     assert main(["data", "index", str(folder)]) == 0
     assert "a.jsonl: 2 samples" in capsys.readouterr().out
     assert len(data.TarShards(folder)) == 1
+
+
+@without_processes()
+def test_blends_of_energons_files(tmp_path):
+    numbered_shards(tmp_path / "coco", 2, 5)
+    numbered_shards(tmp_path / "coyo", 2, 2, first=100)
+    (tmp_path / "inner.yaml").write_text(
+        "blend: [{weight: 2, path: coyo}, {weight: 2, path: coco}]"
+    )
+    for name, text, of_coco in [
+        ("blend", "blend: [{weight: 3, path: coco}, {weight: 1, path: coyo}]", 30),
+        ("nested", "blend: [{weight: 3, path: coco}, {weight: 1, path: inner.yaml}]", 35),
+        ("old", "splits: {train: {datasets: [{path: coco}, {path: coyo, weight: 1.5}]}}", 16),
+        ("epochs", "blend_epochized: [{path: coco}, {repetitions: 3, path: coyo}]", 18),
+    ]:
+        (tmp_path / f"{name}.yaml").write_text(text)
+
+        def make(name=name):
+            config = data.WorkerConfig(rank=0, world_size=1, num_workers=2)
+            path = tmp_path / f"{name}.yaml"
+            return data.get_savable_loader(
+                data.get_train_dataset(
+                    path, batch_size=2, worker_config=config, shuffle_buffer_size=9
+                )
+            )
+
+        whole = [batch["cls"].tolist() for batch in steps_of(make(), 20)]
+        first, again = make(), make()
+        found = [batch["cls"].tolist() for batch in steps_of(first, 7)]
+        again.restore_state_rank(first.save_state_rank())
+        assert found + [batch["cls"].tolist() for batch in steps_of(again, 13)] == whole
+        # Two workers, each within one sample of the proportion.
+        assert abs(sum(n < 100 for batch in whole for n in batch) - of_coco) <= 2
+    config = data.WorkerConfig(rank=0, world_size=1, num_workers=0)
+    epoch = data.get_train_dataset(tmp_path / "epochs.yaml", batch_size=1, worker_config=config)
+    numbers = [batch["cls"].item() for batch in steps_of(data.get_loader(epoch), 22)]
+    assert sorted(numbers) == sorted([*range(10), *[*range(100, 104)] * 3])
+    once = data.get_val_dataset(
+        tmp_path / "epochs.yaml", batch_size=5, worker_config=config, split_part="val"
+    )
+    numbers = [number for batch in data.get_loader(once) for number in batch["cls"].tolist()]
+    assert sorted(numbers) == [*range(10), *range(100, 104)]
+    weights = {"batch_size": 1, "worker_config": config, "weights": [1, 1]}
+    with pytest.raises(ConfigError, match="2 weights need a list of as many datasets"):
+        data.SavableDataset(source=Numbers(4), **weights)
+    with pytest.raises(ConfigError, match="a blend by weights repeats"):
+        data.SavableDataset(source=[Numbers(4)] * 2, repeat=False, **weights)
+    with pytest.raises(ConfigError, match="positive numbers"):
+        data.SavableDataset(source=[Numbers(4)] * 2, **{**weights, "weights": [1, -1]})
+    (validation,) = loaders(8, 1, 1, repeat=False)
+    read(validation, 1)
+    with pytest.raises(DataError, match="a dataset that does not repeat"):
+        data.redistribute([validation.save_state_rank()], world_size=2, num_workers=1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4))
+def test_a_mix_has_each_sample_as_often_as_was_said_and_spread(sizes):
+    mix = SourceMix([range(size) for size, _ in sizes], [n for _, n in sizes])
+    places = [mix.place(index) for index in range(len(mix))]
+    assert Counter(places) == {(s, i): n for s, (size, n) in enumerate(sizes) for i in range(size)}
+    size, times = sizes[0]
+    for count in range(len(mix)):
+        early = sum(source == 0 for source, _ in places[:count])
+        assert early == count * size * times // len(mix)

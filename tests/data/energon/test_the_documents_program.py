@@ -10,12 +10,15 @@ from spawn import run_processes
 @pytest.mark.slow
 def test_it_runs_as_written(tmp_path):
     numbered_shards(tmp_path / "coyo", 4, 15)
+    numbered_shards(tmp_path / "coco", 2, 15, first=1000)
     (tmp_path / "coyo-coco-dataset.yaml").write_text(
         "__module__: megatron.energon\n"
         "__class__: MetadatasetV2\n"
         "splits:\n"
         "  train:\n"
-        "    path: ./coyo\n"
+        "    blend:\n"
+        "      - {weight: 2, path: ./coyo}\n"
+        "      - {weight: 1, path: ./coco}\n"
     )
     seen = run_processes(8, "data_jobs:the_documents_program", str(tmp_path))
     for rank in (2, 3, 6, 7):

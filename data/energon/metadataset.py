@@ -58,7 +58,7 @@ class Metadataset:
 
 
 def read_metadataset(file: Path, part: str) -> Metadataset:
-    """What a YAML file says of a part (``train``, ``val``, ``test``).
+    """Read what a YAML file says of a part (``train``, ``val``, ``test``).
 
     Raises :class:`DataError` for a file that says nothing of it, and :class:`ConfigError` for what
     is not served.

@@ -33,7 +33,7 @@ class SourceMix:
         return self._sources[source][place]
 
     def key(self, index: int) -> str:
-        """What messages call a sample."""
+        """The name of a sample, for messages."""
         source, place = self.place(index)
         dataset = self._sources[source]
         name = dataset.key(place) if hasattr(dataset, "key") else place

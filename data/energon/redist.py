@@ -109,8 +109,8 @@ def _dealt(left: Sequence[Segment], num_workers: int) -> list[list[Segment]]:
 def _left(
     states: Sequence[dict[str, Any]], splits: Sequence[Split]
 ) -> tuple[list[list[Segment]], list[int]]:
-    """By source, what all workers still have to read of the epochs that are under way, and the
-    epoch that nobody has begun.
+    """The rest that all workers still have to read of the epochs that are under way, and the epoch
+    that nobody has begun; both by source.
     """
     places: list[list[tuple[WorkerStream, int]]] = [[] for _ in splits]
     per_rank = max(1, states[0]["num_workers"])

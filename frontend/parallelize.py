@@ -135,8 +135,8 @@ def parallelize(
     ``dummy_forward_args``: an example of every argument of ``forward``, by name. What is absent
     keeps its default for good.
     ``pas_policy``: the name of a policy, built in (``"dp"``, ``"tp"``, ``"data"``, ``"pp"``,
-    ``"hybrid"``, ``"autodist"``, ``"saved"``) or registered, or a function of the graph and the
-    config.
+    ``"hybrid"``, ``"tensor"``, ``"autodist"``, ``"saved"``) or registered, or a function of the
+    graph and the config.
     ``gen_savedir``: the files lie in
     ``<gen_savedir>/_parallel_modules/<module>/<class>/<instance_name>``.
     ``reuse``: what to do with files of an earlier call, see :class:`ReuseType`. Files are

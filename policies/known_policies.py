@@ -18,6 +18,7 @@ BUILT_IN: Mapping[str, str] = {
     "ep": "shardwright.policies.ep",
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
+    "tensor": "shardwright.policies.tensor",
     "autodist": "shardwright.policies.autodist.policy",
     "saved": "shardwright.policies.saved_plan",
 }

@@ -1,4 +1,5 @@
-"""Gathered weights: parameters that a rank stores in pieces, and uses whole for a moment only.
+"""Gathered weights: parameters that a rank stores in pieces, and uses whole for a moment only. So
+are activations, where the plan says that backward gathers them again.
 
 A generated forward asks for a weight right before the operator that needs it, and drops it right
 after:
@@ -65,16 +66,22 @@ class _Use:
     ``steps``: how the whole comes of it.
 
     ``earlier``: the use before it in the same forward. ``num_saved``: how many tensors are packed
-    that need the weight.
+    that need the weight. ``is_kept``: operators save the whole.
     """
 
     def __init__(
-        self, piece: Tensor, grad_dtype: torch.dtype, steps: tuple[_Step, ...], earlier: _Use | None
+        self,
+        piece: Tensor,
+        grad_dtype: torch.dtype,
+        steps: tuple[_Step, ...],
+        earlier: _Use | None,
+        is_kept: bool = False,
     ) -> None:
         self.piece = piece.detach()
         self.grad_dtype = grad_dtype
         self.steps = steps
         self.earlier = earlier
+        self.is_kept = is_kept
         self.num_saved = 0
         self._version = piece._version
         self._started: Gathering | None = None
@@ -195,6 +202,7 @@ class WeightGathering:
             self._forget_ahead()
         finally:
             self._ahead, self._latest, self._is_forward = None, None, False
+            self._forget_freed()
 
     def gathered(
         self,
@@ -203,11 +211,14 @@ class WeightGathering:
         dim: int,
         cut: Cut | None = None,
         backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
+        then: Literal["keep", "again"] = "again",
     ) -> Tensor:
         """S(dim) -> G, or with ``backward="slice"`` S(dim) -> R.
 
         ``x`` is a parameter, or gathered along another axis, or what another adapter made of a
-        parameter; gradients pass that one in the dtype of ``x``.
+        parameter; gradients pass that one in the dtype of ``x``. Or it is an activation, which is
+        another tensor in each forward, so that it is never gathered ahead of time there. With
+        ``then="keep"`` operators save the whole.
 
         Without ``cut`` the pieces must be equally long.
         """
@@ -218,7 +229,8 @@ class WeightGathering:
             axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter"
         )
         before = self._use_of(x)
-        move = self._move if before is None else _move_now
+        is_weight = isinstance(x, torch.nn.Parameter)
+        move = self._move if before is None and is_weight else _move_now
         if before is not None:
             grad_dtype = before.grad_dtype
         else:
@@ -228,13 +240,19 @@ class WeightGathering:
             "views of it could not be told by their strides"
         )
         piece, steps = (x, (step,)) if before is None else (before.piece, (*before.steps, step))
-        use = _Use(piece, grad_dtype, steps, self._latest if self._is_forward else None)
-        if self._is_forward:
+        use = _Use(
+            piece, grad_dtype, steps, self._latest if self._is_forward else None, then == "keep"
+        )
+        if self._is_forward and not use.is_kept:
             self._latest = use
-        self._uses = {key: entry for key, entry in self._uses.items() if not _is_freed(entry[0])}
+        self._forget_freed()
         storage = whole.untyped_storage()
         self._uses[storage._cdata] = StorageWeakRef(storage), use  # type: ignore[no-untyped-call]
         return whole
+
+    def _forget_freed(self) -> None:
+        """Let go of uses, and with them of pieces of activations, that nobody has whole now."""
+        self._uses = {key: entry for key, entry in self._uses.items() if not _is_freed(entry[0])}
 
     def _move(self, x: Tensor, step: _Step) -> Tensor:
         """The whole of a stored piece, which may be on its way already; the next one is sent
@@ -279,7 +297,7 @@ class WeightGathering:
 
     def _pack(self, x: Tensor) -> _Handle | _Kept:
         use = self._use_of(x)
-        if use is None:
+        if use is None or use.is_kept:
             # Detached: a node that saves its own result would keep itself alive.
             return _Kept(x if x.is_leaf else x.detach(), x._version)
         use.num_saved += 1

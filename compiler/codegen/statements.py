@@ -88,7 +88,9 @@ class StatementWriter:
 
     def _gathers_weights(self) -> bool:
         return any(
-            adapter.gathers_weight for program in self._programs() for adapter in program.adapters()
+            adapter.gathers_weight or adapter.gathers_again
+            for program in self._programs()
+            for adapter in program.adapters()
         )
 
     def _reserved(self, program: Program) -> set[str]:
@@ -165,7 +167,7 @@ class StatementWriter:
     # statements
 
     def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
-        """The statements that let go of gathered weights: ``del weight_tp_whole``."""
+        """The statements that let go of what is gathered again: ``del weight_tp_whole``."""
         lines = []
         for value in weights:
             guards = ("if self.training",) if value.name in self._train_only else ()
@@ -240,7 +242,7 @@ class StatementWriter:
     def _adapter_line(self, instruction: Adapt, scope: Scope, program: Program) -> Line:
         step = instruction.step
         function, default = step.kind, _DEFAULT_BACKWARD.get(step.kind)
-        if instruction.gathers_weight:
+        if instruction.gathers_weight or instruction.gathers_again:
             function, default = "self.gathered", "reduce_scatter"
         else:
             self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
@@ -257,6 +259,8 @@ class StatementWriter:
             words.append(f"cut={self._cut(step.cut, sizes)}")
         if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')
+        if instruction.choice is not None and function == "self.gathered":
+            words.append(f'then="{instruction.choice}"')
         scope.define(instruction.result)
         note = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()

@@ -324,10 +324,17 @@ class _Lowering:
                 value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None
             )
             adapter = Adapt(
-                start, result, value, step, op.region if op else None, op.module_path if op else ""
+                start,
+                result,
+                value,
+                step,
+                op.region if op else None,
+                op.module_path if op else "",
+                self.plan.gathers.get(value.fqn or value.name),
             )
             self.body.append(adapter)
-            is_everywhere = is_everywhere and not adapter.gathers_weight
+            held_for_a_moment = adapter.gathers_weight and adapter.gathers_again
+            is_everywhere = is_everywhere and not held_for_a_moment
             start = result
         versions[goal, None if is_everywhere else place] = start
         return start

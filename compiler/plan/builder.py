@@ -23,6 +23,7 @@ from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ops.strategy import allowed, factor_axes, split_factor
 from shardwright.compiler.plan.check import (
     check_assignment,
+    check_gathers,
     check_layout,
     ops_of,
     output_paths,
@@ -104,6 +105,7 @@ class PlanBuilder:
         self._strategies: dict[str, dict[str, str]] = {}
         self._stored: dict[str, Layout] = {}
         self._outputs: dict[str, Layout | str | None] = {}
+        self._gathers: dict[str, str] = {}
         self._notes: list[Note] = []
 
     @checked
@@ -229,6 +231,17 @@ class PlanBuilder:
         return self
 
     @checked
+    def gather(self, value: str, then: str) -> PlanBuilder:
+        """Say what happens to a value that is gathered for an operator which needs it in backward,
+        too: it is kept whole (``"keep"``), or its piece is kept and gathered again (``"again"``).
+        ``value``: the FQN of a parameter, or the name of an activation. Of itself a parameter is
+        gathered again, an activation kept.
+        """
+        check_gathers(self.graph, {value: then})
+        self._gathers[value] = then
+        return self
+
+    @checked
     def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
         """``"whole"``, ``"eval"`` (whole but for training steps), ``"sharded"``, a layout, or
         ``None``: not needed. Outputs of which nothing is said are as ``ComputeConfig.outputs`` has
@@ -262,7 +275,14 @@ class PlanBuilder:
     @checked
     def plan(self, policy: str = "custom") -> Plan:
         return Plan(
-            self.mesh, self._strategies, self._stored, {}, self._outputs, policy, tuple(self._notes)
+            self.mesh,
+            self._strategies,
+            self._stored,
+            {},
+            self._outputs,
+            policy,
+            tuple(self._notes),
+            gathers=self._gathers,
         )
 
     @checked

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
@@ -15,7 +15,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, allowed, factor_axes, strategies
-from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.plan import AGAIN, KEEP, Plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import ZERO, Layout, Mesh
@@ -66,12 +66,37 @@ def check_names(graph: IRGraph, plan: Plan) -> None:
     _check_known("parameter or buffer", plan.stored, tensors)
     _check_known("input", plan.inputs, inputs)
     _check_known("output", plan.outputs, output_paths(graph))
+    check_gathers(graph, plan.gathers)
     if plan.stages:
         return  # their layouts are of the meshes of the stages
     for fqn, layout in plan.stored.items():
         check_layout(fqn, layout, tensors[fqn], plan.mesh)
     for name, layout in plan.inputs.items():
         check_layout(name, layout, inputs[name], plan.mesh)
+
+
+def check_gathers(graph: IRGraph, gathers: Mapping[str, str]) -> None:
+    """Raise :class:`PlanError` for values that the graph does not have, and choices that are
+    none.
+    """
+    _check_known("parameter or value", gathers, gathered_names(graph))
+    for name, choice in gathers.items():
+        if choice not in (KEEP, AGAIN):
+            raise PlanError(
+                f"{name!r} cannot be gathered and then {choice!r}",
+                hint=f"{KEEP!r}: kept for backward, or {AGAIN!r}: gathered again there",
+            )
+
+
+def gathered_names(graph: IRGraph) -> dict[str, IRValue]:
+    """The names under which a plan may speak of what is gathered: FQNs of parameters, and names of
+    values.
+    """
+    found = {value.fqn: value for value in graph.parameters if value.fqn}
+    for body in graph.bodies:
+        found |= {value.name: value for value in body.inputs}
+        found |= {result.name: result for op in body.ops for result in op.results}
+    return found
 
 
 def check_batch(graph: IRGraph, plan: Plan) -> None:

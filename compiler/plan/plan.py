@@ -21,6 +21,9 @@ from shardwright.runtime.layout import Layout, Mesh
 
 PLAN_FORMAT = 1
 
+KEEP, AGAIN = "keep", "again"
+"""What happens to a value that was made whole for an operator which needs it in backward too."""
+
 
 @dataclass(frozen=True)
 class Note:
@@ -143,6 +146,9 @@ class Plan:
     (``ComputeConfig(use_zero="auto")``); ``None``: any.
     ``batch``: the microbatches that it was chosen for, where their size was; inputs are of that
     size then.
+    ``gathers``: by FQN of a parameter or name of an activation, whether a value that is gathered
+    is kept for backward (``"keep"``) or gathered again there (``"again"``), which holds a piece of
+    it meanwhile. What is left out: weights are gathered again, activations kept.
     ``imbalance``: of a model with experts, how many times its even share of rows the busiest rank
     is assumed to get; ``None``: as the cost model has it.
     """
@@ -165,6 +171,7 @@ class Plan:
     zero_stage: int | None = None
     batch: Batch | None = None
     imbalance: float | None = None
+    gathers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def storage_mesh(self) -> Mesh:
@@ -202,6 +209,7 @@ class Plan:
             **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
             **({"batch": self.batch.to_json()} if self.batch is not None else {}),
             **({"imbalance": self.imbalance} if self.imbalance is not None else {}),
+            **({"gathers": dict(self.gathers)} if self.gathers else {}),
             **(
                 {
                     "stages": [stage.to_json() for stage in self.stages],
@@ -245,6 +253,7 @@ class Plan:
                 data.get("zero_stage"),
                 Batch(**data["batch"]) if "batch" in data else None,
                 data.get("imbalance"),
+                data.get("gathers", {}),
             )
 
     def dumps(self) -> str:

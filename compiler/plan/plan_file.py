@@ -172,6 +172,7 @@ KEYS: Mapping[str, Key] = {
     "zero_stage": Key(_count(0)),
     "batch": Key(_object(_BATCH)),
     "imbalance": Key(_factor),
+    "gathers": Key(_each(_TEXT)),
     "stages": Key(_list(_object(_STAGE))),
     "schedule": Key(_TEXT),
     "num_microbatches": Key(_count(1)),

@@ -14,7 +14,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.conversion import AdapterStep
-from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.plan import AGAIN, Plan
 from shardwright.runtime.layout import Layout
 
 
@@ -35,7 +35,7 @@ class Compute:
 @dataclass(frozen=True)
 class Adapt:
     """One adapter step: ``result`` is ``value`` in another layout. Both are versions of the traced
-    value ``of``.
+    value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`).
     """
 
     value: IRValue
@@ -44,13 +44,21 @@ class Adapt:
     step: AdapterStep
     region: str | None = None
     module_path: str = ""
+    choice: str | None = None
 
     @property
     def gathers_weight(self) -> bool:
-        """Whether the step makes a parameter whole that is stored in pieces. Such a weight is held
-        for its uses only, and gathered again for the backward of an operator that keeps it.
-        """
+        """Whether the step makes a parameter whole that is stored in pieces."""
         return self.step.kind == "all_gather" and self.of.kind is ValueKind.PARAMETER
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether what the step makes whole is held for its uses only, and gathered again for the
+        backward of an operator that keeps it. A weight is unless the plan has it kept
+        (:attr:`Plan.gathers`), an activation if the plan says so.
+        """
+        again = self.gathers_weight if self.choice is None else self.choice == AGAIN
+        return again and self.step.kind == "all_gather"
 
 
 Instruction = Compute | Adapt

@@ -15,7 +15,13 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import Assignment
-from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths
+from shardwright.compiler.plan.check import (
+    check_assignment,
+    check_layout,
+    gathered_names,
+    ops_of,
+    output_paths,
+)
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.runtime.errors import PlanError, did_you_mean, on_lines
 from shardwright.runtime.layout import Atom, Layout, Mesh
@@ -179,6 +185,7 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
         ("parameter or buffer", plan.stored, tensors),
         ("input", plan.inputs, inputs),
         ("output", plan.outputs, output_paths(graph)),
+        ("parameter or value", plan.gathers, gathered_names(graph)),
     )
     problems = [
         _unknown(what, name, there)

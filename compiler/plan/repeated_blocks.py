@@ -233,8 +233,8 @@ def in_front(
 
 
 def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, list[IRValue]]:
-    """The gathered weights that are not needed after an item, by its position. Weights in ``kept``
-    are needed to the end.
+    """The values that are gathered again in backward and not needed after an item, by its
+    position. Those in ``kept`` are needed to the end.
     """
     last: dict[str, int] = {}
     for position, item in enumerate(items):
@@ -243,7 +243,7 @@ def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, 
     names = {value.name for value in kept}
     over: dict[int, list[IRValue]] = {}
     for item in items:
-        if isinstance(item, Adapt) and item.gathers_weight and item.result.name not in names:
+        if isinstance(item, Adapt) and item.gathers_again and item.result.name not in names:
             over.setdefault(last[item.result.name], []).append(item.result)
     return over
 

@@ -167,6 +167,7 @@ def _tensors(plan: Plan) -> dict[str, str]:
 
     told = {name: str(layout) for name, layout in plan.stored.items()}
     told |= {f"input {name}": str(layout) for name, layout in plan.inputs.items()}
+    told |= {f"{name} once gathered": choice for name, choice in plan.gathers.items()}
     return told | {
         f"output {path or '(the result)'}": text(wish) for path, wish in plan.outputs.items()
     }

@@ -267,11 +267,12 @@ class ParallelModule(DeclaredModule):
         dim: int,
         cut: Cut | None = None,
         backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
+        then: Literal["keep", "again"] = "again",
     ) -> Tensor:
-        """A parameter whole along ``axis``, for a moment: see
+        """A parameter or an activation whole along ``axis``, for a moment: see
         :mod:`shardwright.runtime.gathered_weights`.
         """
-        return self._gathering.gathered(weight, axis, dim, cut, backward)
+        return self._gathering.gathered(weight, axis, dim, cut, backward, then)
 
     @property
     def trains(self) -> bool:

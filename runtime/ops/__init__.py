@@ -21,6 +21,7 @@ from shardwright.runtime.ops.dropout import (
 from shardwright.runtime.ops.embedding import embedding
 from shardwright.runtime.ops.experts import combine, dispatch, grouped_linear, grouped_mm
 from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
+from shardwright.runtime.ops.layer_norm import layer_norm, rms_norm
 from shardwright.runtime.ops.means import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -90,6 +91,7 @@ __all__ = [
     "huber_loss",
     "kl_div",
     "l1_loss",
+    "layer_norm",
     "log_softmax",
     "logsumexp",
     "lstm",
@@ -112,6 +114,7 @@ __all__ = [
     "randn",
     "randn_like",
     "randperm",
+    "rms_norm",
     "rnn_relu",
     "rnn_tanh",
     "rrelu",

@@ -211,6 +211,7 @@ class BodyMemory:
         )
         if not found.exact:
             self.inexact.add(_name(instruction))
+        held_shortly = isinstance(instruction, Adapt) and instruction.gathers_again
         weight = isinstance(instruction, Adapt) and instruction.gathers_weight
         self.num_gathered += -1 if weight and again else weight
         # While a weight is used, the next one is being gathered, on the way forward only.
@@ -227,7 +228,7 @@ class BodyMemory:
         ):
             self.values[value.name] = _Local(form, numbers[number])
             storage = self.ledger.hold(numbers[number])
-            if weight:
+            if held_shortly:
                 self.gathered[value.name] = storage
             else:
                 bound.append(storage)

@@ -29,6 +29,8 @@ _MESSAGES: Mapping[str, tuple[float, float, float]] = {
     "log_softmax": (2, 1, 1.0),
     "logsumexp": (2, 0, 1.0),
     "batch_norm": (2, 1, 1.0),
+    "layer_norm": (2, 1, 4 / 3),  # the backward sends two sums of a row as one
+    "rms_norm": (1, 1, 1.0),
 }
 
 

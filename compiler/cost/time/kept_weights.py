@@ -1,4 +1,5 @@
-"""Which weights stored in pieces the backward gathers again: those that an operator keeps.
+"""Which gathered values the backward gathers again: those that an operator keeps, of weights stored
+in pieces and of activations that the plan does not keep whole.
 
 An operator that saves a gathered weight saves a handle instead, which gathers it again in backward
 (``runtime/gathered_weights.py``). What no operator saves is gathered once: a bias, a table of
@@ -19,14 +20,18 @@ keeps the one keeps the other.
 """
 
 
-def keepers(graph: IRGraph) -> frozenset[tuple[str, str]]:
-    """The pairs ``(parameter, operator)`` in which the operator keeps the parameter for backward.
+def keepers(
+    graph: IRGraph, activations: frozenset[str] = frozenset()
+) -> frozenset[tuple[str, str]]:
+    """The pairs ``(parameter, operator)`` in which the operator keeps the parameter for backward;
+    also for the values named in ``activations``.
 
     The operator is the one that reads the parameter. It counts also if it makes a view, and another
     operator keeps this view.
     """
     # For each parameter or view of one, the pairs that are found if something keeps it.
-    read = {value.name: frozenset[tuple[str, str]]() for value in graph.parameters}
+    names = (*(value.name for value in graph.parameters), *sorted(activations))
+    read = {name: frozenset[tuple[str, str]]() for name in names}
     found: set[tuple[str, str]] = set()
     for op in graph.ops:
         if read.keys().isdisjoint(value.name for value in op.operands):
@@ -45,13 +50,15 @@ def keepers(graph: IRGraph) -> frozenset[tuple[str, str]]:
 
 
 def gathered_again(program: Program) -> frozenset[str]:
-    """The names of the gathered weights that are gathered again for the backward. A weight in a
+    """The names of the gathered values that are gathered again for the backward. A weight in a
     recompute region may be among them; there the region gathers it again.
     """
-    if not any(adapter.gathers_weight for adapter in program.adapters()):
+    again = [adapter for adapter in program.adapters() if adapter.gathers_again]
+    if not again:
         return frozenset()
-    # Which operators keep which weight, in the graph; below, which adapters made these.
-    keeping = keepers(program.graph)
+    activations = frozenset(a.of.name for a in again if not a.gathers_weight)
+    # Which operators keep which value, in the graph; below, which adapters made these.
+    keeping = keepers(program.graph, activations)
     kept: set[str] = set()
     found: set[str] = set()
     # Readers come after the adapters that make what they read, so the way back meets them first.
@@ -61,9 +68,9 @@ def gathered_again(program: Program) -> frozenset[str]:
             pairs = zip(original.operands, instruction.op.operands, strict=True)
             kept |= {own.name for value, own in pairs if (value.name, original.name) in keeping}
         elif isinstance(instruction, Adapt) and instruction.result.name in kept:
-            if instruction.gathers_weight:
+            if instruction.gathers_again:
                 found.add(instruction.result.name)
-            # On to what the gathered weight was made of.
-            if instruction.gathers_weight or instruction.step.kind in VIEWS:
+            # On to what the gathered value was made of.
+            if instruction.gathers_again or instruction.step.kind in VIEWS:
                 kept.add(instruction.value.name)
     return frozenset(found)

@@ -1,10 +1,10 @@
-"""Normalisations. The dims that statistics are taken over stay whole; batch norm exchanges its
-statistics.
+"""Normalisations. The dims that statistics are taken over stay whole; but batch norm, layer norm
+and RMS norm can exchange their statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
 
@@ -25,29 +25,45 @@ def _affine(op: IROp) -> tuple[frozenset[int], ...]:
     return linear_sets(op, ("weight", "bias")) if op.has_arg("weight") else ()
 
 
-def _layer_norm(op: IROp) -> OpRule:
-    """The rule of layer norm, and of RMS norm, which has no bias."""
-    normalised = names(len(op.arg("normalized_shape")), "h", "^")
-    term = ["*", *normalised]
-    return parse_rule(
-        annotation([term, *[normalised] * (len(op.operands) - 1)], [term]),
-        op,
-        linear_sets=_affine(op),
-    )
+_LAYER_NORM = "input, normalized_shape, weight=None, bias=None, eps=1e-05"
+_RMS_NORM = "input, normalized_shape, weight=None, eps=None"
+
+
+def _norm_of_rows(form: str) -> Callable[[IROp], OpRule]:
+    """The rule of layer norm, and of RMS norm, which has no bias. The dims that it normalises may
+    be split: then sums of whole rows are exchanged.
+    """
+
+    def rule(op: IROp) -> OpRule:
+        normalised = names(len(op.arg("normalized_shape")), "h")
+        term = ["*", *(f"{name}^" for name in normalised)]
+        pieces = [f"{name}^" for name in normalised]
+        return parse_rule(
+            annotation([term, *[pieces] * (len(op.operands) - 1)], [term]),
+            op,
+            linear_sets=_affine(op),
+            parallel=ParallelForm(
+                form,
+                {name: ParallelFactor(anywhere=True) for name in normalised},
+                dict.fromkeys(normalised, "norm_axes"),
+            ),
+        )
+
+    return rule
 
 
 define(
     "layer_norm",
-    "input, normalized_shape, weight=None, bias=None, eps=1e-05",
+    _LAYER_NORM,
     "F.layer_norm",
-    _layer_norm,
+    _norm_of_rows(define_form("layer_norm", f"{_LAYER_NORM}, *, norm_axes=()")),
     *through(_PLAIN, callables("layer_norm")),
 )
 define(
     "rms_norm",
-    "input, normalized_shape, weight=None, eps=None",
+    _RMS_NORM,
     "F.rms_norm",
-    _layer_norm,
+    _norm_of_rows(define_form("rms_norm", f"{_RMS_NORM}, *, norm_axes=()")),
     *callables("rms_norm"),
 )
 

@@ -1,0 +1,187 @@
+"""Tensor parallelism in two and three dims: what it sends, what it holds, and its numbers."""
+
+import math
+
+import plans
+import pytest
+import torch
+import zoo
+from plans import compile_with, zoo_traced
+from torch import nn
+from verified import verify_zoo
+
+import shardwright
+from shardwright import count_communication, run_ranks
+from shardwright.policies.tensor import TensorOptions, mesh_sizes
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.layout import Mesh
+
+M, K, N = 24, 12, 36
+
+
+class Linears(nn.Module):
+    """Linears of ``[N, K]`` and ``[K, N]``, one after the other."""
+
+    def __init__(self, pairs):
+        super().__init__()
+        shapes = [(K, N), (N, K)] * pairs
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes).double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def received(pairs, options, folder):
+    """Elements that rank 0 receives in the forward and in the backward of a step."""
+    ranks = math.prod(options["shape"])
+    config = {"plan_ngpus": ranks, "runtime_ngpus": ranks, "pas_config": options}
+    x = torch.randn(M, K, dtype=torch.float64)
+    with torch.random.fork_rng():
+        model = Linears(pairs)
+
+    def step(rank):
+        module = shardwright.parallelize(
+            model, {"x": x}, "tensor", config, gen_savedir=folder, instance_name=str(pairs)
+        )
+        optimizer = shardwright.build_optimizer(module, torch.optim.SGD, lr=0.1)
+        module(x)  # the first call compares inputs
+        with count_communication() as forward:
+            loss = module(x)
+        with count_communication() as backward:
+            loss.backward()
+            optimizer.sync_shard_grad()
+        return forward, backward
+
+    return [
+        sum(volume.received for key, volume in found.items() if key.phase != "setup")
+        for found in run_ranks(ranks, step)[0]
+    ]
+
+
+X, W = M * K + M * N, 2 * K * N  # elements of the inputs and of the weights of two linears
+FLAGS = 2  # beside each summed gradient travels one element: whether any rank has it
+
+
+@pytest.mark.parametrize(
+    "options, forward, backward",
+    [
+        ({"mode": "2d", "shape": [2, 2]}, (X + W) / 4, 2 * (X + W) / 4),
+        ({"mode": "2d", "shape": [2, 3]}, 2 / 6 * X + W / 6, 2 * (2 / 6 * X + W / 6)),
+        (
+            {"mode": "2.5d", "shape": [2, 2, 2]},
+            (X / 2 + W) / 4,
+            2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
+        ),
+        ({"mode": "3d", "shape": [2, 2, 2]}, (X + W + X) / 8, (X + W + X) / 8),
+    ],
+    ids=["2d", "2d 2x3", "2.5d", "3d"],
+)
+def test_linears_receive_what_the_formulas_say(options, forward, backward, tmp_path):
+    """Two linears in the middle of a model, so that its ends do not count."""
+    short, long = (received(pairs, options, tmp_path) for pairs in (1, 2))
+    assert [b - a for a, b in zip(short, long, strict=True)] == pytest.approx([forward, backward])
+
+
+def test_weights_and_activations_in_pieces(tmp_path):
+    """Each rank stores 1/p of every weight, and holds 1/p of every activation."""
+    for mode, ranks in (("2d", 4), ("3d", 8)):
+        compiled = compile_with(zoo_traced("gpt2"), "tensor", ranks, pas_config={"mode": mode})
+        mesh, program = compiled.plan.mesh, compiled.program
+        assert isinstance(mesh, Mesh)
+        for declaration in program.declarations:
+            if declaration.value.ndim > 1 and "wpe" not in declaration.value.fqn:
+                held = math.prod(declaration.layout.local_shape(mesh, dict.fromkeys(mesh.names, 0)))
+                assert held * ranks == math.prod(declaration.value.shape), declaration
+        for call in program.body:
+            if (
+                getattr(call, "original", None) is None
+                or not call.original.results[0].takes_gradient
+            ):
+                continue
+            value, layout = call.original.results[0], call.layouts[0]
+            if value.ndim > 2 and value.shape[0] > 1 and not layout.partial:
+                assert set(layout.cut_axes) == set(mesh.names), call
+
+
+def parity(name, options, folder, **sizes):
+    graph, entry = zoo_traced(name, **sizes), zoo.get(name)
+    ranks = math.prod(options["shape"])
+    compiled = compile_with(graph, "tensor", ranks, pas_config=options)
+    inputs = entry.inputs(**sizes)
+    reference = plans.reference_run(entry.build(), [inputs], steps=1)
+    return compiled, plans.check(entry.build(), inputs, compiled, folder, reference)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gpt2", {"mode": "2d", "shape": [2, 3]}),
+        ("mlp-uneven", {"mode": "3d", "shape": [2, 2, 2]}),
+    ],
+)
+def test_numbers_are_those_of_one_device(name, options, tmp_path):
+    compiled, _ = parity(name, options, tmp_path)
+    assert compiled.plan.policy == "tensor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, mode, beside",
+    [
+        ("llama", "2d", {"use_zero": 3, "units": 2}),
+        ("bert-uneven", "2d 2x3", {}),
+        ("vit", "3d", {}),
+        ("t5", "2.5d", {"use_zero": 1, "units": 2}),
+        ("gpt2", "3d", {"stages": 2}),
+        ("llama-uneven", "3d", {"recompute": ["model.layers.*"]}),
+    ],
+)
+def test_models_train_as_on_one_device(name, mode, beside):
+    """A cover of models, modes and what goes with them; tests/product/tensor_modes.py has all."""
+    kind, *given = mode.split()
+    shape = {"2d": [2, 2], "2.5d": [2, 2, 2], "3d": [2, 2, 2]}[kind]
+    shape = [int(size) for size in given[0].split("x")] if given else shape
+    settings = dict(beside)
+    stages, units = settings.pop("stages", 1), settings.pop("units", 1)
+    options = {"mode": kind, "shape": shape, "recompute": settings.pop("recompute", [])}
+    options |= {"num_stages": stages, "num_microbatches": 4} if stages > 1 else {}
+    ranks = math.prod(shape) * stages
+    report = verify_zoo(
+        name,
+        "tensor",
+        {
+            "plan_ngpus": ranks,
+            "runtime_ngpus": ranks * units,
+            "use_end2end": stages > 1,
+            "pas_config": options,
+            "outputs": "loss",
+            **settings,
+        },
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "options, num_ranks, text",
+    [
+        (
+            TensorOptions(mode="2d"),
+            6,
+            "6 ranks are not q x q, as mode '2d' wants them\n"
+            "  try:   4, 9, 16 or 25 ranks would do; or give the sizes of a rectangle: "
+            "shape=[2, 3]",
+        ),
+        (TensorOptions(mode="2.5d"), 8, "mode '2.5d' needs its depth"),
+        (TensorOptions(mode="2.5d", depth=2), 12, "12 ranks are not 2 x q x q"),
+        (TensorOptions(mode="3d"), 12, "12 ranks are not l x l x l"),
+        (TensorOptions(mode="2d", shape=(2, 2)), 8, "shape [2, 2] is none of mode '2d' on 8 ranks"),
+        (TensorOptions(mode="2d", depth=2), 4, "mode '2d' has no depth"),
+        (TensorOptions(mode="2.5d", depth=2, shape=(1, 2, 2)), 4, "depth 2 contradicts shape"),
+    ],
+)
+def test_shapes_that_do_not_fit(options, num_ranks, text):
+    with pytest.raises(ConfigError) as caught:
+        mesh_sizes(options, num_ranks)
+    assert str(caught.value).startswith(text)

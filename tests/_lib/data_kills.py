@@ -27,7 +27,7 @@ from mlp_files import make_model, write_files
 
 import shardwright
 from shardwright import data
-from shardwright.runtime.checkpoint.folders import complete_folders
+from shardwright.runtime.checkpoint.folders import LATEST_FILE
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.world import current_world
 
@@ -141,7 +141,8 @@ def _rank(
     module = load_class(files)()
     loader = data.loader(Slow(SIZE), **OPTIONS, num_workers=workers)
     log: list[list[int]] = []
-    if directory.exists() and complete_folders(directory):
+    # A kill within the first save may leave a whole folder that is not current yet.
+    if (directory / LATEST_FILE).exists():
         log = shardwright.load_checkpoint(directory, module, loader=loader).extra
     while len(log) < num_steps:
         for batch in loader:

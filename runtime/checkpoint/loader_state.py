@@ -7,11 +7,11 @@ data-parallel rank (``save_state_rank``, ``restore_state_global``); twins have t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.runtime.checkpoint.energon_values import from_plain, to_plain
-from shardwright.runtime.checkpoint.json_values import encode
+from shardwright.runtime.checkpoint.json_values import decode, encode
 from shardwright.runtime.errors import ArgumentError, CheckpointError, brief
 
 SAME_EVERYWHERE = ""
@@ -42,6 +42,33 @@ def loader_states(loader: Any) -> dict[str, Any]:
     rank = loader.worker_config.rank
     state = to_plain(loader.save_state_rank())
     return {str(rank): encode(state, f"the loader's state of rank {rank}")}
+
+
+def check_same_places(by_rank: Sequence[Mapping[str, Any] | None]) -> None:
+    """Compare the encoded states of ranks whose loaders are to be at one place. One of them is kept
+    for all, so a rank that has taken another number of batches would go on elsewhere.
+
+    Raises :class:`CheckpointError` that names two ranks which differ.
+    """
+    first: dict[str, tuple[int, dict[str, Any]]] = {}
+    for rank, states in enumerate(by_rank):
+        for name, encoded in (states or {}).items():
+            state = decode(encoded)
+            # States of other libraries may hold what belongs to a process.
+            if not isinstance(state, dict) or "kind" not in state:
+                continue
+            other, before = first.setdefault(name, (rank, state))
+            different = [key for key in before if before[key] != state.get(key)]
+            if different:
+                key = different[0]
+                raise CheckpointError(
+                    f"the loaders of ranks {other} and {rank} are not at the same place in the "
+                    "same data",
+                    why=f"{key} is {brief(before[key])} on rank {other} and "
+                    f"{brief(state.get(key))} on rank {rank}",
+                    hint="let all ranks take the same number of batches, and give each rank's "
+                    "loader the same dataset: it keeps its own part of each batch",
+                )
 
 
 def give_states(loader: Any, states: Mapping[str, Any]) -> None:

@@ -42,6 +42,7 @@ from shardwright.runtime.checkpoint.folders import (
     remove_unfinished,
     sync_folder,
 )
+from shardwright.runtime.checkpoint.loader_state import check_same_places
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.owner import claim
 from shardwright.runtime.checkpoint.snapshot import Snapshot, take_snapshot, tensor_file
@@ -235,6 +236,7 @@ class CheckpointSave:
     def _commit(self) -> None:
         """Join the ranks' parts into the index, and make the folder current."""
         parts = [Index.read(self.folder / _part_file(rank)) for rank in range(self._world.size)]
+        check_same_places([part.loader for part in parts])
         index = reduce(Index.merged, parts)
         tensors = {
             name: index.tensors[name] for name in reordered(tuple(index.tensors), self._order)

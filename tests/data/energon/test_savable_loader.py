@@ -271,15 +271,17 @@ def test_its_states_go_into_checkpoints(tmp_path):
     (first,) = loaders(20, 1, 0)
     expected = read(loaders(20, 1, 0)[0], 6)
     found = read(first, 2)
-    shardwright.save_checkpoint(tmp_path, module, loader=first)
-    (again,) = loaders(20, 1, 0)
-    shardwright.load_checkpoint(tmp_path, module, loader=again)
-    assert found + read(again, 4) == expected
+    shardwright.save_checkpoint(tmp_path / "c", module, loader=first)
+    shardwright.merge_checkpoint(tmp_path / "c", tmp_path / "merged")
+    for saved in ("c", "merged"):
+        (again,) = loaders(20, 1, 0)
+        shardwright.load_checkpoint(tmp_path / saved, module, loader=again)
+        assert found + read(again, 4) == expected
     pair = loaders(20, 2, 1, redistributes=True)
     with pytest.raises(DataError, match="states of 1 ranks for 2"):
-        shardwright.load_checkpoint(tmp_path, module, loader=loaders(20, 2, 1)[0])
+        shardwright.load_checkpoint(tmp_path / "c", module, loader=loaders(20, 2, 1)[0])
     for loader in pair:
-        shardwright.load_checkpoint(tmp_path, module, loader=loader)
+        shardwright.load_checkpoint(tmp_path / "c", module, loader=loader)
     rest = [number for loader in pair for number in dealt_to(loader)]
     assert sorted([*rest, *expected[0], *expected[1]]) == list(range(20))
 

@@ -130,3 +130,31 @@ def test_a_state_that_is_not_taken_is_told(tmp_path):
 
     with pytest.warns(UserWarning, match="has the state of a loader, which is not restored"):
         run_ranks(1, load)
+
+
+def test_loaders_at_different_places_are_refused_by_a_save(tmp_path):
+    folder = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
+
+    def on_rank(rank):
+        module = load_class(folder)()
+        loader = loader_here(module)
+        for _ in range(1 + rank):
+            next(iter(loader))
+        with pytest.raises(ShardwrightError) as error:
+            shardwright.save_checkpoint(tmp_path / "c", module, loader=loader)
+        return str(error.value)
+
+    for message in run_ranks(2, on_rank):
+        assert "the loaders of ranks 0 and 1 are not at the same place" in message
+        assert "position is 12 on rank 0 and 24 on rank 1" in message
+    assert not (tmp_path / "c" / "LATEST").exists()
+
+
+def test_a_merged_checkpoint_keeps_where_the_loader_was(tmp_path):
+    folder = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
+    run_ranks(2, steps(folder, tmp_path / "c", 2, resume=False))
+    shardwright.merge_checkpoint(tmp_path / "c", tmp_path / "merged")
+    model = make_model()
+    loader = data.loader(Numbers(SIZE), global_batch=BATCH, shuffle=True)
+    shardwright.load_checkpoint(tmp_path / "merged", model, loader=loader)
+    assert loader.position == 2 * BATCH

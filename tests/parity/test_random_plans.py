@@ -71,5 +71,5 @@ def test_random_plans(block: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in zoo.names() if "cache" not in n])
 def test_random_plans_of_every_model(name: str, tmp_path: Path) -> None:
-    for seed in range(1000, 1012):
+    for seed in range(1000, 1005):
         check_random_plan(name, seed, tmp_path)

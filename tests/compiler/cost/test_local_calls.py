@@ -1,10 +1,12 @@
 """The local sizes that costs are computed from are those of the layouts that lowering gives."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from example_ops import all_calls, example_op
+from in_shares import Named, check_each, shares
 from op_examples import Call
 
 from shardwright.compiler.cost.local_calls import local_bytes, local_call, local_shape
@@ -15,8 +17,12 @@ from shardwright.runtime.layout import Layout, Mesh
 MESHES = [Mesh((("a", 2), ("b", 1))), Mesh((("a", 2), ("b", 3)))]
 
 
-@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in all_calls()])
-def test_local_shapes_are_those_of_the_rank_at_index_0(call: Call) -> None:
+@pytest.mark.parametrize("calls", shares(all_calls()))
+def test_local_shapes_are_those_of_the_rank_at_index_0(calls: Sequence[Named]) -> None:
+    check_each(calls, check_shapes)
+
+
+def check_shapes(name: str, call: Call) -> None:
     op, _ = example_op(call)
     assert op.rule is not None
     if op.rule.densities is not None:  # how many rows a rank has is assumed

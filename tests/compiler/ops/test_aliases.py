@@ -7,12 +7,13 @@ own beside theirs.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import split_check
 import torch
+from in_shares import Named, check_each, shares
 
 from shardwright.compiler.ops import registry
 
@@ -118,12 +119,17 @@ def aliases() -> list[Any]:
         for f, (name, _) in registry.CALLABLES.items()
         if name in names and f is not torch.Tensor.cuda
     ]
-    return [pytest.param(f, name, id=f"{name}:{split_check.title(f)}") for f, name in found]
+    return [(f"{name}:{split_check.title(f)}", (f, name)) for f, name in found]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("function, name", aliases())
-def test_aliases(function: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize("listed", shares(aliases()))
+def test_aliases(listed: Sequence[Named]) -> None:
+    check_each(listed, check_alias)
+
+
+def check_alias(title: str, alias: tuple[Callable[..., Any], str]) -> None:
+    function, name = alias
     args = OWN_ARGUMENTS.get(function, SAMPLES[name])
     expected = [result.clone() for result in split_check.listed(function(*copies(args)))]
     op, *_ = split_check.trace(function, *copies(args))

@@ -1,13 +1,14 @@
 """What is kept for the backward, against what autograd really keeps of every operator."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from example_ops import all_calls, example_op, run_op, tensors_of
+from in_shares import Named, check_each, shares
 from op_examples import Call
 
 from shardwright.compiler.cost.fake.saved_tensors import (
@@ -45,9 +46,12 @@ keep.
 """
 
 
-@pytest.mark.parametrize("name", [name for name, _ in all_calls()])
-def test_every_operator_against_autograd(name: str) -> None:
-    call = dict(all_calls())[name]
+@pytest.mark.parametrize("calls", shares(all_calls()))
+def test_every_operator_against_autograd(calls: Sequence[Named]) -> None:
+    check_each(calls, check_saved)
+
+
+def check_saved(name: str, call: Call) -> None:
     op, operands = example_op(call)
     found = saved_for_backward(op)
     assert op.rule is not None

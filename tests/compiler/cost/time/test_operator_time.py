@@ -1,5 +1,6 @@
 """Operator times: known products by hand, and laws that hold for every operator."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from example_ops import all_calls, example_op
+from in_shares import Named, check_each, shares
 from op_examples import Call
 
 from shardwright.compiler.cost.local_calls import local_call
@@ -237,8 +239,12 @@ def test_split_vocabularies_communicate() -> None:
     assert op_time(op, {"tp": "split:c"}, mesh, far, ranks=(2, 3)).forward_s < 1.0
 
 
-@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in all_calls()])
-def test_every_operator_has_a_time_that_splitting_does_not_raise(call: Call) -> None:
+@pytest.mark.parametrize("calls", shares(all_calls()))
+def test_every_operator_has_a_time_that_splitting_does_not_raise(calls: Sequence[Named]) -> None:
+    check_each(calls, check_time)
+
+
+def check_time(name: str, call: Call) -> None:
     op, _ = example_op(call)
     assert op.rule is not None
     mesh = Mesh((("a", 2),))

@@ -4,13 +4,14 @@ against torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import split_check
 import torch
 import torch.nn.functional as F
+from in_shares import Named, check_each, shares
 
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import REQUIRED
@@ -129,7 +130,7 @@ def pointwise_aliases() -> list[Any]:
     table = "shardwright.compiler.ops.tables.pointwise"
     names = {name for name, opdef in registry.OPS.items() if opdef.rule.__module__ == table}
     found = [
-        pytest.param(f, name, id=f"{name}:{split_check.title(f)}")
+        (f"{name}:{split_check.title(f)}", (f, name))
         for f, (name, _) in registry.CALLABLES.items()
         if name in names
     ]
@@ -137,9 +138,14 @@ def pointwise_aliases() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("function, name", pointwise_aliases())
-def test_aliases(function: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize("aliases", shares(pointwise_aliases()))
+def test_aliases(aliases: Sequence[Named]) -> None:
+    check_each(aliases, check_alias)
+
+
+def check_alias(title: str, alias: tuple[Callable[..., Any], str]) -> None:
     """Every alias, bound to the canonical operator and written as source, computes the same."""
+    function, name = alias
     required = [p for p in registry.OPS[name].parameters if p.default is REQUIRED]
     args = SAMPLES.get(name) or (X, *(X * (i + 2) for i in range(len(required) - 1)))
     args = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)

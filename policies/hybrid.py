@@ -1,17 +1,26 @@
-"""``hybrid``: pipeline stages, each split by tensor parallelism and along the batch; units copy it
-all.
+"""``hybrid``: pipeline stages, each split by tensor parallelism, along the batch and along the
+sequence; units copy it all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.batches import batch_classes
-from shardwright.policies.choice import choose_dims
-from shardwright.policies.expert_axes import expert_axes
+from shardwright.policies.choice import Chosen, choose_dims
+from shardwright.policies.context_axes import (
+    ContextAxis,
+    Modes,
+    cheapest_modes,
+    context_axes,
+    split_context,
+)
+from shardwright.policies.expert_axes import ExpertAxis, expert_axes
 from shardwright.policies.pipelines import (
     PipelineOptions,
     add_stages,
@@ -19,7 +28,9 @@ from shardwright.policies.pipelines import (
     hardware_files,
 )
 from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.sequences import check_sequence, positions_of
 from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
+from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
@@ -29,46 +40,143 @@ class HybridOptions(PipelineOptions):
     """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a
     sample's batch. ``ep``: those of its ``dp x tp`` ranks that share the experts; ``etp``: that
     share the inner dims of an expert (default: as much of ``tp`` as there are ranks for).
+
+    ``cp``: ranks of a stage that share a sample's sequence, or the sizes of several axes;
+    ``cp_mode``: how attention does along them, see :mod:`shardwright.policies.context_axes`.
+    ``sequence_parallel``: along tp, what no inner dim is split of is split along the sequence.
+    ``sequence``: the names of the dims of the sequence (default: they are found).
     """
 
     tp: int | None = None
     dp: int = 1
     ep: int | None = None
     etp: int | None = None
+    cp: int | tuple[int, ...] = 1
+    cp_mode: str | tuple[str, ...] = "auto"
+    sequence_parallel: bool = False
+    sequence: tuple[str, ...] = ()
+
+    @property
+    def cp_size(self) -> int:
+        """The ranks that share a sequence."""
+        return self.cp if isinstance(self.cp, int) else math.prod(self.cp)
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
-    """``num_stages x dp x tp`` ranks; a size left out is what remains of ``plan_ngpus`` (two stages
-    if both are).
+    """``num_stages x dp x cp x tp`` ranks; of stages and tp, a size left out is what remains of
+    ``plan_ngpus`` (two stages if both are).
     """
     check_end2end("hybrid", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
+    axes = context_axes(options.cp, options.cp_mode, "hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
-    # Experts lie on a grid of their own over the same ranks.
-    if options.ep is not None or options.etp is not None:
-        found = expert_axes(options.dp, tp, options.ep or 1, options.etp, "hybrid")
-        mesh = {"pp": num_stages, **{axis.name: axis.size for axis in found}}
-        builder = graph.builder(mesh=mesh, order=config.rank_order)
-        split_on_expert_axes(builder, found, "hybrid", choose_dims(graph, tp) if tp > 1 else None)
-        return add_stages(graph, config, builder.plan("hybrid"), options, num_stages)
-    # ``tp`` may need two axes, where no dim of the model is long enough.
-    inner = inner_axes(graph, tp, config.rank_order)
-    sizes = {
-        "pp": num_stages,
-        "dp": options.dp,
-        **{name: axis.axis_size for name, axis in inner.items()},
-    }
-    axes = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
-    builder = graph.builder(mesh=axes, order=config.rank_order)
-    if options.dp > 1:
-        split_dims(builder, "dp", batch_classes(graph))
-    for name, axis in inner.items():
-        split_dims(builder, name, axis.classes)
-    return add_stages(graph, config, builder.plan("hybrid"), options, num_stages)
+    shared = options.cp_size * (tp if options.sequence_parallel else 1)
+    if shared > 1:
+        check_sequence(graph, shared, "hybrid", options.sequence)
+    stage = _Stage.of(graph, config, options, tp, axes)
+    return add_stages(graph, config, stage.plan({"pp": num_stages}), options, num_stages)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """How the operators of a stage are split: over which axes, major to minor, and what over each.
+    ``modes``: of attention along the axes of the sequence where the user left that open.
+    """
+
+    graph: PlannableGraph
+    config: ComputeConfig
+    options: HybridOptions
+    tp: int
+    context: Sequence[ContextAxis]
+    inner: Mapping[str, Chosen]
+    experts: Sequence[ExpertAxis]
+    sequence_outside: bool = True
+    modes: Modes = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        options: HybridOptions,
+        tp: int,
+        context: Sequence[ContextAxis],
+    ) -> _Stage:
+        """The stage as the options have it; what they leave open is decided by the time of a step
+        without stages.
+        """
+        has_experts = options.ep is not None or options.etp is not None
+        stage = cls(
+            graph,
+            config,
+            options,
+            tp,
+            context,
+            # ``tp`` may need two axes, where no dim of the model is long enough.
+            {} if has_experts else inner_axes(graph, tp, config.rank_order),
+            # Experts lie on a grid of their own over the same ranks.
+            expert_axes(options.dp, tp, options.ep or 1, options.etp, "hybrid")
+            if has_experts
+            else [],
+            # Heads that tp cuts first are cut further by an axis within, without leaving the rank.
+            sequence_outside=all(axis.mode != "ulysses" for axis in context),
+        )
+        modes = {axis.mode for axis in context}
+        # Heads want the sequence's axes inside, sequence parallelism wants them outside.
+        torn = "ulysses" in modes and options.sequence_parallel
+        if "auto" not in modes and not torn:
+            return stage
+        orders = [True, False] if tp > 1 else [True]
+        stages = [replace(stage, sequence_outside=outside)._decided() for outside in orders]
+        return min(stages, key=_Stage.seconds)
+
+    def _decided(self) -> _Stage:
+        """The stage with the cheapest modes."""
+        modes = cheapest_modes(
+            self.graph,
+            self.context,
+            lambda modes: replace(self, modes=modes).seconds(),
+            self.options.sequence,
+        )
+        return replace(self, modes=modes)
+
+    def seconds(self) -> float:
+        """The time of a step without stages."""
+        program = lowered(self.graph, self.config, self.plan({}))
+        num_ranks = self.options.dp * self.options.cp_size * self.tp
+        return step_seconds(program, self.config, self.options.hardware, num_ranks)
+
+    def plan(self, outer: Mapping[str, int]) -> Plan:
+        """The plan on a mesh with further axes outside."""
+        options = self.options
+        sizes = {**outer, **self._sizes()}
+        mesh = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
+        order = self.config.rank_order if "pp" in outer else None
+        builder = self.graph.builder(mesh=mesh, order=order)
+        positions = positions_of(options.sequence_parallel, options.sequence)
+        if self.experts:
+            inner = choose_dims(self.graph, self.tp) if self.tp > 1 else None
+            split_on_expert_axes(builder, self.experts, "hybrid", inner, positions)
+        elif options.dp > 1:
+            split_dims(builder, "dp", batch_classes(self.graph))
+        for name, axis in self.inner.items():
+            split_dims(builder, name, axis.classes, positions=positions)
+        split_context(builder, self.context, self.modes, options.sequence)
+        return builder.plan("hybrid")
+
+    def _sizes(self) -> dict[str, int]:
+        """The sizes of the axes, major to minor."""
+        data = {axis.name: axis.size for axis in self.experts if axis.outside == "dp"}
+        tensors = {axis.name: axis.size for axis in self.experts if axis.outside == "tp"}
+        if not self.experts:
+            data = {"dp": self.options.dp}
+            tensors = {name: axis.axis_size for name, axis in self.inner.items()}
+        context = {axis.name: axis.size for axis in self.context}
+        return data | (context | tensors if self.sequence_outside else tensors | context)
 
 
 def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
-    num_stages, tp = options.num_stages, options.tp
+    num_stages, tp, shared = options.num_stages, options.tp, options.dp * options.cp_size
     for name, size in (("num_stages", num_stages), ("dp", options.dp), ("tp", tp)):
         if size is not None and size < 1:
             raise PlanError(
@@ -76,18 +184,20 @@ def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
             )
     # What is left out is what remains.
     if num_stages is None and tp is None:
-        num_stages = 2 if plan_ngpus % (2 * options.dp) == 0 else 1
+        num_stages = 2 if plan_ngpus % (2 * shared) == 0 else 1
     if num_stages is None:
         assert tp is not None
-        num_stages = plan_ngpus // (options.dp * tp)
+        num_stages = plan_ngpus // (shared * tp)
     if tp is None:
-        tp = plan_ngpus // (options.dp * num_stages)
-    if num_stages * options.dp * tp != plan_ngpus or min(num_stages, options.dp, tp) < 1:
+        tp = plan_ngpus // (shared * num_stages)
+    if num_stages * shared * tp != plan_ngpus or min(num_stages, tp) < 1:
+        cp = f" x cp={options.cp_size}" if options.cp_size > 1 else ""
+        number = "four" if cp else "three"
         raise PlanError(
             "policy 'hybrid' cannot place its sizes on the ranks of the plan",
-            why=f"num_stages={num_stages} x dp={options.dp} x tp={tp} is not "
+            why=f"num_stages={num_stages} x dp={options.dp}{cp} x tp={tp} is not "
             f"plan_ngpus={plan_ngpus}",
-            hint="make the product of the three equal to plan_ngpus",
+            hint=f"make the product of the {number} equal to plan_ngpus",
         )
     return num_stages, tp
 

@@ -16,6 +16,7 @@ BUILT_IN: Mapping[str, str] = {
     "tp": "shardwright.policies.tp",
     "data": "shardwright.policies.data",
     "ep": "shardwright.policies.ep",
+    "cp": "shardwright.policies.cp",
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
     "tensor": "shardwright.policies.tensor",

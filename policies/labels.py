@@ -31,9 +31,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-import numpy as np
-from ortools.graph.python import max_flow
-
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -43,11 +40,8 @@ from shardwright.compiler.ops.rule import OpRule, RuleForm
 from shardwright.compiler.ops.strategy import KNOWN, Strategy, layouts, placements
 from shardwright.compiler.passes.chosen_rows import stored_shares
 from shardwright.compiler.plan.conversion import canonical
+from shardwright.policies.minimum_cut import HIGH, LOW, UNIT, MinimumCut
 from shardwright.runtime.layout import Mesh
-
-_LOW, _HIGH = 0, 1
-_FOREVER = 1 << 52
-_UNIT = 16  # a byte; the tie-breaker below is less than that
 
 
 class _Label(NamedTuple):
@@ -59,39 +53,7 @@ class _Label(NamedTuple):
     summand: int
 
 
-_LABELS = {"P": _Label(_LOW, _LOW), "R": _Label(_HIGH, _LOW), "G": _Label(_HIGH, _HIGH)}
-
-
-class _Cut:
-    """A cut problem. A node is low, on the side of node 0, or high, on that of node 1."""
-
-    def __init__(self) -> None:
-        self.arcs: list[tuple[int, int, int]] = []
-        self.num_nodes = 2
-
-    def node(self) -> int:
-        self.num_nodes += 1
-        return self.num_nodes - 1
-
-    def pay(self, low: int, high: int, cost: float) -> None:
-        """Pay ``cost`` where the first is low and the second high."""
-        if low != _HIGH and high != _LOW and cost > 0:
-            self.arcs.append((low, high, min(_FOREVER, round(cost * _UNIT))))
-
-    def forbid(self, low: int, high: int) -> None:
-        """The first is not low where the second is high."""
-        self.pay(low, high, _FOREVER)
-
-    def solve(self) -> set[int]:
-        """The nodes that are high: between equal solutions, in that with the fewest low nodes."""
-        flow = max_flow.SimpleMaxFlow()
-        if not self.arcs:
-            return {_HIGH}
-        tails, heads, capacities = (np.array(column) for column in zip(*self.arcs, strict=True))
-        flow.add_arcs_with_capacity(tails, heads, capacities)
-        status = flow.solve(_LOW, _HIGH)
-        assert status == flow.OPTIMAL, status
-        return set(range(self.num_nodes)) - set(flow.get_source_side_min_cut())
+_LABELS = {"P": _Label(LOW, LOW), "R": _Label(HIGH, LOW), "G": _Label(HIGH, HIGH)}
 
 
 def label(graph: IRGraph, splits: Mapping[str, Strategy], axis_size: int) -> dict[str, Strategy]:
@@ -118,14 +80,14 @@ def _may_pass_on(graph: IRGraph, splits: Mapping[str, Strategy]) -> dict[str, St
     partial: set[str] = set()
     for op in graph.ops:
         if op.name in splits:
-            made = placements(_rule(op), splits[op.name])[1]
+            made = placements(rule_of(op), splits[op.name])[1]
             partial |= {
                 value.name for value, letter in zip(op.results, made, strict=True) if letter == "P"
             }
             continue
         # By how many bytes would pass through each linear set.
-        sizes = [_bytes(value) if value.name in partial else 0.0 for value in op.operands]
-        reached = [sum(sizes[i] for i in members) for members in _rule(op).linear_sets]
+        sizes = [num_bytes(value) if value.name in partial else 0.0 for value in op.operands]
+        reached = [sum(sizes[i] for i in members) for members in rule_of(op).linear_sets]
         if any(reached):
             found[op.name] = f"linear:{reached.index(max(reached))}"
             partial |= {value.name for value in op.results}
@@ -142,7 +104,7 @@ class _Labelling:
     fixed: Mapping[str, Strategy]
     axis_size: int
     passing: Mapping[str, Strategy] = field(default_factory=dict)
-    cut: _Cut = field(default_factory=_Cut)
+    cut: MinimumCut = field(default_factory=MinimumCut)
     labels: dict[str, _Label] = field(default_factory=dict)
 
     @cached_property
@@ -181,11 +143,11 @@ class _Labelling:
         """The label of an operator: nodes where it has a choice."""
         differentiable = any(value.takes_gradient for value in (*op.operands, *op.results))
         label = _Label(
-            whole=self.cut.node() if op.name in self.passing else _HIGH,
-            summand=self.cut.node() if differentiable and _rule(op).grad_linear else _LOW,
+            whole=self.cut.node() if op.name in self.passing else HIGH,
+            summand=self.cut.node() if differentiable and rule_of(op).grad_linear else LOW,
         )
         self.cut.forbid(label.whole, label.summand)
-        self.cut.pay(_LOW, label.summand, 1 / _UNIT)  # a tie goes to R
+        self.cut.pay(LOW, label.summand, 1 / UNIT)  # a tie goes to R
         return label
 
     def _price(
@@ -194,7 +156,7 @@ class _Labelling:
         """The costs between what makes a value and what reads it. ``wanted`` is the highest label
         that a reader asks for.
         """
-        stored = self.stored.get(value.name, 1.0) * _bytes(value)
+        stored = self.stored.get(value.name, 1.0) * num_bytes(value)
         moved = stored * (self.axis_size - 1) / self.axis_size
         asked = [self._asked(op, position) for op, position in uses]
         pieces = {form for form in asked if isinstance(form, str)}
@@ -220,7 +182,7 @@ class _Labelling:
             : 2 if value.takes_gradient else 1
         ]:
             self.cut.pay(below, above, all_reduce)
-            self.cut.pay(below, _HIGH, cut_out)
+            self.cut.pay(below, HIGH, cut_out)
         if value.takes_gradient:
             self._charge(
                 [op for op, position in uses if self._is_fixed_in(op, position)], 2 * moved
@@ -232,23 +194,23 @@ class _Labelling:
             none = self.cut.node()
             for op in ops:
                 self.cut.forbid(self.labels[op.name].whole, none)
-            self.cut.pay(none, _HIGH, cost)
+            self.cut.pay(none, HIGH, cost)
 
     def _is_fixed_in(self, op: IROp, position: int) -> bool:
         """Whether an operator that may be P is linear in others only than this operand: its
         gradient would be a summand.
         """
         strategy = self.passing.get(op.name)
-        return strategy is not None and placements(_rule(op), strategy)[0][position] != "P"
+        return strategy is not None and placements(rule_of(op), strategy)[0][position] != "P"
 
     def _asked(self, op: IROp, position: int) -> _Label | str:
         """The label an operator wants an operand with, or, in words, how it wants it cut."""
         if op.name in self.labels:
             label = self.labels[op.name]
-            return label._replace(whole=_HIGH) if self._is_fixed_in(op, position) else label
+            return label._replace(whole=HIGH) if self._is_fixed_in(op, position) else label
         strategy = self.fixed[op.name]
-        letter = placements(_rule(op), strategy)[0][position]
-        return _piece(op, position, strategy, self.axis_size) if letter == "S" else _LABELS[letter]
+        letter = placements(rule_of(op), strategy)[0][position]
+        return piece(op, position, strategy, self.axis_size) if letter == "S" else _LABELS[letter]
 
     def _made(
         self, value: IRValue, producer: tuple[IROp, int] | None, moved: float
@@ -257,34 +219,40 @@ class _Labelling:
         if producer is not None:
             op, index = producer
             return self.labels.get(op.name) or _LABELS.get(
-                placements(_rule(op), self.fixed[op.name])[1][index]
+                placements(rule_of(op), self.fixed[op.name])[1][index]
             )
         if value.kind is not ValueKind.PARAMETER or not value.takes_gradient:
             return _LABELS["R"]
-        stored = _Label(_HIGH, self.cut.node())
+        stored = _Label(HIGH, self.cut.node())
         # The reducer sums a G parameter's gradient, in buckets.
-        self.cut.pay(_LOW, stored.summand, 1.98 * moved)
+        self.cut.pay(LOW, stored.summand, 1.98 * moved)
         return stored
 
 
-def _rule(op: IROp) -> OpRule:
+def rule_of(op: IROp) -> OpRule:
+    """The rule of an operator, which it has by now."""
     assert op.rule is not None, f"{op.name} has no rule"
     return op.rule
 
 
-def _bytes(value: IRValue) -> float:
+def num_bytes(value: IRValue) -> float:
+    """The bytes of a whole value; of dynamic sizes, an estimate."""
     return estimate(product(value.shape)) * value.dtype.itemsize
 
 
-def _piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:
+def piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:
     """How a split operator wants one of its operands cut."""
-    return _pieces(_rule(op).form, strategy, axis_size)[position]
+    return _pieces(rule_of(op).form, strategy, axis_size)[0][position]
+
+
+def result_piece(op: IROp, index: int, strategy: Strategy, axis_size: int) -> str:
+    """How a split operator makes one of its results."""
+    return _pieces(rule_of(op).form, strategy, axis_size)[1][index]
 
 
 @lru_cache(maxsize=KNOWN)
-def _pieces(form: RuleForm, strategy: Strategy, axis_size: int) -> tuple[str, ...]:
-    """The layouts of all operands along one axis, as texts in canonical form."""
+def _pieces(form: RuleForm, strategy: Strategy, axis_size: int) -> tuple[tuple[str, ...], ...]:
+    """The layouts of all operands and of all results along one axis, as texts in canonical form."""
     mesh = Mesh((("axis", axis_size),))
-    return tuple(
-        str(canonical(layout, mesh)) for layout in layouts(form.rule, {"axis": strategy}, mesh)[0]
-    )
+    sides = layouts(form.rule, {"axis": strategy}, mesh)
+    return tuple(tuple(str(canonical(layout, mesh)) for layout in side) for side in sides)

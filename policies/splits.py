@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.ops.strategy import Strategy, has_factor
+from shardwright.compiler.ops.strategy import Strategy, has_factor, placements
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chosen, choose_axes, choose_dims
 from shardwright.policies.expert_axes import ExpertAxis, exchange_of, experts_of, runs_experts
 from shardwright.policies.labels import label
+from shardwright.policies.positions import cut_of_free
+from shardwright.policies.sequences import PositionsOf, position_split
 from shardwright.policies.weight_operands import PRODUCTS
 
 
@@ -43,10 +45,15 @@ class InsideExperts:
 
 
 def split_on_expert_axes(
-    builder: PlanBuilder, axes: Sequence[ExpertAxis], policy: str, chosen: set[int] | None = None
+    builder: PlanBuilder,
+    axes: Sequence[ExpertAxis],
+    policy: str,
+    chosen: set[int] | None = None,
+    positions: PositionsOf | None = None,
 ) -> None:
     """Split the batch over axes for data, ``chosen`` classes over those for tensors, and inside of
-    experts what each axis has to split there.
+    experts what each axis has to split there. ``positions``: see :func:`split_dims`, of the axes
+    for tensors.
     """
     graph = builder.graph
     batch, experts = batch_classes(graph), experts_of(graph, policy)
@@ -62,14 +69,19 @@ def split_on_expert_axes(
             inside = InsideExperts(batch, experts)
         else:
             inside = InsideExperts(inner or choose_dims(graph, axis.size), experts)
-        split_dims(builder, axis.name, outside, inside)
+        split_dims(builder, axis.name, outside, inside, positions if axis.outside == "tp" else None)
 
 
 def split_dims(
-    builder: PlanBuilder, axis: str, classes: set[int], inside: InsideExperts | None = None
+    builder: PlanBuilder,
+    axis: str,
+    classes: set[int],
+    inside: InsideExperts | None = None,
+    positions: PositionsOf | None = None,
 ) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
-    included.
+    included. ``positions``: the dims along which what would be computed on every rank is split,
+    where no more is sent for that (sequence parallelism, Korthikanti et al. 2022).
     """
     # In how many pieces a dim is cut by this axis; other axes may cut it as well.
     num_pieces = builder.mesh.axis_size(axis)
@@ -91,11 +103,39 @@ def split_dims(
             if split is not None:
                 splits[op.name] = split
             else:
-                _note_fallback(builder, op, graph, axis, own_classes)
+                note_fallback(builder, op, graph, axis, own_classes)
         # Operators that split nothing pass partial sums on, or compute everywhere: the cheaper one.
-        for name, strategy in (label(graph, splits, num_pieces) | splits).items():
-            if strategy != "R":
-                builder.strategy(name, axis, strategy)
+        labels = label(graph, splits, num_pieces)
+        if positions is not None:
+            splits |= _along_positions(builder, graph, positions(graph), axis, splits | labels)
+            labels = label(graph, splits, num_pieces)
+        add_strategies(builder, axis, labels | splits)
+
+
+def add_strategies(builder: PlanBuilder, axis: str, strategies: Mapping[str, Strategy]) -> None:
+    """Give operators their strategies along an axis; R need not be said."""
+    for name, strategy in strategies.items():
+        if strategy != "R":
+            builder.strategy(name, axis, strategy)
+
+
+def _along_positions(
+    builder: PlanBuilder,
+    graph: IRGraph,
+    sequence: set[int],
+    axis: str,
+    known: Mapping[str, Strategy],
+) -> dict[str, Strategy]:
+    """The operators with whole results that are split along a sequence instead."""
+    num_pieces = builder.mesh.axis_size(axis)
+    free: dict[str, Strategy] = {}
+    for op in graph.ops:
+        assert op.rule is not None
+        if known[op.name] == "R" and op.rule.densities is None:
+            split = position_split(op, graph, sequence, num_pieces, builder.pieces(op))
+            if split is not None and set(placements(op.rule, split)[1]) == {"S"}:
+                free[op.name] = split
+    return cut_of_free(graph, {n: s for n, s in known.items() if n not in free}, free, num_pieces)
 
 
 def split_of(
@@ -123,7 +163,7 @@ def split_of(
     return f"split:{max(found, key=spread)}" if found else None
 
 
-def _note_fallback(
+def note_fallback(
     builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, classes: set[int]
 ) -> None:
     """Say where a split dim has to be gathered or the work of a layer is done by every rank, and

@@ -23,21 +23,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwright.compiler.cost.machine.hardware import load_hardware
-from shardwright.compiler.cost.time.body_time import body_time
-from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.cost.work_share import WorkShare, work_share
-from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.expert_axes import expert_axes
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.sequences import check_sequence, positions_of
 from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
+from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.policies.weight_operands import CONVOLUTIONS, is_convolution
 from shardwright.runtime.config import ComputeConfig
 
@@ -55,20 +51,25 @@ CLEARLY = 0.02
 class TensorOptions:
     """Options of ``tp`` in ``pas_config``. ``hardware``: the preset or file whose times say which
     channels are split. ``ep``: the ranks that share the experts; ``etp``: those that share the
-    inner dims of an expert (default: the others).
+    inner dims of an expert (default: the others). ``sequence_parallel``: what no inner dim is split
+    of is split along the sequence. ``sequence``: the names of its dims (default: they are found).
     """
 
     hardware: str = "a100-80gb"
     ep: int | None = None
     etp: int | None = None
+    sequence_parallel: bool = False
+    sequence: tuple[str, ...] = ()
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """The plan for ``config.plan_ngpus`` ranks on one axis, ``tp``, or on two."""
     options = read_options(TensorOptions, config.pas_config, policy="tp")
+    if options.sequence_parallel:
+        check_sequence(graph, config.plan_ngpus, "tp", options.sequence)
     if options.ep is not None or options.etp is not None:
         return _with_experts(graph, config, options)
-    plan = _plan(graph, config, 1.0)
+    plan = _plan(graph, config, options, 1.0)
     if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
         plan = _fastest(graph, config, options, plan)
     return replace(graph, plan=plan)
@@ -82,15 +83,19 @@ def _with_experts(
     axes = expert_axes(1, ranks, options.ep or 1, options.etp, "tp")
     mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
-    split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks))
+    positions = positions_of(options.sequence_parallel, options.sequence)
+    split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), positions)
     return builder.build("tp")
 
 
-def _plan(graph: PlannableGraph, config: ComputeConfig, channel_price: float) -> Plan:
+def _plan(
+    graph: PlannableGraph, config: ComputeConfig, options: TensorOptions, channel_price: float
+) -> Plan:
     axes = inner_axes(graph, config.plan_ngpus, config.rank_order, channel_price)
     builder = graph.builder(mesh={name: axis.axis_size for name, axis in axes.items()} or {"tp": 1})
     for name, axis in axes.items():
-        split_dims(builder, name, axis.classes)
+        positions = positions_of(options.sequence_parallel, options.sequence)
+        split_dims(builder, name, axis.classes, positions=positions)
     return builder.plan("tp")
 
 
@@ -98,24 +103,20 @@ def _fastest(
     graph: PlannableGraph, config: ComputeConfig, options: TensorOptions, plan: Plan
 ) -> Plan:
     """The plan, or another that splits more channels if its step is clearly faster."""
-    first = _lowered(graph, config, plan)
+    first = lowered(graph, config, plan)
     # Little is computed everywhere, so nothing is left to win.
     if not _much_is_whole(work_share(first)):
         return plan
-    hardware, times = (
-        load_hardware(options.hardware, config.plan_ngpus),
-        load_times(options.hardware),
-    )
-    ranks = tuple(range(config.plan_ngpus))
 
     def seconds(program: Program) -> float:
-        time = body_time(program, hardware, ranks, times, trains=not config.inference_only)
-        return time.compute_s + sum(time.comm_s.values())
+        return step_seconds(program, config, options.hardware, config.plan_ngpus)
 
     # Another plan must be clearly faster, as the estimate is none of its best.
     best, least = plan, (1 - CLEARLY) * seconds(first)
-    for other in _different((_plan(graph, config, price) for price in CHANNEL_PRICES), plan):
-        if (found := seconds(_lowered(graph, config, other))) < least:
+    for other in _different(
+        (_plan(graph, config, options, price) for price in CHANNEL_PRICES), plan
+    ):
+        if (found := seconds(lowered(graph, config, other))) < least:
             best, least = other, found
     return best
 
@@ -126,13 +127,6 @@ def _different(plans: Iterable[Plan], plan: Plan) -> Iterable[Plan]:
         if (other.mesh, other.strategies) != (plan.mesh, plan.strategies):
             yield other
             plan = other
-
-
-def _lowered(graph: PlannableGraph, config: ComputeConfig, plan: Plan) -> Program:
-    return lower(
-        PlannableGraph.of(needed(graph, config)),
-        replace(plan, outputs=training_wishes(graph, config)),
-    )
 
 
 def _much_is_whole(work: WorkShare | None) -> bool:

@@ -236,13 +236,27 @@ class OpRule:
     def splittable(self, name: str, num_pieces: int = 1) -> bool:
         """Whether the factor may be split over mesh axes, ``num_pieces`` in all."""
         factor = self.factor(name)
-        if self.nonempty and any(
-            isinstance(size, int) and size < num_pieces for size in factor.segments
-        ):
+        if self.nonempty and not self._reaches_all(factor, num_pieces):
             return False
         return factor.kind is not FactorKind.FROZEN or (
             self.parallel is not None and name in self.parallel.factors
         )
+
+    def _reaches_all(self, factor: Factor, num_pieces: int) -> bool:
+        """Whether each of so many ranks gets a piece: of every segment if a tensor has a single
+        one, else of some segment. The last rank gets least, as segments are dealt one by one.
+        """
+        sizes = [size for size in factor.segments if isinstance(size, int)]
+        if len(sizes) < len(factor.segments):
+            return True  # of dynamic sizes nothing is known yet
+        apart = any(
+            ref.factor == factor.name and ref.segment is not None
+            for tensor in (*self.operands, *self.results)
+            for dim in tensor
+            for ref in dim
+        )
+        pieces = [size // num_pieces for size in sizes]
+        return min(pieces) > 0 if apart else sum(pieces) > 0
 
 
 @dataclass(frozen=True, eq=False)

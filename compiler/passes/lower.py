@@ -418,12 +418,10 @@ def _best_storage(
         paths = (convert(layout, t, mesh, differentiable=requires_grad) for t in targets)
         moved = sum(steps_elements(path, mesh, differentiable=takes_gradient) for path in paths)
         elements = local_elements(layout, mesh)
-        reduced = (
-            # A ring all-reduce over ``n`` ranks sends each element ``2 (n - 1) / n`` times.
-            sum(2 * elements * (1 - 1 / mesh.axis_size(a)) for a in layout.grad_partial)
-            if takes_gradient
-            else 0.0
-        )
+        # Summed over the ranks of all axes at once: a ring all-reduce over ``n`` ranks sends
+        # each element ``2 (n - 1) / n`` times.
+        summed_over = mesh.num_ranks(layout.grad_partial)
+        reduced = 2 * elements * (1 - 1 / summed_over) if takes_gradient else 0.0
         # At equal size a reduction is cheaper than an adapter, as the reducer puts many into one
         # bucket.
         return moved + 0.99 * reduced, elements, str(layout)

@@ -69,15 +69,16 @@ class ContextAxis:
 def context_axes(
     sizes: int | tuple[int, ...], modes: str | tuple[str, ...], policy: str
 ) -> list[ContextAxis]:
-    """The axes of these sizes, from the outermost: ``cp``, ``cp2``, ... One mode is that of all.
+    """The axes of these sizes, from the outermost: ``cp`` and ``cp2``. One mode is that of both.
 
     Raises :class:`PlanError` for sizes and modes that do not fit, in words.
     """
     sizes = (sizes,) if isinstance(sizes, int) else sizes
     modes = (modes,) * len(sizes) if isinstance(modes, str) else modes
-    if any(size < 1 for size in sizes) or not sizes:
+    if any(size < 1 for size in sizes) or not 1 <= len(sizes) <= 2:
         raise PlanError(
-            f"policy {policy!r} cannot place cp={_text(sizes)} on ranks", hint="pass 1 or more"
+            f"policy {policy!r} cannot place cp={_text(sizes)} on ranks",
+            hint="pass a number of ranks, or the sizes of two axes",
         )
     for mode in modes:
         if mode not in MODES:

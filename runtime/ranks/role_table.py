@@ -55,7 +55,7 @@ UNITS, POSITIONS = "units", "pp"
 """How the axes around a stage's mesh are called in the grid of a plan."""
 
 _BATCH_AXES = frozenset({"dp", "edp", "ep", "etp"})
-_CONTEXT_AXES = frozenset({"cp"})
+_CONTEXT_AXES = frozenset({"cp", "cp2"})
 _EXPERT_AXES = frozenset({"ep", "tp_ep"})
 _EXPERT_TENSOR_AXES = frozenset({"tp", "tp2", "etp"})
 

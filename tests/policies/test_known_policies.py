@@ -7,7 +7,7 @@ from shardwright.policies.known_policies import find_policy, policy_names, regis
 from shardwright.policies.policy import NoOptions
 from shardwright.runtime.errors import PlanError
 
-KNOWN = "'autodist', 'data', 'dp', 'ep', 'hybrid', 'pp', 'saved', 'tensor', 'tp'"
+KNOWN = "'autodist', 'cp', 'data', 'dp', 'ep', 'hybrid', 'pp', 'saved', 'tensor', 'tp'"
 
 
 def my_policy(graph, config):

@@ -1,0 +1,178 @@
+"""Split sequences: sequence parallelism of ``tp``, and context parallelism in its modes, against
+one device; and what they send, by the runtime's counters.
+
+Elements are those that a rank receives at least; B batch, S sequence, H hidden, L layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import zoo
+from sequence_models import get, verify_sequences
+
+from shardwright.compiler.compile import Compiled
+from shardwright.compiler.plan.program import Compute
+from shardwright.runtime.errors import ConfigError, PlanError
+
+slow = pytest.mark.slow
+B, S, H, L = 4, 8, 16, 2
+LOSS = 3
+"""Numbers per token that the loss over a split vocabulary sums."""
+
+
+def step(
+    name: str, policy: str, num_ranks: int, directory: Path, **options: Any
+) -> tuple[Compiled, plans.Outcome]:
+    """One step on threads, held to one device."""
+    entry = get(name)
+    if name in zoo.MODELS:
+        graph = plans.zoo_traced(name)
+    else:
+        graph = plans.traced(entry.build(), entry.inputs())
+    compiled = plans.compile_with(graph, policy, num_ranks, outputs="loss", pas_config=options)
+    model, inputs = entry.build(), entry.inputs()
+    reference = plans.reference_run(model, [inputs], steps=1)
+    return compiled, plans.check(model, inputs, compiled, directory, reference)
+
+
+def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
+    """The elements that the first rank receives, by phase and collective."""
+    found: dict[tuple[str, str], float] = {}
+    for key, volume in outcome.traffic[0].items():
+        place = key.phase, key.collective
+        found[place] = found.get(place, 0.0) + volume.received
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "num_ranks", "options"),
+    [
+        ("llama-uneven", "tp", 3, {"sequence_parallel": True}),
+        ("gpt2-uneven", "cp", 3, {"cp_mode": "gather"}),
+        ("mistral", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather", "ulysses"]}),
+        ("vit", "cp", 2, {"cp_mode": "ulysses"}),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in [
+                ("bert-uneven", "tp", 2, {"sequence_parallel": True}),
+                ("t5-uneven", "tp", 3, {"sequence_parallel": True}),
+                ("vit-uneven", "tp", 2, {"sequence_parallel": True}),
+                ("gemma3", "tp", 4, {"sequence_parallel": True}),
+                ("dit", "tp", 2, {"sequence_parallel": True}),
+                ("gpt2-eager", "cp", 4, {"cp_mode": "ulysses"}),
+                ("gpt2-padded", "cp", 3, {"cp_mode": "gather"}),
+                ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": "ulysses"}),
+                ("llama-padded", "cp", 2, {"cp_mode": "ulysses"}),
+                ("bert", "cp", 4, {"cp_mode": "auto"}),
+                ("t5", "cp", 2, {"cp_mode": "ulysses"}),
+                ("t5-uneven", "cp", 3, {"cp_mode": "gather"}),
+                ("vit-uneven", "cp", 4, {"cp_mode": "gather"}),
+                ("gemma3", "cp", 3, {"cp_mode": "gather"}),
+                ("gemma3", "cp", 2, {"cp_mode": "ulysses"}),
+                ("encoder-decoder-uneven", "cp", 3, {"cp_mode": "ulysses"}),
+                ("transformer-uneven", "cp", 2, {"cp_mode": "auto"}),
+            ]
+        ),
+    ],
+)
+def test_split_sequences_compute_what_one_device_does(
+    name: str, policy: str, num_ranks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    compiled, _ = step(name, policy, num_ranks, tmp_path, **options)
+    used = {strategy for by_axis in compiled.plan.strategies.values() for strategy in by_axis}
+    assert used == set(compiled.plan.mesh.names)
+
+
+def test_sequence_parallelism_sends_what_tensor_parallelism_sends(tmp_path: Path) -> None:
+    """Each all-reduce of [B, S, H] is a gather and a scatter, half of it each; and between layers
+    no rank holds all positions.
+    """
+    activation = (2 * L + 1) * B * S * H / 2
+    _, plain = step("llama", "tp", 2, tmp_path / "plain")
+    compiled, split = step("llama", "tp", 2, tmp_path / "split", sequence_parallel=True)
+    assert received(split) == {
+        ("forward", "all_gather"): activation,
+        ("forward", "reduce_scatter"): activation,
+        ("forward", "all_reduce"): LOSS * B * S,
+        ("backward", "all_gather"): activation,
+        ("backward", "reduce_scatter"): activation,
+    }
+    assert sum(received(split).values()) == sum(received(plain).values())
+    made = {c.op.name: c.layouts[0] for c in compiled.program.body if isinstance(c, Compute)}
+    norms = [layout for name, layout in made.items() if "norm" in name]
+    assert norms and all(f"{S}/tp" in str(layout) for layout in norms)
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+def test_context_parallelism_sends_by_the_formulas(mode: str, tmp_path: Path) -> None:
+    """Gathered: (n-1)/n of keys and values. Ulysses: (n-1)/n^2 of queries, keys, values and result.
+    Keys have half the heads here. Backward is the same, and the loss sums two numbers.
+    """
+    n, queries, keys = 2, B * S * H * L, B * S * H * L / 2
+    _, outcome = step("llama", "cp", n, tmp_path, cp_mode=mode)
+    found = received(outcome)
+    assert found.pop(("forward", "all_reduce")) == 2
+    if mode == "gather":
+        moved = (n - 1) / n * (keys + keys)
+        wanted = {("forward", "all_gather"): moved, ("backward", "reduce_scatter"): moved}
+    else:
+        moved = (n - 1) / n**2 * (2 * queries + 2 * keys)
+        wanted = {("forward", "all_to_all"): moved, ("backward", "all_to_all"): moved}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+def test_heads_are_repeated_after_they_have_traveled(mode: str, tmp_path: Path) -> None:
+    """Mistral repeats keys and values for each query head, as its mask leaves no other kernel."""
+    _, outcome = step("mistral", "cp", 2, tmp_path, cp_mode=mode)
+    keys = B * S * H * L / 2
+    moved = sum(count for (phase, kind), count in received(outcome).items() if kind != "all_reduce")
+    assert moved / 2 == (keys if mode == "gather" else (2 * B * S * H * L + 2 * keys) / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [
+        pytest.param({"num_stages": 2, "tp": 2, "sequence_parallel": True}, 4, marks=slow),
+        ({"num_stages": 1, "tp": 2, "cp": 2, "cp_mode": "ulysses", "sequence_parallel": True}, 4),
+        pytest.param({"num_stages": 2, "dp": 2, "cp": 2, "cp_mode": "gather"}, 8, marks=slow),
+        pytest.param({"num_stages": 2, "tp": 1, "cp": 3, "recompute": ["*.*.*"]}, 6, marks=slow),
+    ],
+)
+def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) -> None:
+    """Several steps with an optimizer; ZeRO deals out what is updated."""
+    config = {"plan_ngpus": num_ranks, "runtime_ngpus": num_ranks, "use_end2end": True}
+    zero = {"use_zero": 1} if num_ranks > 4 else {}
+    report = verify_sequences("llama", "hybrid", {**config, **zero, "pas_config": options}, steps=2)
+    assert report.ok, str(report)
+
+
+REFUSED = [
+    ("llama", "cp", 16, {}, PlanError, "cannot split a sequence of 8 over 16 ranks"),
+    ("llama", "cp", 4, {"cp_mode": "ulysses"}, PlanError, "the heads are 2 x 2, and every rank"),
+    ("mlp", "cp", 2, {}, PlanError, "finds no sequence to split"),
+    ("mlp", "tp", 2, {"sequence_parallel": True}, PlanError, "finds no sequence to split"),
+    ("llama", "cp", 2, {"sequence": ["sequ"]}, PlanError, "finds no dim 'sequ'"),
+    ("llama", "cp", 2, {"cp_mode": "rings"}, PlanError, "has no cp_mode 'rings'"),
+    ("llama", "cp", 4, {"cp": 2}, PlanError, "cannot place cp=2 on 4 ranks"),
+    ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather"]}, PlanError, "1 modes for 2 axes"),
+    ("gpt2-eager", "cp", 2, {"cp_mode": "ring"}, PlanError, "attention written out"),
+    ("llama", "cp", 2, {"cp_mode": 3}, ConfigError, "option 'cp_mode' of policy 'cp' cannot be 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "num_ranks", "options", "error", "text"), REFUSED)
+def test_what_cannot_be_split_is_refused_in_words(
+    name: str,
+    policy: str,
+    num_ranks: int,
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    with pytest.raises(error, match=text):
+        plans.compile_with(plans.zoo_traced(name), policy, num_ranks, pas_config=options)

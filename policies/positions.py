@@ -41,7 +41,7 @@ that is several times as fast as links; and the result may be kept.
 
 
 LITTLE = WORTH / 64
-"""The same of masks and positions, which are small, or made once for all layers."""
+"""What it is worth of masks and positions, which are small, or made once for all layers."""
 
 
 def cut_of_free(

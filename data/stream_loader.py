@@ -11,13 +11,14 @@ the number of ranks.
 
 A dataset (or its iterator) with ``state_dict`` and ``load_state_dict`` goes on at once; any other
 one is read from the beginning of the epoch up to the position. ``set_epoch`` is called if there is
-one. Either way the last sample that was given out is read again, and must be the one of which the
-state has a digest.
+one. Either way the last samples that were given out are read again, and must be those of which the
+state has digests.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,16 +33,21 @@ from shardwright.data.sample_digest import sample_digest
 from shardwright.data.sample_stream import Run
 from shardwright.runtime.errors import ConfigError, DataError, ShardwrightError
 
+READ_AGAIN = 4
+"""The most samples that are read again after a resume. One might be the right one by chance, where
+a buffer shuffles.
+"""
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stream is: ``epoch``, and how many samples of it were given out. ``last``: the digest
-    of the last one. ``dataset``: the state of the dataset before that one, if it has states.
+    """Where a stream is: ``epoch``, and how many samples of it were given out. ``last``: digests of
+    the last ones. ``dataset``: the state of the dataset before these, if it has states.
     """
 
     epoch: int = 0
     position: int = 0
-    last: str | None = None
+    last: tuple[str, ...] = ()
     dataset: Any = None
 
 
@@ -110,11 +116,12 @@ class Steps(IterableDataset[Step]):
 
     def _read(self, place: Place) -> Step | None:
         rows = self.share.global_batch
+        again = min(rows, READ_AGAIN)
         try:
-            taken = list(itertools.islice(self._samples, rows - 1))
-            # Before the last sample, so that this one is read again after a resume, and looked at.
+            taken = list(itertools.islice(self._samples, rows - again))
+            # Before the last samples: these are read again after a resume, and looked at.
             state = None if self._states is None else deepcopy(self._states.state_dict())
-            taken += itertools.islice(self._samples, 1)
+            taken += itertools.islice(self._samples, again)
         except Exception as error:
             raise DataError(
                 f"the dataset raised an error after {place.position} samples of epoch "
@@ -128,9 +135,11 @@ class Steps(IterableDataset[Step]):
         bounds = range(place.position, place.position + len(taken) + 1)
         batch = GlobalBatch(place.epoch, bounds, bounds[-1])
         if len(taken) < rows:
-            after = Place(place.epoch, batch.after)  # the stream has ended: there is nothing to say
+            # The stream has ended: to go on from here is to read it up to the end again.
+            after = Place(place.epoch, batch.after)
         else:
-            after = Place(place.epoch, batch.after, sample_digest(taken[-1]), state)
+            last = tuple(map(sample_digest, taken[-again:]))
+            after = Place(place.epoch, batch.after, last, state)
         return Step(self._own(taken, batch), after)
 
     def _own(self, taken: list[Any], batch: GlobalBatch) -> Fetched:
@@ -170,28 +179,25 @@ class Steps(IterableDataset[Step]):
             self._skip(place, uses_state and self._states is not None)
 
     def _skip(self, place: Place, has_gone_on: bool) -> None:
-        """Read what was given out already: the last sample alone, if the dataset has gone on where
+        """Read what was given out already: the last samples alone, if the dataset has gone on where
         its state says.
         """
-        wanted = 1 if has_gone_on else place.position
-        read, last = 0, None
+        wanted = len(place.last) if has_gone_on else place.position
+        last: deque[Any] = deque(maxlen=len(place.last))
+        read = 0
         for sample in itertools.islice(self._samples, wanted):
-            read, last = read + 1, sample
-        if read < wanted:
-            raise DataError(
-                f"the dataset ends after {place.position - wanted + read} samples",
-                why=f"{place.position} samples of its epoch {place.epoch} were given out before",
-                hint="give the dataset that the state was saved with",
-            )
-        if place.last is None or sample_digest(last) == place.last:
+            read += 1
+            last.append(sample)
+        if read == wanted and tuple(map(sample_digest, last)) == place.last:
             return
         other, remedy = "", ""
         if has_gone_on:
             other = ", or its own state does not say everything: a buffer that shuffles, say"
             remedy = ", or pass replay=True, which reads the epoch again up to there"
+        ends = f"; it ends after {place.position - wanted + read}" if read < wanted else ""
         raise DataError(
             "the dataset goes on with other samples than those that were given out",
-            where=f"sample {place.position - 1} of epoch {place.epoch}",
+            where=f"up to sample {place.position - 1} of epoch {place.epoch}{ends}",
             why=f"it is another dataset, or another order of it{other}",
             hint=f"give the dataset that the state was saved with{remedy}",
         )
@@ -264,7 +270,7 @@ class StreamLoader(RankLoader[Step]):
         return {
             "epoch": place.epoch,
             "position": place.position,
-            "last": place.last,
+            "last": list(place.last),
             "dataset": deepcopy(place.dataset),
         }
 
@@ -272,8 +278,8 @@ class StreamLoader(RankLoader[Step]):
         missing = [name for name in ("epoch", "last", "dataset") if name not in state]
         if missing or type(state["epoch"]) is not int or state["epoch"] < 0:
             raise DataError(f"the state of the loader has no {(missing or ['epoch'])[0]!r}")
-        dataset = deepcopy(state["dataset"])
-        self._place = Place(state["epoch"], state["position"], state["last"], dataset)
+        last = tuple(map(str, state["last"]))
+        self._place = Place(state["epoch"], state["position"], last, deepcopy(state["dataset"]))
 
 
 def check_stream(dataset: Any, needs_index: Mapping[str, Any], num_workers: int) -> None:

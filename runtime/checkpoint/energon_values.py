@@ -1,8 +1,8 @@
 """States of Megatron-Energon's own loaders as plain values, and back.
 
-Their states are objects: dataclasses, mappings of a class of theirs, bytes. Each becomes a dict
-with one marked key. On the way back only classes of ``megatron.energon`` are made, from their
-fields.
+Their states are objects: dataclasses, mappings of a class of theirs, bytes, and numpy's arrays, as
+its generator has one. Each becomes a dict with one marked key. On the way back only classes of
+``megatron.energon`` are made, from their fields.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shardwright.runtime.errors import CheckpointError
 PACKAGE = "megatron.energon"
 
 _OBJECT, _MAPPING, _BYTES = "energon object", "energon mapping", "energon bytes"
+_ARRAY = "energon array"
 
 
 def to_plain(value: Any) -> Any:
@@ -24,6 +25,9 @@ def to_plain(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
+    if (kind.__module__, kind.__name__) == ("numpy", "ndarray") and not value.dtype.hasobject:
+        data = base64.b64encode(value.tobytes()).decode()  # in the order of its indices
+        return {_ARRAY: [value.dtype.str, list(value.shape), data]}
     if _is_theirs(kind.__module__):
         name = f"{kind.__module__}:{kind.__qualname__}"
         if dataclasses.is_dataclass(value):
@@ -46,6 +50,11 @@ def from_plain(value: Any) -> Any:
         return value
     if value.keys() == {_BYTES}:
         return base64.b64decode(value[_BYTES])
+    if value.keys() == {_ARRAY}:
+        dtype, shape, data = value[_ARRAY]
+        # Their loaders need numpy; a machine that only reads checkpoints need not have it.
+        numpy = import_module("numpy")
+        return numpy.frombuffer(base64.b64decode(data), numpy.dtype(dtype)).reshape(shape).copy()
     if value.keys() == {_OBJECT}:
         name, fields = value[_OBJECT]
         return _class_of(name)(**{each: from_plain(item) for each, item in fields.items()})

@@ -7,6 +7,7 @@ import json
 import sys
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,10 @@ def test_their_states_go_through_a_checkpoint(energon, tmp_path):
     assert from_plain(json.loads(json.dumps(to_plain({"s": [state["rng"], 5]})))) == {
         "s": [b"\x00\xff", 5]
     }
+    # Their state without workers has that of numpy's generator.
+    keys = np.arange(6, dtype=np.uint32).reshape(2, 3)
+    (read,) = from_plain(json.loads(json.dumps(to_plain([keys.T]))))
+    assert read.dtype == keys.dtype and np.array_equal(read, keys.T)
     module = torch.nn.Linear(1, 1)
     shardwright.save_checkpoint(tmp_path, module, loader=Loader(state))
     again = Loader()

@@ -59,6 +59,8 @@ def policy_names() -> tuple[str, ...]:
 @checked_late
 def find_policy(policy: str | PolicyFunction) -> Policy:
     """The policy of a name, or one made of a function. Raises :class:`PlanError`."""
+    if isinstance(policy, Policy):
+        return policy
     if not isinstance(policy, str):
         _check_callable(policy)
         return Policy(_import_path(policy), policy)

@@ -65,6 +65,10 @@ class Policy:
     reused: Callable[[ComputeConfig, Plan], None] = _nothing
     takes_traces: Callable[[ComputeConfig], bool] = _one_is_enough
 
+    def __call__(self, graph: PlannableGraph, config: ComputeConfig) -> Any:
+        """What ``apply`` returns: a policy may stand where a function of one may."""
+        return self.apply(graph, config)
+
     def check(self, config: ComputeConfig) -> None:
         """Raise a :class:`ConfigError` if ``pas_config`` is not what the policy takes."""
         if self.options is not None:

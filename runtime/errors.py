@@ -62,6 +62,10 @@ class CheckpointError(ShardwrightError, RuntimeError):
     """A checkpoint that is incomplete, altered, or does not fit the module."""
 
 
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """A file of a checkpoint is not there."""
+
+
 class FileError(ShardwrightError, OSError):
     """Files that cannot be written: no room, no permission, something else in their place."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.runtime.module.compiled import compiled_parts
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.ranks.world import current_world
@@ -70,7 +71,7 @@ class Holdings:
         """What this rank holds. Ordinary parts are whole on every rank, and rank 0 owns them."""
         parts = {
             path: part
-            for path, part in module.named_modules(remove_duplicate=False)
+            for path, part in compiled_parts(module).items()
             if isinstance(part, ParallelModule)
         }
         declared = {

@@ -69,7 +69,9 @@ def export_pretrained(
         raise CheckpointError(f"rename gives several tensors the name {twice!r}")
     content = _config_text(config, index.module_class)
     with write_folder(out) as fresh, Contents(folder, index) as contents:
-        _, where = write_model_files(fresh, contents, names, max_file_bytes)
+        # The framework of the tensors, which transformers writes too.
+        metadata = {"format": "pt"}
+        _, where = write_model_files(fresh, contents, names, max_file_bytes, metadata)
         if set(where.values()) - {MODEL_FILE}:
             total = sum(record.num_bytes for record in index.tensors.values())
             weight_map = {"metadata": {"total_size": total}, "weight_map": where}
@@ -80,13 +82,18 @@ def export_pretrained(
 
 @checked
 def load_pretrained(
-    directory: Path | str, module: nn.Module, *, rename: Rename | None = None
+    directory: Path | str,
+    module: nn.Module,
+    *,
+    rename: Rename | None = None,
+    ignore: Callable[[str], bool] | None = None,
 ) -> None:
     """Load the weights of a transformers folder into a module under any plan. Every rank reads its
     own elements. Collective.
 
     ``rename``: what the folder calls a tensor, given its name in the module. Tied tensors may be
-    there under any of their names.
+    there under any of their names. ``ignore``: whether something that the folder has more, given
+    its name, is left alone.
 
     Raises :class:`CheckpointError` on all ranks naming what is missing or has another shape, and
     what the folder has more.
@@ -122,12 +129,18 @@ def load_pretrained(
             [
                 f"{name!r} is not in the module"
                 for name in where
-                if name in set.intersection(*unknown)
+                if name in set.intersection(*unknown) and not (ignore and ignore(name))
             ],
         )
         with together(world):
             for holding, file, name in found:
                 _copy(holding, files, file, name)
+
+
+def folder_names(directory: Path) -> frozenset[str]:
+    """The names of the tensors in a transformers folder. Raises as :func:`load_pretrained`."""
+    with MappedFiles(directory) as files:
+        return frozenset(_files_of(directory, files))
 
 
 def _copy(holding: Holding, files: MappedFiles, file: str, name: str) -> None:

@@ -20,6 +20,23 @@ from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.training.reducer import Reducer
 
+PROGRAM = "_shardwright_program"
+"""The attribute of an ordinary module that holds its compiled one, where both have the same
+parameters: :func:`shardwright.initialize` leaves the user's model where it was, and keeps the
+program beside it.
+"""
+
+
+def compiled_parts(module: nn.Module) -> dict[str, CompiledModule]:
+    """The compiled parts of a module by path: submodules, and programs beside ordinary ones."""
+    found: dict[str, CompiledModule] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, CompiledModule):
+            found[path] = part
+        elif PROGRAM in part.__dict__:
+            found[path] = part.__dict__[PROGRAM]
+    return found
+
 
 class CompiledModule(Scope):
     """One rank's part of a compiled module, as far as its training and its state are concerned.
@@ -40,6 +57,9 @@ class CompiledModule(Scope):
     ranks: RankMesh
     rng: RngState
     reducer: Reducer | None = None
+    # Whether somebody else sums gradients over the units: DistributedDataParallel around the model
+    # that this is the program of.
+    is_summed_elsewhere: bool = False
     _inputs_compared: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -76,6 +96,10 @@ class CompiledModule(Scope):
         for part in self.modules():
             part.__dict__["training"] = bool(mode)
         return self
+
+    def leave_sums(self) -> None:
+        """Somebody else sums the gradients over the units from now on."""
+        raise NotImplementedError
 
     def expect_comparison(self) -> None:
         """Let the next call compare its arguments on the ranks of a unit, as the first one does."""

@@ -198,7 +198,7 @@ class DeclaredModule(CompiledModule):
                     DeclaredParameter(where, parameter, declaration.requires_grad)
                 )
                 if self.ranks.world.size > 1:
-                    needs_sum = is_summed(declaration, self.ranks)
+                    needs_sum = is_summed(declaration, self.ranks) and not self.is_summed_elsewhere
                     setattr(
                         parameter,
                         PART,
@@ -207,6 +207,40 @@ class DeclaredModule(CompiledModule):
         self._are_replaced = False
         if self.reducer is not None and self.reducer.is_attached:
             check_reduced(self, self.reducer)
+
+    def take_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold tensors of others, by first name, in the place of its own: those of the user's
+        model, or of another program for the same weights. They are this rank's pieces.
+        """
+        for name, tensor in tensors.items():
+            own = self.weights(name)
+            assert tensor.shape == own.shape and tensor.dtype == own.dtype, (
+                f"{name} is {own.dtype}{list(own.shape)} here, and {tensor.dtype}"
+                f"{list(tensor.shape)} was given"
+            )
+            for scope, leaf in self._places[name]:
+                held: dict[str, Any] = (
+                    scope._parameters if leaf in scope._parameters else scope._buffers
+                )
+                held[leaf] = tensor
+        self._note_parameters()
+
+    def places(self, name: str) -> tuple[Place, ...]:
+        """Where a tensor lies, under all its names."""
+        return self._places[name]
+
+    def put_also_at(self, name: str, places: Sequence[Place]) -> None:
+        """Let a buffer be the same in other modules too, now and whenever the program updates
+        it.
+        """
+        self._places[name] = tuple(dict.fromkeys((*self._places[name], *places)))
+        for scope, leaf in self._places[name]:
+            scope._buffers[leaf] = self.weights(name)
+
+    def leave_sums(self) -> None:
+        """See :meth:`CompiledModule.leave_sums`."""
+        self.is_summed_elsewhere = True
+        self._note_parameters()
 
     def own_parameters(self) -> list[DeclaredParameter]:
         """The parameters, as they were when somebody put them there who may: the module itself, or

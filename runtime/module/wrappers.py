@@ -2,18 +2,22 @@
 module they are refused.
 
 ``DistributedDataParallel`` sends rank 0's parameters to all ranks: its pieces lie over everybody's,
-and losses are wrong from the first step. Trainers (``accelerate.prepare``, Hugging Face's
-``Trainer``, Lightning) put their models into one of these.
+and losses are wrong from the first step. (Around a model of :func:`shardwright.initialize` it may
+stand, over the ranks that hold the same pieces: that is how its users average gradients.) Trainers
+(``accelerate.prepare``, Hugging Face's ``Trainer``, Lightning) put their models into one of these.
 """
 
 from __future__ import annotations
 
 import threading
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.module.compiled import PROGRAM, CompiledModule
 from shardwright.runtime.module.scope import Scope
 
 WRAPPERS = frozenset(
@@ -45,6 +49,9 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> No
     wrapper = next((cls.__name__ for cls in type(parent).__mro__ if cls.__name__ in WRAPPERS), None)
     if wrapper is None or child is None:
         return
+    for part in child.modules():
+        if PROGRAM in part.__dict__:
+            _take_wrapper(parent, wrapper, type(part).__name__, part.__dict__[PROGRAM])
     parallel = next((part for part in child.modules() if isinstance(part, Scope)), None)
     if parallel is None:
         return
@@ -61,6 +68,75 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> No
         "loop of your own instead",
     )
 
+
+def _take_wrapper(parent: nn.Module, wrapper: str, owner: str, program: CompiledModule) -> None:
+    """Leave the sums over replicas to ``DistributedDataParallel`` around a model of
+    :func:`shardwright.initialize`, if it sums over the ranks that hold the same pieces. It has not
+    sent anything yet.
+    """
+    if wrapper != "DistributedDataParallel":
+        raise UsageError(
+            f"{wrapper} cannot wrap {owner}, whose parameters are this rank's pieces",
+            why="it would treat the pieces of all ranks as copies of one tensor, or cut them again",
+            hint="DistributedDataParallel(model, "
+            "process_group=model.mpu.get_data_parallel_group()), or "
+            "shardwright.build_optimizer(model, torch.optim.AdamW, ...)",
+        )
+    ours = list(program.ranks.units.communicator.ranks)
+    found = dist.get_process_group_ranks(parent.process_group)  # type: ignore[arg-type]
+    if found != ours:
+        raise UsageError(
+            f"DistributedDataParallel would sum gradients of {owner} over ranks {found}",
+            why=f"these ranks hold other pieces of the parameters; those with the same pieces as "
+            f"this one are {ours}",
+            hint="DistributedDataParallel(model, "
+            "process_group=model.mpu.get_data_parallel_group(), ...)",
+        )
+    reducer = program.reducer
+    if reducer is not None and reducer.is_attached and not program.is_summed_elsewhere:
+        raise UsageError(
+            f"DistributedDataParallel cannot wrap {owner}: its gradients are summed already",
+            why="build_optimizer was given the model, and its optimizer sums gradients over all "
+            "ranks",
+            hint="leave out DistributedDataParallel, or use an optimizer of torch.optim",
+        )
+    check_settings(program, "DistributedDataParallel")
+    program.leave_sums()
+
+
+def check_settings(program: CompiledModule, who: str) -> None:
+    """Refuse settings of ``program`` that only an optimizer of ``build_optimizer`` honours.
+    ``who``: what would ignore them.
+
+    Raises :class:`UsageError`.
+    """
+    config = program.compute_config
+    if config is None:
+        return
+    default = ComputeConfig(plan_ngpus=config.plan_ngpus, runtime_ngpus=config.runtime_ngpus)
+    named = [
+        f"{name}={getattr(config, name)!r}"
+        for name in OPTIMIZER_SETTINGS
+        if getattr(config, name) != getattr(default, name)
+    ]
+    if named:
+        raise UsageError(
+            f"{who} would ignore {', '.join(named)}",
+            why="these settings say how our own optimizer sums gradients and splits its state",
+            hint="leave them out, or use shardwright.build_optimizer(model, torch.optim.AdamW, "
+            "...) and no DistributedDataParallel",
+        )
+
+
+OPTIMIZER_SETTINGS = (
+    "use_zero",
+    "zero_ngroups",
+    "zero_use_reduce_scatter",
+    "use_async_reducer",
+    "reducer_bucket_cap_mb",
+    "distributed_optimizer",
+)
+"""Fields of a config that mean something to ``build_optimizer`` only."""
 
 _is_watching = False
 _lock = threading.Lock()

@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.runtime.bucket import is_reduced
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.training.clipping import PART
+from shardwright.runtime.training.clipping import PART, PartOfModel
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 
@@ -38,6 +39,8 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
         for parameter in group["params"]:
             # Gradients that ranks have to sum, and that nobody has summed.
             mark = getattr(parameter, PART, None)
+            if mark is not None and parameter.grad is not None:
+                _check_state(optimizer, parameter, mark)
             if (
                 mark is None
                 or not mark.needs_sum
@@ -54,6 +57,21 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
                 "optimizer",
                 hint="optimizer = shardwright.build_optimizer(model, "
                 f"torch.optim.{type(optimizer).__name__}, lr=...)",
+            )
+
+
+def _check_state(optimizer: Optimizer, parameter: Tensor, mark: PartOfModel) -> None:
+    """Refuse state that was made for the whole parameter, before this rank kept a piece of it."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or value.ndim != parameter.ndim:
+            continue
+        sizes = list(zip(value.shape, parameter.shape, strict=True))
+        if value.shape != parameter.shape and all(size >= piece for size, piece in sizes):
+            raise UsageError(
+                f"{type(optimizer).__name__} has stepped before {mark.owner} was made parallel",
+                why=f"its {key!r} of {mark.name!r} is {list(value.shape)}, and this rank's "
+                f"piece of the parameter is {list(parameter.shape)}",
+                hint="make the optimizer anew: only one that has not stepped yet goes on",
             )
 
 

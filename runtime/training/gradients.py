@@ -15,7 +15,7 @@ from shardwright.runtime.config import CHECK_RANKS_EVERY, ComputeConfig
 from shardwright.runtime.dealing import in_use_order
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.layout import ZERO, Layout, Mesh
-from shardwright.runtime.module.compiled import CompiledModule
+from shardwright.runtime.module.compiled import compiled_parts
 from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
@@ -55,9 +55,9 @@ class TrainedModel:
     def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
         watch_clipping()
         self.world = current_world()
-        self.parallel_modules = [
-            part for part in module.modules() if isinstance(part, CompiledModule)
-        ]
+        # The same one may lie under two paths.
+        parts = {id(part): part for part in compiled_parts(module).values()}
+        self.parallel_modules = list(parts.values())
         self.ranks = self._unit(config)
         self._config = self._agreed(config)
         self.settings = ReductionSettings.of(self._config, self.ranks.num_units)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwright.compiler.ir.graph import IRGraph
     from shardwright.compiler.ops.register import register_op
     from shardwright.compiler.plan.plan import Plan
+    from shardwright.frontend.huggingface.initialize import initialize
     from shardwright.frontend.parallelize import parallelize
     from shardwright.frontend.search_plan import search_plan
     from shardwright.frontend.verification.verify import verify
@@ -95,6 +96,7 @@ __all__ = [
     "deduped_state_dict",
     "experts",
     "export_pretrained",
+    "initialize",
     "load_checkpoint",
     "load_class",
     "load_deduped_state_dict",
@@ -146,6 +148,7 @@ _MODULES = {
     "count_communication": "shardwright.runtime.ranks.world",
     "deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
     "export_pretrained": "shardwright.runtime.checkpoint.pretrained",
+    "initialize": "shardwright.frontend.huggingface.initialize",
     "load_checkpoint": "shardwright.runtime.checkpoint.load",
     "load_class": "shardwright.runtime.loader",
     "load_deduped_state_dict": "shardwright.runtime.checkpoint.deduped",

@@ -193,7 +193,7 @@ def parallelize(
         )
         return order, strategy
 
-    with Job(title, _exchange(title)) as job:
+    with Job(title, exchange_about(title)) as job:
         order, strategy = job.every_rank_does(lambda: read_arguments(current_world()))
         # Before rank 0 begins to work: ranks that ask for different things would load files of
         # another's request, or wait for a call that never comes.
@@ -220,7 +220,7 @@ def _title(module_or_class: Any) -> str:
     return getattr(module_or_class, "__name__", type(module_or_class).__name__)
 
 
-def _exchange(what: str) -> Exchange | None:
+def exchange_about(what: str) -> Exchange | None:
     """How the ranks of the caller talk to each other about ``what``; ``None`` for a single
     process.
     """

@@ -1,0 +1,1 @@
+"""Hugging Face models that stay what they are while a compiled program runs in them."""

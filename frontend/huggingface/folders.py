@@ -1,0 +1,219 @@
+"""Folders of a model: pieces that ranks save and read, and what ``from_pretrained`` reads.
+
+    parallel_ckpt/                       save_parallelized("parallel_ckpt")
+        config.json  generation_config.json  LATEST
+        000003/
+            index.json  rank-00000.safetensors  rank-00001.safetensors
+
+    merged_ckpt/                         save_parallelized("merged_ckpt", merge_checkpoints=True)
+        config.json  generation_config.json  model.safetensors
+
+The first is a checkpoint as :func:`shardwright.save_checkpoint` makes it: every distinct piece
+once, by the first rank that has it, so data-parallel copies write nothing. It loads on any number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
+from shardwright.runtime.checkpoint.failing_together import together
+from shardwright.runtime.checkpoint.folders import find_folder
+from shardwright.runtime.checkpoint.pretrained import (
+    CONFIG_FILE,
+    export_pretrained,
+    folder_names,
+    load_pretrained,
+)
+from shardwright.runtime.checkpoint.save import save_checkpoint
+from shardwright.runtime.errors import CheckpointError, FileError, MissingFileError
+from shardwright.runtime.ranks.world import World, current_world
+from shardwright.runtime.swap import write_folder, writing
+
+HINT = "another folder, or room and permission to write there"
+
+_MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def save_pieces(model: nn.Module, directory: Path, *, save_config: bool, **state: Any) -> None:
+    """Save the pieces of all ranks into ``directory``, as its only checkpoint. Collective."""
+    world = current_world()
+    check_folder(world, directory)
+    save_checkpoint(directory, model, keep=1, **state)
+    with together(world):
+        if save_config and world.rank == 0:
+            with writing("the config", directory, HINT):
+                write_config(model, directory)
+
+
+def save_merged(
+    model: nn.Module, directory: Path, *, save_config: bool, max_file_bytes: int | None
+) -> None:
+    """Save what ``from_pretrained`` reads into ``directory``. Collective.
+
+    One rank writes it, and has one tensor at a time. Other files that are there, such as those of a
+    tokenizer, stay.
+    """
+    world = current_world()
+    check_folder(world, directory)
+    with _pieces_aside(world, model, directory) as pieces, together(world):
+        if world.rank == 0:
+            with writing("the model", directory, HINT):
+                aside = directory.with_name(f".{directory.name}.merged.{secrets.token_hex(4)}")
+                try:
+                    export_pretrained(
+                        pieces, aside, _config_of(model), max_file_bytes=max_file_bytes
+                    )
+                    if save_config:
+                        write_config(model, aside)
+                    else:
+                        (aside / CONFIG_FILE).unlink()
+                    _move_into(aside, directory)
+                finally:
+                    shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_folder(world: World, directory: Path) -> None:
+    """Raise :class:`FileError` on all ranks if something else than a folder lies there."""
+    with together(world):
+        if directory.exists() and not directory.is_dir():
+            raise FileError(
+                f"{directory} is not a folder",
+                why="a file lies there, and the model is saved into a folder",
+                hint="name another one, or delete the file",
+            )
+
+
+def check_pieces(directory: Path) -> None:
+    """Raise :class:`MissingFileError` on all ranks if a folder of pieces lacks one. Collective."""
+    with together(current_world()):
+        if directory.exists() and not directory.is_dir():
+            raise CheckpointError(
+                f"{directory} is not a folder",
+                why="a file lies there, and save_parallelized makes a folder",
+                hint="pass the folder that save_parallelized was given",
+            )
+        folder = find_folder(directory)
+        names = Index.read(folder / INDEX_FILE).files
+        missing = [name for name in sorted(names) if not (folder / name).exists()]
+        if missing:
+            raise MissingFileError(
+                f"{folder} lacks {', '.join(missing)}",
+                why=f"{len(names)} files hold the pieces of the model, and {len(missing)} of them "
+                "are not there",
+                hint="copy the folder as a whole, from all nodes that saved",
+            )
+
+
+def load_whole(model: Any, directory: Path) -> None:
+    """Read this rank's pieces from a folder that ``save_pretrained`` wrote. Collective.
+
+    Names are matched as transformers does: a folder of the base model lacks the prefix
+    (``h.0.attn.c_attn.weight`` is ``transformer.h.0...`` here), and what the class declares as
+    unneeded is left alone.
+    """
+    world = current_world()
+    with together(world):
+        names = folder_names(directory)
+    prefix = f"{model.base_model_prefix}."
+
+    def there(name: str) -> str:
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        return next((one for one in candidates if one in names), name)
+
+    patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    load_pretrained(
+        directory,
+        model,
+        rename=there,
+        ignore=lambda name: any(pattern.search(name) for pattern in patterns),
+    )
+
+
+def write_config(model: Any, directory: Path) -> None:
+    """Write ``config.json``, and ``generation_config.json`` of a model that generates, as
+    ``save_pretrained`` does.
+    """
+    _config_of(model).save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _config_of(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    return config
+
+
+@contextmanager
+def _pieces_aside(world: World, model: nn.Module, directory: Path) -> Iterator[Path]:
+    """A checkpoint of ``model`` beside ``directory``, deleted afterwards. All ranks share the
+    disk.
+    """
+    name = world.broadcast_object(f".{directory.name}.pieces.{secrets.token_hex(4)}")
+    aside = directory.with_name(name)
+    try:
+        save_checkpoint(aside, model, keep=1)
+        yield aside
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _move_into(fresh: Path, directory: Path) -> None:
+    """Put the files of ``fresh`` into ``directory``, each at once, and delete model files of an
+    earlier save that are not among them.
+    """
+    if not directory.exists():
+        with write_folder(directory) as made:
+            for file in sorted(fresh.iterdir()):
+                os.replace(file, made / file.name)
+        return
+    names = {file.name for file in fresh.iterdir()}
+    for name in sorted(names):
+        os.replace(fresh / name, directory / name)
+    for file in directory.iterdir():
+        if _MODEL_FILES.fullmatch(file.name) and file.name not in names:
+            with suppress(FileNotFoundError):
+                file.unlink()
+
+
+def pretrained_folder(model: Any, checkpoint: str | Path | None) -> Path:
+    """The folder of weights: ``checkpoint``, or where the model's config comes from. A name of the
+    hub stands for its folder in the local cache.
+
+    Raises :class:`CheckpointError` if there is none.
+    """
+    name = checkpoint if checkpoint is not None else getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise CheckpointError(
+            f"{type(model).__name__} has no values",
+            why="it lies on the meta device, and its config does not say which folder it is of",
+            hint="pass checkpoint=: a folder that save_pretrained wrote",
+        )
+    path = Path(name)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is no folder, and not in the cache of the hub",
+            why=str(error).splitlines()[0],
+            hint=f"hf download {name}, or pass checkpoint=: a folder that save_pretrained wrote",
+        ) from error

@@ -1,0 +1,376 @@
+"""The class that :func:`shardwright.initialize` gives to a model: what the model was, with another
+``forward`` and with what a parallel model can do besides.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.frontend.huggingface.calls import Call, given_arguments
+from shardwright.frontend.huggingface.folders import check_pieces, save_merged, save_pieces
+from shardwright.frontend.huggingface.programs import Programs, place_in
+from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from shardwright.runtime.errors import ConfigError, UsageError, brief
+from shardwright.runtime.module.call_checks import (
+    DeclaredParameter,
+    check_parameters,
+    compare_inputs,
+)
+from shardwright.runtime.module.compiled import PROGRAM
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.module.wrappers import check_settings
+from shardwright.runtime.ranks.threads import ThreadWorld
+from shardwright.runtime.structure import flatten
+from shardwright.runtime.training.own_sums import note_gradients
+
+CALLS = "_shardwright_calls"
+"""The attribute of a model that has its :class:`Calls`."""
+
+
+class Calls:
+    """Runs calls of a model, or of its encoder, by the program for their kind."""
+
+    def __init__(self, model: nn.Module, programs: Programs) -> None:
+        self.programs = programs
+        self._signatures = {"": inspect.signature(model.forward)}
+        self._parameters = [
+            DeclaredParameter(
+                place_in(model, name),
+                parameter_of(model, declaration.name),
+                declaration.requires_grad,
+            )
+            for declaration in programs.main.declarations
+            if declaration.kind == "parameter"
+            for name in declaration.names
+        ]
+
+    def add(self, path: str, module: nn.Module) -> None:
+        """Let the submodule at ``path`` be called by itself, too."""
+        self._signatures[path] = inspect.signature(module.forward)
+        module.__dict__["forward"] = SubmoduleForward(self, module, path)
+
+    def run(
+        self, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The result of ``forward`` of the submodule at ``path`` of the model, or of the model."""
+        main = self.programs.main
+        with main.ranks.world.telling_errors():
+            arguments = given_arguments(self._signatures[path], args, kwargs)
+            settings = self.programs.settings
+            call = Call.of(
+                model, arguments, main.device, settings.config, names_dims=settings.names_dims
+            )
+            program = self.programs.get(path, call)
+            trains = torch.is_grad_enabled() and not settings.config.inference_only
+            if trains:
+                if not path:
+                    check_parameters(model, self._parameters)
+                self._note_gradients(model, path)
+            if program.training != model.training:
+                program.train(model.training)
+            program.reducer = main.reducer
+        result = program(**arguments)
+        if trains and main.is_summed_elsewhere and not path and not _is_inside_ddp(model):
+            _refuse_backward(result, type(model).__name__)
+        return result
+
+    def _note_gradients(self, model: nn.Module, path: str) -> None:
+        main = self.programs.main
+        if path or (main.reducer is not None and main.reducer.is_attached):
+            return
+        if main.is_summed_elsewhere or main.ranks.num_units == 1:
+            check_settings(main, "an optimizer of torch.optim")
+            note_gradients(model)
+
+
+class SubmoduleForward:
+    """``forward`` of a submodule that has programs of its own."""
+
+    def __init__(self, calls: Calls, module: nn.Module, path: str) -> None:
+        self._calls = calls
+        self._module = module
+        self._path = path
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._calls.run(self._module, self._path, args, kwargs)
+
+
+class InitializedModel(nn.Module):
+    """What a model of transformers is besides, once it was initialized.
+
+    ``parallel_module``: the compiled program that trains, for functions that take a
+    :class:`shardwright.ParallelModule`. ``mpu``: the roles of this rank.
+    """
+
+    config: Any
+
+    @property
+    def parallel_module(self) -> ParallelModule:
+        """The program that was compiled first. It has the model's parameters."""
+        program: ParallelModule = self.__dict__[PROGRAM]
+        return program
+
+    @property
+    def mpu(self) -> Any:
+        """The roles of this rank, and their process groups."""
+        return self.parallel_module.mpu
+
+    def save_parallelized(
+        self,
+        save_directory: str | Path,
+        save_config: bool = True,
+        merge_checkpoints: bool = False,
+        *,
+        max_file_bytes: int | None = 50 * 10**9,
+        **state: Any,
+    ) -> None:
+        """Save the model into a folder, from all ranks. Collective.
+
+        Each rank saves its pieces, of which copies are written once; an earlier save there is
+        replaced when this one is complete. With ``merge_checkpoints`` the folder is what
+        ``from_pretrained`` reads, and what can be uploaded to the hub; files grow to
+        ``max_file_bytes`` at most. ``save_config``: write ``config.json`` and
+        ``generation_config.json``, too.
+
+        ``optimizer``, ``scheduler``, ``loader``, ``step`` and ``extra`` are saved with pieces, as
+        by :func:`shardwright.save_checkpoint`.
+
+        Raises :class:`FileError` where it cannot be written.
+        """
+        for name in state:
+            if name not in ("optimizer", "scheduler", "loader", "step", "extra"):
+                raise ConfigError(
+                    f"save_parallelized has no option {name!r}",
+                    hint="save_config, merge_checkpoints, max_file_bytes, optimizer, scheduler, "
+                    "loader, step, extra",
+                )
+        directory = Path(save_directory)
+        if not merge_checkpoints:
+            save_pieces(self, directory, save_config=save_config, **state)
+            return
+        if state:
+            raise ConfigError(
+                f"a merged folder has no {next(iter(state))}",
+                why="from_pretrained reads a model and nothing else",
+                hint="save it with pieces: save_parallelized(another folder, ...)",
+            )
+        save_merged(self, directory, save_config=save_config, max_file_bytes=max_file_bytes)
+
+    def from_parallelized(self, load_directory: str | Path, **state: Any) -> Any:
+        """Load what :meth:`save_parallelized` saved in pieces, on any number of ranks, and return
+        the model. Collective.
+
+        ``optimizer``, ``scheduler`` and ``loader`` go on as they were saved. ``loaded_checkpoint``
+        then has the step and the extra.
+
+        Raises :class:`CheckpointError` on all ranks if something is missing, altered or of another
+        model; nothing is changed then. A missing file is a ``FileNotFoundError`` as well.
+        """
+        check_pieces(Path(load_directory))
+        loaded = load_checkpoint(Path(load_directory), self, **state)
+        self.__dict__["loaded_checkpoint"] = loaded
+        return self
+
+    loaded_checkpoint: LoadedCheckpoint
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens: those that the original model would.
+
+        Every token runs the whole sequence again, as there is no cache of keys and values. The
+        ranks that share a model pass the same inputs, and draw what the first of them draws.
+
+        Raises :class:`UsageError` for options that need a cache, or that may let ranks stop at
+        different tokens.
+        """
+        calls: Calls = self.__dict__[CALLS]
+        with calls.programs.main.ranks.world.telling_errors():
+            for name, why in _NOT_IN_GENERATE.items():
+                if kwargs.get(name):
+                    raise UsageError(
+                        f"generate cannot be given {name}={brief(kwargs[name])}",
+                        why=why,
+                        hint=f"leave out {name}",
+                    )
+            self._check_draws(kwargs)
+            self._agree(args, kwargs)
+        generate: Callable[..., Any] = super().generate  # type: ignore[misc]
+        return generate(*args, **{**kwargs, "use_cache": False})
+
+    def _check_draws(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse to draw tokens where ranks are threads: all would draw from one generator, in
+        turns.
+        """
+        config = kwargs.get("generation_config") or getattr(self, "generation_config", None)
+        draws = kwargs.get("do_sample", getattr(config, "do_sample", False))
+        ranks = self.parallel_module.ranks
+        if draws and ranks.mesh.size > 1 and isinstance(ranks.world, ThreadWorld):
+            raise UsageError(
+                "generate cannot draw tokens where ranks are threads of one process",
+                why="they share torch's generator, and each would draw other tokens",
+                hint="do_sample=False, or run the ranks as processes under torchrun",
+            )
+
+    def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare the inputs of the ranks that share the model, and let them draw alike."""
+        program = self.parallel_module
+        ranks = program.ranks
+        unit = ranks.group(ranks.mesh.names)
+        if unit.size == 1:
+            return
+        leaves = flatten({"args": list(args), "kwargs": dict(kwargs)})
+        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        compare_inputs(type(self).__name__, tensors, unit, ranks.num_units)
+        device = program.device
+        torch.set_rng_state(unit.broadcast(torch.get_rng_state().to(device), 0).cpu())
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device).to(device)
+            torch.cuda.set_rng_state(unit.broadcast(state, 0).cpu(), device)
+
+    # The state of this rank, with layouts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this rank: pieces under the original names, and how they are cut."""
+        return self.parallel_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what this rank's :meth:`state_dict` gave. Raises :class:`CheckpointError` for that
+        of another rank, or of the original model.
+        """
+        return self.parallel_module.load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the programs with the model. Raises :class:`UsageError` for another dtype."""
+        calls: Calls = self.__dict__[CALLS]
+        for program in calls.programs.all():
+            program._apply(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        calls.programs.join_again()
+        return self
+
+
+def _refusal(name: str, why: str, hint: str) -> Callable[..., Any]:
+    def refused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"{type(self).__name__}.{name}() is not for an initialized model", why=why, hint=hint
+        )
+
+    refused.__name__ = name
+    refused.__doc__ = f"Refused: {why}."
+    return refused
+
+
+_BEFORE = "call it before shardwright.initialize"
+_PIECES = "every rank has pieces of its own"
+
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "save_pretrained": (
+        _PIECES,
+        "model.save_parallelized(directory, merge_checkpoints=True) leaves what from_pretrained "
+        "reads",
+    ),
+    "push_to_hub": (
+        _PIECES,
+        "model.save_parallelized(directory, merge_checkpoints=True), then on one rank "
+        "huggingface_hub.HfApi().upload_folder(folder_path=directory, repo_id=...)",
+    ),
+    "resize_token_embeddings": (_PIECES, _BEFORE),
+    "tie_weights": ("the programs are compiled for the tensors there are", _BEFORE),
+    "init_weights": (_PIECES, _BEFORE),
+    "add_adapter": ("the programs are compiled without the adapter", _BEFORE),
+    "load_adapter": ("the programs are compiled without the adapter", _BEFORE),
+    "gradient_checkpointing_enable": ("the programs are compiled without it", _BEFORE),
+    "gradient_checkpointing_disable": ("the programs are compiled with what there was", _BEFORE),
+    "set_attn_implementation": ("the programs are compiled with the one there was", _BEFORE),
+}
+"""Methods of transformers that would do nothing here, or harm: why, and what to do instead."""
+
+_NOT_IN_GENERATE: Mapping[str, str] = {
+    "use_cache": "there is no cache of keys and values: every token runs the whole sequence",
+    "past_key_values": "there is no cache of keys and values: every token runs the whole sequence",
+    "cache_implementation": "there is no cache of keys and values",
+    "assistant_model": "candidates are checked with a cache of keys and values",
+    "prompt_lookup_num_tokens": "candidates are checked with a cache of keys and values",
+    "max_time": "each rank looks at its own clock, and would stop at another token",
+    "synced_gpus": "units of ranks generate each for itself",
+}
+
+
+@functools.cache
+def initialized_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of an initialized model of class ``cls``, under the same name."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls: Calls = self.__dict__[CALLS]
+        return calls.run(self, "", args, kwargs)
+
+    methods = {
+        name: _refusal(name, why, hint)
+        for name, (why, hint) in REFUSED.items()
+        if hasattr(cls, name)
+    }
+    members = {
+        "forward": forward,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        **methods,
+    }
+    return type(cls.__name__, (InitializedModel, cls), members)
+
+
+def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+    """A parameter of the user's model."""
+    scope, leaf = place_in(model, name)
+    parameter = scope._parameters[leaf]
+    assert parameter is not None
+    return parameter
+
+
+def guard_submodules(model: nn.Module, callable_paths: tuple[str, ...]) -> None:
+    """Refuse calls of submodules that hold pieces, but for those that have programs of their
+    own.
+    """
+    for path, module in model.named_modules():
+        if path and path not in callable_paths and next(module.parameters(), None) is not None:
+            module.register_forward_pre_hook(_refuse_call, with_kwargs=True)
+
+
+def _refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        f"a {type(module).__name__} of an initialized model cannot be called by itself",
+        why="it holds this rank's pieces, and the model's program computes what it did",
+        hint="call the model; ask it for output_hidden_states=True to see what is between",
+    )
+
+
+def _is_inside_ddp(model: nn.Module) -> bool:
+    active: Any = DistributedDataParallel._active_ddp_module
+    return active is not None and any(part is model for part in active.modules())
+
+
+def _refuse_backward(result: Any, title: str) -> None:
+    """Refuse a backward of a call that went past ``DistributedDataParallel``, which would not sum
+    its gradients.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        raise UsageError(
+            f"backward of a call of {title} that DistributedDataParallel has not seen",
+            why="the model is wrapped, and was called itself: nobody would average these gradients",
+            hint="call what DistributedDataParallel returned, engine(**batch)",
+        )
+
+    for leaf in flatten(result).values():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(refuse)  # type: ignore[no-untyped-call]

@@ -1,0 +1,196 @@
+"""The config of :func:`shardwright.initialize`, read: a policy, and a :class:`ComputeConfig`.
+
+{"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}      # OSLO's
+{"plan_ngpus": 2, "seed": 7, "pas_policy": "tp"}                        # ours
+{"model_parallelism": {...}, "seed": 7}                                 # both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwright.policies.known_policies import find_policy
+from shardwright.policies.policy import Policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
+
+MODEL_PARALLELISM, POLICY = "model_parallelism", "pas_policy"
+
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+
+EXAMPLE = '{"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}'
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a model is compiled with. ``names_dims``: whether the user says himself which dims of
+    the inputs may vary.
+    """
+
+    policy: Policy
+    config: ComputeConfig
+    names_dims: bool
+
+    @classmethod
+    def of(cls, given: ComputeConfig | Mapping[str, Any], world_size: int | None) -> Settings:
+        """Read a config. ``world_size``: of the job; ``None`` where none runs, as the files are
+        made beforehand.
+
+        Raises :class:`ConfigError` for unknown keys, sizes that do not fit the ranks, and a config
+        that would do nothing.
+        """
+        if isinstance(given, ComputeConfig):
+            given = {f.name: getattr(given, f.name) for f in fields(ComputeConfig)}
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                "config is a dict or a ComputeConfig",
+                why=f"it is {brief(given)}",
+                hint=EXAMPLE,
+            )
+        _check_names(given)
+        options = {name: given[name] for name in given if name in _FIELDS}
+        asked = given.get(MODEL_PARALLELISM)
+        if asked is not None:
+            _take_size(options, _model_ranks(asked))
+        if "plan_ngpus" not in options:
+            raise ConfigError(
+                "the config would do nothing",
+                why="it does not say how many ranks share a model",
+                hint=EXAMPLE,
+            )
+        if "runtime_ngpus" not in options:
+            if world_size is None:
+                raise ConfigError(
+                    "the number of ranks is not known",
+                    why="no job runs, and the config has no runtime_ngpus",
+                    hint="add 'runtime_ngpus': the number of ranks that will run",
+                )
+            options["runtime_ngpus"] = world_size
+        _check_fit(options, world_size)
+        config = ComputeConfig.of(options)
+        if config.use_end2end:
+            raise ConfigError(
+                "use_end2end is not for initialize",
+                why="forward of the model runs the program, and one compiled end to end is run by "
+                "train_step",
+                hint="leave it out, or call shardwright.parallelize",
+            )
+        if config.leaves_zero_to_plan or config.zero_stage == 3:
+            raise ConfigError(
+                f"use_zero={config.use_zero!r} is not for initialize",
+                why="each program would cut the parameters over the replicas as its own uses need "
+                "it, and a model has several programs",
+                hint="use_zero=1 or 2 with shardwright.build_optimizer, or shardwright.parallelize",
+            )
+        policy = find_policy(given.get(POLICY, "tp" if config.plan_ngpus > 1 else "dp"))
+        _check_policy(policy, config)
+        return cls(policy, config, "dynamic_dims" in given)
+
+
+_FIELDS = tuple(f.name for f in fields(ComputeConfig))
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    known = (MODEL_PARALLELISM, POLICY, *_FIELDS)
+    for name in given:
+        if name in SIZES or name == "enable":
+            raise ConfigError(
+                f"{name!r} stands beside 'model_parallelism', and belongs into it", hint=EXAMPLE
+            )
+        if name not in known:
+            raise ConfigError(
+                f"the config of initialize has no key {brief(name)}", hint=did_you_mean(name, known)
+            )
+
+
+def _model_ranks(asked: Any) -> int:
+    """The number of ranks that share a model, by ``model_parallelism``."""
+    if not isinstance(asked, Mapping):
+        raise ConfigError(
+            "'model_parallelism' is a dict", why=f"it is {brief(asked)}", hint=EXAMPLE
+        )
+    for name in asked:
+        if name not in ("enable", *SIZES):
+            hint = did_you_mean(name, ("enable", *SIZES))
+            if name in (*_FIELDS, POLICY):
+                hint = f"{name!r} stands beside 'model_parallelism', not in it"
+            raise ConfigError(f"'model_parallelism' has no key {brief(name)}", hint=hint)
+    if asked.get("enable") is not True:
+        raise ConfigError(
+            "the config would do nothing",
+            why="'model_parallelism' has no 'enable': True"
+            if "enable" not in asked
+            else f"'enable' is {brief(asked['enable'])}",
+            hint=EXAMPLE,
+        )
+    for name in SIZES:
+        size = asked.get(name, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} is a whole number of at least 1", why=f"it is {brief(size)}")
+    if asked.get("pipeline_parallel_size", 1) > 1:
+        raise _no_pipelines("pipeline_parallel_size", asked["pipeline_parallel_size"])
+    if "tensor_parallel_size" not in asked:
+        raise ConfigError(
+            "the config would do nothing",
+            why="'model_parallelism' has no 'tensor_parallel_size'",
+            hint=EXAMPLE,
+        )
+    ranks: int = asked["tensor_parallel_size"]
+    return ranks
+
+
+def _take_size(options: dict[str, Any], ranks: int) -> None:
+    if options.setdefault("plan_ngpus", ranks) != ranks:
+        raise ConfigError(
+            "plan_ngpus and tensor_parallel_size contradict each other",
+            why=f"they are {brief(options['plan_ngpus'])} and {ranks}",
+            hint="leave out plan_ngpus",
+        )
+
+
+def _check_fit(options: Mapping[str, Any], world_size: int | None) -> None:
+    """Refuse a size of the model that does not divide the ranks there are."""
+    plan, runtime = options["plan_ngpus"], options["runtime_ngpus"]
+    if world_size is not None and runtime != world_size:
+        raise ConfigError(
+            f"runtime_ngpus is {brief(runtime)}, and {world_size} ranks are running",
+            hint="leave it out: it is the number of ranks of the job",
+        )
+    if not isinstance(plan, int) or not isinstance(runtime, int) or plan < 1 or not runtime % plan:
+        return  # what is no number is refused by ComputeConfig
+    divisors = [size for size in range(1, runtime + 1) if not runtime % size]
+    raise ConfigError(
+        f"{runtime} ranks cannot be dealt into models of {plan}",
+        why=f"tensor_parallel_size is {plan}, and data-parallel ranks are what remains",
+        hint=f"with {runtime} ranks, one of {', '.join(map(str, divisors))}; or start a multiple "
+        f"of {plan} ranks",
+    )
+
+
+def _check_policy(policy: Policy, config: ComputeConfig) -> None:
+    if policy.name in ("pp", "hybrid"):
+        raise _no_pipelines(POLICY, policy.name)
+    if policy.name == "autodist" or policy.takes_traces(config):
+        raise ConfigError(
+            f"policy {policy.name!r} is not for initialize",
+            why="it searches a plan for one program, and a model has a program for every kind of "
+            "call",
+            hint="search with shardwright.parallelize, or use 'tp'",
+        )
+    if policy.name == "dp" and config.plan_ngpus > 1:
+        raise ConfigError(
+            "policy 'dp' has one rank to a model",
+            why=f"{config.plan_ngpus} ranks are to share it",
+            hint="leave out pas_policy: 'tp' cuts a model over several ranks",
+        )
+    policy.check(config)
+
+
+def _no_pipelines(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{name}={value!r} is not for initialize",
+        why="a pipeline runs whole steps of several microbatches, and a call of forward is not one",
+        hint="shardwright.parallelize(..., 'hybrid') with use_end2end=True has train_step",
+    )

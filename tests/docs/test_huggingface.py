@@ -1,0 +1,68 @@
+"""The page about models of Hugging Face: its script trains on four ranks, with all that follows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from spawn import run_script
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/huggingface.md").read_text()
+
+WRONG = """
+import pytest
+
+with pytest.raises(shardwright.UsageError, match="would sum gradients of GPT2LM"):
+    DistributedDataParallel(large)
+with pytest.raises(shardwright.UsageError, match="DistributedDataParallel has not"):
+    model_in_ddp(**inputs, labels=inputs["input_ids"]).loss.backward()
+"""
+
+
+def tiny_gpt2(folder: Path) -> None:
+    """A folder with a tokenizer of few words and a model of random weights."""
+    words = {
+        word: i for i, word in enumerate(["<|endoftext|>", "the", "cat", "sat", "on", "mat", "a"])
+    }
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|endoftext|>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=101,
+        n_positions=32,
+        n_embd=16,
+        n_layer=1,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_trains_on_four_ranks(tmp_path: Path) -> None:
+    tiny_gpt2(tmp_path / "tiny-gpt2")
+    train, ours, state, meta, beforehand = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    lines = [
+        train,
+        "model_in_ddp = model",
+        ours,
+        state,
+        "save(model, optimizer, 3)",
+        "assert go_on(model, optimizer) == 3",
+        meta,
+        WRONG,
+        beforehand,
+    ]
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    run_script(4, tmp_path, "train.py")
+    files = {file.name for file in (tmp_path / "merged_ckpt").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged_ckpt")
+    assert (tmp_path / "parallel_ckpt" / "config.json").exists()

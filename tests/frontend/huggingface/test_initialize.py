@@ -1,0 +1,231 @@
+"""Models of transformers, trained, saved and asked for text as OSLO's users do it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import initialized
+import pytest
+import torch
+import transformers
+from initialized import make, on_one_device, sgd, tensor_parallel, tokens_of, train
+from parity import assert_close_tree
+from precision import float64_casts
+from safetensors import safe_open
+from spawn import run_processes
+from torch import Tensor
+
+import shardwright
+from shardwright.runtime.ranks.threads import run_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert", "t5"])
+def test_a_killed_run_goes_on_and_ends_as_one_device(name: str, tmp_path: Path) -> None:
+    losses, reference = on_one_device(name, 3)
+    begun = run_processes(4, "initialized:begin", str(tmp_path), name)
+    ended = run_processes(4, "initialized:go_on", str(tmp_path), name)
+    # Ranks 0 and 1 share a model, 2 and 3 another one, and each has half of the batch.
+    found = [
+        (one + other) / 2
+        for one, other in zip(
+            begun[0] + ended[0]["losses"], begun[2] + ended[2]["losses"], strict=True
+        )
+    ]
+    assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
+    merged = type(reference).from_pretrained(tmp_path / "merged")
+    assert_close_tree(
+        dict(merged.named_parameters()), dict(reference.named_parameters()), "parameters"
+    )
+    assert [rank["differing"] for rank in ended] == [[]] * 4
+    if reference.can_generate():
+        with float64_casts():
+            expected = tokens_of(reference.eval(), name)
+        assert len(set(expected[0].flatten().tolist())) > 4
+        for rank in ended:
+            assert all(map(torch.equal, rank["tokens"], expected))
+
+
+# What follows is one job of two ranks: a trace of a transformer takes longer than all of it.
+
+
+def report_of(action: Any) -> str:
+    """The error of an action in words, with its class."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def job(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with float64_casts():
+        model = make("gpt2")
+        whole = {name: one.clone() for name, one in model.named_parameters()}
+        found["graph"] = report_of(lambda: shardwright.initialize(model, tensor_parallel(2)))
+        whole = {name: one.detach() for name, one in whole.items()}
+        optimizer, objects = sgd(model), [id(one) for one in model.parameters()]
+        config = tensor_parallel(2, runtime_ngpus=2)
+        assert shardwright.initialize(model, config, gen_savedir=folder / "gen") is model
+        found["same objects"] = objects == [id(one) for one in model.parameters()]
+        found["shape"] = tuple(model.transformer.wte.weight.shape)
+        found["class"] = type(model).__name__, isinstance(model, transformers.GPT2LMHeadModel)
+        found["tied"] = model.lm_head.weight is model.transformer.wte.weight
+        found["losses"] = train(model, model, optimizer, "gpt2", range(2), slice(None))
+        model.save_parallelized(folder / "pieces", optimizer=optimizer, step=2)
+        model.save_parallelized(folder / "merged", merge_checkpoints=True)
+        found["differing"] = initialized.differing_pieces(model, str(folder))
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.from_parallelized(folder / "pieces")
+        found["loaded"] = initialized.differing_pieces(model, str(folder))
+    found["errors"] = errors_of(model, folder)
+    found["errors"]["stepped"] = report_of(lambda: sgd_that_stepped(whole, model).step())
+    return found
+
+
+def errors_of(model: Any, folder: Path) -> dict[str, str]:
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    file, broken = folder / "file", folder / "broken"
+    file.touch()
+    copied = shutil.copytree(folder / "pieces", broken, dirs_exist_ok=True)
+    next(copied.glob("*/rank-00001.safetensors")).unlink(missing_ok=True)
+    actions = {
+        "second": lambda: shardwright.initialize(model, tensor_parallel(2)),
+        "save_pretrained": lambda: model.save_pretrained(folder / "no"),
+        "dtype": lambda: model.half(),
+        "submodule": lambda: model.transformer(ids),
+        "cache": lambda: model.generate(ids, use_cache=True),
+        "draws": lambda: model.generate(ids, do_sample=True),
+        "option": lambda: model.save_parallelized(folder / "no", what=1),
+        "state": lambda: model.save_parallelized(folder / "no", merge_checkpoints=True, step=1),
+        "missing": lambda: model.from_parallelized(broken),
+        "no folder": lambda: model.from_parallelized(file),
+        "file": lambda: model.save_parallelized(file),
+        "merged into a file": lambda: model.save_parallelized(file, merge_checkpoints=True),
+        "whole state": lambda: model.load_state_dict(make("gpt2").state_dict()),
+    }
+    return {name: report_of(action) for name, action in actions.items()}
+
+
+def sgd_that_stepped(whole: dict[str, Tensor], model: Any) -> torch.optim.Optimizer:
+    """An optimizer of the model that has state for whole parameters."""
+    optimizer = sgd(model)
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter]["momentum_buffer"] = whole[name]
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("initialized")
+    # Beforehand, without a job; the job finds the files.
+    config = tensor_parallel(2, runtime_ngpus=2)
+    with float64_casts():
+        made = shardwright.initialize(
+            make("gpt2"), config, gen_savedir=folder / "gen", load_module=False
+        )
+    assert made is None
+    before = {file: file.stat().st_mtime_ns for file in (folder / "gen").rglob("gencode*.py")}
+    ranks = run_ranks(2, job, folder)
+    after = {file: file.stat().st_mtime_ns for file in (folder / "gen").rglob("gencode*.py")}
+    assert len(before) == 2 and after == before
+    return ranks, folder
+
+
+def test_a_model_is_cut_in_place_and_trains_as_on_one_device(run: Any) -> None:
+    ranks, folder = run
+    losses, reference = on_one_device("gpt2", 2)
+    for rank, found in enumerate(ranks):
+        assert found["same objects"] and found["tied"]
+        assert found["shape"] == (51 - rank, 16)  # 101 tokens on two ranks
+        assert found["graph"].startswith(
+            "UsageError: parameter 'transformer.wte.weight' is part of a graph that something holds"
+        )
+        assert found["class"] == ("GPT2LMHeadModel", True)
+        assert_close_tree(torch.tensor(found["losses"]), torch.tensor(losses), "losses")
+    merged = transformers.GPT2LMHeadModel.from_pretrained(folder / "merged")
+    assert_close_tree(
+        dict(merged.named_parameters()), dict(reference.named_parameters()), "parameters"
+    )
+
+
+def test_merged_folders_are_what_save_pretrained_leaves(run: Any, tmp_path: Path) -> None:
+    ranks, folder = run
+    assert [found["differing"] for found in ranks] == [[], []]
+    assert [found["loaded"] for found in ranks] == [[], []]
+    make("gpt2").save_pretrained(tmp_path)
+    theirs, ours = (
+        {file.name: file for file in place.iterdir()} for place in (tmp_path, folder / "merged")
+    )
+    assert ours.keys() == theirs.keys()
+    for name in ("config.json", "generation_config.json"):
+        assert ours[name].read_text() == theirs[name].read_text()
+    names = ours["model.safetensors"], theirs["model.safetensors"]
+    with safe_open(names[0], "pt") as one, safe_open(names[1], "pt") as other:
+        assert set(one.keys()) == set(other.keys())
+        assert one.metadata() == other.metadata()
+    pieces = {file.name for file in (folder / "pieces").rglob("*")}
+    assert {"config.json", "rank-00000.safetensors", "rank-00001.safetensors"} <= pieces
+
+
+ERRORS = {
+    "second": "UsageError: this GPT2LMHeadModel was initialized already\n"
+    "  why:   its parameters are this rank's pieces, and cannot be cut again\n"
+    "  try:   use the model as it is, or make a new one for another config",
+    "save_pretrained": "UsageError: GPT2LMHeadModel.save_pretrained() is not for an initialized "
+    "model\n"
+    "  why:   every rank has pieces of its own\n"
+    "  try:   model.save_parallelized(directory, merge_checkpoints=True) leaves what "
+    "from_pretrained reads",
+    "submodule": "UsageError: a GPT2Model of an initialized model cannot be called by itself\n"
+    "  why:   it holds this rank's pieces, and the model's program computes what it did\n"
+    "  try:   call the model; ask it for output_hidden_states=True to see what is between",
+    "cache": "UsageError: generate cannot be given use_cache=True\n"
+    "  why:   there is no cache of keys and values: every token runs the whole sequence\n"
+    "  try:   leave out use_cache",
+    "draws": "UsageError: generate cannot draw tokens where ranks are threads of one process\n"
+    "  why:   they share torch's generator, and each would draw other tokens\n"
+    "  try:   do_sample=False, or run the ranks as processes under torchrun",
+    "option": "ConfigError: save_parallelized has no option 'what'\n"
+    "  try:   save_config, merge_checkpoints, max_file_bytes, optimizer, scheduler, loader, step, "
+    "extra",
+    "state": "ConfigError: a merged folder has no step\n"
+    "  why:   from_pretrained reads a model and nothing else\n"
+    "  try:   save it with pieces: save_parallelized(another folder, ...)",
+    "missing": "MissingFileError: FOLDER/broken/000001-step-2 lacks rank-00001.safetensors\n"
+    "  why:   2 files hold the pieces of the model, and 1 of them are not there\n"
+    "  try:   copy the folder as a whole, from all nodes that saved",
+    "no folder": "CheckpointError: FOLDER/file is not a folder\n"
+    "  why:   a file lies there, and save_parallelized makes a folder\n"
+    "  try:   pass the folder that save_parallelized was given",
+    "file": "FileError: FOLDER/file is not a folder\n"
+    "  why:   a file lies there, and the model is saved into a folder\n"
+    "  try:   name another one, or delete the file",
+    "merged into a file": "FileError: FOLDER/file is not a folder\n"
+    "  why:   a file lies there, and the model is saved into a folder\n"
+    "  try:   name another one, or delete the file",
+}
+
+
+def test_what_cannot_be_done_is_said_on_all_ranks(run: Any) -> None:
+    ranks, folder = run
+    for found in ranks:
+        errors = {
+            name: text.replace(str(folder), "FOLDER") for name, text in found["errors"].items()
+        }
+        assert {name: errors[name] for name in ERRORS} == ERRORS
+        assert errors["dtype"].startswith(
+            "UsageError: the parallel module GPT2LMHeadModel cannot be converted from float64 to "
+            "float16\n"
+        )
+        assert errors["whole state"].startswith(
+            "CheckpointError: the state dict has no layouts for GPT2LMHeadModel\n"
+        )
+        assert errors["stepped"].startswith(
+            "UsageError: SGD has stepped before GPT2LMHeadModel was made parallel\n"
+            "  why:   its 'momentum_buffer' of 'transformer.wte.weight' is [101, 16], and this "
+        )

@@ -1,4 +1,4 @@
-"""From a whole model to this rank's pieces, in the same ``nn.Parameter`` objects.
+"""Cut a whole model into this rank's pieces, in the same ``nn.Parameter`` objects.
 
 An optimizer that was made before holds these objects, and goes on with the pieces.
 """

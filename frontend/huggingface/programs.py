@@ -28,7 +28,7 @@ from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.module.scope import Place
 
 MANY = 8
-"""From this number of programs on, each further one is told of: calls may differ by mistake."""
+"""A number of programs. Each further one is told of: calls may differ by mistake."""
 
 
 class Programs:

@@ -170,7 +170,7 @@ def begin(folder: str, name: str) -> list[float]:
 
 
 def go_on(folder: str, name: str) -> dict[str, Any]:
-    """In new processes: load, train another step, merge, and generate."""
+    """Load in new processes, train another step, merge, and generate."""
     with float64_casts():
         model, optimizer = parallel(2, folder + "/gen", name)
         with torch.no_grad():

@@ -41,7 +41,7 @@ from shardwright.compiler.trace.entry import trace
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search_each, settled
-from shardwright.policies.autodist.search.batches import batches
+from shardwright.policies.autodist.search.batch_sizes import batches
 from shardwright.policies.autodist.search.subsearches import Subsearches
 from shardwright.policies.pipelines import PipelineOptions, add_stages
 from shardwright.runtime.config import ComputeConfig

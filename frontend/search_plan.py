@@ -28,7 +28,7 @@ from shardwright.policies.autodist.policy import (
     search_each,
     settled,
 )
-from shardwright.policies.autodist.search.batches import batch_dims, batches
+from shardwright.policies.autodist.search.batch_sizes import batch_dims, batches
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
 from shardwright.runtime import structure

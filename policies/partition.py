@@ -1,7 +1,7 @@
 """Cut a model whose placement is known into pipeline stages, for ``pp`` and ``hybrid``, where
 nobody says where stages begin.
 
-Stages are cut as in a search (:mod:`shardwright.policies.autodist.cutting.cut_stages`): by the
+Stages are cut as in a search (``cutting/cut_stages.py``): by the
 seconds of operators and adapters on the stage's own mesh, the messages between stages, and the
 schedule, simulated. They begin between repeated layers, unless other cuts are clearly faster. A
 stage that begins inside a layer leaves parts of a layer that are like no other layer, so that its

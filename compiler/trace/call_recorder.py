@@ -16,7 +16,7 @@ from shardwright.compiler.trace.calls.call_arguments import (
 from shardwright.compiler.trace.calls.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.calls.normalise import on_rank_device
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
-from shardwright.compiler.trace.values.literals import Literals
+from shardwright.compiler.trace.values.literal_constants import Literals
 
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _PIECES = {

@@ -34,7 +34,7 @@ from shardwright.compiler.trace.refusals import Refusals
 from shardwright.compiler.trace.values.constants import SIZED, Constants
 from shardwright.compiler.trace.values.finite_guards import finite_outcome
 from shardwright.compiler.trace.values.gradient_facts import FACTS, GradientFacts
-from shardwright.compiler.trace.values.literals import LITERALS, Literals
+from shardwright.compiler.trace.values.literal_constants import LITERALS, Literals
 from shardwright.compiler.trace.values.questions import Questions
 from shardwright.compiler.trace.values.real_arguments import real_arguments
 from shardwright.compiler.trace.values.selecting import UNRECORDED, Selecting

@@ -14,7 +14,7 @@ from shardwright.compiler.trace.calls.assignment import assign, fitted
 from shardwright.compiler.trace.calls.callables import plain_name
 from shardwright.compiler.trace.calls.view_writes import write
 from shardwright.compiler.trace.recorder import CUTS, Recorder, TensorType
-from shardwright.compiler.trace.values.literals import Literals
+from shardwright.compiler.trace.values.literal_constants import Literals
 
 
 class Writes:

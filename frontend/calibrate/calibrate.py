@@ -2,7 +2,7 @@
 
 Rates are of one rank while all ranks work, with the threads a rank has in a job: what is shared is
 measured as shared. Only where ranks share cores
-(:class:`~shardwright.compiler.schedule.shared_cores.Sharing`) the share of each is counted, not
+(``Sharing``) the share of each is counted, not
 measured.
 """
 

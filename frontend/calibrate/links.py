@@ -45,7 +45,7 @@ def measure_links(
     """Points ``{tier, kind, ranks, bytes, seconds}`` for every tier's lists of groups; groups of
     one list have one size. Of a tier's second list, its smaller groups, every other size is enough.
 
-    ``bytes`` counts as in :func:`shardwright.compiler.cost.time.collectives.collective_s`.
+    ``bytes`` counts as in ``collective_s``.
     """
     points = []
     work = Work(world, effort.work_s)

@@ -31,7 +31,7 @@ class AutodistOptions:
     without it all meshes of up to ``max_axes`` axes are tried, none larger than ``max_split``.
     ``degrees``: by role (``dp``, ``sp``, ``ep``, ``tp``), among how many ranks its dims are split,
     whatever mesh it is; 1: not at all. ``pin``, ``forbid``, ``stored``: see
-    :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so
+    ``Constraints``; they name axes, so
     that they need a ``mesh``.
 
     **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given.

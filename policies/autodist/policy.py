@@ -23,7 +23,7 @@ from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.candidates.titles import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
-from shardwright.policies.autodist.search.batches import BATCH, own_batch
+from shardwright.policies.autodist.search.batch_sizes import BATCH, own_batch
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.placer import Placer, Pricings, constraints_on
 from shardwright.policies.autodist.search.search import Search

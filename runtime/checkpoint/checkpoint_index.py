@@ -102,7 +102,7 @@ class OptimizerRecord:
     """The state of an optimizer by parameter name.
 
     ``groups``: the names of each parameter group, and its options as encoded values (see
-    :mod:`~shardwright.runtime.checkpoint.json_values`). ``tensors``: by parameter and key of its
+    ``checkpoint/json_values.py``). ``tensors``: by parameter and key of its
     state. ``values``: what is no tensor or has one element only, such as a step count, encoded.
     """
 

@@ -34,7 +34,7 @@ from shardwright.runtime.checkpoint.state_place import (
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.regions import Region, copy_shared, num_covered
-from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.state_masters import MASTER
 from shardwright.runtime.zero.whole_tensors import WHOLE
 
 RANDOM = "shardwright.random"

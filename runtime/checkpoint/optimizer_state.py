@@ -14,7 +14,7 @@ from shardwright.runtime.checkpoint.holdings import Holdings
 from shardwright.runtime.checkpoint.ordering import Groups
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, shards_of, state_places
 from shardwright.runtime.errors import CheckpointError
-from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.state_masters import MASTER
 
 StateDict = dict[str, Any]
 

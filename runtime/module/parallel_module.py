@@ -352,7 +352,7 @@ class ParallelModule(DeclaredModule):
             )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """See :func:`shardwright.runtime.module.extra_state.extra_state`."""
+        """See ``extra_state``."""
         refuse_onnx(type(self).__name__)
         return extra_state(self)
 

@@ -88,7 +88,7 @@ class PipelineModule(ParallelModule):
     path of the result, the stage that makes it, and its shape and dtype; the first is the loss) and
     ``shared`` (parameters that several stages hold, with these stages; their meshes and layouts are
     equal) and ``owned`` (those of which the meshes differ, with the layout in each stage; see
-    :mod:`shardwright.runtime.pipeline.shared_parameters`). ``inputs`` are the leaves of one sample.
+    ``pipeline/shared_parameters.py``). ``inputs`` are the leaves of one sample.
 
     Where the model runs other operators in evaluation, there are ``segments_eval``,
     ``output_stages_eval``, and methods ``stage<number>_eval`` and ``output_eval`` besides. Where

@@ -6,7 +6,7 @@ After a slice without a result :meth:`Late.look` asks two questions of the store
 - Has a member failed in a call in which it has communicated, without coming to this collective?
   Then it never will, and :class:`Left` ends the wait, long before the limit.
 - Which members are in this collective too? After
-  :func:`~shardwright.runtime.waiting.collective_notice_s` seconds a warning names the others, once
+  ``collective_notice_s`` seconds a warning names the others, once
   for each collective:
 
     rank 0 waits in all_reduce over tp with rank 1, next to 'down.bias', gencode0.py:47: y =

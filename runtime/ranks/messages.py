@@ -3,7 +3,7 @@
 All messages from one rank to another form a channel. Both ends count them, so the n-th receive that
 is posted gets the n-th message that was sent, whatever their shapes, and whichever end is earlier.
 Sends and receives only start here; ``wait()`` of what they return waits. A wait that cannot end
-raises :class:`~shardwright.runtime.errors.DistributedError` and says who waits for what.
+raises ``DistributedError`` and says who waits for what.
 """
 
 from __future__ import annotations

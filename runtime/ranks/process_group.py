@@ -80,7 +80,7 @@ Peers = Callable[[], str]
 
 
 class ProcessGroupTransport:
-    """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors
+    """See ``Transport``. ``device``: where the tensors
     of this rank are.
 
     ``ranks``: the members, as ranks of the world; ``rank`` is the caller's. ``members``: how they
@@ -111,7 +111,7 @@ class ProcessGroupTransport:
         self.__dict__.pop("process_group", None)
 
     def finish(self, work: Work, what: Callable[[], str]) -> None:
-        """See :class:`~shardwright.runtime.ranks.communicator.Transport`."""
+        """See ``Transport``."""
         if self._members is not None and self._device.type == "cpu":
             number = self.num_calls
             for part in getattr(work, "parts", (work,)):
@@ -273,7 +273,7 @@ _NUM_TAGS = 2**30
 
 
 class ProcessMessages:
-    """See :class:`~shardwright.runtime.ranks.messages.MessageTransport`.
+    """See ``MessageTransport``.
 
     ``groups``: a process group for each channel ``(sender, receiver)`` of this rank. Gloo tells
     messages by their tag, so one group may serve all channels. NCCL ignores tags and runs the calls

@@ -156,7 +156,7 @@ class _ThreadWork:
 
 
 class ThreadMessages:
-    """See :class:`~shardwright.runtime.ranks.messages.MessageTransport`."""
+    """See ``MessageTransport``."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub

@@ -1,4 +1,4 @@
-"""Steps of optimizers that :func:`~shardwright.runtime.training.optimizer.build_optimizer` has not
+"""Steps of optimizers that ``build_optimizer`` has not
 made.
 
 ``torch.optim.AdamW(model.parameters())`` updates each rank's parameters along what this rank has of

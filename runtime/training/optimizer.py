@@ -39,7 +39,7 @@ from shardwright.runtime.training.user_optimizer import (
 from shardwright.runtime.zero.build import shards_of
 from shardwright.runtime.zero.gathering import ParameterGathering
 from shardwright.runtime.zero.shards import ParameterShard
-from shardwright.runtime.zero.state import load_masters, with_masters, without_masters
+from shardwright.runtime.zero.state_masters import load_masters, with_masters, without_masters
 from shardwright.runtime.zero.update_split import ELEMENTWISE
 from shardwright.runtime.zero.whole_exchange import WholeParameters, whole_parameters
 from shardwright.runtime.zero.whole_tensors import WHOLE, WholeParameter

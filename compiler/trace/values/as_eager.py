@@ -1,7 +1,7 @@
 """Traces that do on the dummy arguments what the module does without a trace.
 
 Libraries ask whether they are traced before they look at values
-(:mod:`shardwright.compiler.trace.values.questions`), and take another way where they are:
+(``values/questions.py``), and take another way where they are:
 transformers builds an attention mask where eager finds that nothing is masked and passes none.
 Mostly both compute the same, and the way that looks at nothing is right for all calls. Not always:
 a decoder whose attention is not causal attends to everything without a mask, and not with the

@@ -1,6 +1,6 @@
 """Other begins of stages, for schedules that the model of stages does not describe.
 
-Stages are cut for the time of 1F1B (:mod:`shardwright.policies.autodist.stages.split_chain`). Other
+Stages are cut for the time of 1F1B (``stages/split_chain.py``). Other
 cuts can be better where a schedule puts off gradients of weights, or where a position runs several
 stages. Two ways lead to them, both to a local optimum:
 

@@ -5,7 +5,7 @@ A value that several operators keep is counted in equal shares with all of them,
 has it in: right where they have it in the same, and near where not. What a view keeps is counted
 with the tensor it is a view of. Of a recompute region only what comes in from outside is kept. The
 exact peak, with what is temporary, is walked over the lowered program afterwards
-(:func:`shardwright.compiler.cost.memory.step_memory.program_memory`), and the row corrected where
+(``program_memory``), and the row corrected where
 the two differ.
 """
 

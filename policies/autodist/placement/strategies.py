@@ -2,7 +2,7 @@
 of each.
 
 Along one axis an operator has the strategies of its rule
-(:func:`shardwright.compiler.ops.strategy.strategies`); on a mesh it may follow any combination of
+(``strategies``); on a mesh it may follow any combination of
 one per axis, several axes on one dim included. Assignments that ask for the same layouts and give
 the same ones are one choice, of which the fastest stays. Layouts are kept in canonical form and by
 number, as the planner compares them all the time. Operators that differ in names only share one

@@ -4,7 +4,7 @@
 
 ===================  ==========================================================================
 mesh_search.py       places the model on every mesh, and tries every schedule with what fits
-least_memory.py      finds what takes least memory, where nothing has fitted
+leanest_plans.py     finds what takes least memory, where nothing has fitted
 mixed_stages.py      lets every stage of a pipeline choose its placement and number of ranks
 simple_policies.py   audits the plans of the simple policies that may still be better
 certificate.py       raises the lower bounds of pipelines, once the answer is known
@@ -39,7 +39,7 @@ from shardwright.policies.autodist.candidates.results import INTERRUPT, SearchRe
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.search.auditing import Auditor, Audits
 from shardwright.policies.autodist.search.certificate import raise_bounds
-from shardwright.policies.autodist.search.least_memory import LeastMemory
+from shardwright.policies.autodist.search.leanest_plans import LeastMemory
 from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.mixed_stages import MixedStages
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies

@@ -1,7 +1,7 @@
 """Searches side by side: one for every stage of ZeRO, and for every size of a microbatch.
 
 For every size of a microbatch, of those that make up the batch of a step, there is a graph
-(``batches.py``). For each of them, and for every stage of ZeRO where the config leaves it to the
+(``batch_sizes.py``). For each, and for every stage of ZeRO where the config leaves it to the
 plan, there is one search (``search.py``). The best of all is the answer; the least of their bounds
 is the bound.
 

@@ -23,7 +23,7 @@ the most devices in turn, with nearly all blocks, and none of these splits is an
 position were its own (``frontier.py``). Of the stages of one position together it is relaxed by the
 prices: of a stage then counts the convex hull of what its blocks can save for some time, from where
 that knapsack lets it begin. What a position holds is taken at the moments at which its stages have
-all gradients (:func:`~shardwright.compiler.schedule.live_microbatches.held_together`, in any case).
+all gradients (``held_together``, in any case).
 
 Between this bound and the best split lies what an average of splits takes less than each of them
 (blocks do not come in fractions), and messages, which count nothing.

@@ -20,7 +20,7 @@ from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.optimizer import build_optimizer
-from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.state_masters import MASTER
 
 TOLERANCE = 1e-10
 SMALL = {"reducer_bucket_cap_mb": 4e-4}

@@ -15,7 +15,7 @@ from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
 from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.settings import ReductionSettings
-from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.state_masters import MASTER
 
 FLAGS = (
     "overlap_grad_sync",

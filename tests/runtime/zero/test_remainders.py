@@ -13,7 +13,7 @@ from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 from shardwright.runtime.zero import shards
 from shardwright.runtime.zero.remainders import Remainder, is_rounded
-from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.state_masters import MASTER
 
 STEPS = 5
 

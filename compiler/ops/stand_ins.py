@@ -29,6 +29,13 @@ def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     return _dispatched(all_chosen, input, mask)
 
 
+def rows_of_expert(mask: Tensor) -> tuple[Tensor, ...]:
+    """Stands for the places where a mask of the tokens of one expert is true, until the loop over
+    all experts is one dispatch.
+    """
+    raise NotImplementedError
+
+
 def dispatch(
     x: Tensor, chosen: Tensor, weights: Tensor | None = None, *, num_experts: int
 ) -> tuple[Tensor, ...]:

@@ -100,6 +100,7 @@ class Recorder:
         self.names = Namer()
         self.ops: list[IROp] = []
         self.op_names = Namer()
+        self.makers: dict[str, IROp] = {}  # value name -> the operator that makes it
         self._label: str | None = None  # names the next results, if set
         self.calls: dict[
             str, tuple[Call, int]
@@ -245,20 +246,20 @@ class Recorder:
         if not operands or any(value.name in self._asked for value in operands):
             self._asked.update(value.name for value in values if value.requires_grad)
         self.calls.update({value.name: (call, index) for index, value in enumerate(values)})
-        self.ops.append(
-            IROp(
-                name=self.op_names.unique(values[0].name if values else bound.name),
-                target=bound.target,
-                args=bound.args,
-                results=tuple(values),
-                module_path=self.running.path,
-                module_type=self.running.type_name,
-                source=location_of(frame),
-                region=self.running.region,
-                autocast=autocast_dtype(),
-                grad_enabled=torch.is_grad_enabled(),
-            )
+        op = IROp(
+            name=self.op_names.unique(values[0].name if values else bound.name),
+            target=bound.target,
+            args=bound.args,
+            results=tuple(values),
+            module_path=self.running.path,
+            module_type=self.running.type_name,
+            source=location_of(frame),
+            region=self.running.region,
+            autocast=autocast_dtype(),
+            grad_enabled=torch.is_grad_enabled(),
         )
+        self.ops.append(op)
+        self.makers.update({value.name: op for value in values})
         return values
 
     def emit_one(

@@ -29,6 +29,7 @@ from shardwright.compiler.trace.context.patches import patched
 from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import location_of_error
 from shardwright.compiler.trace.dummy_arguments import Arguments
+from shardwright.compiler.trace.expert_lanes import merge_expert_lanes
 from shardwright.compiler.trace.recorder import Recorder, Variable
 from shardwright.compiler.trace.tracer import Tracer
 from shardwright.compiler.trace.trees import input_tree, output_tree
@@ -144,6 +145,7 @@ class _Run:
             },
         )
         self._warn_written_inputs()
+        graph = merge_expert_lanes(graph)
         return Traced(graph, self.reads_training, self.constants, self.questions)
 
     # sources

@@ -26,6 +26,7 @@ from shardwright.compiler.trace.calls.call_arguments import (
     without_inplace_flag,
 )
 from shardwright.compiler.trace.calls.callables import is_getter, is_setter, plain_name
+from shardwright.compiler.trace.calls.chosen_experts import ChosenExperts
 from shardwright.compiler.trace.calls.opening import opened
 from shardwright.compiler.trace.calls.strided import strided
 from shardwright.compiler.trace.context.source import user_frame
@@ -65,6 +66,7 @@ class Tracer(TorchFunctionMode):
     def __init__(self, recorder: Recorder, constants: Constants, questions: Questions) -> None:
         super().__init__()
         self._recorder, self._constants, self._questions = recorder, constants, questions
+        self._chosen_experts = ChosenExperts(recorder, self)
         self._selecting, self._facts = Selecting(recorder, constants, self), GradientFacts(recorder)
         self._literals = Literals(recorder, constants, self)
         self._calls = CallRecorder(recorder, self._literals)
@@ -133,8 +135,8 @@ class Tracer(TorchFunctionMode):
         error: Exception,
     ) -> Any:
         """What a call gives that needs numbers, which fake tensors do not have. It may ask whether
-        all of them are finite, be a check of the library's, read constants alone, or choose by a
-        mask.
+        all of them are finite, be a check of the library's, read constants alone, ask which tokens
+        chose an expert, or choose by a mask.
         """
         if name in ("__bool__", "is_nonzero", "item"):
             outcome = finite_outcome(self._recorder, args[0])
@@ -149,6 +151,8 @@ class Tracer(TorchFunctionMode):
             read = self._run_on_values(func, args, kwargs)
             if read is not _NOT_READ:
                 return read
+        if (answer := self._chosen_experts.answer(name, args, kwargs)) is not None:
+            return answer
         untraceable = self._untraceable(func, name, args, error)
         chosen = self._selecting.select(name, args, kwargs, untraceable)
         if chosen is not None:
@@ -242,6 +246,7 @@ class Tracer(TorchFunctionMode):
     def _write(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call gives that writes to its first argument; ``_NOT_WRITTEN`` for other calls."""
         if name == "__setitem__":
+            args = (args[0], self._chosen_experts.index(args[1], args[1]), *args[2:])
             args = (args[0], self._constants.slices(args[1]), *args[2:])
         if name in ("__setitem__", "copy_", "fill_", "zero_"):
             return self._writes.overwrite(func, name, args, kwargs)

@@ -65,7 +65,7 @@ def added_by_index(m: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor
 
 
 def one_hot(m: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """As Mixtral did it."""
+    """The loop that Mixtral had."""
     y = torch.zeros(x.shape, dtype=x.dtype)
     masks = F.one_hot(chosen, NUM_EXPERTS).permute(2, 1, 0)
     for index in range(NUM_EXPERTS):

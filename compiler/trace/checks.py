@@ -72,11 +72,13 @@ def watched_hooks(module: torch.nn.Module) -> Iterator[None]:
     What a hook returns is a part of the graph. Hooks of torch's own, which make weights, are left
     out.
     """
+    # A dict, so that each hook is told once, in order.
     silent: dict[str, None] = {}
     replaced = []
     for path, submodule in module.named_modules():
         where = f"{path or '(root)'} ({type(submodule).__name__})"
         for table in (submodule._forward_pre_hooks, submodule._forward_hooks):
+            # Replaced for the time of the trace by one that looks at what it returns.
             for key, hook in table.items():
                 if not _is_torchs(hook):
                     replaced.append((table, key, hook))

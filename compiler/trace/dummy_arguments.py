@@ -52,6 +52,7 @@ def bind_arguments(module: torch.nn.Module, dummy_args: Mapping[str, Any]) -> Ar
     signature = inspect.signature(module.forward)
     parameters = signature.parameters.values()
     where = f"{name}.forward{signature}" if len(str(signature)) < 200 else f"{name}.forward"
+    # A generated forward is called by name.
     positional_only = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     if positional_only:
         raise TraceError(
@@ -89,6 +90,7 @@ def bind_arguments(module: torch.nn.Module, dummy_args: Mapping[str, Any]) -> Ar
             where=where,
             hint="give an example for every parameter without default",
         )
+    # In the order of the signature; ``**kwargs`` behind it.
     order = [
         *(key for key in named if key in dummy_args),
         *(key for key in dummy_args if key not in named),

@@ -56,6 +56,7 @@ def trace(
 
     said: set[Said] = set()
 
+    # One trace in a mode, and again where the library looks at values.
     def once(training: bool) -> Traced:
         def run(questions: Questions, dummies: Mapping[str, torch.Tensor]) -> Traced:
             return run_once(
@@ -74,6 +75,7 @@ def trace(
     with watched_hooks(module):
         train = once(training=True)
     warn_state_hooks(module)
+    # Nothing has asked for the mode: one graph serves both.
     if not train.reads_training:
         graph = train.graph.live()
     else:

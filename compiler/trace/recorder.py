@@ -237,12 +237,15 @@ class Recorder:
         """Append the canonical operator for ``call``; the values of its results."""
         frame = user_frame()
         bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
+        # All values that the call reads, also those inside of lists.
         operands = [
             leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)
         ]
         trained = any(value.takes_gradient for value in operands)
         names_from = user_frame(naming=True)
         values = self._name_results(list(results), bound.name, names_from, trained=trained)
+        # A gradient that the user asks for begins at what is made from nothing, and goes on from
+        # there.
         if not operands or any(value.name in self._asked for value in operands):
             self._asked.update(value.name for value in values if value.requires_grad)
         self.calls.update({value.name: (call, index) for index, value in enumerate(values)})
@@ -320,6 +323,7 @@ class Recorder:
         """An argument of a call of the running model as an argument of the graph. ``caller``:
         whose, for errors.
         """
+        # By type, from the most frequent to what no graph can hold.
         if isinstance(arg, torch.Tensor):
             return self.value(arg)
         if isinstance(arg, np.generic):  # before the Python numbers: np.float64 is a float

@@ -108,6 +108,7 @@ class _Run:
         self.autocast = surrounding_dtype()
 
     def trace(self, dummies: Mapping[str, torch.Tensor]) -> Traced:
+        # The arguments with fakes in them, then the parameters and buffers.
         arguments = {
             name: structure.map_leaves(value, self._fake_input, name)
             for name, value in self.arguments.given
@@ -118,6 +119,7 @@ class _Run:
             (name, input_tree(self.recorder, value, name)) for name, value in arguments.items()
         )
         result = self._run_forward(arguments)
+        # What forward has asked of dynamic sizes must hold for others than the example, too.
         self.dynamic.check()
         warn_of_unrolled(self.recorder.ops)
         graph = IRGraph(
@@ -157,11 +159,13 @@ class _Run:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         differentiable = leaf.is_floating_point() or leaf.is_complex()
+        # The fake has the symbols of dynamic dims among its sizes.
         with self.mode:
             fake = torch.empty(self.dynamic.shape(path, leaf.shape), dtype=leaf.dtype, device="cpu")
             if differentiable:  # not a leaf of autograd: forward may change it in place
                 fake = fake.requires_grad_().clone()
         shape = tuple(self.dynamic.size(size) for size in fake.shape)
+        # The value that stands for it in the graph; then all that is known of it.
         value = IRValue(
             self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT
         )
@@ -238,6 +242,7 @@ class _Run:
 
     def _buffer_updates(self) -> Iterator[tuple[IRValue, IRValue]]:
         """Buffers that hold another value after the call."""
+        # A buffer is updated if another value lies in its place, or if it was written to.
         for tensor, fake, value in self.sources:
             holder, key = tensor.places[0]
             now = holder.get(key)

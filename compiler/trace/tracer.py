@@ -138,12 +138,14 @@ class Tracer(TorchFunctionMode):
         all of them are finite, be a check of the library's, read constants alone, ask which tokens
         chose an expert, or choose by a mask.
         """
+        # Branches on whether numbers are finite take the one for finite numbers.
         if name in ("__bool__", "is_nonzero", "item"):
             outcome = finite_outcome(self._recorder, args[0])
             if outcome is not None:
                 return outcome
         if (passes := self._passing_check(name)) is not None:
             return passes
+        # A mask that follows from an undeclared input is not read: it would become a constant.
         chooses = name in ("__getitem__", "masked_select") and any(
             map(self._constants.is_assumed, tensors_in((args, kwargs)))
         )
@@ -153,6 +155,7 @@ class Tracer(TorchFunctionMode):
                 return read
         if (answer := self._chosen_experts.answer(name, args, kwargs)) is not None:
             return answer
+        # Elements that a mask chooses get a stand-in; everything else is refused.
         untraceable = self._untraceable(func, name, args, error)
         chosen = self._selecting.select(name, args, kwargs, untraceable)
         if chosen is not None:
@@ -248,6 +251,8 @@ class Tracer(TorchFunctionMode):
         if name == "__setitem__":
             args = (args[0], self._chosen_experts.index(args[1], args[1]), *args[2:])
             args = (args[0], self._constants.slices(args[1]), *args[2:])
+        # From the most special to the most general: overwrites, draws, clamps, views, then any
+        # ``f_``.
         if name in ("__setitem__", "copy_", "fill_", "zero_"):
             return self._writes.overwrite(func, name, args, kwargs)
         if name in inplace.DRAWS and func is getattr(torch.Tensor, name):
@@ -410,6 +415,7 @@ class Tracer(TorchFunctionMode):
                 "hide the call behind register_op",
                 str(error),
             )
+        # The refusal says where the numbers come from: a draw, an input, or neither.
         drawn = name in VALUE_READERS and any(map(self._constants.is_drawn, tensors_in(args)))
         inputs = list(
             dict.fromkeys(

@@ -49,13 +49,16 @@ class _Merge:
         self.eval_constants = {value.name: tensor for value, tensor in eval_.constants}
 
     def result(self) -> IRGraph:
+        # Operators apart from those that only update buffers: these must be the same in both modes.
         train_main, eval_main = _without_updates(self.train), _without_updates(self.eval)
         main_names = {op.name for op in train_main}
         eval_names = {op.name for op in eval_main}
         if len(train_main) != len(eval_main):
             raise _Different
+        # Equal calls become one; arguments that differ follow the mode.
         merged = {a.name: self._op(a, b) for a, b in zip(train_main, eval_main, strict=True)}
         self._tree(self.train.output, self.eval.output)
+        # Updates that evaluation makes, too, in order; the others are for training only.
         updating = [op for op in self.eval.ops if op.name not in eval_names]
         for op in self.train.ops:
             if op.name in main_names:
@@ -66,6 +69,7 @@ class _Merge:
                 merged[op.name] = replace(op, only_in="train")
         if updating:
             raise _Different
+        # Evaluation may not update what training leaves alone.
         kept = {before.name: after for before, after in self.train.buffer_updates}
         for before, after in self.eval.buffer_updates:
             if before.name not in kept or self._value(after).name != kept[before.name].name:
@@ -82,6 +86,7 @@ class _Merge:
             raise _Different
         left, right = dict(a.args), dict(b.args)
         names = [*left, *(name for name in right if name not in left)]
+        # An argument that one of them lacks has its default there.
         args = {name: self._arg(_given(a, left, name), _given(b, right, name)) for name in names}
         for x, y in zip(a.results, b.results, strict=True):
             if x.shape != y.shape or x.dtype != y.dtype:

@@ -145,6 +145,7 @@ def measure(
     """
     start = time.perf_counter()
     sizes, tiers = _tiers(world)
+    # What to measure, in order; links last, as they take longest.
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: measure_products(world, effort),
         "streams": lambda: measure_streams(world, effort),
@@ -203,6 +204,7 @@ def doubts(hardware: Hardware) -> list[Doubt]:
     """
     found = []
     for name, error in hardware.residuals.items():
+        # ``products.float32`` belongs to the part ``products``.
         part = name.split(".")[0]
         if error > MOST_ERROR:
             words = (
@@ -240,11 +242,13 @@ def describe(measured: dict[str, Any]) -> Hardware:
     device = Device(
         facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams
     )
+    # Only on a CPU: a device without a queue waits for its host.
     if "host" in measured:
         device, errors = _describe_program(device, measured)
         residuals |= errors
     if facts.get("sharing"):
         device = while_all_compute(device, Sharing(**facts["sharing"]))
+    # Each tier by the points that were measured on it.
     tiers: list[Tier] = []
     untold: dict[str, str] = {}
     for name, sizes in measured["sizes"].items():
@@ -292,6 +296,7 @@ def while_all_compute(device: Device, sharing: Sharing) -> Device:
     """A device that was measured with a core for each rank, as it is while all ranks of its machine
     compute.
     """
+    # What a rank has of the cores.
     slower = sharing.num_ranks / sharing.num_cores
 
     def both(pair: tuple[float, float], factor: float) -> tuple[float, float]:
@@ -321,6 +326,7 @@ def _describe_tier(
     if not points:  # a device alone: no collective ever asks
         return Tier(name, sizes, 0.0, copy_bytes_per_s), {}, {}
     link, error = fit_link(points, copy_bytes_per_s)
+    # A fit for every kind of collective, and one for all of them, for kinds that were not measured.
     fits = {
         kind: fit_link([p for p in points if p["kind"] == kind], link.bytes_per_s)
         for kind in COLLECTIVES

@@ -29,6 +29,7 @@ def fit_products(
     peaks, tables, errors = {}, {}, {}
     for dtype in dict.fromkeys(point["dtype"] for point in points):
         own = [point for point in points if point["dtype"] == dtype]
+        # Multiply and add count as two operations.
         rates = {
             (p["m"], p["n"], p["k"], p["check"]): 2.0 * p["m"] * p["n"] * p["k"] / p["seconds"]
             for p in own
@@ -122,6 +123,7 @@ def fit_link(points: Points, otherwise: float = FASTEST_BYTES_PER_S) -> tuple[Li
     latency, per_byte = 0.0, 0.0
     # Lines and link follow from each other, and mostly agree after two or three rounds.
     for _ in range(20):
+        # Relative errors: each point is divided by its seconds.
         steps = np.array(
             [line[0] / point["seconds"] for line, point in zip(chosen, points, strict=True)]
         )

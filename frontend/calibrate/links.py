@@ -77,6 +77,7 @@ def _call(
     other.
     """
     size, count = communicator.size, num_bytes // 4
+    # In float32; at least one element for each member.
     piece = max(count // size, 1)
     x = torch.ones(max(count, 1), device=device)
     rows = torch.ones(size, piece, device=device)
@@ -129,6 +130,7 @@ def slowest(world: World, call: Callable[[int], object], budget_s: float, work: 
     Of batches of calls in a row the fastest counts. After work it is the median: how long threads
     take to wake up differs from call to call, and a step has its share of all kinds.
     """
+    # As many calls as fill the time, known from the first few.
     warm_up_s = max(world.all_gather_object(_batch(world, call, WARM_UP_CALLS, work)))
     calls = min(max(round(budget_s / NUM_BATCHES / max(warm_up_s, 1e-9)), 1), MOST_CALLS)
     if not work.num_products:
@@ -136,6 +138,7 @@ def slowest(world: World, call: Callable[[int], object], budget_s: float, work: 
             _slowest_batches(world, [_batch(world, call, calls, work) for _ in range(NUM_BATCHES)])
         )
     calls = max(calls, LEAST_CALLS_AFTER_WORK)
+    # Calls after work, and the work alone: the difference is what the calls take.
     both, alone = [], []
     for _ in range(BATCHES_AFTER_WORK):  # in turns, so that load from elsewhere meets both
         both.append(_batch(world, call, calls, work))

@@ -55,6 +55,7 @@ def measure_streams(world: World, effort: Effort) -> list[Point]:
     points: list[Point] = []
     for size in effort.stream_bytes:
         x, y = (torch.ones(size // 4, device=world.device) for _ in range(2))
+        # How often each goes over a tensor: reading counts, and writing.
         streams: dict[str, tuple[int, Callable[[], Tensor]]] = {
             "copy": (2, partial(y.copy_, x)),
             "clone": (2, x.clone),

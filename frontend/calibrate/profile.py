@@ -86,6 +86,7 @@ def profile_call(
     """
     rank = FakeRank(mesh, zeros=True, device=str(device))
     size = max(1, sum(x.num_bytes for x in (*call.operands, *call.results)))
+    # Several copies in turn, so that none is in the cache when its turn comes.
     copies = max(1, min(most_copies, MOST_BYTES // size))
     operands = [[_tensor(x, device) for x in call.operands] for _ in range(copies)]
     prepared = [rank.prepare(op, tensors) for tensors in operands]

@@ -129,6 +129,7 @@ def measure_fetches(world: World, effort: Effort) -> list[Point]:
     points: list[Point] = []
     for m, n, k in FETCHED:
         size = 4 * (m * k + n * k + m * n)
+        # Many copies of the operands: by the time that one is used again it is out of the cache.
         copies = [
             tuple(torch.randn(shape, device=world.device) for shape in ((m, k), (k, n), (m, n)))
             for _ in range(2)

@@ -55,6 +55,7 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _redist(options: argparse.Namespace) -> int:
+    # One file with the states of all ranks, or a file for each.
     found = [_read_states(path) for path in options.states]
     if len(found) == 1 and isinstance(found[0], list):
         (states,) = found

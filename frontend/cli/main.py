@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed(sys.argv[1:] if arguments is None else arguments)
     if options is None:
         return 2
+    # Errors of ours are shown as they are; others ask for a report.
     try:
         code: int = options.run(options)
     except ShardwrightError as error:

@@ -45,10 +45,12 @@ def broadcast_weights(module: nn.Module, stride_size: int) -> None:
                 why=f"{type(part).__name__} stores its parameters in pieces over {num_ranks} ranks",
                 hint=f"pass a multiple of {num_ranks}",
             )
+    # Ranks ``stride_size`` apart hold the same pieces.
     groups = [range(first, world.size, stride_size) for first in range(stride_size)]
     communicator = world.partition(groups, UNITS)
     if communicator.size == 1:
         return
+    # A tied tensor is sent once.
     tensors: dict[int, Tensor] = {
         id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())
     }

@@ -140,6 +140,7 @@ class StepsWithoutSums:
         """Warn, once, if the parameter has changed since the last call."""
         if self._name is None:
             return
+        # Torch counts writes to a tensor: an optimizer's step is one.
         name, before = self._name, self._version
         self._version = module[name]._version
         if before in (None, self._version):

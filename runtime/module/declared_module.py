@@ -189,6 +189,7 @@ class DeclaredModule(CompiledModule):
         self._parameters_declared = []
         for declaration in self._declarations.values():
             if declaration.kind == "parameter":
+                # Where its first name leads; further names lead to the same tensor.
                 where, parameter = self._places[declaration.name][0], self.weights(declaration.name)
                 for scope, leaf in self._places[declaration.name][1:]:
                     scope._parameters[leaf] = (
@@ -197,6 +198,7 @@ class DeclaredModule(CompiledModule):
                 self._parameters_declared.append(
                     DeclaredParameter(where, parameter, declaration.requires_grad)
                 )
+                # For optimizers that nobody told of other ranks: they would step with a summand.
                 if self.ranks.world.size > 1:
                     needs_sum = is_summed(declaration, self.ranks) and not self.is_summed_elsewhere
                     setattr(

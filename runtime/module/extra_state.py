@@ -20,6 +20,7 @@ def extra_state(module: CompiledModule) -> dict[str, Any]:
     a pipeline.
     ``parameters``: those of the whole model, in the original order.
     """
+    # What a checkpoint restores; the rest is made anew with the module.
     saved = [declaration for declaration in module.declarations if declaration.is_initial_weight]
     staged = [(d, module.ranks_of(d)) for d in saved if module.ranks_of(d) is not module.ranks]
     return {

@@ -84,9 +84,11 @@ class InputTable:
                     hint=f"leave out {name}, or compile again with {name!r} among the dummy "
                     "arguments",
                 )
+        # Leaves by path, as a nested dict of tensors has them.
         leaves = flatten(dict(given))
         sizes: dict[str, tuple[int, str]] = {}
         tensors: dict[str, Tensor] = {}
+        # What was compiled is taken out; what is left over was not.
         for path, expected in self.leaves.items():
             value = leaves.pop(path, ABSENT)
             if value is ABSENT:
@@ -100,6 +102,7 @@ class InputTable:
                     why="a value that is not a tensor is fixed when the module is compiled",
                     hint=f"pass {expected!r}, or compile again with the value you need",
                 )
+        # A tensor too many would not be read, and that is a mistake.
         for path, value in leaves.items():
             if isinstance(value, Tensor):
                 raise InputError(
@@ -133,6 +136,7 @@ class InputTable:
             self._refuse_shape(
                 path, spec, value, f"it has {value.ndim} dims, not {len(spec.shape)}"
             )
+        # A number is fixed; a name is a size that varies, the same wherever it occurs.
         for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True)):
             if isinstance(expected, int):
                 if size != expected:

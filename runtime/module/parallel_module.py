@@ -112,11 +112,13 @@ class ParallelModule(DeclaredModule):
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
+        # Habits that would be wrong on a part of a model, silently: these watch for them.
         watch_clipping()
         watch_initialising()
         watch_steps()
         watch_wrappers()
         world = current_world()
+        # Groups first: what follows is collective.
         self._make_groups(world)
         self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
         self._device = world.device
@@ -125,6 +127,7 @@ class ParallelModule(DeclaredModule):
         self._places = {}
         self._parameters_declared = []
         self._gathering = WeightGathering()
+        # The generated class names its tensors, and they are made.
         self.declare()
         self._make_tensors(init_params)
         names_parameters(self)
@@ -311,6 +314,7 @@ class ParallelModule(DeclaredModule):
                 hint="call train_step(samples) or infer_step(samples), or compile with "
                 "use_end2end=False",
             )
+        # First what is checked without the other ranks.
         refuse_tracers(type(self).__name__, given.values())
         self.check_mode()
         tensors = self._input_table.check(given, absent or {})
@@ -319,6 +323,7 @@ class ParallelModule(DeclaredModule):
             check_parameters(self, self.own_parameters())
             if self.reducer is None:
                 self._steps_without_sums.check(self)
+        # Then, once, that all of them were given the same.
         if not self._inputs_compared:
             self._inputs_compared = True
             compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)

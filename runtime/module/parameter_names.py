@@ -14,10 +14,12 @@ def parameter_names(module: nn.Module) -> list[str]:
     names: list[str] = []
     seen: set[int] = set()
     inside: tuple[str, ...] = ()
+    # In the order of ``named_modules``; what lies inside of a compiled module is its own affair.
     for path, part in module.named_modules():
         if inside and path.startswith(inside):
             continue
         prefix = f"{path}." if path else ""
+        # It knows the parameters of other stages, too.
         if isinstance(part, CompiledModule):
             names += [prefix + d.name for d in part.all_declarations() if d.kind == "parameter"]
             seen |= {id(parameter) for parameter in part.parameters()}

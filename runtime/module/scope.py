@@ -146,6 +146,7 @@ class Scope(nn.Module):
                 self._refuse_change(f"parameter {name!r}")
             self._parameters[name] = value
             return
+        # Buffers may be replaced, as models do in forward.
         if name in self._buffers and isinstance(value, Tensor):
             self._buffers[name] = value
             return
@@ -153,6 +154,7 @@ class Scope(nn.Module):
             self._refuse_change(f"submodule {name!r}")
         elif name == "__class__":
             self._refuse_change(f"class {value.__name__}")
+        # No program reads it: the value was compiled in.
         elif self._path and not name.startswith("_"):
             self._warn_of_setting(name)
         super().__setattr__(name, value)

@@ -46,6 +46,7 @@ class WeightFiles:
         ] = {}  # by tensor: its file, and its bytes there
 
     def __enter__(self) -> WeightFiles:
+        # Constants lie in one file, weights in another.
         for name in (CONSTANTS_FILE, WEIGHTS_FILE):
             path = self.directory / name
             if path.exists():
@@ -105,9 +106,11 @@ class WeightFiles:
                 why=f"the program was compiled for {list(layout.shape)}",
                 hint="compile again with reuse='override'",
             )
+        # The stretches of each dim that this rank holds.
         runs = [layout.runs(dim, mesh, coords) for dim in range(len(layout.dims))]
         if not all(runs):
             return torch.empty(layout.local_shape(mesh, coords), dtype=declaration.dtype)
+        # Only what is read is compared with the digests.
         self._check(name, layout.shape, runs)
         value = _read_runs(stored, runs, ())
         if value.dtype != declaration.dtype:

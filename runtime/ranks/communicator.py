@@ -135,6 +135,7 @@ class Communicator:
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase
     ) -> tuple[PendingPieces, Tensor]:
         """Room for the pieces of all members, and what this one gives. The call is counted."""
+        # Without sizes all pieces are alike.
         if sizes is None:
             sizes = [x.shape[dim]] * self.size
         assert len(sizes) == self.size and sizes[self.index] == x.shape[dim], (
@@ -144,6 +145,7 @@ class Communicator:
         if self.transport is None:
             return PendingPieces(x.detach().reshape(1, -1).clone(), [tuple(x.shape)], dim), x
         shapes = [_with_length(x, dim, size) for size in sizes]
+        # Pieces are padded to the longest one, as a gather moves equal rows.
         lengths = [math.prod(shape) for shape in shapes]
         self._count(phase, "all_gather", x, sum(lengths), sum(lengths) - x.numel())
         return PendingPieces(x.new_empty(self.size, max(lengths)), shapes, dim), _padded(
@@ -186,12 +188,14 @@ class Communicator:
                 f"{x.shape[dim]} does not divide into {self.size} equal pieces"
             )
             sizes = [x.shape[dim] // self.size] * self.size
+        # Pieces lie end to end: no copy is needed to make rows of them.
         end_to_end = math.prod(x.shape[:dim]) == 1 and len(set(sizes)) == 1 and x.is_contiguous()
         if self.transport is not None and end_to_end:
             self._count(
                 phase, "reduce_scatter", x, x.numel(), x.numel() // self.size * (self.size - 1)
             )
             result = x.new_empty(_with_length(x, dim, sizes[0]))
+            # ``[size, elements of a piece]``
             rows = x.detach().view(self.size, result.numel())
             self._call("reduce_scatter", x, self.transport.reduce_scatter, rows, result.view(-1))
             return result
@@ -260,6 +264,7 @@ class Communicator:
         """
         if self.transport is None:
             return [pieces[0].detach().clone(memory_format=torch.contiguous_format)]
+        # In elements, for each member.
         send_sizes, receive_sizes = (
             [piece.numel() for piece in pieces],
             [math.prod(shape) for shape in shapes],
@@ -271,6 +276,7 @@ class Communicator:
             sum(send_sizes),
             sum(receive_sizes) - receive_sizes[self.index],
         )
+        # One buffer with the pieces end to end, as the transport wants them.
         sent, result = pieces[0].new_empty(sum(send_sizes)), pieces[0].new_empty(sum(receive_sizes))
         for chunk, piece in zip(sent.split_with_sizes(send_sizes), pieces, strict=True):
             chunk.view(piece.shape).copy_(piece.detach())
@@ -283,6 +289,7 @@ class Communicator:
             result,
             receive_sizes,
         )
+        # Equal pieces are views of one tensor.
         if len(set(map(tuple, shapes))) == 1:
             return rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
         return [
@@ -299,6 +306,7 @@ class Communicator:
         """
         if self.transport is None:
             return x.detach().clone(memory_format=torch.contiguous_format)
+        # Rows become elements.
         row = math.prod(x.shape[1:])
         send_sizes, receive_sizes = [row * n for n in send], [row * n for n in receive]
         total = sum(receive_sizes)

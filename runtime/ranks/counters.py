@@ -149,6 +149,7 @@ class CommunicationCounters:
             )
             for key, volume in self.items()
         ]
+        # As wide as the widest cell; numbers are aligned right.
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         template = "  ".join(
             f"{{:{'<' if i < 3 else '>'}{width}}}" for i, width in enumerate(widths)

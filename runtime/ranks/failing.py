@@ -60,6 +60,7 @@ class FailingCalls(AbstractContextManager[None]):
             and isinstance(error, Exception)
             and not isinstance(error, DistributedError)
         ):
+            # The collectives that were begun since: others take part in these, and will fail alike.
             begun = {
                 group: number
                 for group, number in self._calls().items()
@@ -73,6 +74,7 @@ class FailingCalls(AbstractContextManager[None]):
         """Return when all ranks that took part in the call have failed like this one. Raises
         :class:`DistributedError` if one has not.
         """
+        # All ranks of these collectives.
         members = {int(rank) for group in failure.calls for rank in group.split(",")} - {self._rank}
         wait = Wait(
             f"rank {self._rank} waits for {in_words(sorted(members))} before it goes on "
@@ -80,6 +82,7 @@ class FailingCalls(AbstractContextManager[None]):
         )
         while members:
             told = self._notes.failures(sorted(members))
+            # Alike: it failed in the same collectives. Others: it failed elsewhere.
             alike = {rank for rank, found in told.items() if _is_alike(found, failure)}
             others = [
                 rank for rank, found in told.items() if rank not in alike and not found.is_over

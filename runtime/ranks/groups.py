@@ -91,6 +91,7 @@ class RankMesh:
                 f"--nproc_per_node={self.unit_size}",
             )
         self.num_units = self.world.size // self.unit_size
+        # Units are outermost: ranks 0 to 3 are unit 0, ranks 4 to 7 unit 1.
         self.unit, self.rank = divmod(self.world.rank, self.unit_size)
         self.is_member = self.rank in self.ranks
         self.coords = mesh.coords(self.ranks.index(self.rank)) if self.is_member else {}
@@ -118,6 +119,7 @@ class RankMesh:
 
         Collective at the first call with these axes: all ranks of the world, in the same order.
         """
+        # In the order of the mesh, whatever the order asked for.
         wanted = {axes} if isinstance(axes, str) else set(axes)
         names = tuple(name for name in self.mesh.names if name in wanted)
         assert len(names) == len(wanted), (
@@ -126,6 +128,7 @@ class RankMesh:
         key = (names, across_units)
         if key not in self._groups:
             starts = [unit * self.unit_size for unit in range(self.num_units)]
+            # The groups within a unit, as unit ranks, then those of all units.
             inside = [
                 tuple(self.ranks[index] for index in group) for group in self.mesh.groups(names)
             ]

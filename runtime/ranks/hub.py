@@ -88,6 +88,7 @@ class Hub:
         """
         with self.turns.lock:
             self._raise_if_aborted()
+            # The first one to come opens the meeting.
             meeting = self._meetings.setdefault((ranks, number), Meeting(what, ranks, combine))
             if meeting.what != what:
                 others = sorted(meeting.ranks[i] for i in meeting.given)
@@ -97,6 +98,7 @@ class Hub:
                     f"{meeting.what}",
                 )
             meeting.given[index] = given
+            # The last one to come computes for all.
             if len(meeting.given) == len(ranks):
                 with _on_its_way():
                     meeting.outcome = combine([meeting.given[i] for i in range(len(ranks))])
@@ -163,6 +165,7 @@ class Hub:
         self._waiting[rank] = waiting
         clock: Wait | None = None  # most waits need none
         try:
+            # Rank by rank until something happens: a result, a failure, or nothing for too long.
             while not waiting.ready():
                 self._raise_if_aborted()
                 self._find_stuck()
@@ -173,6 +176,7 @@ class Hub:
                 pause_s = clock.until_notice_s
                 if self.turns.wait(rank, pause_s):
                     continue
+                # A rank that still computes is a sign of life.
                 if waiting.missing() & self.working:
                     clock.heard(object())
                 if not clock.passed(pause_s):
@@ -195,6 +199,7 @@ class Hub:
 
     def _find_stuck(self) -> None:
         """Abort if some rank waits for one that has ended, or all wait for each other."""
+        # A rank that could go on is not blocked.
         blocked = {rank: waiting for rank, waiting in self._waiting.items() if not waiting.ready()}
         gone = sorted(
             set().union(*(waiting.missing() for waiting in blocked.values())) & self._ended

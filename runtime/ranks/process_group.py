@@ -122,6 +122,7 @@ class ProcessGroupTransport:
     def _await(self, work: Any, number: int, what: Callable[[], str]) -> None:
         """Wait for a collective of gloo, and look how the others are while nothing comes."""
         late = None
+        # Slice by slice: gloo itself would wait without a look at the others.
         while True:
             try:
                 work.wait(SLICE)

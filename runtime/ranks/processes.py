@@ -128,6 +128,7 @@ class Roll:
         """
         others = [rank for rank in ranks if rank != self._rank]
         deadline = time.monotonic() + _SETTLE_S
+        # For a moment, as what has happened to a process shows a little later.
         while True:
             notes = {
                 rank: failure.text

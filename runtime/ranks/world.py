@@ -264,6 +264,7 @@ class DistributedWorld(World):
         return transport
 
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        # gloo sends within the group of all ranks; NCCL needs a group for each direction.
         if self.device.type == "cpu":
             everyone = self.everyone.transport
             groups = (

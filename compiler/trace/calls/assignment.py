@@ -77,6 +77,7 @@ class _Step(NamedTuple):
 def _step(whole: IRValue, item: Arg, dim: int) -> _Step:
     """The step for a number or a slice in an index."""
     size = whole.shape[dim]
+    # A slice keeps the dim, a number takes it out.
     if isinstance(item, slice):
         start, stop, step = _bounds(item, size)
         length = -((start - stop) // step) if step != 1 else stop - start
@@ -141,6 +142,7 @@ def fitted(recorder: Recorder, like: IRValue | TensorType, new: Arg) -> IRValue:
     a full tensor.
     """
     shape, dtype = tuple(like.shape), like.dtype
+    # A number fills a tensor of this shape.
     if not isinstance(new, IRValue):
         return recorder.emit_one(
             torch.full,
@@ -151,6 +153,7 @@ def fitted(recorder: Recorder, like: IRValue | TensorType, new: Arg) -> IRValue:
             device=RankDevice(),
         )
     value = new
+    # As torch's copy does it: cast first, then drop dims of size 1, then broadcast.
     if value.dtype != dtype:
         value = recorder.emit_one(
             torch.Tensor.to, TensorType(value.shape, dtype, value.requires_grad), value, dtype
@@ -175,6 +178,7 @@ def _assign_by_tensors(
     like = TensorType(whole.shape, whole.dtype, requires_grad)
     mask = items[0]
     scalar = not isinstance(new, IRValue) or product(new.shape) == 1
+    # ``x[mask] = number`` is ``masked_fill``, with the mask spelled out to all dims.
     if len(items) == 1 and isinstance(mask, IRValue) and mask.dtype == torch.bool and scalar:
         if mask.ndim < whole.ndim:
             shape = (*mask.shape, *[1] * (whole.ndim - mask.ndim))
@@ -186,6 +190,7 @@ def _assign_by_tensors(
                 torch.Tensor.reshape, TensorType((), new.dtype, new.requires_grad), new, ()
             )
         return recorder.emit_one(torch.Tensor.masked_fill, like, whole, mask, new)
+    # Everything else is ``index_put``, with a value of the target's dtype.
     value = (
         new
         if isinstance(new, IRValue)
@@ -200,6 +205,7 @@ def _assign_by_tensors(
         )
     if all(isinstance(item, IRValue) for item in items):
         return recorder.emit_one(torch.Tensor.index_put, like, whole, items, value)
+    # ``None`` stands for a dim that is taken whole.
     if all(isinstance(item, IRValue) or item == slice(None) for item in items):
         indices = tuple(item if isinstance(item, IRValue) else None for item in items)
         return recorder.emit_one(torch.ops.aten.index_put, like, whole, indices, value)

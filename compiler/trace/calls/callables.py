@@ -49,6 +49,7 @@ def import_path(function: Any) -> str | None:
     """A dotted path under which ``function`` can be imported, or ``None`` (lambdas, local
     functions).
     """
+    # By kind: properties of tensors, operators, methods, functions of torch, the user's.
     if is_getter(function):
         return f"torch.Tensor.{plain_name(function)}"
     if isinstance(function, torch._ops.OpOverload):

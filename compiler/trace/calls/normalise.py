@@ -56,6 +56,7 @@ def bind(
     ``"1"``, ... Raises :class:`TraceError` for a function that cannot be imported, or arguments its
     operator does not know.
     """
+    # Arguments that change nothing about what is computed.
     kwargs = {
         key: value for key, value in kwargs.items() if key not in ("_stacklevel", "pin_memory")
     }
@@ -70,6 +71,7 @@ def bind(
                 why="it is local to another function, or has no name in its module",
                 hint="move it to the top level of a module",
             )
+        # Unknown to the tables: positional arguments are named by number.
         named = tuple((str(index), value) for index, value in enumerate(args))
         return Bound(path, (*named, *kwargs.items()), plain_name(function))
     opdef, normalise = found

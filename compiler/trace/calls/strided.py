@@ -36,6 +36,7 @@ def strided(
     memory than that of ``input``, or mixes its dims.
     """
     start = 0 if storage_offset is None else int(storage_offset - input.storage_offset())
+    # The dims of the input as runs in memory, the longest stride first.
     strides = input.stride()
     order = sorted(
         (d for d in range(input.ndim) if input.shape[d] > 1), key=lambda dim: -strides[dim]
@@ -43,11 +44,13 @@ def strided(
     runs = [_Run([dim], input.shape[dim], strides[dim]) for dim in order]
     if not runs or start < 0 or 0 in size or runs[-1].stride == 0:
         return None
+    # The dims of the result that move through memory.
     read = [
         number
         for number, (n, step) in enumerate(zip(size, stride, strict=True))
         if n > 1 and step > 0
     ]
+    # Find for each the run it goes along; where none fits, neighbouring runs are joined to one.
     while (
         found := _places(runs, start, [(number, size[number], stride[number]) for number in read])
     ) is None:
@@ -56,12 +59,14 @@ def strided(
     result = input.permute(*order, *(d for d in range(input.ndim) if d not in order)).reshape(
         [run.size for run in runs]
     )
+    # Every run is cut into the dims that go along it.
     numbers: list[int] = []  # of the dims of the result that the dims of ``result`` are
     for begin, places in found:
         result, numbers = (
             _cut(result, len(numbers), begin, places),
             [*numbers, *(number for number, _, _ in places)],
         )
+    # Back into the order that was asked for; dims of size 1 and repeated ones are put in.
     result = result.permute([numbers.index(number) for number in read])
     result = result.reshape([n if number in read else 1 for number, n in enumerate(size)])
     return result.expand(*size) if tuple(result.shape) != tuple(size) else result

@@ -45,6 +45,7 @@ def warn_of_unrolled(ops: Sequence[IROp]) -> None:
     """Warn where one line of the model runs so often that compiling and reading the file get
     slow.
     """
+    # The same line, in the same module, with the same operator.
     counts = Counter((op.module_path, op.source, op.target) for op in ops if op.source is not None)
     if not counts:
         return

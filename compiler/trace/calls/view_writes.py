@@ -118,6 +118,7 @@ def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRVa
     assert call is not None
     like = TensorType(whole.shape, whole.dtype, whole.requires_grad or new.requires_grad)
     name, args = call.name, call.args
+    # The inverse of each kind of view, from those that show all elements to those that show a part.
     if name in _IDENTITIES:
         return new
     if name in _RESHAPES:
@@ -130,6 +131,7 @@ def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRVa
         order = _permutation(call, whole.ndim)
         inverse = tuple(order.index(dim) for dim in range(whole.ndim))
         return recorder.emit_one(torch.Tensor.permute, like, new, inverse)
+    # Views of a part: the rest stays as it was.
     if name == "__getitem__":
         return assign(recorder, whole, args[1], new)
     if name == "select":
@@ -147,6 +149,7 @@ def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRVa
         return scattered(
             recorder, torch.slice_scatter, like, whole, new, dim, start, start + length
         )
+    # A piece begins where the pieces before it end.
     if name in ("split", "chunk", "tensor_split", "split_with_sizes"):
         dim = call.kwargs.get("dim", args[2] if len(args) > 2 else 0)
         sizes = [sibling.value.shape[dim] for sibling in view.siblings]

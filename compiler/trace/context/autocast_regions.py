@@ -67,6 +67,7 @@ def one_autocast(surrounding: torch.dtype | None) -> Iterator[None]:
     is_enabled = torch.is_autocast_enabled
 
     def on_cpu(method: Any) -> Any:
+        # A region for any device is entered and left as one of the CPU.
         def moved(region: Any, *args: Any) -> Any:
             device, region.device = region.device, "cpu"
             try:

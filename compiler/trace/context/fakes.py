@@ -64,6 +64,7 @@ def module_tensors(module: torch.nn.Module) -> list[ModuleTensor]:
     """The parameters, then the buffers, in the module's own order; tied ones are one entry."""
     found: dict[int, ModuleTensor] = {}
     for kind in ("_parameters", "_buffers"):
+        # Names of tied tensors, too: ``remove_duplicate`` would leave out modules that occur twice.
         for path, submodule in module.named_modules(remove_duplicate=False):
             holder: dict[str, torch.Tensor | None] = getattr(submodule, kind)
             for key, tensor in holder.items():
@@ -76,6 +77,7 @@ def module_tensors(module: torch.nn.Module) -> list[ModuleTensor]:
                         hint="call the lazy module once before compiling it",
                     )
                 persistent = key not in submodule._non_persistent_buffers_set
+                # Seen under another name: one entry with both.
                 old = found.get(id(tensor))
                 names = (*old.names, name) if old else (name,)
                 places = (*(old.places if old else ()), (holder, key))

@@ -161,6 +161,7 @@ def _values_readable(
         return original() if known or questions.may_look(sys._getframe(1)) else original(tensor)
 
     with ExitStack() as stack:
+        # Modules of transformers import the function by name, so each has a copy to replace.
         for name, module in list(sys.modules.items()):
             if name.startswith("transformers.") and vars(module).get("is_tracing") is original:
                 stack.enter_context(replaced(module, "is_tracing", is_tracing))
@@ -232,6 +233,7 @@ def _modules_converted(refusals: Refusals) -> Iterator[None]:
     def apply(
         self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
+        # What would ``fn`` make of each tensor? Only a change of dtype is a change.
         for name, tensor in (
             *self.named_parameters(recurse=recurse),
             *self.named_buffers(recurse=recurse),
@@ -289,6 +291,7 @@ def _batches_averaged() -> Iterator[None]:
             return original(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         with torch.no_grad():
+            # The running average, as tensors: torch's own forward reads the count as a number.
             count.add_(1)
             share = 1.0 / count.to(mean.dtype)
             of_batch = torch.var_mean(input.to(mean.dtype), [0, *range(2, input.ndim)])

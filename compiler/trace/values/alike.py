@@ -70,6 +70,7 @@ class _Numbering:
         """Numbers by which values are equal that differ in dims of copies only: attention reads
         these alike.
         """
+        # Equal numbers mean equal values: sources first, by what they are.
         for value in (*graph.inputs, *graph.parameters, *graph.buffers):
             self._number[value.name] = self._new((value.kind, value.fqn or value.name))
             if value.name in given:

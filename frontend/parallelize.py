@@ -17,6 +17,7 @@ from shardwright.frontend.files.job import Job
 from shardwright.frontend.files.module_files import Order, generate
 from shardwright.frontend.files.module_source import ModuleSource
 from shardwright.policies.known_policies import find_policy
+from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
@@ -36,7 +37,7 @@ Choice = TypeVar("Choice", bound=Enum)
 def parallelize(
     module_or_module_class: nn.Module,
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | PolicyFunction,
+    pas_policy: str | PolicyFunction | Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     gen_savedir: str | Path = ...,
@@ -55,7 +56,7 @@ def parallelize(
 def parallelize(
     module_or_module_class: type[nn.Module],
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | PolicyFunction,
+    pas_policy: str | PolicyFunction | Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     gen_savedir: str | Path = ...,
@@ -74,7 +75,7 @@ def parallelize(
 def parallelize(
     module_or_module_class: nn.Module | type[nn.Module],
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | PolicyFunction,
+    pas_policy: str | PolicyFunction | Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     gen_savedir: str | Path = ...,
@@ -93,7 +94,7 @@ def parallelize(
 def parallelize(
     module_or_module_class: nn.Module | type[nn.Module],
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | PolicyFunction,
+    pas_policy: str | PolicyFunction | Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     gen_savedir: str | Path = ...,
@@ -112,7 +113,7 @@ def parallelize(
 def parallelize(
     module_or_module_class: nn.Module | type[nn.Module],
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | PolicyFunction,
+    pas_policy: str | PolicyFunction | Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     gen_savedir: str | Path = "./.shardwright",
@@ -135,8 +136,9 @@ def parallelize(
     ``dummy_forward_args``: an example of every argument of ``forward``, by name. What is absent
     keeps its default for good.
     ``pas_policy``: the name of a policy, built in (``"dp"``, ``"tp"``, ``"data"``, ``"pp"``,
-    ``"hybrid"``, ``"tensor"``, ``"autodist"``, ``"saved"``) or registered, or a function of the
-    graph and the config.
+    ``"hybrid"``, ``"tensor"``, ``"autodist"``, ``"saved"``) or registered; or a function of the
+    graph and the config; or ``dict(pipeline=2, tensor=dict(size=4, mode="2d"))``, with which a dict
+    ``compute_config`` may leave ``plan_ngpus`` and ``runtime_ngpus`` out (docs/tensor-modes.md).
     ``gen_savedir``: the files lie in
     ``<gen_savedir>/_parallel_modules/<module>/<class>/<instance_name>``.
     ``reuse``: what to do with files of an earlier call, see :class:`ReuseType`. Files are
@@ -170,8 +172,9 @@ def parallelize(
                 hint="pass the module that it was compiled from",
             )
         source = ModuleSource.of(module_or_module_class, module_fn)
-        config = ComputeConfig.of(compute_config)
-        policy = find_policy(pas_policy)
+        in_job = _in_job(world)
+        named, config = without_form(pas_policy, compute_config, world.size if in_job else None)
+        policy = find_policy(named)
         policy.check(config)
         strategy = _choice("broadcast_strategy", broadcast_strategy, BroadcastGenFilesStrategy)
         _check_world(world, config, load_module, strategy)
@@ -234,10 +237,14 @@ def exchange_about(what: str) -> Exchange | None:
     )
 
 
+def _in_job(world: World) -> bool:
+    return isinstance(world, ThreadWorld) or (dist.is_available() and dist.is_initialized())
+
+
 def _check_world(
     world: World, config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy
 ) -> None:
-    in_job = isinstance(world, ThreadWorld) or (dist.is_available() and dist.is_initialized())
+    in_job = _in_job(world)
     if not in_job and strategy is not BroadcastGenFilesStrategy.NONE:
         raise ConfigError(
             f"broadcast_strategy={strategy.value!r} needs a job",

@@ -27,7 +27,6 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -47,19 +46,10 @@ from shardwright.policies.pipelines import (
 )
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.splits import inner_axes, split_dims, split_of
+from shardwright.policies.tensor_modes import AXES, Mode, fitting_sizes
 from shardwright.policies.weight_operands import PRODUCTS, weight_sources, weights_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
-
-Mode = Literal["1d", "2d", "2.5d", "3d"]
-
-AXES: Mapping[str, tuple[str, ...]] = {
-    "1d": ("tp",),
-    "2d": ("r", "c"),
-    "2.5d": ("d", "r", "c"),
-    "3d": ("i", "j", "k"),
-}
-"""The axes of a mode, major to minor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,19 +162,10 @@ def _square(options: TensorOptions, num_ranks: int) -> tuple[int, ...]:
         rule = {"2d": "q x q", "2.5d": f"{options.depth} x q x q", "3d": "l x l x l"}[options.mode]
         raise ConfigError(
             f"{num_ranks} ranks are not {rule}, as mode {options.mode!r} wants them",
-            hint=f"{_fitting(options)} ranks would do; or give the sizes of a rectangle: "
+            hint=f"{fitting_sizes(options.mode, options.depth)}; or give the sizes of a rectangle: "
             f"shape={_rectangle(options, num_ranks)}",
         )
     return shape
-
-
-def _fitting(options: TensorOptions) -> str:
-    sizes = {
-        "2d": [q * q for q in range(2, 6)],
-        "2.5d": [q * q * (options.depth or 1) for q in range(2, 6)],
-        "3d": [q**3 for q in range(2, 5)],
-    }[options.mode]
-    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
 
 
 def _rectangle(options: TensorOptions, num_ranks: int) -> list[int]:

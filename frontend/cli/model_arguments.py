@@ -7,16 +7,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.frontend.cli.targets import load_target, read_settings
 from shardwright.policies.known_policies import find_policy, policy_names
+from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 
 HARDWARE = "a100-80gb"
 """The machine where none is named."""
@@ -33,12 +36,17 @@ def make_console() -> Console:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Arguments for a model, a policy, and the ranks."""
     add_model_target(parser)
-    parser.add_argument(
-        "--policy",
-        required=True,
-        help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function",
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument(
+        "--policy", help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
     )
-    add_ranks(parser)
+    chosen.add_argument(
+        "--parallel",
+        metavar="TEXT|FILE",
+        help="pipeline, tensor and data as JSON or YAML, such as '{pipeline: 2, tensor: {size: 4, "
+        "mode: 2d}}', or a file with it; --plan-ngpus may be left out then",
+    )
+    add_ranks(parser, required=False)
 
 
 def add_model_target(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +63,12 @@ def add_model_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
+def add_ranks(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Arguments for the ranks, and settings."""
     parser.add_argument(
         "--plan-ngpus",
         type=int,
-        required=True,
+        required=required,
         metavar="N",
         help="ranks that share one copy of the model",
     )
@@ -152,18 +160,51 @@ def with_options(config: ComputeConfig, given: Mapping[str, tuple[str, object]])
 
 def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
     """The policy and the config of a command line, checked."""
-    config = ComputeConfig.of(
-        {
-            "plan_ngpus": options.plan_ngpus,
-            "runtime_ngpus": options.plan_ngpus
-            if options.runtime_ngpus is None
-            else options.runtime_ngpus,
-            **_config_fields(options.settings),
-        }
-    )
-    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
+    ranks = {"plan_ngpus": options.plan_ngpus, "runtime_ngpus": options.runtime_ngpus}
+    given = {name: number for name, number in ranks.items() if number is not None}
+    fields = {**given, **_config_fields(options.settings)}
+    parallel = getattr(options, "parallel", None)
+    if parallel is not None:
+        named, config = without_form(read_parallel(parallel), fields)
+    else:
+        if "plan_ngpus" not in given:
+            raise ConfigError(
+                f"--policy {options.policy} needs --plan-ngpus",
+                why="it is the number of ranks that share one copy of the model",
+                hint="--plan-ngpus 4; with --parallel it follows from the sizes",
+            )
+        fields.setdefault("runtime_ngpus", options.plan_ngpus)
+        named, config = options.policy, ComputeConfig.of(fields)
+    if isinstance(named, str) and ":" in named:
+        named = load_target(named)
+    policy = find_policy(named)
     policy.check(config)
     return policy, config
+
+
+def read_parallel(text: str) -> Mapping[str, Any]:
+    """The form ``pipeline, tensor, data`` of a text or a file in JSON or YAML, of which JSON is a
+    part.
+
+    Raises :class:`ConfigError` for what is no mapping.
+    """
+    path = Path(text)
+    is_file = "{" not in text and path.suffix in (".json", ".yaml", ".yml")
+    if is_file and not path.is_file():
+        raise ConfigError(f"there is no file {path}", hint="--parallel takes a file, or its text")
+    try:
+        form = yaml.safe_load(path.read_text(encoding="utf-8") if is_file else text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("--parallel is no YAML", why=str(error)) from error
+    if isinstance(form, dict) and set(form) == {"parallel"}:
+        form = form["parallel"]  # a file may name it, as configurations of Colossal-AI do
+    if not isinstance(form, dict):
+        raise ConfigError(
+            "--parallel is a mapping",
+            why=f"{brief(text)} is {brief(form)}",
+            hint="--parallel '{pipeline: 2, tensor: {size: 4, mode: 2d}}'",
+        )
+    return form
 
 
 def _config_fields(settings: Sequence[str]) -> dict[str, object]:

@@ -43,6 +43,7 @@ from shardwright.frontend.verification.rounding import (
 )
 from shardwright.frontend.verification.sample_inputs import in_float64, model_in_float64, rolled
 from shardwright.frontend.verification.trained_ranks import Samples, train_plan
+from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
@@ -160,7 +161,7 @@ MOST_STEPS = 10_000
 def verify(
     module: nn.Module,
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | PolicyFunction,
+    pas_policy: str | PolicyFunction | Mapping[str, Any],
     compute_config: ComputeConfig | Mapping[str, Any],
     *,
     inputs_per_unit: Sequence[Mapping[str, Any]] | None = None,
@@ -195,13 +196,13 @@ def verify(
                 f"{name}={brief(number)} is too many to compare",
                 hint=f"compare at most {MOST_STEPS:,}",
             )
-    config = ComputeConfig.of(compute_config)
+    policy, config = without_form(pas_policy, compute_config)
     model = model_in_float64(module)
     dummy_args = in_float64(dummy_forward_args)
     units = config.runtime_ngpus // config.plan_ngpus
     with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
         folder = directory or Path(temporary)
-        compiled = compile_into(folder / "plan", model, dummy_args, pas_policy, config)
+        compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = _num_samples(compiled, config) if num_samples is None else num_samples
         given = inputs_per_unit or [
             rolled(dummy_args, unit, config.constants) for unit in range(units)
@@ -226,7 +227,7 @@ def verify(
             compared_with = "its program on one rank, as the model draws random numbers"
             # Fast random numbers depend on how a plan cuts; these are the same under every plan.
             config = replace(config, rng="plan_independent")
-            compiled = compile_into(folder / "plan", model, dummy_args, pas_policy, config)
+            compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
             single = replace(
                 config, plan_ngpus=1, runtime_ngpus=units, rank_order=None, pas_config={}
             )

@@ -64,7 +64,7 @@ def test_it_parses(line: str) -> None:
     fields = {field.name for field in dataclasses.fields(ComputeConfig)}
     settings = read_settings(getattr(options, "settings", []))
     assert set(settings) <= fields
-    if "policy" in options:
+    if getattr(options, "policy", None) is not None:
         policy = find_policy(options.policy)
         assert policy.options is not None or not settings.get("pas_config")
         if policy.options is not None:

@@ -41,6 +41,7 @@ FULL = Plan(
     3,
     Batch(4, 4, {"x": 0}),
     1.5,
+    {"up.weight": "keep"},
 )
 """A plan with a value for everything."""
 

@@ -28,7 +28,7 @@ from shardwright.policies.pipelines import (
     hardware_files,
 )
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.sequences import check_sequence, positions_of
+from shardwright.policies.sequences import Positions, check_sequence, positions_of
 from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
 from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.runtime.config import ComputeConfig
@@ -45,6 +45,7 @@ class HybridOptions(PipelineOptions):
     ``cp_mode``: how attention does along them, see :mod:`shardwright.policies.context_axes`.
     ``sequence_parallel``: along tp, what no inner dim is split of is split along the sequence.
     ``sequence``: the names of the dims of the sequence (default: they are found).
+    ``gathers_again``: what products gather along tp is gathered again in backward, not kept.
     """
 
     tp: int | None = None
@@ -55,6 +56,12 @@ class HybridOptions(PipelineOptions):
     cp_mode: str | tuple[str, ...] = "auto"
     sequence_parallel: bool = False
     sequence: tuple[str, ...] = ()
+    gathers_again: bool = False
+
+    @property
+    def positions(self) -> Positions | None:
+        """What tp splits along the sequence, if anything."""
+        return positions_of(self.sequence_parallel, self.sequence, self.gathers_again, "hybrid")
 
     @property
     def cp_size(self) -> int:
@@ -153,7 +160,7 @@ class _Stage:
         mesh = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
         order = self.config.rank_order if "pp" in outer else None
         builder = self.graph.builder(mesh=mesh, order=order)
-        positions = positions_of(options.sequence_parallel, options.sequence)
+        positions = options.positions
         if self.experts:
             inner = choose_dims(self.graph, self.tp) if self.tp > 1 else None
             split_on_expert_axes(builder, self.experts, "hybrid", inner, positions)

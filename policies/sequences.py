@@ -7,7 +7,8 @@ has queries and keys along them, and integer inputs ``[batch, seq]`` hold their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.graph import IRGraph
@@ -19,10 +20,22 @@ from shardwright.compiler.ops.strategy import Strategy, has_factor
 from shardwright.policies.batches import batch_classes
 from shardwright.runtime.errors import PlanError, did_you_mean
 
-PositionsOf = Callable[[IRGraph], set[int]]
-"""Which dim classes of a graph are positions along a sequence."""
-
 ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions along which an axis for tensors splits what it would leave whole. ``named``:
+    the names of their dims, if the user says. ``gathers_again``: what products read is gathered
+    again in backward, not kept whole.
+    """
+
+    named: tuple[str, ...] = ()
+    gathers_again: bool = False
+
+    def classes(self, graph: IRGraph) -> set[int]:
+        """The dim classes of a graph that are positions."""
+        return sequence_classes(graph, self.named)
 
 
 def sequence_classes(graph: IRGraph, named: Sequence[str] = ()) -> set[int]:
@@ -47,9 +60,20 @@ def sequence_classes(graph: IRGraph, named: Sequence[str] = ()) -> set[int]:
     return found - _batch(graph)
 
 
-def positions_of(split: bool, named: Sequence[str]) -> PositionsOf | None:
-    """The dims to split beside others, if they are to be split."""
-    return (lambda graph: sequence_classes(graph, named)) if split else None
+def positions_of(
+    split: bool, named: tuple[str, ...], gathers_again: bool, policy: str
+) -> Positions | None:
+    """What to split beside other dims, if that is asked for.
+
+    Raises :class:`PlanError` for ``gathers_again`` without it.
+    """
+    if gathers_again and not split:
+        raise PlanError(
+            f"policy {policy!r} has nothing that gathers_again speaks of",
+            why="without sequence_parallel nothing along the sequence is gathered over tp",
+            hint="sequence_parallel=True",
+        )
+    return Positions(named, gathers_again) if split else None
 
 
 def check_sequence(graph: IRGraph, degree: int, policy: str, named: Sequence[str] = ()) -> None:

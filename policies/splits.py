@@ -12,12 +12,13 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import Strategy, has_factor, placements
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
+from shardwright.compiler.plan.plan import AGAIN
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chosen, choose_axes, choose_dims
 from shardwright.policies.expert_axes import ExpertAxis, exchange_of, experts_of, runs_experts
 from shardwright.policies.labels import label
 from shardwright.policies.positions import cut_of_free
-from shardwright.policies.sequences import PositionsOf, position_split
+from shardwright.policies.sequences import Positions, position_split
 from shardwright.policies.weight_operands import PRODUCTS
 
 
@@ -49,7 +50,7 @@ def split_on_expert_axes(
     axes: Sequence[ExpertAxis],
     policy: str,
     chosen: set[int] | None = None,
-    positions: PositionsOf | None = None,
+    positions: Positions | None = None,
 ) -> None:
     """Split the batch over axes for data, ``chosen`` classes over those for tensors, and inside of
     experts what each axis has to split there. ``positions``: see :func:`split_dims`, of the axes
@@ -77,7 +78,7 @@ def split_dims(
     axis: str,
     classes: set[int],
     inside: InsideExperts | None = None,
-    positions: PositionsOf | None = None,
+    positions: Positions | None = None,
 ) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
     included. ``positions``: the dims along which what would be computed on every rank is split,
@@ -107,7 +108,11 @@ def split_dims(
         # Operators that split nothing pass partial sums on, or compute everywhere: the cheaper one.
         labels = label(graph, splits, num_pieces)
         if positions is not None:
-            splits |= _along_positions(builder, graph, positions(graph), axis, splits | labels)
+            classes = positions.classes(graph)
+            along = _along_positions(builder, graph, classes, axis, splits | labels)
+            if positions.gathers_again:
+                _gather_again(builder, graph, splits, along)
+            splits |= along
             labels = label(graph, splits, num_pieces)
         add_strategies(builder, axis, labels | splits)
 
@@ -136,6 +141,24 @@ def _along_positions(
             if split is not None and set(placements(op.rule, split)[1]) == {"S"}:
                 free[op.name] = split
     return cut_of_free(graph, {n: s for n, s in known.items() if n not in free}, free, num_pieces)
+
+
+def _gather_again(
+    builder: PlanBuilder,
+    graph: IRGraph,
+    splits: Mapping[str, Strategy],
+    along: Mapping[str, Strategy],
+) -> None:
+    """Let backward gather again what products with split weights read of the positions."""
+    cut = {value.name for op in graph.ops if op.name in along for value in op.results}
+    for op in graph.ops:
+        if op.target not in PRODUCTS or op.name not in splits:
+            continue
+        assert op.rule is not None
+        letters = placements(op.rule, splits[op.name])[0]
+        for value, letter in zip(op.operands, letters, strict=True):
+            if letter == "G" and value.name in cut and value.takes_gradient:
+                builder.gather(value.name, AGAIN)
 
 
 def split_of(

@@ -31,7 +31,7 @@ from shardwright.policies.choice import choose_dims
 from shardwright.policies.expert_axes import expert_axes
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.sequences import check_sequence, positions_of
+from shardwright.policies.sequences import Positions, check_sequence, positions_of
 from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
 from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.policies.weight_operands import CONVOLUTIONS, is_convolution
@@ -53,6 +53,7 @@ class TensorOptions:
     channels are split. ``ep``: the ranks that share the experts; ``etp``: those that share the
     inner dims of an expert (default: the others). ``sequence_parallel``: what no inner dim is split
     of is split along the sequence. ``sequence``: the names of its dims (default: they are found).
+    ``gathers_again``: what products then gather is gathered again in backward, not kept.
     """
 
     hardware: str = "a100-80gb"
@@ -60,6 +61,12 @@ class TensorOptions:
     etp: int | None = None
     sequence_parallel: bool = False
     sequence: tuple[str, ...] = ()
+    gathers_again: bool = False
+
+    @property
+    def positions(self) -> Positions | None:
+        """What is split along the sequence, if anything is."""
+        return positions_of(self.sequence_parallel, self.sequence, self.gathers_again, "tp")
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
@@ -83,8 +90,7 @@ def _with_experts(
     axes = expert_axes(1, ranks, options.ep or 1, options.etp, "tp")
     mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
-    positions = positions_of(options.sequence_parallel, options.sequence)
-    split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), positions)
+    split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), options.positions)
     return builder.build("tp")
 
 
@@ -94,8 +100,7 @@ def _plan(
     axes = inner_axes(graph, config.plan_ngpus, config.rank_order, channel_price)
     builder = graph.builder(mesh={name: axis.axis_size for name, axis in axes.items()} or {"tp": 1})
     for name, axis in axes.items():
-        positions = positions_of(options.sequence_parallel, options.sequence)
-        split_dims(builder, name, axis.classes, positions=positions)
+        split_dims(builder, name, axis.classes, positions=options.positions)
     return builder.plan("tp")
 
 

@@ -107,6 +107,16 @@ def test_sequence_parallelism_sends_what_tensor_parallelism_sends(tmp_path: Path
     assert norms and all(f"{S}/tp" in str(layout) for layout in norms)
 
 
+@slow
+def test_what_is_gathered_may_be_gathered_again(tmp_path: Path) -> None:
+    """Megatron keeps the piece: backward has a gather more for each layer's two products, and the
+    head.
+    """
+    _, again = step("llama", "tp", 2, tmp_path, sequence_parallel=True, gathers_again=True)
+    more = (2 * L + 1) * B * S * H / 2
+    assert received(again)["backward", "all_gather"] == 2 * more
+
+
 @pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_context_parallelism_sends_by_the_formulas(mode: str, tmp_path: Path) -> None:
     """Gathered: (n-1)/n of keys and values. Ulysses: (n-1)/n^2 of queries, keys, values and result.
@@ -156,6 +166,7 @@ REFUSED = [
     ("llama", "cp", 4, {"cp_mode": "ulysses"}, PlanError, "the heads are 2 x 2, and every rank"),
     ("mlp", "cp", 2, {}, PlanError, "finds no sequence to split"),
     ("mlp", "tp", 2, {"sequence_parallel": True}, PlanError, "finds no sequence to split"),
+    ("mlp", "tp", 2, {"gathers_again": True}, PlanError, "nothing that gathers_again speaks of"),
     ("llama", "cp", 2, {"sequence": ["sequ"]}, PlanError, "finds no dim 'sequ'"),
     ("llama", "cp", 2, {"cp_mode": "rings"}, PlanError, "has no cp_mode 'rings'"),
     ("llama", "cp", 4, {"cp": 2}, PlanError, "cannot place cp=2 on 4 ranks"),

@@ -1,0 +1,156 @@
+"""Random plans that split sequences, against one device.
+
+    python tests/product/sequences.py [--plans 200] [--seed 0] [--models llama t5]
+
+Every plan is a model of ``tests/_lib/sequence_models.py`` and a draw of: 2, 3, 4, 6 or 8 ranks
+(threads), units, policy (``cp``, ``tp`` or ``hybrid``), the sizes dp, tp, pp and cp, one axis for
+the sequence or two, their modes, whether tensor parallelism splits the sequence and gathers again,
+the schedule, the number of microbatches, what is recomputed, and the stage of ZeRO. ``verify``
+compares losses, gradients and parameters after two steps. One line is printed for each, then the
+counts; the exit status is 1 if some plan differs. Draws that the compiler refuses are counted
+beside, and another is drawn.
+
+``--only 17`` runs the draw of that number alone: draws depend on the seed and the number, not on
+each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
+
+import sequence_models
+
+from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.context_axes import MODES
+from shardwright.runtime.errors import ConfigError, PlanError
+
+RANKS = (2, 3, 4, 4, 6, 8)
+STEPS = 2
+MOST_REFUSED = 4
+"""How many draws are refused, for each that is not, before the script gives up."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One plan of one model."""
+
+    number: int
+    model: str
+    policy: str
+    config: dict[str, Any]
+
+    def __str__(self) -> str:
+        config = {name: value for name, value in self.config.items() if name != "pas_config"}
+        shown = {**config, **self.config["pas_config"]}
+        fields = " ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{self.number:4} {self.model} {self.policy} {fields}"
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def context(rng: random.Random, size: int) -> dict[str, Any]:
+    """How a number of ranks shares a sequence: over one axis, or two."""
+    outer = rng.choice([found for found in divisors(size) if found < size] or [1])
+    if outer > 1:
+        return {"cp": [outer, size // outer], "cp_mode": [rng.choice(MODES) for _ in range(2)]}
+    return {"cp": size, "cp_mode": rng.choice(MODES)}
+
+
+def draw(number: int, seed: int, models: list[str]) -> Draw:
+    """The draw of a number."""
+    rng = random.Random(f"{seed} {number}")
+    ranks, model = rng.choice(RANKS), rng.choice(models)
+    plan_ranks = max(rng.choice(divisors(ranks)) for _ in range(2))
+    policy = rng.choice(["cp", "tp", "hybrid", "hybrid"])
+    config: dict[str, Any] = {"plan_ngpus": plan_ranks, "runtime_ngpus": ranks}
+    stage = rng.choice([0, 0, 1, 2, 3])
+    if stage:
+        config["use_zero"] = stage
+    options: dict[str, Any] = {}
+    if policy == "cp":
+        options = context(rng, plan_ranks)
+    if policy == "tp":
+        options = {"sequence_parallel": True, "gathers_again": rng.random() < 0.3}
+    if policy == "hybrid":
+        stages = rng.choice([size for size in divisors(plan_ranks) if size <= 2])
+        dp = rng.choice([size for size in divisors(plan_ranks // stages) if size <= 2])
+        options = context(rng, rng.choice(divisors(plan_ranks // stages // dp)))
+        options |= {"num_stages": stages, "dp": dp, "sequence_parallel": rng.random() < 0.5}
+        options["schedule"] = rng.choice([n for n, found in SCHEDULES.items() if found.trains])
+        options["num_microbatches"] = rng.choice([1, 2, 3, 4])
+        if rng.random() < 0.3:
+            options["recompute"] = [rng.choice(["stage:0", "*.*.*"])]
+        config["use_end2end"] = True
+    config["pas_config"] = options
+    return Draw(number, model, policy, config)
+
+
+def run(found: Draw) -> str:
+    """What is wrong with a plan, ``""`` if nothing is. Raises what the compiler refuses it with."""
+    report = sequence_models.verify_sequences(found.model, found.policy, found.config, steps=STEPS)
+    return "" if report.ok else str(report)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = list(sequence_models.MODELS)
+    parser.add_argument("--plans", type=int, default=200)
+    parser.add_argument("--models", nargs="+", choices=every, default=every)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
+    parser.add_argument("--only", type=int, help="the number of the only draw")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    counts: Counter[str] = Counter()
+    failed: list[str] = []
+    start = time.monotonic()
+    numbers: Iterator[int] = itertools.count(arguments.first)
+    if arguments.only is not None:
+        numbers = iter([arguments.only])
+    for number in numbers:
+        late = time.monotonic() - start > 60 * arguments.minutes
+        if late or counts["equal"] + counts["failed"] >= arguments.plans:
+            break
+        if counts["refused"] > MOST_REFUSED * max(20, counts["equal"]):
+            failed.append("as too many draws are refused")
+            break
+        found = draw(number, arguments.seed, arguments.models)
+        try:
+            problem = run(found)
+        except (PlanError, ConfigError) as error:
+            counts["refused"] += 1
+            print(f"refused {found}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        counts["failed" if problem else "equal"] += 1
+        print("FAILED " if problem else "equal  ", found, flush=True)
+        if problem:
+            failed.append(str(found))
+            print(problem, flush=True)
+    done = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    print(f"{done or 'nothing done'}, {time.monotonic() - start:.0f} s")
+    for which in failed:
+        print("FAILED", which)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

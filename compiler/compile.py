@@ -20,6 +20,7 @@ from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import AnyPass, CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.decide import Decide, PolicyFunction
 from shardwright.compiler.passes.draws import check_draws, draw_pieces
+from shardwright.compiler.passes.gathers import GatherTogether
 from shardwright.compiler.passes.identities import without_identities
 from shardwright.compiler.passes.lower_planned import lower_planned
 from shardwright.compiler.passes.lower_stages import verify_pipeline
@@ -156,6 +157,7 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
         SettleOutputs(config),
         FunctionPass("recompute", mark_planned),
         FunctionPass("lower", lower_planned),
+        GatherTogether(config),
         FunctionPass("draws", draws),
         emit,
     )

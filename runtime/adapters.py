@@ -21,6 +21,7 @@ the forward only. Double backward is refused by autograd. On an axis of size 1 e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -41,7 +42,7 @@ from shardwright.runtime.pieces import (
 )
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
-from shardwright.runtime.ranks.pending import PendingPieces
+from shardwright.runtime.ranks.pending import PendingPieces, PendingWholes
 
 
 def all_gather(
@@ -159,6 +160,20 @@ def start_gather(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -
     """Begin to gather the pieces ``x``. It must not be changed until the result was waited for."""
     pieces = axis.communicator.all_gather_async(x, dim, piece_lengths(cut, axis.size), phase=phase)
     return Gathering(pieces, dim, cut)
+
+
+def start_gathers(xs: Sequence[Tensor], axis: AxisGroup, phase: Phase) -> PendingWholes:
+    """Begin to gather several pieces in one collective: even ones, of the first dims. None of them
+    must be changed until the result was waited for.
+    """
+    return axis.communicator.all_gather_together_async(xs, phase=phase)
+
+
+def reduced_pieces(grads: Sequence[Tensor], axis: AxisGroup) -> list[Tensor]:
+    """The caller's even pieces, of the first dims, of several sums over the axis, in one collective
+    of a backward.
+    """
+    return axis.communicator.reduce_scatter_together(grads, phase="backward")
 
 
 def reduced_piece(grad: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:

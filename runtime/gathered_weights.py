@@ -14,6 +14,10 @@ backward, itself or a view, is packed as a **handle**, and gathered again when t
 Uses that share one gather share the second one too. Gradients are summed in the dtype in which the
 parameter holds its gradient (``grad_dtype``), which may be wider than its own.
 
+**Together.** Neighbouring weights that are small beside the largest ones come in one collective
+(``gathered_together``; ``compiler/passes/gathers.py`` says which). They are gathered again in one,
+and their gradients are summed in one, when the last of them is there.
+
 **Ahead of time.** While the operators compute with one weight the next one is on its way. In
 forward the next one is what followed in the forward before; in backward it is the one that was
 gathered before this one. Both are the same on all ranks that share a weight, so their collectives
@@ -24,11 +28,12 @@ In a recompute region nothing is saved at all, and its gathers run again with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from operator import is_
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +41,14 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwright.runtime.adapters import Gathering, reduced_piece, sliced_piece, start_gather
+from shardwright.runtime.adapters import (
+    Gathering,
+    reduced_piece,
+    reduced_pieces,
+    sliced_piece,
+    start_gather,
+    start_gathers,
+)
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.pieces import whole_cut
@@ -47,95 +59,154 @@ from shardwright.runtime.ranks.groups import AxisGroup
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One all-gather: along ``axis``, joining ``dim``, which ``cut`` had cut. ``reduces``: the
-    gradient is summed.
+    """One all-gather: along ``axis``, joining ``dim``, which ``cut`` had cut. Without ``cut`` it is
+    of weights that come together, whose first dims are cut evenly. ``reduces``: the gradient is
+    summed.
     """
 
     axis: AxisGroup
     dim: int
-    cut: Cut
+    cut: Cut | None
     reduces: bool
 
     def start(self, x: Tensor, phase: Phase) -> Gathering:
+        assert self.cut is not None
         return start_gather(x, self.axis, self.dim, self.cut, phase)
 
 
+class _Batch(NamedTuple):
+    """What one all-gather moves: the stored ``pieces`` of one weight, or of several together."""
+
+    pieces: tuple[Tensor, ...]
+    step: _Step
+
+    def start(self, phase: Phase) -> _Wholes:
+        if self.step.cut is None:
+            return start_gathers(self.pieces, self.step.axis, phase)
+        return _OneWhole(self.step.start(self.pieces[0], phase))
+
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change when a piece does."""
+        return tuple(piece._version for piece in self.pieces)
+
+    def is_of(self, other: _Batch) -> bool:
+        """Whether both are of the same tensors."""
+        return (
+            self.step == other.step
+            and len(self.pieces) == len(other.pieces)
+            and all(map(is_, self.pieces, other.pieces))
+        )
+
+
+class _Wholes(Protocol):
+    def wait(self) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _OneWhole:
+    gathering: Gathering
+
+    def wait(self) -> list[Tensor]:
+        return [self.gathering.wait()]
+
+
 class _Use:
-    """A weight gathered once in a forward. ``piece``: what the rank stores. ``grad_dtype``: in
-    which its gradient is summed.
-    ``steps``: how the whole comes of it.
+    """Weights gathered once in a forward, by one collective. ``batch``: what the rank stores of
+    them, and how it is gathered. ``grad_dtypes``: in which their gradients are summed.
+    ``steps``: what follows to make the whole, of a weight that is gathered along several axes.
 
     ``earlier``: the use before it in the same forward. ``num_saved``: how many tensors are packed
-    that need the weight. ``is_kept``: operators save the whole.
+    that need each weight. ``is_kept``: operators save the whole.
     """
 
     def __init__(
         self,
-        piece: Tensor,
-        grad_dtype: torch.dtype,
+        batch: _Batch,
+        grad_dtypes: tuple[torch.dtype, ...],
         steps: tuple[_Step, ...],
         earlier: _Use | None,
         is_kept: bool = False,
     ) -> None:
-        self.piece = piece.detach()
-        self.grad_dtype = grad_dtype
+        self.is_kept = is_kept
+        self.batch = _Batch(tuple(piece.detach() for piece in batch.pieces), batch.step)
+        self.grad_dtypes = grad_dtypes
         self.steps = steps
         self.earlier = earlier
-        self.is_kept = is_kept
-        self.num_saved = 0
-        self._version = piece._version
-        self._started: Gathering | None = None
-        self._whole: Tensor | None = None
+        self.num_saved = [0] * len(batch.pieces)
+        self._versions = batch.versions()
+        # What is on its way, and which weights it is; those that have come and are still needed.
+        self._started: tuple[_Wholes, tuple[int, ...]] | None = None
+        self._wholes: dict[int, Tensor] = {}
 
-    def start(self) -> None:
-        """Begin to gather again."""
-        if self._started is None and self._whole is None:
-            self._check_version()
-            with concerning(partial(_gathering, self.piece, "backward")):
-                self._started = self.steps[0].start(self.piece, "backward")
+    @property
+    def is_needed(self) -> bool:
+        """Whether a backward will ask for any of the weights."""
+        return any(count > 0 for count in self.num_saved)
 
-    def again(self) -> Tensor:
+    def start(self, member: int | None = None) -> None:
+        """Begin to gather again what backward needs: of a second backward, which nothing has
+        counted, the ``member`` that it asks for.
+        """
+        if self._started is not None or (self._wholes and member is None):
+            return
+        if self.batch.versions() != self._versions:
+            self._refuse()
+        needed = tuple(i for i, count in enumerate(self.num_saved) if count > 0)
+        needed = needed if member is None or member in needed else (member,)
+        batch = _Batch(tuple(self.batch.pieces[i] for i in needed), self.batch.step)
+        with concerning(partial(_gathering, batch.pieces, "backward")):
+            self._started = batch.start("backward"), needed
+
+    def again(self, member: int) -> Tensor:
         """The whole weight, for one of the packed tensors. It is held until the last one of them
         has had it.
         """
-        self.start()
+        if member not in self._wholes:
+            self.start(member)
         self._start_next()
-        if self._whole is None:
-            assert self._started is not None
-            started, self._started = self._started, None
-            with concerning(partial(_gathering, self.piece, "backward")):
-                self._whole = started.wait()
-                for step in self.steps[1:]:
-                    self._whole = step.start(self._whole, "backward").wait()
-        whole = self._whole
-        self.num_saved -= 1
-        if self.num_saved <= 0:
-            self._whole = None
+        while member not in self._wholes:
+            self._arrive()
+            if member not in self._wholes:
+                self.start(member)
+        whole = self._wholes[member]
+        self.num_saved[member] -= 1
+        if self.num_saved[member] <= 0:
+            del self._wholes[member]
         return whole
 
+    def _arrive(self) -> None:
+        """Wait for what is on its way."""
+        assert self._started is not None
+        (started, members), self._started = self._started, None
+        with concerning(partial(_gathering, self.batch.pieces, "backward")):
+            wholes = started.wait()
+            for step in self.steps:
+                wholes = [step.start(whole, "backward").wait() for whole in wholes]
+        self._wholes |= dict(zip(members, wholes, strict=True))
+
     def _start_next(self) -> None:
-        """Begin with the weight that backward will need after this one."""
+        """Begin with the weights that backward will need after these."""
         use = self.earlier
-        while use is not None and use.num_saved <= 0:
+        while use is not None and not use.is_needed:
             use = use.earlier
         if use is not None:
             use.start()
 
-    def _check_version(self) -> None:
-        if self.piece._version != self._version:
-            raise UsageError(
-                "a parameter was changed between forward and backward",
-                why=f"the backward gathers it again, a piece of shape {list(self.piece.shape)}, "
-                "and must find it as it was",
-                hint="run backward before optimizer.step() or anything else that writes to "
-                "parameters",
-            )
+    def _refuse(self) -> None:
+        shapes = " and ".join(str(list(piece.shape)) for piece in self.batch.pieces)
+        raise UsageError(
+            "a parameter was changed between forward and backward",
+            why=f"the backward gathers it again, a piece of shape {shapes}, "
+            "and must find it as it was",
+            hint="run backward before optimizer.step() or anything else that writes to parameters",
+        )
 
 
 class _Handle(NamedTuple):
     """A saved tensor that is a gathered weight, or a view of it."""
 
     use: _Use
+    member: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -153,10 +224,9 @@ class _Kept(NamedTuple):
 class _Ahead(NamedTuple):
     """A gather that was begun before it is asked for."""
 
-    piece: Tensor
-    step: _Step
-    version: int
-    started: Gathering
+    batch: _Batch
+    versions: tuple[int, ...]
+    started: _Wholes
 
 
 class WeightGathering:
@@ -164,13 +234,13 @@ class WeightGathering:
 
     def __init__(self) -> None:
         self._uses: dict[
-            int, tuple[StorageWeakRef, _Use]
-        ] = {}  # by storage, of the weights that are whole now
+            int, tuple[StorageWeakRef, _Use, int]
+        ] = {}  # by storage, of the weights that are whole now, each a member of a use
         self._orders: dict[
-            Hashable, list[tuple[Tensor, _Step]]
+            Hashable, list[_Batch]
         ] = {}  # what each kind of forward gathered last time
-        self._expected: list[tuple[Tensor, _Step]] = []
-        self._seen: list[tuple[Tensor, _Step]] = []
+        self._expected: list[_Batch] = []
+        self._seen: list[_Batch] = []
         self._ahead: _Ahead | None = None
         self._latest: _Use | None = None
         self._is_forward = False
@@ -228,59 +298,85 @@ class WeightGathering:
         step = _Step(
             axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter"
         )
-        before = self._use_of(x)
-        is_weight = isinstance(x, torch.nn.Parameter)
-        move = self._move if before is None and is_weight else _move_now
-        if before is not None:
-            grad_dtype = before.grad_dtype
-        else:
-            grad_dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype
-        whole = cast(Tensor, _Gather.apply(x, step, grad_dtype, move))  # type: ignore[no-untyped-call]
-        assert whole.is_contiguous() and whole.storage_offset() == 0, (
-            "views of it could not be told by their strides"
-        )
-        piece, steps = (x, (step,)) if before is None else (before.piece, (*before.steps, step))
-        use = _Use(
-            piece, grad_dtype, steps, self._latest if self._is_forward else None, then == "keep"
-        )
-        if self._is_forward and not use.is_kept:
+        known, is_kept = self._use_of(x), then == "keep"
+        if known is not None:
+            before, member = known
+            grad_dtype = before.grad_dtypes[member]
+            whole = _gather(_Batch((x,), step), (grad_dtype,), _move_now)[0]
+            batch = _Batch((before.batch.pieces[member],), before.batch.step)
+            self._record([whole], batch, (grad_dtype,), (*before.steps, step), is_kept=is_kept)
+            return whole
+        return self._gathered(_Batch((x,), step), is_kept=is_kept)[0]
+
+    def gathered_together(
+        self,
+        xs: Sequence[Tensor],
+        axis: AxisGroup,
+        backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
+    ) -> tuple[Tensor, ...]:
+        """Like :meth:`gathered`, of several parameters of one dtype in one collective. Each is cut
+        in its first dim, into pieces of one length.
+        """
+        if axis.size == 1:
+            return tuple(xs)
+        step = _Step(axis, 0, None, backward == "reduce_scatter")
+        return self._gathered(_Batch(tuple(xs), step))
+
+    def _gathered(self, batch: _Batch, *, is_kept: bool = False) -> tuple[Tensor, ...]:
+        grad_dtypes = tuple((x.grad_dtype if x.is_leaf else None) or x.dtype for x in batch.pieces)
+        # An activation is another tensor in each forward, so none can be expected.
+        are_weights = isinstance(batch.pieces[0], torch.nn.Parameter)
+        wholes = _gather(batch, grad_dtypes, self._move if are_weights else _move_now)
+        self._record(wholes, batch, grad_dtypes, (), is_kept=is_kept)
+        return wholes
+
+    def _record(
+        self,
+        wholes: Sequence[Tensor],
+        batch: _Batch,
+        grad_dtypes: tuple[torch.dtype, ...],
+        steps: tuple[_Step, ...],
+        *,
+        is_kept: bool,
+    ) -> None:
+        """Remember that these storages are gathered weights, whoever looks at them."""
+        earlier = self._latest if self._is_forward else None
+        use = _Use(batch, grad_dtypes, steps, earlier, is_kept)
+        if self._is_forward and not is_kept:
             self._latest = use
         self._forget_freed()
-        storage = whole.untyped_storage()
-        self._uses[storage._cdata] = StorageWeakRef(storage), use  # type: ignore[no-untyped-call]
-        return whole
+        for member, whole in enumerate(wholes):
+            assert whole.is_contiguous() and whole.storage_offset() == 0, (
+                "views of it could not be told by their strides"
+            )
+            storage = whole.untyped_storage()
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._uses[storage._cdata] = reference, use, member
 
     def _forget_freed(self) -> None:
         """Let go of uses, and with them of pieces of activations, that nobody has whole now."""
         self._uses = {key: entry for key, entry in self._uses.items() if not _is_freed(entry[0])}
 
-    def _move(self, x: Tensor, step: _Step) -> Tensor:
-        """The whole of a stored piece, which may be on its way already; the next one is sent
+    def _move(self, batch: _Batch) -> list[Tensor]:
+        """The whole of stored pieces, which may be on their way already; the next ones are sent
         for.
         """
-        with concerning(partial(_gathering, x, "forward")):
-            return self._moved_ahead(x, step) if self._is_forward else _move_now(x, step)
+        with concerning(partial(_gathering, batch.pieces, "forward")):
+            return self._moved_ahead(batch) if self._is_forward else _move_now(batch)
 
-    def _moved_ahead(self, x: Tensor, step: _Step) -> Tensor:
+    def _moved_ahead(self, batch: _Batch) -> list[Tensor]:
         position = len(self._seen)
-        self._seen.append((x, step))
+        self._seen.append(batch)
         ahead, self._ahead = self._ahead, None
-        if (
-            ahead is not None
-            and ahead.piece is x
-            and ahead.step == step
-            and ahead.version == x._version
-        ):
+        if ahead is not None and ahead.batch.is_of(batch) and ahead.versions == batch.versions():
             started = ahead.started
         else:
             if ahead is not None:
                 ahead.started.wait()
-            started = step.start(x, "forward")
+            started = batch.start("forward")
         if position + 1 < len(self._expected):
-            piece, following = self._expected[position + 1]
-            self._ahead = _Ahead(
-                piece, following, piece._version, following.start(piece, "forward")
-            )
+            following = self._expected[position + 1]
+            self._ahead = _Ahead(following, following.versions(), following.start("forward"))
         return started.wait()
 
     def _forget_ahead(self) -> None:
@@ -288,24 +384,26 @@ class WeightGathering:
         if self._ahead is not None:
             self._ahead.started.wait()
 
-    def _use_of(self, x: Tensor) -> _Use | None:
-        """The use that ``x`` is the weight of, or a view of it."""
+    def _use_of(self, x: Tensor) -> tuple[_Use, int] | None:
+        """The use that ``x`` is a weight of, or a view of one, and which of its weights."""
         if x.layout is not torch.strided:
             return None
-        reference, use = self._uses.get(x.untyped_storage()._cdata, (None, None))
-        return None if reference is None or _is_freed(reference) else use
+        found = self._uses.get(x.untyped_storage()._cdata)
+        return None if found is None or _is_freed(found[0]) else found[1:]
 
     def _pack(self, x: Tensor) -> _Handle | _Kept:
-        use = self._use_of(x)
-        if use is None or use.is_kept:
+        found = self._use_of(x)
+        if found is None or found[0].is_kept:
             # Detached: a node that saves its own result would keep itself alive.
             return _Kept(x if x.is_leaf else x.detach(), x._version)
-        use.num_saved += 1
-        return _Handle(use, x.size(), x.stride(), int(x.storage_offset()))
+        use, member = found
+        use.num_saved[member] += 1
+        return _Handle(use, member, x.size(), x.stride(), int(x.storage_offset()))
 
     def _unpack(self, packed: _Handle | _Kept) -> Tensor:
         if isinstance(packed, _Handle):
-            return packed.use.again().as_strided(packed.size, packed.stride, packed.offset)
+            whole = packed.use.again(packed.member)
+            return whole.as_strided(packed.size, packed.stride, packed.offset)
         if packed.x._version != packed.version:
             raise UsageError(
                 f"a tensor of shape {list(packed.x.shape)} that backward needs was changed "
@@ -319,41 +417,68 @@ def _is_freed(storage: StorageWeakRef) -> bool:
     return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
-def _gathering(piece: Tensor, phase: Phase) -> str:
+def _gathering(pieces: Sequence[Tensor], phase: Phase) -> str:
     """What a gather is for, in messages; in forward it may be for the weight after this one."""
-    name = name_of(piece)
+    names = [repr(name) for piece in pieces if (name := name_of(piece))]
+    if len(pieces) > 1:
+        return f"gathering the weights {', '.join(names) or 'of a layer'} for {phase}"
     return (
-        f"gathering the weight {name!r} for {phase}" if name else f"gathering a weight for {phase}"
+        f"gathering the weight {names[0]} for {phase}"
+        if names
+        else f"gathering a weight for {phase}"
     )
 
 
-def _move_now(x: Tensor, step: _Step) -> Tensor:
-    return step.start(x, "forward").wait()
+def _move_now(batch: _Batch) -> list[Tensor]:
+    return batch.start("forward").wait()
+
+
+def _gather(
+    batch: _Batch,
+    grad_dtypes: tuple[torch.dtype, ...],
+    move: Callable[[_Batch], list[Tensor]],
+) -> tuple[Tensor, ...]:
+    """The whole tensors in autograd's graph."""
+    found = _Gather.apply(batch.step, grad_dtypes, move, *batch.pieces)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, ...], found)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
         step: _Step,
-        grad_dtype: torch.dtype,
-        move: Callable[[Tensor, _Step], Tensor],
-    ) -> Tensor:
-        ctx.step, ctx.grad_dtype = step, grad_dtype
-        return move(x, step)
+        grad_dtypes: tuple[torch.dtype, ...],
+        move: Callable[[_Batch], list[Tensor]],
+        *pieces: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.step, ctx.grad_dtypes = step, grad_dtypes
+        # A weight without a gradient has none that is zero.
+        ctx.set_materialize_grads(False)
+        return tuple(move(_Batch(pieces, step)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        step = ctx.step
-        if not step.reduces:
-            return sliced_piece(grad, step.axis, step.dim, step.cut), None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        step, needed = ctx.step, ctx.needs_input_grad[3:]
         # Of several steps only the last one's sum stays in this dtype: autograd rounds what it
         # hands from node to node.
-        return (
-            reduced_piece(grad.to(ctx.grad_dtype), step.axis, step.dim, step.cut),
-            None,
-            None,
-            None,
-        )
+        summed = [
+            grad.to(dtype) if grad is not None and is_needed and step.reduces else grad
+            for grad, dtype, is_needed in zip(grads, ctx.grad_dtypes, needed, strict=True)
+        ]
+        there = [i for i, grad in enumerate(summed) if grad is not None and needed[i]]
+        found: list[Tensor | None] = [None] * len(grads)
+        if step.cut is None and step.reduces:
+            for dtype in dict.fromkeys(ctx.grad_dtypes[i] for i in there):
+                alike = [i for i in there if ctx.grad_dtypes[i] == dtype]
+                pieces = reduced_pieces([cast(Tensor, summed[i]) for i in alike], step.axis)
+                for i, piece in zip(alike, pieces, strict=True):
+                    found[i] = piece
+            return None, None, None, *found
+        move = reduced_piece if step.reduces else sliced_piece
+        for i in there:
+            grad = cast(Tensor, summed[i])
+            cut = step.cut or whole_cut(grad.shape[0])
+            found[i] = move(grad, step.axis, step.dim, cut)
+        return None, None, None, *found

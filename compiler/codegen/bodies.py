@@ -76,7 +76,7 @@ class BodyWriter(StatementWriter):
             elif isinstance(item, Run):
                 body += self._call_block(item, instances[item.key], scope, program)
             else:
-                body.append(self._line(item, scope, program))
+                body += self._lines_at(items, position, scope, program)
             body += self._drop(over.get(position, ()), scope)
             position += 1
         body = with_headings(body, program.graph.name)
@@ -94,8 +94,8 @@ class BodyWriter(StatementWriter):
         """
         over = gathered_until(program.tail, program.results())
         lines: list[Line] = []
-        for position, instruction in enumerate(program.tail):
-            lines.append(self._line(instruction, scope, program))
+        for position in range(len(program.tail)):
+            lines += self._lines_at(program.tail, position, scope, program)
             lines += self._drop(over.get(position, ()), scope)
         return lines
 
@@ -190,8 +190,8 @@ class BodyWriter(StatementWriter):
         self._container = container
         over = gathered_until(run.instructions, run.outputs)
         lines = []
-        for position, instruction in enumerate(run.instructions):
-            lines.append(self._line(instruction, scope, program))
+        for position in range(len(run.instructions)):
+            lines += self._lines_at(run.instructions, position, scope, program)
             lines += self._drop(over.get(position, ()), scope)
         lines += [self._update(update, scope) for update in run.updates]
         self._container = ""

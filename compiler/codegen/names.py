@@ -37,6 +37,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "forward_eval",
     "forward_renamed",
     "gathered",
+    "gathered_together",
     "gathers_weights",
     "gradient_groups",
     "in_flight",

@@ -8,7 +8,7 @@ the layout of the result and the user's line:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -44,8 +44,10 @@ from shardwright.compiler.ops.render import (
     names_bound,
 )
 from shardwright.compiler.plan.conversion import CutSizes
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Program, gathers_at
 from shardwright.compiler.plan.repeated_blocks import (
+    Item,
+    Run,
     Update,
 )
 from shardwright.runtime.structure import values_digest
@@ -181,10 +183,35 @@ class StatementWriter:
         guards = ("if self.training",) if after.name in self._train_only else ()
         return Line(f"self.update_buffer({name}, {scope.name(after)})", guards=guards)
 
-    def _line(self, instruction: Instruction, scope: Scope, program: Program) -> Line:
-        if isinstance(instruction, Adapt):
-            return self._adapter_line(instruction, scope, program)
-        return self._compute_line(instruction, scope, program)
+    def _lines_at(
+        self, items: Sequence[Item], position: int, scope: Scope, program: Program
+    ) -> list[Line]:
+        """The statement of the instruction at a position, and of those that go in one collective
+        with it. These have none of their own.
+        """
+        instruction = items[position]
+        assert not isinstance(instruction, Run)
+        if isinstance(instruction, Compute):
+            return [self._compute_line(instruction, scope, program)]
+        if instruction.joins:
+            return []
+        together = gathers_at(items, position)
+        if len(together) > 1:
+            return [self._gathers_line(together, scope, program)]
+        return [self._adapter_line(instruction, scope, program)]
+
+    def _gathers_line(self, gathers: Sequence[Adapt], scope: Scope, program: Program) -> Line:
+        """Several weights gathered in one collective."""
+        step = gathers[0].step
+        weights = ", ".join(scope.name(gather.value) for gather in gathers)
+        words = [f"[{weights}]", self._axis_variables(program)[step.axes]]
+        if step.backward != "reduce_scatter":
+            words.append(f'backward="{step.backward}"')
+        for gather in gathers:
+            scope.define(gather.result)
+        targets = ", ".join(scope.name(gather.result) for gather in gathers)
+        call = f"self.gathered_together({', '.join(words)})"
+        return Line(f"{targets} = {call}", f"{step.axis}: {step.transition}")
 
     def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
         op = spelled(instruction, program.plan.mesh)

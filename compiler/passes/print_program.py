@@ -26,7 +26,8 @@ def print_program(program: Program) -> str:
                 f"{instruction.result.name} = {step.kind}({instruction.value.name}, "
                 f"{', '.join(step.axes)})"
             )
-            lines.append(f"  {call}  # {step.transition}: {step.after}")
+            together = ", with the one above" if instruction.joins else ""
+            lines.append(f"  {call}  # {step.transition}: {step.after}{together}")
         else:
             names = ", ".join(value.name for value in instruction.op.results)
             layouts = " ".join(map(str, instruction.layouts))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+from shardwright.compiler.cost.time.adapter_time import end_to_end
 from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.op import AxisRef, IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -133,11 +134,15 @@ class _Walk:
 
     def walk(self, instructions: tuple[Instruction, ...]) -> None:
         """Check instructions one after the other."""
+        before: Instruction | None = None
         for instruction in instructions:
             if isinstance(instruction, Adapt):
                 self.check_adapter(instruction)
+                if instruction.joins:
+                    self.check_joins(instruction, before)
             else:
                 self.check_compute(instruction)
+            before = instruction
 
     def define(self, value: IRValue, layout: Layout, origin: str | None = None) -> None:
         if value.name in self.held:
@@ -251,6 +256,25 @@ class _Walk:
         made = replace(instruction.of, name=result.name, kind=ValueKind.ACTIVATION, fqn=None)
         self.check_same(result, made, "adapted")
         self.define(result, step.after, instruction.of.name)
+
+    def check_joins(self, gather: Adapt, before: Instruction | None) -> None:
+        """Check that a gather can go in one collective with the one before it: stored parameters of
+        one dtype, over one axis, with pieces of one length along the first dim.
+        """
+        for one in (before, gather):
+            if not (
+                isinstance(one, Adapt)
+                and one.gathers_weight
+                and one.value.kind is ValueKind.PARAMETER
+                and one.choice is None
+                and one.step.dim == 0
+                and end_to_end(one.step, self.storage_mesh)
+                and (one.step.axes, one.step.backward) == (gather.step.axes, gather.step.backward)
+                and one.of.dtype == gather.of.dtype
+            ):
+                raise InternalError(
+                    f"the gather of {gather.of.name} cannot join what stands before it"
+                )
 
     def check_cut(self, step: AdapterStep, name: str) -> None:
         """Check that an adapter is told of the dims it joins and cuts what their layouts say."""

@@ -7,7 +7,9 @@ groups.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp
@@ -35,7 +37,8 @@ class Compute:
 @dataclass(frozen=True)
 class Adapt:
     """One adapter step: ``result`` is ``value`` in another layout. Both are versions of the traced
-    value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`).
+    value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`). ``joins``:
+    it gathers a weight in one collective with the gather right before it.
     """
 
     value: IRValue
@@ -45,6 +48,7 @@ class Adapt:
     region: str | None = None
     module_path: str = ""
     choice: str | None = None
+    joins: bool = False
 
     @property
     def gathers_weight(self) -> bool:
@@ -62,6 +66,17 @@ class Adapt:
 
 
 Instruction = Compute | Adapt
+
+
+def joins(item: object) -> bool:
+    """Whether this part of a program goes in one collective with the part before it."""
+    return isinstance(item, Adapt) and item.joins
+
+
+def gathers_at(items: Sequence[object], position: int) -> tuple[Adapt, ...]:
+    """The gathers that go in one collective, of which the item at ``position`` is the first."""
+    found = [items[position], *takewhile(joins, islice(items, position + 1, None))]
+    return tuple(item for item in found if isinstance(item, Adapt))
 
 
 @dataclass(frozen=True)

@@ -379,7 +379,13 @@ def instruction_key(
         for cut in cuts:
             for size in cut.sizes:
                 symbols |= size_symbols(size)
-        return ("adapt", step, token(instruction.value), instruction.region is not None)
+        return (
+            "adapt",
+            step,
+            token(instruction.value),
+            instruction.region is not None,
+            instruction.joins,
+        )
     op = instruction.op
 
     def leaf(arg: Arg) -> Hashable:

@@ -277,6 +277,17 @@ class ParallelModule(DeclaredModule):
         """
         return self._gathering.gathered(weight, axis, dim, cut, backward, then)
 
+    def gathered_together(
+        self,
+        weights: Sequence[Tensor],
+        axis: AxisGroup,
+        backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
+    ) -> tuple[Tensor, ...]:
+        """Several parameters of one dtype whole along ``axis``, in one collective. Each is cut in
+        its first dim, into pieces of one length.
+        """
+        return self._gathering.gathered_together(weights, axis, backward)
+
     @property
     def trains(self) -> bool:
         """Whether a call is part of a training step: outputs that such a step leaves out are not

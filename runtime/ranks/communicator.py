@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
 from shardwright.runtime.ranks.failures import collective_failed, collective_waits
-from shardwright.runtime.ranks.pending import Averaging, Done, PendingPieces, rows_as
+from shardwright.runtime.ranks.pending import Averaging, Done, PendingPieces, PendingWholes, rows_as
 from shardwright.runtime.ranks.transport import ReduceOp, Shape, Transport, Work
 
 
@@ -131,6 +131,23 @@ class Communicator:
             )
         return pending
 
+    def all_gather_together_async(
+        self, xs: Sequence[Tensor], *, phase: Phase = "forward"
+    ) -> PendingWholes:
+        """Begin to gather several tensors of one dtype in one collective. Each has the same shape
+        on all members, and is joined along its first dim without a copy. None of them may be
+        changed until ``wait()`` of the result returns.
+        """
+        assert self.transport is not None, "a group of one has nothing to gather"
+        given = [x.detach().contiguous() for x in xs]
+        total = sum(x.numel() for x in given)
+        self._count(phase, "all_gather", given[0], total * self.size, total * (self.size - 1))
+        wholes = [x.new_empty(_with_length(x, 0, x.shape[0] * self.size)) for x in given]
+        rows = [whole.view(self.size, -1) for whole in wholes]
+        flat = [x.view(-1) for x in given]
+        work = self._start("all_gather", xs[0], self.transport.start_all_gathers, flat, rows)
+        return PendingWholes(wholes, work)
+
     def _pending_pieces(
         self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase
     ) -> tuple[PendingPieces, Tensor]:
@@ -200,6 +217,24 @@ class Communicator:
             self._call("reduce_scatter", x, self.transport.reduce_scatter, rows, result.view(-1))
             return result
         return self.reduce_scatter_pieces(torch.split(x, list(sizes), dim), phase=phase)
+
+    def reduce_scatter_together(
+        self, xs: Sequence[Tensor], *, phase: Phase = "forward"
+    ) -> list[Tensor]:
+        """The caller's pieces along the first dims of the sums over the group of several tensors of
+        one dtype, in one collective. The first dims divide evenly.
+        """
+        assert self.transport is not None, "a group of one has nothing to sum"
+        given = [x.detach().contiguous() for x in xs]
+        assert all(x.shape[0] % self.size == 0 for x in given), "pieces of one length"
+        total = sum(x.numel() for x in given)
+        received = total // self.size * (self.size - 1)
+        self._count(phase, "reduce_scatter", given[0], total, received)
+        pieces = [x.new_empty(_with_length(x, 0, x.shape[0] // self.size)) for x in given]
+        rows = [x.view(self.size, -1) for x in given]
+        flat = [piece.view(-1) for piece in pieces]
+        self._call("reduce_scatter", xs[0], self.transport.reduce_scatters, rows, flat)
+        return pieces
 
     def reduce_scatter_pieces(
         self, pieces: Sequence[Tensor], *, phase: Phase = "forward"

@@ -51,6 +51,18 @@ class PendingPieces:
             self.work = None
 
 
+class PendingWholes:
+    """Several tensors on their way, whose pieces arrive where they belong."""
+
+    def __init__(self, wholes: list[Tensor], work: Work) -> None:
+        self._wholes, self._work = wholes, work
+
+    def wait(self) -> list[Tensor]:
+        """The whole tensors."""
+        self._work.wait()
+        return self._wholes
+
+
 class Done:
     """A collective that was complete when it was called."""
 

@@ -164,6 +164,33 @@ class ProcessGroupTransport:
     def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
         return self._start(_all_gather_single, result.view(-1), x)  # type: ignore[no-any-return]
 
+    def start_all_gathers(self, xs: list[Tensor], results: list[Tensor]) -> Work:
+        outputs = [result.view(-1) for result in results]
+        self.num_calls += 1
+        group: Any = self.process_group
+        # One kernel of NCCL, which writes every result in its place; one message of gloo.
+        gather = getattr(group, "all_gather_single_coalesced", None)
+        return (gather or group.allgather_into_tensor_coalesced)(outputs, xs)  # type: ignore[no-any-return]
+
+    def reduce_scatters(self, xs: list[Tensor], results: list[Tensor]) -> Work | None:
+        if xs[0].device.type != "cpu":
+            self.num_calls += 1
+            group: Any = self.process_group
+            scatter = getattr(group, "reduce_scatter_single_coalesced", None)
+            work = (scatter or group.reduce_scatter_tensor_coalesced)(
+                list(map(_real, results)), [_real(x.view(-1)) for x in xs]
+            )
+            work.wait()
+            return None
+        # A flat buffer on the way there and back: see ``_exchange_rows``.
+        sizes = [result.numel() for result in results]
+        result = torch.empty(sum(sizes), dtype=xs[0].dtype)
+        parting = _Parting(self.reduce_scatter(torch.cat(xs, 1), result), result, results)
+        if parting.parts:
+            return parting
+        parting.part()
+        return None
+
     def reduce_scatter(self, x: Tensor, result: Tensor) -> Work | None:
         if x.device.type != "cpu":
             return self._run(_reduce_scatter_single, _real(result), _real(x.view(-1)))
@@ -256,6 +283,26 @@ class _AddingRows:
         rows, _, result = self._under_way
         torch.sum(rows, 0, dtype=result.dtype, out=result)
         self.parts, self._under_way = (), None
+
+
+class _Parting:
+    """Parts the flat result of a collective into ``results`` once it is there. ``parts``: what has
+    to be complete before.
+    """
+
+    def __init__(self, work: Any, flat: Tensor, results: list[Tensor]) -> None:
+        self._work, self._flat, self._results = work, flat, results
+        self.parts: tuple[Any, ...] = () if work is None else work.parts
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.part()
+
+    def part(self) -> None:
+        """Part what is there."""
+        lengths = [result.numel() for result in self._results]
+        for result, part in zip(self._results, torch.split(self._flat, lengths), strict=True):
+            result.copy_(part)
 
 
 class _All:

@@ -65,6 +65,22 @@ class ThreadTransport:
         number, meeting = self._join(f"all_gather({_describe(x)})", x, torch.stack)
         return _ThreadWork(self._hub, meeting, self._index, number, result)
 
+    def start_all_gathers(self, xs: list[Tensor], results: list[Tensor]) -> Work:
+        number, meeting = self._join(
+            f"all_gather({', '.join(map(_describe, xs))})", torch.cat(xs), torch.stack
+        )
+        return _ThreadWorks(self._hub, meeting, self._index, number, results)
+
+    def reduce_scatters(self, xs: list[Tensor], results: list[Tensor]) -> None:
+        rows = self._meet(
+            f"reduce_scatter({', '.join(map(_describe, xs))})",
+            torch.cat(xs, 1),
+            lambda given: _reduce(given, "sum").unbind(),
+        )
+        lengths = [result.numel() for result in results]
+        for result, part in zip(results, rows[self._index].split(lengths), strict=True):
+            result.copy_(part)
+
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         rows = self._meet(
             f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum").unbind()
@@ -153,6 +169,23 @@ class _ThreadWork:
 
     def wait(self) -> None:
         self.x.copy_(self.mine(self.hub.outcome(self.meeting, self.index, self.number)))
+
+
+@dataclass(frozen=True, eq=False)
+class _ThreadWorks:
+    """A gather of several tensors under way, one behind the other in each row of its outcome."""
+
+    hub: Hub
+    meeting: Meeting
+    index: int
+    number: int
+    results: list[Tensor]
+
+    def wait(self) -> None:
+        rows = self.hub.outcome(self.meeting, self.index, self.number)
+        lengths = [result.shape[1] for result in self.results]
+        for result, part in zip(self.results, rows.split(lengths, 1), strict=True):
+            result.copy_(part)
 
 
 class ThreadMessages:

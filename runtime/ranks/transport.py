@@ -43,6 +43,12 @@ class Transport(Protocol):
 
     def start_all_gather(self, x: Tensor, result: Tensor) -> Work: ...
 
+    def start_all_gathers(self, xs: list[Tensor], results: list[Tensor]) -> Work:
+        """Several :meth:`start_all_gather` of one dtype as one collective."""
+
+    def reduce_scatters(self, xs: list[Tensor], results: list[Tensor]) -> Work | None:
+        """Several :meth:`reduce_scatter` of one dtype as one collective."""
+
     def reduce_scatter(self, x: Tensor, result: Tensor) -> Work | None:
         """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result
         [n]``.

@@ -53,13 +53,15 @@ class GPT(ParallelModule):
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
         zero = self.axis("zero")
-        token_weight_zero_whole = self.gathered(self.token.weight, zero, dim=0)  # zero: S(0) -> G
+        # zero: S(0) -> G
+        token_weight_zero_whole, position_weight_zero_whole = self.gathered_together(
+            [self.token.weight, self.position.weight], zero
+        )
 
         # GPT
         token = F.embedding(tokens, token_weight_zero_whole)  # [batch, seq, hidden]  tiny_gpt.py:53
         del token_weight_zero_whole
         arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:53
-        position_weight_zero_whole = self.gathered(self.position.weight, zero, dim=0)  # zero: S(0) -> G
         position = F.embedding(arange, position_weight_zero_whole)  # [seq, hidden]  tiny_gpt.py:53
         del position_weight_zero_whole
         x = token + position  # [batch, seq, hidden]  tiny_gpt.py:53
@@ -85,7 +87,10 @@ class GPT(ParallelModule):
 
         # block
         norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:38
-        attention_qkv_weight_zero_whole = self.gathered(block.attention.qkv.weight, zero, dim=0)  # zero: S(0) -> G
+        # zero: S(0) -> G
+        attention_qkv_weight_zero_whole, attention_out_weight_zero_whole = self.gathered_together(
+            [block.attention.qkv.weight, block.attention.out.weight], zero
+        )
 
         # attention
         # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:23
@@ -99,7 +104,6 @@ class GPT(ParallelModule):
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
         attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:26
         attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  tiny_gpt.py:26
-        attention_out_weight_zero_whole = self.gathered(block.attention.out.weight, zero, dim=0)  # zero: S(0) -> G
         # [batch, seq, hidden]  tiny_gpt.py:26
         attention_out = F.linear(attention_reshape, attention_out_weight_zero_whole, block.attention.out.bias)
         del attention_out_weight_zero_whole

@@ -14,7 +14,8 @@ storages. A storage lives while something holds it:
 - A **recompute region** holds its arguments. The first of its operators that needs a saved tensor
   in backward computes the region again.
 - A **gathered weight** (ZeRO-3) is there from its gathering to its last use in the method, and
-  again while the backward of its operator runs. The next weight is on its way meanwhile.
+  again while the backward of its operator runs. The next weight is on its way meanwhile. Weights
+  that come in one collective come again in one: each is there until its own operator has had it.
 
 What an instruction makes, keeps and needs while it runs is its footprint (``footprint.py``).
 
@@ -34,7 +35,14 @@ from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.memory.footprint import Footprints, Forward, TensorForm
 from shardwright.compiler.cost.memory.ledger import Ledger
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import (
+    Adapt,
+    Compute,
+    Instruction,
+    Program,
+    gathers_at,
+    joins,
+)
 from shardwright.compiler.plan.repeated_blocks import (
     Run,
     gathered_until,
@@ -70,7 +78,7 @@ class Node:
     result_names: list[str]
     saved: list[int]
     region: int | None = None
-    gathered: int = 0  # bytes of weights that its backward gathers again
+    gathered: tuple[str, ...] = ()  # names of the weights that its backward gathers again
 
 
 @dataclass(slots=True)
@@ -123,13 +131,24 @@ class BodyMemory:
         self.outputs: list[int] = []
         # The storages of gathered weights that are whole now, by name of the value.
         self.gathered: dict[str, int] = {}
-        # Bytes of every gathered weight, in the order of their gathering. ``num_gathered`` counts
+        # The bytes that each collective of weights gathers, in their order. ``num_gathered`` counts
         # how far forward has come in that list; backward counts down again.
-        self.on_their_way = [
-            local_bytes(i.step.after, i.of.dtype, footprints.rank.mesh)
-            for i in _gatherings(program)
-        ]
+        self._groups = _gatherings(program)
+        self._group_of = {
+            adapter.result.name: number
+            for number, group in enumerate(self._groups)
+            for adapter in group
+        }
+        # What backward gathers again, by name. An activation may be among it.
+        self._again = {
+            i.result.name: i for i in program.body if isinstance(i, Adapt) and i.gathers_again
+        }
+        self.on_their_way = [sum(map(self._whole_bytes, group)) for group in self._groups]
         self.num_gathered = 0
+        # How many operators' backwards will still ask for each weight, and the storages of those
+        # that came for one of them and are held for the others.
+        self._asked: dict[str, int] = {}
+        self._came: dict[str, int] = {}
         self._views: set[int] = set()  # storages of gradients that are views
 
     # ---------------------------------------------------------------------------------------------
@@ -213,7 +232,8 @@ class BodyMemory:
             self.inexact.add(_name(instruction))
         held_shortly = isinstance(instruction, Adapt) and instruction.gathers_again
         weight = isinstance(instruction, Adapt) and instruction.gathers_weight
-        self.num_gathered += -1 if weight and again else weight
+        if weight and not joins(instruction):
+            self.num_gathered += -1 if again else 1
         # While a weight is used, the next one is being gathered, on the way forward only.
         self.ledger.use(
             found.peak + (0 if again else self._ahead(self.num_gathered)), _name(instruction)
@@ -236,8 +256,10 @@ class BodyMemory:
         if self.trains and any(form.requires_grad for form in found.results):
             # The runtime's hooks replace a gathered weight that autograd saves by a handle, which
             # gathers it again in backward: it is not held, but counts while that backward runs.
-            whole = set() if again else set(self.gathered.values())
-            gathered = {numbers[number] for number in found.saved} & whole
+            whole = {} if again else {storage: name for name, storage in self.gathered.items()}
+            gathered = dict.fromkeys(whole[numbers[n]] for n in found.saved if numbers[n] in whole)
+            for name in gathered if keeps else ():
+                self._asked[name] = self._asked.get(name, 0) + 1
             saved = (
                 [self.ledger.hold(numbers[n]) for n in found.saved if numbers[n] not in whole]
                 if keeps
@@ -247,9 +269,7 @@ class BodyMemory:
                 [value.name for value in reads(instruction)],
                 [value.name for value in writes(instruction)],
             )
-            node = Node(
-                instruction, operands, *names, saved, gathered=sum(map(self.ledger.size, gathered))
-            )
+            node = Node(instruction, operands, *names, saved, gathered=tuple(gathered))
         for number in numbers[len(operands) :]:
             self.ledger.drop_unheld(number)
         self.ledger.use(0, _name(instruction))
@@ -283,6 +303,8 @@ class BodyMemory:
                 self.release(self.regions[node.region].arguments)
                 self.regions[node.region].arguments = []
         self.arrive_rest(gradients)
+        self.release([*self._came.values()])
+        self._came.clear()
         for node in kept:
             self.release(node.saved)
         for region in self.regions:
@@ -331,14 +353,15 @@ class BodyMemory:
         )
         if not found.exact:
             self.inexact.add(f"backward of {name}")
-        if node.gathered:
-            self.num_gathered -= 1
-        # Beside what the operator itself needs: its own weights, gathered again, the weight that
-        # its predecessor in the forward needs next, and the cast of a summed gradient.
+        for weight in node.gathered:
+            if weight not in self._came:
+                self._arrive_again(weight)
+        # Beside what the operator itself needs: the weight that its predecessor in the forward
+        # needs next, and what summing a gradient takes.
         extra = (
-            node.gathered
-            + (self._ahead(self.num_gathered - 1) if node.gathered else 0)
+            (self._ahead(self.num_gathered - 1) if node.gathered else 0)
             + self._cast_bytes(node)
+            + self._joined_bytes(node)
         )
         self.ledger.use(found.peak + extra, f"backward of {name}")
         made = [self.ledger.new(size, TEMPORARY) for size in found.made]
@@ -355,6 +378,10 @@ class BodyMemory:
         for g in incoming:  # the engine lets go of what came in before it hands out the results
             if g is not None:
                 self.ledger.release(g[1])
+        for weight in node.gathered:
+            self._asked[weight] = self._asked.get(weight, 1) - 1
+            if self._asked[weight] <= 0 and weight in self._came:
+                self.ledger.release(self._came.pop(weight))
         for number in made:
             self.ledger.drop_unheld(number)
         for operand, form, storage in results:
@@ -362,6 +389,42 @@ class BodyMemory:
             remaining[operand] -= 1
             if operand in self.sources and remaining[operand] == 0:
                 self.arrive(operand, *gradients.pop(operand))
+
+    def _whole_bytes(self, adapter: Adapt) -> int:
+        return local_bytes(adapter.step.after, adapter.of.dtype, self.footprints.rank.mesh)
+
+    def _arrive_again(self, weight: str) -> None:
+        """Hold a weight for the backward of its operator, and what comes in one collective with it
+        and is asked for as well.
+        """
+        group: tuple[Adapt, ...] = (self._again[weight],)
+        if weight in self._group_of:
+            group = self._groups[self._group_of[weight]]
+            self.num_gathered -= 1
+        for adapter in group:
+            name = adapter.result.name
+            if name == weight or (self._asked.get(name, 0) > 0 and name not in self._came):
+                storage = self.ledger.new(self._whole_bytes(adapter), ACTIVATION)
+                self._came[name] = self.ledger.hold(storage)
+
+    def _joined_bytes(self, node: Node) -> int:
+        """The bytes that it takes to sum the gradients of several gathered weights in one
+        collective, beyond those of one: the others' rows and pieces, and all rows end to end.
+
+        They are there from the first of the gathers whose backward runs, which is the last.
+        """
+        instruction = node.instruction
+        if not joins(instruction):
+            return 0
+        assert isinstance(instruction, Adapt)
+        group = self._groups[self._group_of[instruction.result.name]]
+        summed = [adapter for adapter in group if adapter.of.takes_gradient]
+        if instruction is not summed[-1] or instruction.step.backward != "reduce_scatter":
+            return 0
+        mesh = self.footprints.rank.mesh
+        pieces = [local_bytes(a.step.before, a.of.dtype, mesh) for a in summed[:-1]]
+        wholes = [self._whole_bytes(adapter) for adapter in summed]
+        return sum(pieces) + sum(wholes[:-1]) + sum(wholes)
 
     def _cast_bytes(self, node: Node) -> int:
         """The bytes that it takes to sum the gradient of a gathered weight in another dtype.
@@ -424,7 +487,7 @@ class BodyMemory:
             node = self._run(instruction, bound, keeps=True, again=True)
             if node is not None:
                 known = by_instruction[id(instruction)]
-                known.saved, known.operands, known.gathered = node.saved, node.operands, 0
+                known.saved, known.operands, known.gathered = node.saved, node.operands, ()
             self._drop(region.over.get(position, ()))
         self.release(bound)
         # Weights that were gathered for the first run alone.
@@ -446,8 +509,13 @@ class BodyMemory:
         storages.clear()
 
 
-def _gatherings(program: Program) -> list[Adapt]:
-    return [i for i in program.body if isinstance(i, Adapt) and i.gathers_weight]
+def _gatherings(program: Program) -> list[tuple[Adapt, ...]]:
+    """The gathers of weights, by the collectives in which they go."""
+    return [
+        gathers_at(program.body, position)
+        for position, i in enumerate(program.body)
+        if isinstance(i, Adapt) and i.gathers_weight and not i.joins
+    ]
 
 
 def _name(instruction: Instruction) -> str:

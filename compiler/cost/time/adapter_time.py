@@ -42,6 +42,33 @@ def step_time(
     return _step_time(step, dtype, mesh, tuple(ranks), hardware, differentiable)
 
 
+def together_time(
+    steps: Sequence[tuple[AdapterStep, torch.dtype]],
+    mesh: Mesh,
+    ranks: Sequence[int],
+    hardware: Hardware,
+    *,
+    differentiable: bool = True,
+) -> OpTime:
+    """Seconds of adapters that go in one collective: all bytes, and one latency. Several are
+    gathers of weights, each of which arrives in its place. None takes no time.
+    """
+    if not steps:
+        return OpTime(0.0)
+    if len(steps) == 1:
+        return step_time(*steps[0], mesh, ranks, hardware, differentiable=differentiable)
+    first = steps[0][0]
+    movement = Movement(
+        first.kind,
+        first.backward,
+        first.axes,
+        sum(local_bytes(step.before, dtype, mesh) for step, dtype in steps),
+        sum(local_bytes(step.after, dtype, mesh) for step, dtype in steps),
+        all(end_to_end(step, mesh) for step, _ in steps),
+    )
+    return movement_time(movement, mesh, tuple(ranks), hardware, differentiable=differentiable)
+
+
 @functools.lru_cache(maxsize=65536)
 def _step_time(
     step: AdapterStep,
@@ -59,7 +86,7 @@ def _step_time(
         step.axes,
         local_bytes(step.before, dtype, mesh),
         local_bytes(step.after, dtype, mesh),
-        _end_to_end(step, mesh),
+        end_to_end(step, mesh),
     )
     return movement_time(movement, mesh, ranks, hardware, differentiable=differentiable)
 
@@ -94,7 +121,7 @@ def movement_time(
     return OpTime(seconds.forward_s(), seconds.backward_s() if differentiable else 0.0)
 
 
-def _end_to_end(step: AdapterStep, mesh: Mesh) -> bool:
+def end_to_end(step: AdapterStep, mesh: Mesh) -> bool:
     """Whether pieces along the dim of the step lie one after the other in the whole, as large as
     each other.
     """

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.adapter_time import step_time
+from shardwright.compiler.cost.time.adapter_time import together_time
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.inner_messages import exchange_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.plan.conversion import AdapterStep
-from shardwright.compiler.plan.program import Adapt, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Instruction, Program, gathers_at, joins
 from shardwright.compiler.plan.repeated_blocks import Run, group_blocks, region_of
 from shardwright.runtime.layout import Mesh
 
@@ -84,40 +84,44 @@ def body_time(
     )
     # Instructions of recompute regions run twice.
     again = _recomputed(program) if trains else set()
-    kept = gathered_again(program) if trains else frozenset()
+    again_too = gathered_again(program) if trains else frozenset()
     instructions: list[tuple[Instruction, OpTime]] = []
     comm: dict[str, float] = {}
     volumes: dict[str, float] = {}
     compute_s = recomputed_s = 0.0
-    for instruction in program.body:
+    for position, instruction in enumerate(program.body):
         runs = 2 if id(instruction) in again else 1
+        if joins(instruction):
+            instructions.append((instruction, OpTime(0.0)))  # the first of its group has it all
+            continue
         if isinstance(instruction, Adapt):
-            differentiable = trains and instruction.of.takes_gradient
-            time = step_time(
-                instruction.step,
-                instruction.of.dtype,
-                storage_mesh,
-                storage_ranks,
-                hardware,
-                differentiable=differentiable,
+            group, step = gathers_at(program.body, position), instruction.step
+
+            def seconds_of(part: Sequence[Adapt]) -> OpTime:
+                steps = [(adapter.step, adapter.of.dtype) for adapter in part]
+                return together_time(steps, storage_mesh, storage_ranks, hardware)
+
+            # Frozen weights have no gradients. What an operator keeps is gathered a second time for
+            # its backward; a recompute region gathers with the rest, which ``runs`` has.
+            summed = [adapter for adapter in group if trains and adapter.of.takes_gradient]
+            kept = [adapter for adapter in group if runs == 1 and adapter.result.name in again_too]
+            time = OpTime(seconds_of(group).forward_s, seconds_of(summed).backward_s)
+            again_s = seconds_of(kept).forward_s
+            recomputed_s += again_s
+            moved = {a.result.name: _exchanged_bytes(a, storage_mesh) for a in group}
+            forward_bytes, backward_bytes, again_bytes = (
+                sum(moved[adapter.result.name][way] for adapter in part)
+                for part, way in ((group, 0), (summed, 1), (kept, 0))
             )
-            step = instruction.step
-            forward_bytes, backward_bytes = _exchanged_bytes(instruction, storage_mesh)
             # An adapter is communication in one direction and may be a copy in the other.
-            parts = [
+            for kind, seconds, num_bytes in (
                 (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
                 (_BACKWARD.get((step.kind, step.backward)), time.backward_s, backward_bytes),
-            ]
-            # A recompute region gathers its weights again with the rest, which ``runs`` has.
-            if instruction.result.name in kept and runs == 1:
-                recomputed_s += time.forward_s
-                # A weight that an operator keeps is gathered a second time, for its backward.
-                parts.append((step.kind, time.forward_s, forward_bytes))
-            for kind, seconds, num_bytes in parts:
+                (step.kind, again_s, again_bytes),
+            ):
                 if kind is None:
                     compute_s += seconds
                 elif seconds:
-                    # One line of the report: ``tp all_reduce``.
                     name = f"{'+'.join(step.axes)} {kind}"
                     comm[name] = comm.get(name, 0.0) + seconds
                     volumes[name] = volumes.get(name, 0.0) + num_bytes

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from shardwright.compiler.trace.values.known_inputs import holds_sizes
 from shardwright.frontend.files.broadcast_files import share_files
 from shardwright.frontend.files.cache import generated_directory
 from shardwright.frontend.files.job import Job
@@ -21,13 +25,20 @@ from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
-from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, did_you_mean
+from shardwright.runtime.errors import (
+    ConfigError,
+    DistributedError,
+    LoadError,
+    brief,
+    did_you_mean,
+)
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
 from shardwright.runtime.ranks.threads import ThreadWorld
 from shardwright.runtime.ranks.world import World, current_world, world_of_thread
+from shardwright.runtime.structure import flatten
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -49,6 +60,8 @@ def parallelize(
     init_module_params: bool = ...,
     broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
     dump: str | Path | None = ...,
+    more_dummy_args: Sequence[Mapping[str, Any]] = ...,
+    max_programs: int = ...,
 ) -> ParallelModule: ...
 
 
@@ -68,6 +81,8 @@ def parallelize(
     init_module_params: bool = ...,
     broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
     dump: str | Path | None = ...,
+    more_dummy_args: Sequence[Mapping[str, Any]] = ...,
+    max_programs: int = ...,
 ) -> type[ParallelModule]: ...
 
 
@@ -87,6 +102,8 @@ def parallelize(
     init_module_params: bool = ...,
     broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
     dump: str | Path | None = ...,
+    more_dummy_args: Sequence[Mapping[str, Any]] = ...,
+    max_programs: int = ...,
 ) -> None: ...
 
 
@@ -106,6 +123,8 @@ def parallelize(
     init_module_params: bool = ...,
     broadcast_strategy: BroadcastGenFilesStrategy | str = ...,
     dump: str | Path | None = ...,
+    more_dummy_args: Sequence[Mapping[str, Any]] = ...,
+    max_programs: int = ...,
 ) -> ParallelModule | type[ParallelModule] | None: ...
 
 
@@ -125,6 +144,8 @@ def parallelize(
     init_module_params: bool = True,
     broadcast_strategy: BroadcastGenFilesStrategy | str = BroadcastGenFilesStrategy.NONE,
     dump: str | Path | None = None,
+    more_dummy_args: Sequence[Mapping[str, Any]] = (),
+    max_programs: int = 1,
 ) -> ParallelModule | type[ParallelModule] | None:
     """Compile a module for ``compute_config.plan_ngpus`` ranks, and load the part of the calling
     rank.
@@ -156,6 +177,12 @@ def parallelize(
     (``00-trace.txt``, ``01-rules.txt``, ...). Rank 0 writes them. Where the files of an earlier
     call serve, the passes that make files do not run, and dump nothing.
 
+    ``more_dummy_args``: other arguments of ``forward``, for each of which a program of its own is
+    compiled: other values of inputs that decide sizes, or other static sizes. All of them run on
+    the parameters of one module; each call takes the one that its arguments fit.
+    ``max_programs``: where a call fits none, compile one for its arguments, up to this many of all.
+    Then all ranks must call with arguments of one program.
+
     In a job all ranks call it alike. Rank 0 compiles, the others wait for it; an error on one rank
     is raised on all. A compile that fails leaves the files of an earlier one untouched.
 
@@ -178,6 +205,15 @@ def parallelize(
         policy.check(config)
         strategy = _choice("broadcast_strategy", broadcast_strategy, BroadcastGenFilesStrategy)
         _check_world(world, config, load_module, strategy)
+        if max_programs < 1 or (max_programs > 1 and not (load_module and source.module)):
+            raise ConfigError(
+                f"max_programs={max_programs} cannot be",
+                why="there is one program at least"
+                if max_programs < 1
+                else "a call compiles another program of the module that was given and loaded, and "
+                "here none is",
+                hint="pass a module and load it, or compile ahead with more_dummy_args",
+            )
         if module_dtype is not None and not (
             isinstance(module_dtype, torch.dtype) and module_dtype.is_floating_point
         ):
@@ -209,14 +245,86 @@ def parallelize(
         )
         made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
         share_files(job, order.directory, strategy)
+        others = job.every_rank_does(lambda: [_order_like(order, a) for a in more_dummy_args])
+        job.agree(more_dummy_args=[other.directory.name for other in others])
+        made_of_others = [_made(job, other, strategy) for other in others]
         if not load_module:
             return None
         # A node without a shared disk may hold files of an earlier compile, which would load.
         loaded = job.every_rank_does(lambda: _load(order.directory, made))
+        loaded.other_programs = tuple(
+            job.every_rank_does(partial(_load, other.directory, digest))
+            for other, digest in zip(others, made_of_others, strict=True)
+        )
         if order.source.module is None:
             return loaded
         parallel = job.every_rank_does(lambda: loaded(init_params=init_module_params))
+        if max_programs > 1:
+            programs = parallel.programs()
+            programs.most = max_programs
+            programs.compile_another = lambda given: _program(order, strategy, given)
         return parallel.train(order.source.module.training)
+
+
+def _made(job: Job, order: Order, strategy: BroadcastGenFilesStrategy) -> str:
+    """The fingerprint of the files that rank 0 has made, or found made, and shared."""
+    made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
+    share_files(job, order.directory, strategy)
+    return made
+
+
+def _program(
+    order: Order, strategy: BroadcastGenFilesStrategy, given: Mapping[str, Any]
+) -> type[ParallelModule]:
+    """The program for the arguments of a call, on the tensors of an earlier one. Collective."""
+    title = f"compiling {order.source.cls.__name__} for another call"
+    with Job(title, _exchange(title)) as job:
+        other = _order_like(order, given)
+        job.agree(program=other.directory.name)
+        made = _made(job, other, strategy)
+        return job.every_rank_does(lambda: _load(other.directory, made))
+
+
+def _order_like(order: Order, given: Mapping[str, Any]) -> Order:
+    """The order of a program on the tensors of another one, in a folder inside that one's.
+
+    The folder's name is the digest of what the program is made for: the arguments that are no
+    tensors, the forms of the others, and the values of those that may decide sizes.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "more_dummy_args lists the arguments of forward, by name", why=f"it has {brief(given)}"
+        )
+    leaves = flatten(dict(given))
+    facts = [
+        (
+            path,
+            (list(leaf.shape), str(leaf.dtype), _values(path, leaf, order.config))
+            if isinstance(leaf, Tensor)
+            else repr(leaf),
+        )
+        for path, leaf in sorted(leaves.items())
+    ]
+    constants = {
+        path: leaves[path].tolist() if isinstance(leaves[path], Tensor) else values
+        for path, values in order.config.constants.items()
+        if path in leaves
+    }
+    return replace(
+        order,
+        dummy_args=given,
+        config=replace(order.config, constants=constants),
+        directory=order.directory / "programs" / sha256(json.dumps(facts).encode())[:16],
+        # The folder is named by what it is made for. Where the model has changed it is made anew.
+        reuse=ReuseType.MOO if order.reuse is ReuseType.MATCH else order.reuse,
+        dump=None,
+        like=order.directory,
+    )
+
+
+def _values(path: str, leaf: Tensor, config: ComputeConfig) -> Any:
+    """The values of an input where they may decide sizes."""
+    return leaf.tolist() if path in config.constants or holds_sizes(leaf) else None
 
 
 def _title(module_or_class: Any) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import pairwise
 
 from shardwright.compiler.cost.time.adapter_time import end_to_end
 from shardwright.compiler.ir.graph import Tree
@@ -134,15 +135,14 @@ class _Walk:
 
     def walk(self, instructions: tuple[Instruction, ...]) -> None:
         """Check instructions one after the other."""
-        before: Instruction | None = None
         for instruction in instructions:
             if isinstance(instruction, Adapt):
                 self.check_adapter(instruction)
-                if instruction.joins:
-                    self.check_joins(instruction, before)
             else:
                 self.check_compute(instruction)
-            before = instruction
+        for before, after in pairwise((None, *instructions)):
+            if isinstance(after, Adapt) and after.joins:
+                self.check_joins(after, before)
 
     def define(self, value: IRValue, layout: Layout, origin: str | None = None) -> None:
         if value.name in self.held:

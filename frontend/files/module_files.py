@@ -22,9 +22,12 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.fingerprint import operator_digests
 from shardwright.compiler.ops.proof import prove_operators
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.decide import plan_of
 from shardwright.compiler.passes.fold import fold_constants
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import input_paths
 from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.trace import trace
 from shardwright.compiler.trace.context.autocast_regions import no_autocast
@@ -42,11 +45,11 @@ from shardwright.frontend.files.cache import (
 from shardwright.frontend.files.locks import directory_lock
 from shardwright.frontend.files.module_source import ModuleSource, in_dtype
 from shardwright.frontend.files.weight_files import Tensors, initial_values
-from shardwright.policies.policy import Policy
+from shardwright.policies.policy import Policy, PolicyFunction
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.input_readers import InputReader, plain_sizes
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import ZERO, Layout, Mesh
 from shardwright.runtime.manifest import Manifest, sha256
 from shardwright.runtime.module.declarations import Declaration, Kind
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
@@ -54,7 +57,10 @@ from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be made. ``dump``: a folder for the forms of the program between the passes."""
+    """What is to be made. ``dump``: a folder for the forms of the program between the passes.
+    ``like``: the folder of a program on whose tensors this one will run. It stores them as that one
+    does, and has no initial weights of its own.
+    """
 
     source: ModuleSource
     dummy_args: Mapping[str, Any]
@@ -64,6 +70,7 @@ class Order:
     reuse: ReuseType = ReuseType.MATCH
     module_dtype: torch.dtype | None = None
     dump: Path | None = None
+    like: Path | None = None
 
     def trace(self, module: nn.Module) -> IRGraph:
         """The graph of a module on the dummy arguments."""
@@ -107,8 +114,12 @@ def _generated(order: Order) -> Generated:
         if order.config.constant_folding:
             graph = manager.run(FunctionPass("fold", fold_constants), graph)
         weights, constants = initial_values(graph, module)
+        if order.like is not None:
+            weights = type(weights)()
         tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
         files = {str(path): sha256(path.read_bytes()) for path in order.policy.files(order.config)}
+        if order.like is not None:
+            files["the first program"] = Manifest.read(order.like).key
         operators = operator_digests(graph)
         name, config = order.policy.name, order.config
         request = Request(
@@ -184,9 +195,13 @@ def _compile(
             plan = search.search_plan(
                 module, order.dummy_args, order.config, module_dtype=order.module_dtype
             ).plan
+            plan = plan if order.like is None else _stored_like(plan, order.like)
+    apply = order.policy.apply
+    if order.like is not None:
+        apply = _deciding_like(order.policy, order.like)
     compiled = compile_graph(
         graph,
-        order.policy.apply,
+        apply,
         order.config,
         policy_name=order.policy.name,
         digest=request.key(),
@@ -196,6 +211,45 @@ def _compile(
     )
     _check_rank_order(compiled.plan.mesh, order.config.rank_order)
     return compiled
+
+
+def _deciding_like(policy: Policy, like: Path) -> PolicyFunction:
+    """The policy, with parameters and buffers stored as another program has them."""
+
+    def decide(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+        return _stored_like(plan_of(policy.apply(graph, config), policy.name), like)
+
+    return decide
+
+
+def _stored_like(plan: Plan, like: Path) -> Plan:
+    """A plan for the tensors of another program.
+
+    Raises :class:`PlanError` for another mesh, and for pipelines.
+    """
+    first = read_plan(like)
+    if plan.stages or first.stages or plan.mesh != first.mesh:
+        raise PlanError(
+            "several programs of one module need plans on one mesh, without stages",
+            why="a pipeline's programs have schedules of their own"
+            if plan.stages or first.stages
+            else f"the plan for these dummy arguments is on {plan.mesh}, the first one's on "
+            f"{first.mesh}",
+            hint="name the mesh in pas_config, or take another policy",
+        )
+    tensors = Manifest.read(like).tensors
+    # ZeRO-3 cuts over the units once more, as it did for the first program.
+    stored = {n: _inside_units(d.layout) for n, d in tensors.items() if d.kind != "constant"}
+    return replace(plan, stored={**plan.stored, **stored})
+
+
+def _inside_units(layout: Layout) -> Layout:
+    """The layout without the cut over units."""
+    dims = (
+        tuple(replace(atom, axes=tuple(a for a in atom.axes if a != ZERO)) for atom in atoms)
+        for atoms in layout.dims
+    )
+    return replace(layout, dims=tuple(dims))
 
 
 def _check_rank_order(mesh: Mesh, rank_order: str | None) -> None:

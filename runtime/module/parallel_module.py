@@ -60,6 +60,7 @@ from shardwright.runtime.module.extra_state import (
 )
 from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
+from shardwright.runtime.module.programs import Programs
 from shardwright.runtime.module.tracers import refuse_onnx, refuse_tracers
 from shardwright.runtime.module.wrappers import watch_wrappers
 from shardwright.runtime.ops.random import RngMode, RngState
@@ -85,6 +86,7 @@ class ParallelModule(DeclaredModule):
     ``autocast``: the dtype of the autocast block that the module was compiled in, if any, see
     :mod:`shardwright.runtime.autocast`. ``training_only``: there is no program for evaluation.
     ``weight_digests``: what the files of initial values must be; the loader sets it.
+    ``other_programs``: the classes of programs for other inputs, which run on the same tensors.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With
     ``init_params`` the tensors get the values the model was compiled with. Without, parameters and
@@ -104,10 +106,12 @@ class ParallelModule(DeclaredModule):
     autocast: ClassVar[torch.dtype | None] = None
     is_called: ClassVar[bool] = True
     training_only: ClassVar[bool] = False
+    other_programs: ClassVar[Sequence[type[ParallelModule]]] = ()
 
     _input_table: InputTable
     _mpu: MPU | None = None
     _in_step: bool = False
+    _programs: Programs | None = None
     _gathering: WeightGathering
 
     def __init__(self, init_params: bool = True) -> None:
@@ -131,6 +135,22 @@ class ParallelModule(DeclaredModule):
         self.declare()
         self._make_tensors(init_params)
         names_parameters(self)
+        for other in self.other_programs:
+            self.add_program(other)
+
+    def add_program(self, program_class: type[ParallelModule]) -> None:
+        """Add a program for other inputs, which runs on the tensors of this module: a class that
+        the same call of ``parallelize`` made of other dummy arguments. Collective.
+
+        Raises :class:`LoadError` if the class is for other tensors.
+        """
+        self.programs().add(program_class)
+
+    def programs(self) -> Programs:
+        """The programs of this module; see :mod:`shardwright.runtime.module.programs`."""
+        if self._programs is None:
+            self._programs = Programs(self)
+        return self._programs
 
     def __getattr__(self, name: str) -> Any:
         """What ``nn.Module`` finds; :class:`AttributeError` says in words what of the original a
@@ -157,7 +177,12 @@ class ParallelModule(DeclaredModule):
             return self._call(*args, **kwargs)
         with self.ranks.world.telling_errors():
             try:
-                return self._call(*args, **kwargs)
+                if self._programs is None:
+                    return self._call(*args, **kwargs)
+                program = self._programs.chosen(args, kwargs)
+                result = program._call(*args, **kwargs)
+                self._inputs_compared = program._inputs_compared
+                return result
             except ShardwrightError:
                 raise
             except TypeError as error:

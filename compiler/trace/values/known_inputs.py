@@ -98,7 +98,7 @@ def warn_found(graph: IRGraph, constants: Mapping[str, Any]) -> None:
         warnings.warn(
             f"forward reads the values of {', '.join(found)}: those of the dummy arguments "
             "are compiled in, and calls "
-            f"with others are refused; ComputeConfig(constants={{{declared}}}) declares that "
-            "and silences this notice",
+            f"with others are refused, or get a program of their own (more_dummy_args); "
+            f"ComputeConfig(constants={{{declared}}}) declares that and silences this notice",
             stacklevel=3,
         )

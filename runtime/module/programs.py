@@ -1,0 +1,205 @@
+"""Several programs of one module: one for each set of values that decides sizes.
+
+A model that reads ``image_grid_thw.tolist()`` has other operators for other grids. Each set of
+grids has a program of its own: a class generated from other dummy arguments. All of them run on the
+tensors of the first one, so parameters, gradients, optimizer and checkpoints are those of one
+module.
+
+    module(x, grid_a)     # the program that was compiled for grid_a
+    module(x, grid_b)     # the one for grid_b: the same parameters
+
+Each call takes the first program whose declared inputs its arguments fit. Programs send other
+messages, so ranks that send to each other must take the same one. They compare their choices before
+they run it: ranks of a unit always, and all ranks where units meet inside a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.runtime.errors import InputError, LoadError
+from shardwright.runtime.gathered_weights import WeightGathering
+from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.declared_module import generated_directory
+from shardwright.runtime.module.inputs import ABSENT, InputTable
+from shardwright.runtime.module.scope import Scope, place
+from shardwright.runtime.module.weights import WeightFiles
+
+if TYPE_CHECKING:
+    from shardwright.runtime.module.parallel_module import ParallelModule
+
+CompileAnother = Callable[[Mapping[str, Any]], "type[ParallelModule]"]
+"""Makes the program for the arguments of a call, by name. All ranks of the world call it together.
+"""
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class Programs:
+    """The programs of a module. ``main``: the one whose tensors they share, the first of ``all``.
+
+    ``compile_another`` makes one for a call that none fits, as long as there are fewer than
+    ``most``.
+    """
+
+    def __init__(self, main: ParallelModule) -> None:
+        self.all: list[ParallelModule] = [main]
+        self.compile_another: CompileAnother | None = None
+        self.most = 1
+
+    @property
+    def main(self) -> ParallelModule:
+        return self.all[0]
+
+    def add(self, program_class: type[ParallelModule]) -> None:
+        """Another program, which shares the tensors of the first one. Collective."""
+        self.all.append(_sharing(self.main, program_class))
+
+    def chosen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
+        """The program for the arguments of a call, ready to run. Where none fits it is the first
+        one, which says what it does not take.
+
+        Raises :class:`InputError` where the ranks need different programs.
+        """
+        given = self._bound(args, kwargs)
+        found = self._agreed(self._fitting(given))
+        if found < 0 and self.compile_another is not None and len(self.all) < self.most:
+            self.add(self.compile_another(given))
+            found = len(self.all) - 1
+        program = self.all[max(found, 0)]
+        if program is not self.main:
+            _follow(program, self.main)
+        return program
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(self.main.forward).bind(*args, **kwargs)
+        return {name: value for name, value in bound.arguments.items() if value is not ABSENT}
+
+    def _fitting(self, given: Mapping[str, Any]) -> int:
+        """The index of the first program that takes these arguments, -1 if none does."""
+        for index, program in enumerate(self.all):
+            try:
+                program._input_table.check(given, {})
+            except InputError:
+                continue
+            return index
+        return -1
+
+    def _agreed(self, index: int) -> int:
+        """``index``, which must be that of all ranks that run one program together."""
+        main = self.main
+        meets_units = main.zero > 1 or self.compile_another is not None
+        if main.reducer is not None and main.reducer.asynchronous:
+            meets_units = True
+        group = main.ranks.world.everyone if meets_units else main._unit
+        if group.size == 1:
+            return index
+        both = torch.tensor([index, -index], device=main._device)
+        most, least = group.all_reduce(both, "max", phase="setup").tolist()
+        if most != -least:
+            mine = "no program" if index < 0 else f"program {index}"
+            raise InputError(
+                f"the arguments of this call of {type(main).__name__} need different programs on "
+                "different ranks",
+                why=f"this rank needs {mine} of {len(self.all)}; ranks that send to each other run "
+                "the same one",
+                hint="give all ranks of a unit the same values of "
+                f"{', '.join(self._constants()) or 'the arguments'}"
+                + ("; here all units need the same ones, too" if meets_units else ""),
+            )
+        return index
+
+    def _constants(self) -> list[str]:
+        """The inputs whose values a program has compiled in."""
+        leaves = self.main.inputs.items()
+        return [path for path, leaf in leaves if isinstance(leaf, tuple) and len(leaf) > 2]
+
+
+def _follow(program: ParallelModule, main: ParallelModule) -> None:
+    """Let a program run as the module does that it belongs to: in its mode, with its random
+    numbers, hooks and reducer.
+    """
+    state = program.__dict__
+    for name in ("training", "rng", "reducer", "_device", "_in_step", "_steps_without_sums"):
+        if name in main.__dict__:
+            state[name] = main.__dict__[name]
+    state.update({name: main.__dict__[name] for name in _HOOKS})
+    program._parameters_declared, program._are_replaced = main.own_parameters(), False
+    program._inputs_compared = program._inputs_compared and main._inputs_compared
+    for name, buffer in main._buffers.items():
+        if name in program._buffers and name in program._places:
+            program._buffers[name] = buffer
+
+
+def _sharing(main: ParallelModule, program_class: type[ParallelModule]) -> ParallelModule:
+    """An object of another class on the tensors of a module. Collective."""
+    made = program_class.__new__(program_class)
+    Scope.__init__(made)
+    made.ranks, made._unit, made.rng = main.ranks, main._unit, main.rng
+    made._stored_over_units, made._device = main._stored_over_units, main._device
+    made._input_table = InputTable(program_class.__name__, program_class.inputs)
+    made._declarations, made._places, made._parameters_declared = {}, {}, []
+    made._gathering = WeightGathering()
+    made._steps_without_sums = main._steps_without_sums
+    made.declare()
+    _check_shares(main, program_class, made._declarations)
+    for axes in program_class.joined_axes:
+        main.ranks.join(axes)
+    # The very dicts: what is replaced in one of the modules is replaced in all.
+    made.__dict__["_modules"], made.__dict__["_parameters"] = main._modules, main._parameters
+    for name, child in main._modules.items():
+        if main.__dict__.get(name) is child:
+            made.__dict__[name] = child
+    with WeightFiles(generated_directory(program_class), program_class.weight_digests) as files:
+        for declaration in made._declarations.values():
+            name = declaration.name
+            if declaration.kind != "constant" and name in main._places:
+                made._places[name] = main._places[name]
+                if declaration.kind == "buffer" and "." not in name:
+                    made._buffers[name] = main.weights(name)
+                continue
+            # Constants that this program has captured: under names of its own, at its root.
+            ranks = made.ranks_of(declaration)
+            value = files.read(declaration, ranks.mesh, ranks.coords).to(main._device)
+            place(made, name).put_buffer(value, persistent=False)
+    return made
+
+
+def _check_shares(
+    main: ParallelModule, other: type[ParallelModule], declared: Mapping[str, Declaration]
+) -> None:
+    """Check that a class can run on the tensors of a module.
+
+    Raises :class:`LoadError` if it is for another rank, mesh or mode, or if its parameters or
+    buffers are others or lie elsewhere.
+    """
+    why = ""
+    for name in ("mesh", "rank", "zero", "end2end", "autocast", "rng_mode", "seed"):
+        mine, theirs = getattr(main, name), getattr(other, name)
+        if mine != theirs:
+            why = f"its {name} is {theirs}, that of the module is {mine}"
+    own = {d.name: d for d in main.declarations if d.is_initial_weight}
+    theirs_of = {name: d for name, d in declared.items() if d.is_initial_weight}
+    for name in dict.fromkeys((*own, *theirs_of)):
+        if own.get(name) != theirs_of.get(name):
+            here, there = own.get(name, "missing"), theirs_of.get(name, "missing")
+            why = f"{name!r} is {there}, in the module {here}"
+            break
+    if why:
+        raise LoadError(
+            f"{other.__name__} cannot run on the tensors of a module of another program",
+            why=why,
+            hint="compile both with one call: parallelize(..., more_dummy_args=[...])",
+        )

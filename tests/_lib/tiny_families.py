@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import transformers
+from family_settings import ARGUMENTS, BATCH, SETTINGS
 from torch import Tensor, nn
 
-BATCH, LENGTH, VOCAB = 4, 16, 100
+LENGTH, VOCAB = 16, 100
 WIDTH, HEADS, HEAD_DIM = 32, 4, 8
 FIRST_SPECIAL = 80
 """Ids from here on stand for images, sounds and the like; text has smaller ones."""
@@ -156,17 +157,30 @@ def tiny_config(model: type[nn.Module], *, narrow: bool = True) -> Any:
     """The model's default config, made small; parts of it too. Without ``narrow`` it keeps its
     widths, and is not as deep.
     """
-    config = _config_class(model)()
+    by_hand = SETTINGS.get(_folder(model), {})
+    config = _config_class(model)(**{k: v for k, v in by_hand.items() if "." not in k})
     _shrink(config, set(), narrow=narrow)
+    for path, value in by_hand.items():
+        *parts, name = path.split(".")
+        part = config
+        for step in parts:
+            part = getattr(part, step, None)
+        if part is not None:
+            _set(part, name, value)
     _number_special_tokens(config)
     if type(getattr(config, "backbone_config", None)).__name__ == "TimmBackboneConfig":
         config.backbone_config = _resnet()
-    if "image_grid_thw" in inspect.signature(model.forward).parameters:
+    if "image_grid_thw" in inspect.signature(model.forward).parameters or "Text" in model.__name__:
         for part in _parts(config):
             rope = getattr(part, "rope_parameters", None)
             if isinstance(rope, dict) and narrow:
                 _set(part, "rope_parameters", {**rope, "mrope_section": _sections(rope)})
     return config
+
+
+def _folder(model: type[nn.Module]) -> str:
+    """The folder of transformers that a model comes from."""
+    return model.__module__.split(".")[-2]
 
 
 def _resnet() -> transformers.PreTrainedConfig:
@@ -373,7 +387,12 @@ def tiny_inputs(
         names -= {"pixel_values_videos"}
     given |= {name: make(config) for name, make in MAKERS.items() if name in names}
     _in_form(config, given, form, names)
-    if "image_sizes" in names and "pixel_values" in given:
+    by_hand = ARGUMENTS.get(_folder(type(model)))
+    made = by_hand(config) if by_hand is not None else {}
+    given |= made
+    names -= {name for name, value in made.items() if value is None}
+    given = {name: value for name, value in given.items() if value is not None and name in names}
+    if "image_sizes" not in made and "image_sizes" in names and "pixel_values" in given:
         given["image_sizes"] = torch.tensor([list(given["pixel_values"].shape[-2:])] * BATCH)
     if "input_ids" in given:
         _place_features(model, given, names)

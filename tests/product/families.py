@@ -36,6 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
+import family_settings
 import tiny_families
 import torch
 import transformers
@@ -79,8 +80,14 @@ def models_of(folder: str) -> list[type[nn.Module]]:
     ]
     if not classes:
         raise LookupError("no model with a config")
+    first = family_settings.CLASSES.get(folder)
     return sorted(
-        classes, key=lambda model: (tiny_families.place(model.__name__), classes.index(model))
+        classes,
+        key=lambda model: (
+            model.__name__ != first,
+            tiny_families.place(model.__name__),
+            classes.index(model),
+        ),
     )
 
 

@@ -57,7 +57,7 @@ def test_groups_hold_no_more(sizes: list[int], first_alone: bool, last_alone: bo
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_steps_are_no_slower_and_hold_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the audit sees it. The collectives are fewer, the bytes the same."""
+    """The audit says so: the collectives are fewer, the bytes the same."""
     config = ComputeConfig(plan_ngpus=1, runtime_ngpus=4, use_zero=3, outputs="loss")
     hardware = load_hardware("h100", num_devices=4)
 

@@ -1,0 +1,189 @@
+"""Settings and arguments of single folders of transformers, for the recipe of tiny models: where a
+default is missing, or sizes must fit each other in a way that names do not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+BATCH = 4
+
+Settings = Mapping[str, Any]
+
+_EXPERTS = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_SERIES = {"prediction_length": 4, "context_length": 16, "lags_sequence": [1, 2, 3]}
+_BACKBONE = {
+    "backbone_config.num_hidden_layers": 4,
+    "backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"],
+}
+_PINPOINTS = {"image_grid_pinpoints": [[64, 64]], "vision_config.image_size": 32}
+
+CLASSES: Mapping[str, str] = {
+    "decision_transformer": "DecisionTransformerModel",
+    "ernie4_5_vl_moe": "Ernie4_5_VL_MoeTextModel",
+    "glm_image": "GlmImageTextModel",
+    "inkling2": "Inkling2ForCausalLM",
+    "paddleocr_vl": "PaddleOCRTextModel",
+    "qwen2_5_omni": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
+}
+"""Which class of a folder is taken where the best name is not the one that the recipe reaches."""
+
+SETTINGS: Mapping[str, Settings] = {
+    "autoformer": {**_SERIES, "num_time_features": 2, "moving_average": 3},
+    "bailing_hybrid": _EXPERTS,
+    "bridgetower": {
+        "hidden_size": 64,
+        "text_config.hidden_size": 64,
+        "vision_config.hidden_size": 64,
+    },
+    "cvt": {"depth": [1, 2, 3]},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "decision_transformer": {"state_dim": 6, "act_dim": 3},
+    "depth_anything": _BACKBONE,
+    "deepseek_v2": _EXPERTS,
+    "diffusion_gemma": {
+        "text_config.num_experts": 4,
+        "text_config.top_k_experts": 2,
+        "text_config.moe_intermediate_size": 24,
+    },
+    "dots1": {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
+    "esm": {"vocab_size": 100, "mask_token_id": 32, "pad_token_id": 1},
+    "esmc": {"num_key_value_heads": None, "head_dim": None},
+    "ernie4_5_vl_moe": {"text_config.head_dim": 16, "head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "informer": {**_SERIES, "num_time_features": 2},
+    "kosmos2": {"latent_query_num": 4},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "kimi_linear": {"num_experts_per_token": 2, "num_experts_per_tok": 2},
+    "lfm2_moe": {
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts_per_tok": 2,
+    },
+    "llava_next": _PINPOINTS,
+    "llava_next_video": _PINPOINTS,
+    "llava_onevision": _PINPOINTS,
+    "longcat_flash": {"qk_head_dim": 16},
+    "mamba2": {"hidden_size": 32, "expand": 2, "num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 16},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+        "n_groups": 2,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+    },
+    "prompt_depth_anything": _BACKBONE,
+    "qwen4_exp": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (4, 4)},
+}
+"""Settings by folder. A dot leads to a part of the config."""
+
+
+def _past(config: Any) -> dict[str, Any]:
+    length = config.context_length + max(config.lags_sequence)
+    return {
+        "past_values": torch.rand(BATCH, length) + 1,
+        "past_time_features": torch.rand(BATCH, length, 2),
+        "past_observed_mask": torch.ones(BATCH, length),
+        "future_values": torch.rand(BATCH, config.prediction_length) + 1,
+        "future_time_features": torch.rand(BATCH, config.prediction_length, 2),
+    }
+
+
+def _decisions(config: Any) -> dict[str, Any]:
+    shape = (BATCH, 6)
+    return {
+        "states": torch.randn(*shape, config.state_dim),
+        "actions": torch.randn(*shape, config.act_dim),
+        "rewards": torch.randn(*shape, 1),
+        "returns_to_go": torch.randn(*shape, 1),
+        "timesteps": torch.arange(6).repeat(BATCH, 1),
+        "attention_mask": torch.ones(shape, dtype=torch.long),
+    }
+
+
+def _visual(config: Any) -> dict[str, Any]:
+    return {
+        "visual_feats": torch.randn(BATCH, 5, config.visual_feat_dim),
+        "visual_pos": torch.rand(BATCH, 5, config.visual_pos_dim),
+    }
+
+
+def _pairs(config: Any) -> dict[str, Any]:
+    return {"pixel_values": torch.rand(BATCH, 2, 3, 64, 64)}
+
+
+def _parts_of_images(config: Any) -> dict[str, Any]:
+    """Four parts of an image, and all of it."""
+    return {
+        "pixel_values": torch.rand(BATCH, 5, 3, 32, 32),
+        "image_sizes": torch.tensor([[64, 64]] * BATCH),
+    }
+
+
+def _flat_patches(config: Any) -> dict[str, Any]:
+    # [B, patches, 2 + features]: the row and the column of each patch come first.
+    places = torch.arange(1.0, 9.0).view(1, 8, 1).repeat(BATCH, 1, 2)
+    size = config.vision_config.patch_embed_hidden_size
+    return {"flattened_patches": torch.cat([places, torch.randn(BATCH, 8, size)], -1)}
+
+
+ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "audio_spectrogram_transformer": lambda c: {
+        "input_values": torch.randn(BATCH, c.max_length, c.num_mel_bins)
+    },
+    "autoformer": _past,
+    "decision_transformer": _decisions,
+    "dia": lambda c: {
+        "decoder_input_ids": None,
+        "labels": None,
+    },
+    "efficientloftr": _pairs,
+    "fuyu": lambda c: {"pixel_values": None},
+    "granite_speech": lambda c: {
+        "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
+    },
+    "granite_speech_plus": lambda c: {
+        "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
+    },
+    "idefics": lambda c: {
+        "pixel_values": torch.rand(BATCH, 1, 3, 32, 32),
+        "image_attention_mask": torch.ones(BATCH, 16, 1, dtype=torch.long),
+    },
+    "informer": _past,
+    "kosmos2": lambda c: {
+        "image_embeds_position_mask": ((torch.arange(16) > 1) & (torch.arange(16) < 6)).repeat(
+            BATCH, 1
+        )
+    },
+    "lfm2_vl": lambda c: {"spatial_shapes": torch.tensor([[4, 4], [2, 4]] * (BATCH // 2))},
+    "lightglue": _pairs,
+    "llava": lambda c: {"image_sizes": None},
+    "llava_next": _parts_of_images,
+    "llava_next_video": _parts_of_images,
+    "llava_onevision": _parts_of_images,
+    "lxmert": _visual,
+    "muse_glimmer_assistant": lambda c: {
+        "noise_embeds": torch.randn(BATCH, 4, c.hidden_size),
+        "context_hidden_states": torch.randn(BATCH, 8, 2 * c.hidden_size),
+    },
+    "nemotron3_5_asr": lambda c: {"labels": None},
+    "neomme": lambda c: {"pixel_values": None},
+    "pe_audio": lambda c: {"input_values": torch.randn(BATCH, 1, 3840)},
+    "pix2struct": _flat_patches,
+    "pop2piano": lambda c: {"input_features": None},
+}
+"""Arguments by folder, made from the config; without those that are ``None``."""

@@ -24,7 +24,7 @@ import torch
 from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.module.declarations import Declaration
-from shardwright.runtime.module.declared_module import generated_directory
+from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.inputs import ABSENT, InputTable
 from shardwright.runtime.module.scope import Scope, place
 from shardwright.runtime.module.weights import WeightFiles
@@ -162,7 +162,7 @@ def _sharing(main: ParallelModule, program_class: type[ParallelModule]) -> Paral
     for name, child in main._modules.items():
         if main.__dict__.get(name) is child:
             made.__dict__[name] = child
-    with WeightFiles(generated_directory(program_class), program_class.weight_digests) as files:
+    with WeightFiles(directory_of_class(program_class), program_class.weight_digests) as files:
         for declaration in made._declarations.values():
             name = declaration.name
             if declaration.kind != "constant" and name in main._places:

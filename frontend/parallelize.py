@@ -278,7 +278,7 @@ def _program(
 ) -> type[ParallelModule]:
     """The program for the arguments of a call, on the tensors of an earlier one. Collective."""
     title = f"compiling {order.source.cls.__name__} for another call"
-    with Job(title, _exchange(title)) as job:
+    with Job(title, exchange_about(title)) as job:
         other = _order_like(order, given)
         job.agree(program=other.directory.name)
         made = _made(job, other, strategy)

@@ -90,6 +90,7 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace | None:
 
 def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
     """The parser, and the names of the commands."""
+    # All commands with the function that adds their arguments; this parser knows nothing of them.
     parser, commands = main_parser()
     others = {
         **cli_search.COMMANDS,
@@ -176,6 +177,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _compile(options: argparse.Namespace) -> int:
+    # A command is a call of the library with arguments read from text.
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     order = Order(
@@ -208,6 +210,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _report(generated: Generated, order: Order) -> None:
     console = make_console()
+    # What was done, by what had to be made.
     done = {
         "code": "compiled",
         "weights": "found; new initial weights written for",

@@ -85,6 +85,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     _, config = on_machine(options, policy, config)
+    # Options of the command become options of the policy, so that both are checked alike.
     config = with_options(
         config,
         {
@@ -124,6 +125,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _explain(options: argparse.Namespace) -> int:
     asked = _asked(options)
     _check_asked(asked, options)
+    # The search runs once; questions are asked of its result.
     found = asked.run()
     console = make_console()
     searched = asked.settled(found)
@@ -133,6 +135,7 @@ def _explain(options: argparse.Namespace) -> int:
         variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best
     )
     console.print(str(plan.certificate), soft_wrap=True)
+    # Each question has its own table; without one the costs and what would help are shown.
     if options.op is not None:
         _print_choices(
             console, f"Operator {options.op}", explain_operator(request, options.op, options.most)
@@ -187,6 +190,7 @@ def choice_table(title: str, choices: Iterable[Choice]) -> Table:
     the plan does.
     """
     listed = list(choices)
+    # Relative to what the plan does.
     base = next(choice.step_s for choice in listed if choice.chosen)
     table = new_table(title, "", "choice", "step", "against the plan", "peak memory", "")
     for choice in listed:
@@ -255,6 +259,7 @@ def read_batch_dims(text: str) -> dict[str, int]:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    # Targets are checked before a search that takes minutes.
     if options.out is not None:
         check_target(options.out, "--out")
     if options.html is not None:
@@ -262,6 +267,7 @@ def _plan(options: argparse.Namespace) -> int:
     asked = _asked(options)
     found = asked.run()
     console = make_console()
+    # First the tables, then the files.
     console.print(candidate_table(found))
     searched = asked.settled(found)
     plan, graph = searched.plan, searched.variant.graph
@@ -327,6 +333,7 @@ def candidate_table(found: SearchResult, most: int = MOST_SHOWN) -> Table:
     table = new_table("Plans", *CANDIDATE_COLUMNS)
     rows = candidate_rows(found)
     count = len(rows) - len(found.refused)
+    # A part for what takes longer, one for what was refused.
     for part, what in ((rows[:count], "that take longer"), (rows[count:], "refused")):
         for row in part[:most]:
             table.add_row(*row)
@@ -370,6 +377,7 @@ CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")
 def candidate_rows(found: SearchResult) -> list[tuple[str, ...]]:
     """A row for the candidates of every title, the best of them, and for what was refused."""
     rows: list[tuple[str, ...]] = []
+    # Candidates of one title differ in their placement.
     by_title: dict[str, list[Candidate]] = {}
     for candidate in found.tried:
         by_title.setdefault(candidate.title, []).append(candidate)

@@ -59,6 +59,7 @@ def load_model(target: str, args_target: str | None) -> tuple[ModuleSource, Mapp
     give it, or a function that returns it.
     """
     found = load_target(target)
+    # A module or a class; else a function that makes one, or makes both it and its arguments.
     if isinstance(found, nn.Module | type):
         source, dummy_args = ModuleSource.of(found, None), None
     else:

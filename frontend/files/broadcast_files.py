@@ -158,6 +158,8 @@ def _receive(parcel: Parcel, directory: Path, link: _Link) -> None:
     with directory_lock(directory):
         stored = Stored.read(directory)
         with replacing(stored) as fresh:
+            # Every message is received, even if it cannot be written: the sender waits for all
+            # receivers.
             for name, size in parcel.sizes.items():
                 sink = _Sink(fresh / name)
                 for num_bytes in _chunk_sizes(size):

@@ -93,6 +93,7 @@ def read_plan(directory: Path) -> Plan:
     what the code was made of.
     """
     try:
+        # The plan is a file that people edit; its digest tells.
         text, written = (
             read_file(directory, PLAN_FILE),
             Manifest.read(directory).files.get(PLAN_FILE),
@@ -170,6 +171,7 @@ class Request:
 
     def differences(self, made_for: Mapping[str, Any]) -> str:
         """What differs from the request for which a directory was made, in words."""
+        # The model, the config field by field, versions, files, operators.
         words = []
         if made_for.get("graph") != self.graph:
             words.append("the model, or its dummy arguments, changed")
@@ -217,6 +219,7 @@ class Stored:
         """Look at a directory; what a killed process left half made or half swapped is put right
         first. Hold its lock.
         """
+        # A process may have been killed between two renames.
         recover_folder(directory)
         remove_unfinished(directory, alone=True)
         if not directory.exists():
@@ -298,6 +301,7 @@ def replacing(stored: Stored) -> Iterator[Path]:
         write_folder(directory, alone=True) as fresh,
     ):
         yield fresh
+        # Everything else in the folder is the user's, and moves along.
         ours = {
             MANIFEST_FILE,
             PLAN_FILE,
@@ -323,6 +327,7 @@ def store(
     """
     with replacing(stored) as fresh:
         digests = {}
+        # Each file with its digest.
         for name, text in files.items():
             data = text.encode()
             (fresh / name).write_bytes(data)
@@ -362,6 +367,7 @@ def _store_tensors(
     for name, of_file in tensors.items():
         if not of_file:
             continue
+        # The same weights as before: the file is linked, not written.
         if old is not None and name in old.files and stored.holds(name, digest_tensors(of_file)):
             keep_file(stored.directory / name, fresh / name)
             digests[name] = old.files[name]

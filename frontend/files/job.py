@@ -78,6 +78,7 @@ class Job:
         """
         if self._exchange is None:
             return work()
+        # The first rank tells what came of it, an error too; the others wait for its word.
         if self.rank == 0:
             try:
                 result = work()

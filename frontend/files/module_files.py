@@ -106,11 +106,13 @@ def generate(order: Order) -> Generated:
 
 def _generated(order: Order) -> Generated:
     manager = pass_manager(dump=order.dump)
+    # The module is made, cast and traced; from then on only the graph counts.
     module = order.source.make()
     with in_dtype(module, order.module_dtype):
         graph = manager.run(FunctionPass("trace", order.trace), module)
     # The graph has its regions; what is computed from here on is no part of the model.
     with no_autocast():
+        # Weights and constants as they are now; their digests are compared below.
         if order.config.constant_folding:
             graph = manager.run(FunctionPass("fold", fold_constants), graph)
         weights, constants = initial_values(graph, module)
@@ -125,6 +127,7 @@ def _generated(order: Order) -> Generated:
         request = Request(
             digest(graph), config, name, __version__, files=files, operators=operators
         )
+        # One process at a time looks, proves and writes.
         with directory_lock(order.directory):
             proofs = _prove(graph, order, request, manager)
             generated = _make_or_find(order, module, graph, request, tensors, manager)
@@ -151,6 +154,7 @@ def _make_or_find(
     manager: PassManager,
 ) -> Generated:
     stored = Stored.read(order.directory)
+    # ``match`` and ``moo`` look for files; ``override`` and ``graph`` do not.
     may_reuse = order.reuse in (ReuseType.MATCH, ReuseType.MOO)
     if order.reuse is ReuseType.MATCH and stored.problem:
         raise stored.problem
@@ -166,6 +170,7 @@ def _make_or_find(
         found = sha256(compiled.files[PLAN_FILE].encode()) == stored.manifest.files.get(PLAN_FILE)
         if not found and order.reuse is ReuseType.MATCH:
             raise _different(order, f"policy {order.policy.name} made another plan")
+    # The code is right; only the initial values may differ.
     if found:
         assert stored.manifest is not None
         if compiled is None:

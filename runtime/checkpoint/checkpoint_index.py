@@ -158,6 +158,7 @@ class OptimizerRecord:
 
     def check(self, parameters: Mapping[str, TensorRecord]) -> None:
         """Raise :class:`ValueError` unless it is the state of these parameters."""
+        # Names first, then shapes; values are decoded once, so that loading does not fail half way.
         if len(set(self.names)) < len(self.names):
             raise ValueError("a parameter is in two groups of the optimizer")
         foreign = [
@@ -248,6 +249,7 @@ class Index:
         Raises whatever comes of it where it is not one: ``KeyError``, ``TypeError``, ``ValueError``
         and others.
         """
+        # Every field is read by a function that refuses another type.
         index = cls(
             module_class=_text(data["module_class"]),
             tensors={
@@ -285,11 +287,13 @@ class Index:
         ]
         if foreign:
             raise ValueError(f"{foreign[0]!r} is no file of this checkpoint")
+        # Aliases are names of tied tensors, and count as names.
         names = [
             name for first, record in self.tensors.items() for name in (first, *record.aliases)
         ]
         if len(set(names)) < len(names):
             raise ValueError("two tensors have one name")
+        # A piece is a place in a file: two pieces in one place would both claim it.
         places = [
             (piece.file, piece.key) for _, record in self.records() for piece in record.pieces
         ]
@@ -312,6 +316,7 @@ class Index:
         another version.
         """
         try:
+            # The digest was made without itself.
             content = parse_json(path.read_bytes())
             stored = content.pop("sha256")
             actual = _digest(content)

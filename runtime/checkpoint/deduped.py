@@ -48,6 +48,7 @@ def deduped_state_dict(
     together these merge to what the full ones do.
     """
     holdings = Holdings.of(module)
+    # What this rank keeps. A frozen copy elsewhere has the same bytes.
     owned = {id(holding.tensor) for holding in holdings.tensors if holding.is_owned}
     is_first = current_world().rank == 0
     state: StateDict = OrderedDict()
@@ -55,6 +56,7 @@ def deduped_state_dict(
         if isinstance(value, Tensor) and not is_extra_state(key):
             if id(value) in owned:
                 state[key] = value.detach()
+        # Layouts and random numbers stay on every rank, as each checks its own plan by them.
         elif is_first or is_plan(key, value):
             state[key] = value
     if optimizer is None:
@@ -62,12 +64,14 @@ def deduped_state_dict(
     full, places = optimizer.state_dict(), state_places(optimizer, holdings)
     numbers: set[int] = set()
     groups = []
+    # Groups stay complete; only the state of what is not owned goes.
     for group, names in zip(full["param_groups"], group_names(optimizer, holdings), strict=True):
         numbers.update(
             number
             for number, name in zip(group["params"], names, strict=True)
             if places[name].is_owned
         )
+        # A shard that is not kept is told as an empty range.
         if PARAM_SHARDS in group:
             kept = [
                 bounds if bounds is None or places[name].is_owned else [0, 0]
@@ -97,6 +101,7 @@ def load_deduped_state_dict(
     piece.
     """
     world = current_world()
+    # Everything that may be refused, before anything is sent.
     with together(world):
         if device is not None:
             module.to(device)
@@ -116,6 +121,7 @@ def load_deduped_state_dict(
         named = (
             None if optimizer is None else _given_state(optimizer, holdings, optimizer_state_dict)
         )
+    # Then one broadcast for each piece, from a rank that was given it.
     pieces = _share_out(world, holdings, mine)
     with torch.no_grad():
         for piece in pieces:
@@ -125,6 +131,7 @@ def load_deduped_state_dict(
                 piece.holding.tensor.copy_(
                     piece.communicator.broadcast(piece.holding.tensor.detach(), piece.source)
                 )
+    # Stages that hold copies get them from the owner.
     for part in holdings.compiled.values():
         part.refresh_copies()
     if optimizer is not None and named is not None:
@@ -148,10 +155,12 @@ class _SharedPiece:
 
 def _share_out(world: World, holdings: Holdings, mine: Mapping[str, Tensor]) -> list[_SharedPiece]:
     """Find out who has what. The result is in one order on all ranks."""
+    # A piece is known by its tensor and its region.
     by_key = {(h.name, _region_key(h.region)): h for h in holdings.tensors if not h.is_copy}
     tables = world.all_gather_object([[name, region, name in mine] for name, region in by_key])
     holders: dict[tuple[str, str], list[int]] = {}
     sources: dict[tuple[str, str], int] = {}
+    # The first rank that was given a piece is its source.
     for rank, table in enumerate(tables):
         for name, region, has_value in table:
             holders.setdefault((name, region), []).append(rank)
@@ -192,6 +201,7 @@ def _share_state(
     Parts may overlap only partly: of a parameter that lies in copies, ranks with other neighbours
     in a bucket split the state elsewhere than the ranks that keep it.
     """
+    # Copies in other stages follow their owner, and have no state.
     copies = {holding.name for holding in holdings.tensors if holding.is_copy}
     updated = set(named.names)
     places = {
@@ -205,6 +215,7 @@ def _share_state(
             for name, place in places.items()
             if named.state.get(name)
         }
+    # Of each parameter: the regions that the rank updates, and what it was given of the state.
     mine = {
         name: ([region.to_json() for region in place.regions], offered.get(name))
         for name, place in places.items()
@@ -251,6 +262,7 @@ def _state_parts(
 
     Raises :class:`CheckpointError` if a rank would not get all it needs.
     """
+    # By name: the regions that each rank needs, and the first rank that has each set of regions.
     needed: dict[str, dict[int, tuple[Region, ...]]] = {}
     sources: dict[str, dict[tuple[Region, ...], int]] = {}
     for rank, table in enumerate(tables):
@@ -261,11 +273,13 @@ def _state_parts(
     parts, missing = [], []
     for name, by_regions in sources.items():
         for regions, source in by_regions.items():
+            # How many elements of the part each rank needs.
             shared = {rank: num_covered(theirs, regions) for rank, theirs in needed[name].items()}
             ranks = tuple(
                 rank for rank, number in shared.items() if number or needed[name][rank] == regions
             )
             parts.append(_StatePart(name, regions, source, ranks, tables[source][name][1] or {}))
+        # All parts together must cover what a rank needs.
         given = [region for regions in by_regions for region in regions]
         lacking = [
             rank
@@ -292,6 +306,7 @@ def _receive(
     ``given``: what the source has.
     """
     source = part.ranks.index(part.source)
+    # Numbers and the like travel as JSON, tensors as a flat message.
     for key, description in part.described.items():
         if "value" in description:
             state[key] = decode(description["value"])
@@ -312,6 +327,7 @@ def _receive(
         if not like:
             state[key] = flat
             continue
+        # What this rank needs of the part goes to its place.
         target = state.setdefault(key, place.new(dtype))
         pieces = torch.split_with_sizes(flat, [region.num_elements for region in part.regions])
         for piece, region in zip(pieces, part.regions, strict=True):

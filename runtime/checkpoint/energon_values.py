@@ -23,6 +23,7 @@ _ARRAY = "energon array"
 def to_plain(value: Any) -> Any:
     """The value with plain ones in the places of Energon's objects."""
     kind = type(value)
+    # Each kind is written under a key that no dict of theirs has.
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if (kind.__module__, kind.__name__) == ("numpy", "ndarray") and not value.dtype.hasobject:

@@ -31,6 +31,7 @@ def together(world: World) -> Iterator[None]:
         except BaseException as error:
             exchange.leave(error)
             raise
+        # Even a rank that has failed takes part in the exchange: the others wait for its word.
         mine: list[str] | None = None
         if failure is not None:
             mine = [str(failure) if isinstance(failure, ShardwrightError) else repr(failure)]

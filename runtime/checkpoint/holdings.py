@@ -74,6 +74,7 @@ class Holdings:
             for path, part in compiled_parts(module).items()
             if isinstance(part, ParallelModule)
         }
+        # Tensors of compiled modules by identity, as tied ones have several names.
         declared = {
             id(part.weights(declaration.name)): (part, declaration)
             for part in parts.values()
@@ -83,6 +84,7 @@ class Holdings:
         names: dict[int, list[str]] = {}
         tensors: dict[int, Tensor] = {}
         extra_states = {}
+        # The state dict says what is saved, under which names.
         for key, value in module.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor) and not is_extra_state(key):
                 names.setdefault(id(value), []).append(key)
@@ -90,6 +92,7 @@ class Holdings:
             elif key.removesuffix(EXTRA_STATE).removesuffix(".") not in parts:
                 extra_states[key] = value
         holdings = []
+        # Compiled: a piece with a region. Ordinary: all of it, owned by rank 0.
         for identity, tensor in tensors.items():
             if identity in declared:
                 part, declaration = declared[identity]

@@ -46,9 +46,11 @@ def encode(value: Any, path: str) -> Any:
             if isinstance(value, Tensor)
             else f"it is {brief(value)}",
         )
+    # JSON's own values as they are; everything else under a tag that says its type.
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
+        # JSON has no infinities.
         return value if math.isfinite(value) else {"float": str(value)}
     if type(value) is list:
         return [encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -98,6 +100,7 @@ def decode(data: Any) -> Any:
         return [decode(item) for item in data]
     if not isinstance(data, dict):
         return data
+    # A dict has one entry: its tag, and what it holds.
     ((tag, content),) = data.items()
     if tag == "float":
         return float(content)

@@ -79,6 +79,7 @@ def load_checkpoint(
     world, directory = current_world(), Path(directory)
     finish_pending(world)
     folder = _agreed_folder(world, directory)
+    # Find everything, and refuse whatever does not fit, before anything is changed.
     with together(world):
         index = Index.read(folder / INDEX_FILE)
         check_complete(folder, index)
@@ -90,6 +91,7 @@ def load_checkpoint(
         _check_options(folder, index, optimizer, scheduler, loader)
         _check_groups(folder, index, optimizer, scheduler, holdings)
     _check_left_over(world, folder, index, holdings)
+    # Files are shared out: each rank checks every ``world.size``-th.
     if verify:
         with together(world):
             check_files(folder, index, sorted(index.files)[world.rank :: world.size])
@@ -98,8 +100,10 @@ def load_checkpoint(
             # Whatever may be refused is found out here, before anything is written.
             contents.check(record for _, record in found)
             restored = _restored(contents, holdings, optimizer, scheduler, loader)
+        # The user's objects may refuse; then all that was given is taken back.
         with undone_on_error(holdings, optimizer, scheduler, loader), together(world):
             restored.give()
+        # From here on nothing can be refused: tensors are filled in place.
         with together(world):
             for holding, record in found:
                 contents.fill(holding.tensor, holding.region, record)
@@ -120,6 +124,7 @@ def _agreed_folder(world: World, directory: Path) -> Path:
 
 def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding, TensorRecord]]:
     """Where in the checkpoint to find what this rank holds."""
+    # A tied tensor may be saved under any of its names.
     records = {
         name: record for first, record in index.tensors.items() for name in (first, *record.aliases)
     }
@@ -128,6 +133,7 @@ def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding
         candidates = [records[name] for name in holding.names if name in records]
         if not candidates:
             problems.append(f"{holding.name!r} is missing")
+        # Tied here, apart there: which of them would be right?
         elif any(other is not candidates[0] for other in candidates):
             names = " and ".join(repr(name) for name in holding.names if name in records)
             problems.append(f"{names} are one tensor here and several there")
@@ -205,6 +211,7 @@ def _check_groups(
     one value per group, by position.
     """
     problem = None
+    # Groups continue saved ones, position by position.
     if optimizer is not None and index.optimizer is not None:
         groups = _groups_here(index.optimizer, index, optimizer, holdings)
         sources = NamedState(groups, {}).sources(group_members(optimizer, holdings))
@@ -213,6 +220,7 @@ def _check_groups(
                 f"{len(groups)} groups were saved, and the {len(sources)} here continue those at "
                 f"positions {sources}"
             )
+    # A scheduler has a rate for each group.
     there, here = (
         _num_rates(decode(index.scheduler)),
         _num_rates(vars(scheduler) if hasattr(scheduler, "__dict__") else None),
@@ -284,6 +292,7 @@ def _restored(
     loader: Any,
 ) -> _Restored:
     index, state_dict = contents.index, {}
+    # The optimizer's state, cut to what this rank updates.
     if optimizer is not None and index.optimizer is not None:
         named = _read_state(contents, index.optimizer, optimizer, holdings)
         state_dict = state_dict_for(optimizer, holdings, named)
@@ -310,6 +319,7 @@ def _read_state(
     mine = {name for group in names for name in group}
     by_name = _by_own_name(record, contents.index, holdings)
     state: dict[str, dict[str, Any]] = {}
+    # Parts of state that this rank does not update are not read.
     for name, place in state_places(optimizer, holdings).items():
         saved = by_name.get(name)
         if name in mine and saved is not None and record.keys(saved) and not place.is_empty:

@@ -99,6 +99,7 @@ def load_merged_state_dicts(
     if device is not None:
         module.to(device)
     holdings = Holdings.of(module)
+    # Refuse first, then write.
     values = _values_for(holdings, module_state_dict)
     own_state = None
     if optimizer is not None:
@@ -106,6 +107,7 @@ def load_merged_state_dicts(
         own_state = state_dict_for(
             optimizer, holdings, _cut_state(named, state_places(optimizer, holdings))
         )
+    # Each tensor takes its region of the whole.
     for holding, value in values:
         copy_shared(holding.tensor, holding.region, value, Region.whole(holding.shape))
     holdings.load_extra_states(module_state_dict)
@@ -257,8 +259,10 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
     tied: dict[str, str] = {}
     names: tuple[str, ...] = ()
     others: dict[str, Any] = {}
+    # Every rank puts its pieces into the wholes; what is not tensor is taken from the first.
     for rank in ranks:
         first_names: dict[tuple[Any, ...], str] = {}
+        # Two names of one piece of memory are tied.
         for name, value in rank.tensors():
             identity = (
                 value.untyped_storage()._cdata,
@@ -271,6 +275,7 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
             shape, region = rank.place(name, tuple(value.shape))
             assembly.add((name,), value, shape, region)
         others = {**rank.others(), **others}
+        # Names in the order of the model, also where stages hold different ones.
         names = united(
             names, tuple(name for name in rank.state if not is_plan(name, rank.state[name]))
         )
@@ -362,6 +367,7 @@ def _values_for(holdings: Holdings, state: Mapping[str, Any]) -> list[tuple[Hold
     """The whole tensor for everything this rank holds."""
     found, problems = [], []
     known = holdings.all_names()
+    # A tied tensor may be there under any of its names.
     for holding in holdings.tensors:
         name = next((name for name in holding.names if name in state), None)
         if name is None:
@@ -392,6 +398,7 @@ def _named_by_number(
         )
     mine = {name for group in group_names(optimizer, holdings) for name in group}
     members = {name for group in group_members(optimizer, holdings) for name in group}
+    # The original optimizer numbers parameters in the order of the original model.
     order = [name for name in holdings.parameter_names() if name in members]
     numbers = sorted(number for group in param_groups_of(state_dict) for number in group["params"])
     if len(numbers) != len(order):
@@ -405,6 +412,7 @@ def _named_by_number(
     ]
     named = NamedState.of(state_dict, names)
     state = {name: dict(entries) for name, entries in named.state.items() if name in mine}
+    # Masters come beside the state, under the same numbers.
     for number, master in state_dict.get(MASTERS, {}).items():
         if by_number[number] in mine:
             state.setdefault(by_number[number], {})[MASTER] = master

@@ -48,6 +48,7 @@ class NamedState:
         Raises :class:`CheckpointError` if it holds state that belongs to no parameter.
         """
         groups: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
+        # Torch numbers parameters through all groups.
         by_number: dict[Any, str] = {}
         for group, group_names in zip(state_dict["param_groups"], names, strict=True):
             by_number.update(zip(group["params"], group_names, strict=True))
@@ -104,6 +105,7 @@ class NamedState:
         Raises :class:`CheckpointError` if the parameters are not the same, or if a group would get
         the options of several.
         """
+        # The saved group of each parameter.
         origin = {name: index for index, (group, _) in enumerate(self.groups) for name in group}
         problems = [
             f"{name!r} is not in the saved optimizer"
@@ -116,6 +118,7 @@ class NamedState:
             f"{name!r} is in the saved optimizer only" for name in origin if name not in wanted
         ]
         chosen = []
+        # A group continues the one that all of its parameters come from.
         for number, group in enumerate(members):
             sources = {origin[name]: name for name in reversed(group) if name in origin}
             if len(sources) > 1:

@@ -33,6 +33,7 @@ def united(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
             before_common[-1].append(name)
     if not common:
         return (*ours, *theirs)
+    # Ours, with what precedes each common name of theirs in front of it.
     result: list[str] = []
     segments = iter(before_common)
     for name in ours:
@@ -66,6 +67,7 @@ def united_groups(ours: Groups, theirs: Groups) -> Groups:
             hint=_GROUPS_HINT,
         )
     result = []
+    # Groups by position: the same options, members joined.
     for number, ((names, options), (other_names, others)) in enumerate(
         zip(ours, theirs, strict=True)
     ):

@@ -62,6 +62,7 @@ def export_pretrained(
             why="the export would replace it",
             hint="name a new folder, or delete it first",
         )
+    # Files are compared with their digests first.
     index = checked_index(folder)
     names = {name: rename(name) if rename else name for name in index.tensors}
     if len(set(names.values())) < len(names):
@@ -72,6 +73,7 @@ def export_pretrained(
         # The framework of the tensors, which transformers writes too.
         metadata = {"format": "pt"}
         _, where = write_model_files(fresh, contents, names, max_file_bytes, metadata)
+        # Several files need an index that says which tensor is where.
         if set(where.values()) - {MODEL_FILE}:
             total = sum(record.num_bytes for record in index.tensors.values())
             weight_map = {"metadata": {"total_size": total}, "weight_map": where}
@@ -104,6 +106,7 @@ def load_pretrained(
         with together(world):
             where = _files_of(directory, files)
             shapes = {file: files.shapes(file) for file in sorted(set(where.values()))}
+            # What this rank holds, under the names of the folder.
             found, problems, known = [], [], set()
             for holding in holdings.tensors:
                 names = [rename(name) if rename else name for name in holding.names]
@@ -119,6 +122,7 @@ def load_pretrained(
                 else:
                     found.append((holding, where[name], name))
             _refuse(directory, holdings, problems)
+        # A tensor is left over only if no rank has a use for it, as stages hold different parts.
         unknown = [
             set(names)
             for names in world.all_gather_object([name for name in where if name not in known])

@@ -202,11 +202,13 @@ class CheckpointSave:
         that a large part may take its time and a dead rank is noticed.
         """
         waiting = set(range(self._world.size))
+        # How long each rank has given no sign of life.
         silences = {rank: Wait("") for rank in waiting}
         wait = Wait(
             f"rank 0 waits for the parts of other ranks of the checkpoint {self.folder}", math.inf
         )
         while True:
+            # A rank that failed says so in a file.
             failed = next(
                 (rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None
             )
@@ -220,6 +222,7 @@ class CheckpointSave:
                 return
             pause_s = wait.pause_s
             wait.pause(f"; those of ranks {sorted(waiting)} are missing")
+            # A large part takes long; a rank that writes beats meanwhile.
             for rank in waiting:
                 silences[rank].heard(_last_sign(self.folder / _alive_file(rank)))
             silent = [rank for rank in sorted(waiting) if not silences[rank].passed(pause_s)]
@@ -235,6 +238,7 @@ class CheckpointSave:
 
     def _commit(self) -> None:
         """Join the ranks' parts into the index, and make the folder current."""
+        # Each rank's part lists its own pieces; together they are the whole index.
         parts = [Index.read(self.folder / _part_file(rank)) for rank in range(self._world.size)]
         check_same_places([part.loader for part in parts])
         index = reduce(Index.merged, parts)
@@ -245,6 +249,7 @@ class CheckpointSave:
         if optimizer is not None and parts[0].optimizer is not None:
             groups = ordered_groups(optimizer.groups, parts[0].optimizer.groups, self._order)
             index = replace(index, optimizer=replace(optimizer, groups=groups))
+        # Nothing is made current that is not complete.
         check_complete(self.folder, index)
         index.write(self.folder / INDEX_FILE)
         make_current(self.folder)
@@ -294,10 +299,12 @@ def save_checkpoint(
     world, directory = current_world(), Path(directory)
     finish_pending(world)
     folder = None
+    # A snapshot is references, or copies on the host if training goes on meanwhile.
     with together(world):
         snapshot = take_snapshot(world, module, optimizer, scheduler, loader, extra, step)
         if async_save:
             snapshot = snapshot.on_host()
+        # Rank 0 makes the folder; the others wait for its name.
         if world.rank == 0:
             with writing("a checkpoint", directory, WRITE_HINT):
                 directory.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,7 @@ def take_snapshot(
     extra: Any,
     step: int | None,
 ) -> Snapshot:
+    # What to write is noted by ``piece_of`` while the index is made.
     holdings = Holdings.of(module)
     sources: dict[str, TensorSource] = {}
     piece_of = partial(_add_piece, sources, tensor_file(world.rank))
@@ -118,6 +119,7 @@ def _optimizer_record(
     values: dict[str, dict[str, Any]] = {}
     for name, place in state_places(optimizer, holdings).items():
         for key, value in named.state.get(name, {}).items() if place.is_owned else ():
+            # Steps and flags are values; moments are tensors like the parameter.
             if place.is_like_parameter(key, value) is None:
                 values.setdefault(name, {})[key] = encode(
                     value, f"the optimizer state {state_key(name, key)!r}"

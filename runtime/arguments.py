@@ -184,6 +184,7 @@ def _kinds(
     by_name: dict[str, Kind | None] = {}
     rest: tuple[str, Kind] | None = None
     others: Kind | None = None
+    # What cannot be told from an annotation is not checked.
     for parameter in inspect.signature(function).parameters.values():
         kind = kind_of(_resolved(function, parameter.annotation))
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -212,6 +213,7 @@ def _resolved(function: Callable[..., Any], annotation: Any) -> Any:
 
 def kind_of(annotation: Any) -> Kind | None:
     """The kind that an annotation stands for; ``None`` where anything goes."""
+    # From the plain types to unions, containers, and at last any class.
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation in _SIMPLE:
         return _SIMPLE[annotation]
@@ -356,6 +358,7 @@ def _mapping_of(key: Kind | None, value: Kind | None) -> Kind:
     def accepts(found: Any) -> bool:
         if not isinstance(found, Mapping):
             return False
+        # A mapping of anything.
         if key is None and value is None:
             return True
         items = _first_items(found)

@@ -121,9 +121,11 @@ class Bucket:
     def start(self, before: Callable[[Tensor], None]) -> None:
         """Begin to sum. ``before`` is called with the flat gradients first."""
         self.started = True
+        # Nobody else holds these parameters.
         if self.is_local:
             return
         self._unused = []
+        # Every rank sums the whole bucket, so what got no gradient here counts as zero.
         for index, member in enumerate(self.members):
             if member.parameter.grad is None:
                 self._unused.append(index)
@@ -132,6 +134,7 @@ class Bucket:
             else:
                 self._pack(index)
         buffer = self._allocated()
+        # One flag for each member behind the gradients: did any rank use it?
         flags = buffer[self.length :]
         flags.fill_(1)
         if self._unused:

@@ -137,6 +137,7 @@ class ComputeConfig:
     check_ranks_every: int = CHECK_RANKS_EVERY
 
     def __post_init__(self) -> None:
+        # Types first, field by field, then what fields mean together.
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
             _check_count(name, getattr(self, name), at_least=1, at_most=MOST_RANKS)
         _check_count("seed", self.seed, at_least=0, at_most=2**63 - 1)
@@ -161,6 +162,7 @@ class ComputeConfig:
         _check_table(self)
         _check_zero(self)
         _check_order(self.rank_order)
+        # Kept as JSON values: the config is digested, and written into files.
         for name in ("pas_config", "user_config"):
             object.__setattr__(self, name, _json_mapping(name, getattr(self, name)))
         object.__setattr__(self, "outputs", _read_outputs(self.outputs))
@@ -342,6 +344,7 @@ def _check_table(config: ComputeConfig) -> None:
             why=f"reducer_bucket_cap_mb={cap_mb:g}, but bucket_cap_mb={table.bucket_cap_mb:g}",
             hint="leave out reducer_bucket_cap_mb",
         )
+    # ZeRO is not chosen yet.
     if config.leaves_zero_to_plan:
         return
     if table.overlap_param_sync and config.zero_stage in (0, 3):
@@ -527,6 +530,7 @@ def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
                 why=f"it has {brief(path)}: {brief(dims)}",
                 hint=hint,
             )
+        # A list of dims gives each a name of its own: ``input_ids_0``.
         stem = path.replace(".", "_")
         named = dict(dims) if isinstance(dims, Mapping) else {dim: f"{stem}_{dim}" for dim in dims}
         for dim, name in named.items():

@@ -163,12 +163,14 @@ class _Use:
         """
         if member not in self._wholes:
             self.start(member)
+        # The next weights are on their way while these are used.
         self._start_next()
         while member not in self._wholes:
             self._arrive()
             if member not in self._wholes:
                 self.start(member)
         whole = self._wholes[member]
+        # Every operator that saved the weight asks for it once.
         self.num_saved[member] -= 1
         if self.num_saved[member] <= 0:
             del self._wholes[member]
@@ -368,12 +370,14 @@ class WeightGathering:
         position = len(self._seen)
         self._seen.append(batch)
         ahead, self._ahead = self._ahead, None
+        # The weights that were expected: their gathering is under way.
         if ahead is not None and ahead.batch.is_of(batch) and ahead.versions == batch.versions():
             started = ahead.started
         else:
             if ahead is not None:
                 ahead.started.wait()
             started = batch.start("forward")
+        # Begin with the next ones now.
         if position + 1 < len(self._expected):
             following = self._expected[position + 1]
             self._ahead = _Ahead(following, following.versions(), following.start("forward"))

@@ -339,13 +339,16 @@ class Layout:
         """
         # Runs of the atoms so far, in units of the product of the atoms still to come.
         runs = [(0, 1)]
+        # Outermost atom first: every run so far is cut into the pieces of the next atom.
         for atom in merge_atoms(self.dims[dim]):
             size, kept = atom.size, [(s, s + n) for s, n in atom.pieces(mesh, coords) if n]
+            # An uncut atom only makes runs longer.
             if kept == [(0, size)]:
                 runs = [(start * size, stop * size) for start, stop in runs]
             else:
                 indices = [i for start, stop in runs for i in range(start, stop)]
                 runs = [(i * size + a, i * size + b) for i in indices for a, b in kept]
+        # Runs that touch are one.
         joined: list[tuple[int, int]] = []
         for start, stop in runs:
             if joined and joined[-1][1] == start:
@@ -425,6 +428,7 @@ class Layout:
             )
         partial, grad_partial = (mark or () for mark in marks)
         layout = cls(tuple(dim for dim in dims if dim is not None), partial, grad_partial)
+        # An axis can do one thing to a tensor.
         axes = [*layout.cut_axes, *partial, *grad_partial]
         twice = sorted({axis for axis in axes if axes.count(axis) > 1})
         if twice:

@@ -34,6 +34,7 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
     or if the ranks of the current world do not divide into units.
     """
     directory = Path(directory)
+    # The manifest says which bytes are right; these are read, checked and executed.
     manifest = Manifest.read(directory)
     if rank is None:
         world = current_world()
@@ -57,6 +58,7 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
             f"{directory / name} defines no ParallelModule named {manifest.class_name!r}",
             hint="give the class its name back, or compile again with reuse='override'",
         )
+    # What the file does not say itself.
     loaded.compute_config = manifest.config
     loaded.use_order = manifest.use_order
     listed = {file: manifest.digests_of(file) for file in (WEIGHTS_FILE, CONSTANTS_FILE)}

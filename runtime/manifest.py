@@ -169,6 +169,7 @@ class Manifest:
         except (ValueError, OSError) as error:
             raise _damaged(path, str(error)) from error
         check_versions(path, data)
+        # Old manifests have no digest of their own.
         written = data.pop("sha256", None)
         if written is not None and written != _digest(data):
             raise _damaged(path, "its sha256 is not that of what was written")
@@ -216,6 +217,7 @@ def accept(directory: Path | str) -> list[str]:
     directory = Path(directory)
     manifest = Manifest.read(directory)
     files = dict(manifest.files)
+    # Code that does not parse is refused before anything is accepted.
     for rank in range(manifest.plan_ngpus):
         name = code_file(rank)
         source = read_file(directory, name)
@@ -226,6 +228,7 @@ def accept(directory: Path | str) -> list[str]:
             raise LoadError(what, why=str(error), hint="fix it, then accept again") from error
         files[name] = sha256(source)
     chunks = dict(manifest.chunks)
+    # Values may be edited as well.
     for name in (WEIGHTS_FILE, CONSTANTS_FILE):
         path = directory / name
         if name in files and path.exists():

@@ -108,6 +108,7 @@ def recut_positions(
     order.
     """
     assert cut.length == to_cut.length, f"{cut} and {to_cut} are cuts of different lengths"
+    # For every position of the dim, which member has it under each cut.
     places = torch.arange(cut.length)
     old_owner, new_owner = (
         join_pieces(
@@ -117,6 +118,7 @@ def recut_positions(
         )
         for c in (cut, to_cut)
     )
+    # Where the elements of my old piece go, and where those of my new piece come from.
     going_to = new_owner[take_piece(places, 0, cut, num_pieces, index)]
     coming_from = old_owner[take_piece(places, 0, to_cut, num_pieces, index)]
     members = range(num_pieces)

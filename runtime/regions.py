@@ -129,6 +129,7 @@ def _stretches(
     regions: Sequence[Region], numbers: frozenset[int], dim: int
 ) -> Iterator[tuple[frozenset[int], int]]:
     """Stretches of positions along a dim, each with the regions that hold it and its length."""
+    # Where a region begins to hold positions, and where it ends to.
     changes: dict[int, list[tuple[int, int]]] = {}
     for number in numbers:
         for start, stop in regions[number].runs[dim]:
@@ -181,7 +182,9 @@ def copy_shared(
     Only those elements of ``source`` are read, so it may be a view of a mapped file.
     """
     assert tuple(target.shape) == target_region.shape and tuple(source.shape) == source_region.shape
+    # What both pieces hold, as stretches along each dim.
     fragments = _fragments(target_region, source_region)
+    # Many short stretches along one dim are copied by index, at once.
     most = max(range(len(fragments)), key=lambda dim: len(fragments[dim]), default=0)
     by_index = bool(fragments) and len(fragments[most]) > MANY_FRAGMENTS
     looped = [
@@ -212,6 +215,7 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int,
     if not shape:
         return [()]
     inner = math.prod(shape[1:])
+    # A part of the first row, whole rows, a part of the last row.
     (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
     if first == last:
         return [((first, first + 1), *box) for box in _boxes(shape[1:], head, tail)]
@@ -245,6 +249,7 @@ def _fragments(target: Region, source: Region) -> list[list[Fragment]]:
 def _common(target: Runs, source: Runs) -> list[Fragment]:
     found: list[Fragment] = []
     i = j = target_offset = source_offset = 0
+    # Two sorted lists of runs, walked together.
     while i < len(target) and j < len(source):
         (target_start, target_stop), (source_start, source_stop) = target[i], source[j]
         start, stop = max(target_start, source_start), min(target_stop, source_stop)
@@ -256,6 +261,7 @@ def _common(target: Runs, source: Runs) -> list[Fragment]:
                     stop - start,
                 )
             )
+        # The run that ends first is done.
         if target_stop <= source_stop:
             i, target_offset = i + 1, target_offset + target_stop - target_start
         if source_stop <= target_stop:

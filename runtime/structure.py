@@ -114,9 +114,11 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
     attributes back unseen.
     """
     cls = import_type(cls) if isinstance(cls, str) else cls
+    # Named tuples take fields, plain ones a sequence.
     if issubclass(cls, tuple):
         return cls(**fields) if hasattr(cls, "_fields") else cls(fields.values())
     if dataclasses.is_dataclass(cls):
+        # Fields that the constructor does not take are set behind it.
         init = {f.name for f in dataclasses.fields(cls) if f.init}
         obj: Any = cls(**{name: value for name, value in fields.items() if name in init})
         for name in fields.keys() - init:
@@ -124,6 +126,7 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
         return obj
     if issubclass(cls, Mapping):
         return cls(fields)  # type: ignore[call-arg]
+    # Without calling its constructor, which may want other things.
     obj = cls.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(obj, name, value)

@@ -50,8 +50,10 @@ def end_of(
     sent: Holding, received: Holding, rank: int, *, arriving: bool, differentiable: bool = True
 ) -> End:
     """What ``rank`` sees of a value: where it is ``sent`` from, or where it is ``arriving``."""
+    # Values go from ``sent`` to ``received``, gradients the other way.
     forward, backward = pieces(sent, received), pieces(received, sent)
     mine = received if arriving else sent
+    # Each piece with the rank at its other end.
     if arriving:
         come = [
             (sender, there)

@@ -72,9 +72,11 @@ class _BatchNorm(torch.autograd.Function):
         count: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # All dims but the channels; over the ranks of ``axes`` as well.
         dims = [dim for dim in range(input.ndim) if dim != 1]
         x = input.to(accumulation_dtype(input.dtype))
         mean = sum_over(x.sum(dims), axes) / count
+        # The variance of centred numbers: a difference of large squares would lose digits.
         centred = x - _per_channel(mean, x.ndim)
         var = sum_over(centred.square().sum(dims), axes) / count
         scale = (var + eps).rsqrt()
@@ -90,6 +92,7 @@ class _BatchNorm(torch.autograd.Function):
             result = result.mul_(_per_channel(weight.to(x.dtype), x.ndim))
         if bias is not None:
             result = result.add_(_per_channel(bias.to(x.dtype), x.ndim))
+        # Running statistics are made of them, without gradients.
         ctx.mark_non_differentiable(mean, var)
         return result.to(input.dtype), mean, var
 
@@ -102,8 +105,11 @@ class _BatchNorm(torch.autograd.Function):
         normalised = (input.to(mean.dtype) - _per_channel(mean, ndim)).mul_(
             _per_channel(scale, ndim)
         )
+        # The gradients of weight and bias are summed over local rows only: they are partial.
         grad_bias, grad_weight = grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)
         grad_input = None
+        # grad_input = slope * (grad - mean(grad) - normalised * mean(grad * normalised)): both
+        # means go in one message.
         if ctx.needs_input_grad[0]:
             means = (
                 sum_over(torch.stack([grad_bias, grad_weight]), ctx.axes, "backward") / ctx.count

@@ -48,6 +48,7 @@ def cross_entropy(
     first local class. ``count``: rows of all ranks, needed for the mean with probabilities.
     """
     class_axes, row_axes = communicating(class_axes), communicating(row_axes)
+    # Split along a dim that needs nothing: torch's own function.
     if not class_axes and not row_axes:
         return F.cross_entropy(
             input, target, weight, None, ignore_index, None, reduction, label_smoothing
@@ -55,7 +56,9 @@ def cross_entropy(
     input = cast_by_autocast(input, _cross_entropy)
     if class_axes and num_classes is not None and not target.is_floating_point():
         _check_targets(target, num_classes, ignore_index)
+    # Smoothing is spread over the classes of all ranks.
     num_classes = num_classes if num_classes is not None else input.shape[_class_dim(input)]
+    # Probabilities instead of indices.
     if target.is_floating_point():
         rows = _soft_rows(input, target, weight, label_smoothing, num_classes, class_axes)
         if reduction == "none":
@@ -66,6 +69,7 @@ def cross_entropy(
             "the mean of a cross entropy with probabilities needs the global number of rows"
         )
         return rows.sum() / count
+    # Split classes: each row needs its maximum and its sum over all ranks.
     if class_axes:
         rows, row_weights = _VocabularyCrossEntropy.apply(  # type: ignore[no-untyped-call]
             input, target, weight, ignore_index, label_smoothing, class_axes, num_classes, start
@@ -222,10 +226,12 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         num_classes: int,
         start: int,
     ) -> tuple[Tensor, Tensor]:
+        # ``[N, C/axes, d1...]``
         dim = _class_dim(input)
         x = input.to(accumulation_dtype(input.dtype))
         valid = target != ignore_index
         index, here = _local_targets(target, start, x.shape[dim], ignore_index)
+        # exp(x - max): the maximum is that of all ranks, so the sums may be added.
         powers, maximum = exponentials(x, (dim,), axes)
         maximum = maximum.squeeze(dim)
 
@@ -234,16 +240,19 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         if weight is not None:
             row_weight = weight.to(x.dtype)[index] if weight.numel() else torch.zeros_like(maximum)
             sums.append(torch.where(here, row_weight, 0.0))
+        # Label smoothing: each class gets ``smoothing / num_classes`` of the target.
         if smoothing:
             along = None if weight is None else _along(weight.to(x.dtype), dim, x.ndim)
             shifted = x - maximum.unsqueeze(dim)
             sums.append((shifted if along is None else shifted * along).sum(dim))
             if weight is not None:
                 sums.append(weight.to(x.dtype).sum().expand_as(maximum))
+        # In the order in which they were put in.
         summed = iter(sum_over(torch.stack(sums), axes).unbind(0))
 
         total, picked = next(summed), next(summed)
         row_weights = valid.to(x.dtype) if weight is None else next(summed)
+        # loss = log(sum of powers) - (x of the target - max)
         lse = total.log()
         a, b = (1 - smoothing) * row_weights, smoothing / num_classes
         rows, slope = a * (lse - picked), a
@@ -253,6 +262,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             rows = rows + b * (all_weights * lse - all_x)
             slope = a + b * all_weights
         ctx.dim, ctx.b = dim, b
+        # The softmax is saved in place of the logits, as its gradient needs nothing else.
         softmax = powers.div_(total.unsqueeze(dim)).to(input.dtype)
         ctx.save_for_backward(softmax, index, here, valid, a, slope, weight)
         ctx.mark_non_differentiable(row_weights)
@@ -265,6 +275,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         dim = ctx.dim
         wide = accumulation_dtype(softmax.dtype)
         grad = torch.where(valid, grad.to(wide), 0.0)
+        # d loss / d x = softmax - 1 at the target; only the rank that has the class subtracts.
         grad_input = softmax.to(wide) * (grad * slope).unsqueeze(dim)
         if grad_input.shape[dim]:
             grad_input.scatter_add_(

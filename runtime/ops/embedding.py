@@ -44,6 +44,7 @@ def embedding(
     if num_local == 0:
         # Zeros, with a gradient to the empty weight.
         return weight.sum(0).expand(*input.shape, weight.shape[1]).contiguous()
+    # Row 0 here is row ``start`` of the table.
     index = input - start
     outside = (index < 0) | (index >= num_local)
     local_padding = (
@@ -51,6 +52,7 @@ def embedding(
         if padding_idx is None or not 0 <= padding_idx - start < num_local
         else padding_idx - start
     )
+    # Ids of other ranks look up any row, and give zeros.
     return F.embedding(index.masked_fill(outside, 0), weight, local_padding).masked_fill(
         outside.unsqueeze(-1), 0.0
     )

@@ -90,10 +90,12 @@ class _Norm(torch.autograd.Function):
         eps: float,
         centres: bool,
     ) -> Tensor:
+        # The dims of ``shape``, split over the ranks of ``axes``.
         dims = list(range(input.ndim - len(shape), input.ndim))
         count = math.prod(shape)
         x = input.to(accumulation_dtype(input.dtype))
         mean = None
+        # ``rms_norm`` does not centre.
         if centres:
             mean = sum_over(x.sum(dims, keepdim=True), axes) / count
             x = x - mean
@@ -119,6 +121,8 @@ class _Norm(torch.autograd.Function):
         normalised = (x if mean is None else x - mean) * scale
         rows = list(range(input.ndim - len(ctx.dims)))
         grad_input = None
+        # grad_input = scale * (g - normalised * mean(g * normalised) - mean(g)): both means go in
+        # one message.
         if wants_input:
             g = grad if weight is None else grad * weight.to(grad.dtype)
             sums = [(g * normalised).sum(ctx.dims, keepdim=True)]
@@ -129,6 +133,7 @@ class _Norm(torch.autograd.Function):
             if mean is not None:
                 grad_input = grad_input - means[1]
             grad_input = (grad_input * scale).to(input.dtype)
+        # Rows are local, so these are partial sums of the whole gradient.
         grad_weight = (grad * normalised).sum(rows).to(weight.dtype) if wants_weight else None
         grad_bias = grad.sum(rows).to(ctx.bias_dtype) if wants_bias else None
         return grad_input, grad_weight, grad_bias, None, None, None, None

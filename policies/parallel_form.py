@@ -2,8 +2,8 @@
 
     dict(pipeline=2, tensor=dict(size=4, mode="2d"))      # on 16 ranks: 2 units of 2 x 4
 
-It is Colossal-AI's form, for the policy ``tensor``. Both parts may be left out, and what remains of
-the ranks is data parallel: units.
+It is Colossal-AI's form, for the policies ``tensor``, ``cp`` and ``hybrid``. Both parts may be left
+out, and what remains of the ranks is data parallel: units.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardwright.policies.tensor_modes import AXES, fitting_sizes
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ArgumentError, ConfigError, brief, did_you_mean
 
-POLICY = "tensor"
-"""The policy that the form stands for."""
+SEQUENCE = "sequence"
+"""The mode in which the ranks share sequences, not layers: policy ``cp``, ``hybrid`` in stages."""
 
 FORMS = (
     "tensor=dict(size=4, mode='1d'), dict(size=4, mode='2d'), "
     "dict(size=8, mode='2.5d', depth=2) or dict(size=8, mode='3d')"
 )
 
-_OWN_OPTIONS = ("mode", "shape", "depth", "num_stages")
+_OWN_OPTIONS = ("mode", "shape", "depth", "num_stages", "cp", "tp", "dp")
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,20 @@ class ParallelForm:
         data = None if form.get("data") is None else _size("data", form["data"])
         return cls(_size("pipeline", form.get("pipeline")), size, mode, depth, data)
 
+    @property
+    def policy(self) -> str:
+        """The policy that it stands for."""
+        if self.mode != SEQUENCE:
+            return "tensor"
+        return "hybrid" if self.pipeline > 1 else "cp"
+
     def options(self) -> dict[str, Any]:
-        """The options of policy ``tensor`` that it stands for."""
-        found: dict[str, Any] = {"mode": self.mode}
-        found |= {} if self.depth is None else {"depth": self.depth}
-        return found | ({"num_stages": self.pipeline} if self.pipeline > 1 else {})
+        """The options of that policy."""
+        stages = {"num_stages": self.pipeline} if self.pipeline > 1 else {}
+        if self.mode == SEQUENCE:
+            return {"cp": self.size, **stages, **({"tp": 1} if stages else {})}
+        depth = {} if self.depth is None else {"depth": self.depth}
+        return {"mode": self.mode, **depth, **stages}
 
 
 def without_form(
@@ -90,7 +99,7 @@ def without_form(
         compute_config.to_json() if isinstance(compute_config, ComputeConfig) else compute_config
     )
     if not isinstance(given, Mapping):
-        return POLICY, ComputeConfig.of(given)  # refuses it, in words
+        return form.policy, ComputeConfig.of(given)  # refuses it, in words
     plan = given.get("plan_ngpus", form.num_ranks)
     if plan != form.num_ranks:
         raise ConfigError(
@@ -118,12 +127,12 @@ def without_form(
         if name in options:
             raise ConfigError(
                 f"pas_config says {name!r}, and so does parallel",
-                hint=f"leave {name!r} out of pas_config, or take policy {POLICY!r} with it",
+                hint=f"leave {name!r} out of pas_config, or take policy {form.policy!r} with it",
             )
     own = {"plan_ngpus": plan, "runtime_ngpus": runtime, "pas_config": options | form.options()}
     fields = {**given, **own}
     is_config = isinstance(compute_config, ComputeConfig)
-    return POLICY, ComputeConfig.from_json(fields) if is_config else ComputeConfig.of(fields)
+    return form.policy, ComputeConfig.from_json(fields) if is_config else ComputeConfig.of(fields)
 
 
 def _size(name: str, value: Any) -> int:
@@ -162,13 +171,10 @@ def _tensor(value: Any) -> tuple[int, str, int | None]:
         raise ConfigError(
             f"tensor=dict(size={size}) does not say its mode", hint=f"one of the forms {FORMS}"
         )
-    if mode not in AXES:
+    if mode not in (*AXES, SEQUENCE):
         raise ConfigError(
             f"there is no tensor mode {brief(mode)}",
-            why="a sequence in pieces is no mode of tensor parallelism here"
-            if mode == "sequence"
-            else None,
-            hint=f"one of {', '.join(map(repr, AXES))}",
+            hint=f"one of {', '.join(map(repr, (*AXES, SEQUENCE)))}",
         )
     if depth is not None:
         if mode != "2.5d":
@@ -186,6 +192,7 @@ def _check_size(size: int, mode: str, depth: int | None) -> None:
     """Squares and cubes alone, as in the original; policy ``tensor`` takes rectangles too."""
     edges = {
         "1d": size,
+        SEQUENCE: size,
         "2d": math.isqrt(size) ** 2,
         "2.5d": math.isqrt(size // (depth or 1)) ** 2 * (depth or 1),
         "3d": round(size ** (1 / 3)) ** 3,

@@ -55,9 +55,8 @@ FORMS = "dict(size=4, mode='1d'), dict(size=4, mode='2d')"
         (
             {"tensor": {"size": 4, "mode": "4d"}},
             ValueError,
-            "there is no tensor mode '4d'\n  try:   one of '1d', '2d', '2.5d', '3d'",
+            "there is no tensor mode '4d'\n  try:   one of '1d', '2d', '2.5d', '3d', 'sequence'",
         ),
-        ({"tensor": {"size": 4, "mode": "sequence"}}, ValueError, "there is no tensor mode 'seq"),
         (
             {"tensor": {"size": 8, "mode": "2d"}},
             ValueError,
@@ -92,6 +91,15 @@ def test_what_is_refused(form, kind, text):
     assert str(caught.value).startswith(text)
     if "does not say its mode" in text:
         assert FORMS in str(caught.value)
+
+
+def test_a_sequence_in_pieces_is_another_policy():
+    tensor = {"size": 4, "mode": "sequence"}
+    policy, config = without_form({"tensor": tensor}, {"runtime_ngpus": 8})
+    assert (policy, config.pas_config, config.num_units) == ("cp", {"cp": 4}, 2)
+    policy, config = without_form({"tensor": tensor, "pipeline": 2}, {})
+    assert policy == "hybrid" and config.plan_ngpus == config.runtime_ngpus == 8
+    assert config.pas_config == {"cp": 4, "num_stages": 2, "tp": 1}
 
 
 def test_what_the_config_says_besides():

@@ -60,10 +60,12 @@ class BodyWriter(StatementWriter):
         """
         body: list[Line] = []
         items = group_blocks(program)
+        # Runs that are alike share a method, so each is written with all its instances at hand.
         instances: dict[Any, list[Run]] = {}
         for item in items:
             if isinstance(item, Run):
                 instances.setdefault(item.key, []).append(item)
+        # When the last reader of a gathered weight has run, it is let go.
         kept = _held_at_the_end(program)
         over, readers = gathered_until(items, kept), readers_of(items, kept)
         # An item is a loop over several runs, a single run, or one instruction.
@@ -123,16 +125,19 @@ class BodyWriter(StatementWriter):
             for layer in range(12):
                 x = self._h_block(self.h[layer], x)
         """
+        # The first run says what comes in, the last one what goes out.
         first, last = loop.runs[0], loop.runs[-1]
         assert first.container is not None and last.container is not None
         prefix, start = first.container
         inputs = [scope.name(value) for value in first.inputs]
+        # Variables lose the number of their layer: ``h_11_add`` is ``h_add``.
         for value in last.outputs:
             name = value.name.removeprefix(f"{identifier(container_path(last.container))}_")
             scope.define(
                 value, re.sub(r"_\d+$", "", f"{identifier(prefix)}_{name}" if prefix else name)
             )
         targets = [scope.name(value) for value in last.outputs]
+        # Before the loop: what the first layer reads, under the name that each layer hands on.
         begins = dict(sorted((output, inputs[at]) for at, output in loop.carried.items()))
         inputs = [
             targets[loop.carried[at]] if at in loop.carried else name
@@ -170,6 +175,7 @@ class BodyWriter(StatementWriter):
         container = container_path(run.container)
         outer = identifier(run.container[0]) if run.container and run.container[0] else "inner"
         base = f"{outer}_block"
+        # Methods, tensors and attributes share one namespace.
         taken = {method.name for method in self.methods.values()} | MODULE_ATTRIBUTES
         taken |= {
             (d.value.fqn or d.value.name).partition(".")[0]
@@ -181,6 +187,7 @@ class BodyWriter(StatementWriter):
             for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
             if n not in taken
         )
+        # Inside of the method names are those of the block: ``block.attn.weight``.
         scope = Scope(self._reserved(program) | set(run.symbols))
         scope.strip = f"{identifier(container)}_" if container else ""
         scope.block = run.container
@@ -196,6 +203,7 @@ class BodyWriter(StatementWriter):
         lines += [self._update(update, scope) for update in run.updates]
         self._container = ""
         lines = with_headings(lines, "block")
+        # A value of training alone is ``None`` in evaluation.
         outputs = (
             f"{scope.name(v)} if self.training else None"
             if v.name in self._train_only
@@ -203,6 +211,7 @@ class BodyWriter(StatementWriter):
             for v in run.outputs
         )
         lines.append(Line(f"return {', '.join(outputs)}"))
+        # Random draws are named after the number of the layer.
         takes_layer = any("{layer}" in line.code for line in lines)
         words = [
             "self",

@@ -17,9 +17,11 @@ def describe(value: IRValue, layout: Layout, dims: ModelDims | None) -> str:
     words = []
     for index, atoms in enumerate(layout.dims):
         names = classes[index] if classes and index < len(classes) else ()
+        # The atoms of a dim are dims of the model: ``heads/tp * head_dim``.
         if dims is not None and len(names) == len(atoms):
             parts = []
             for class_index, atom in zip(names, atoms, strict=True):
+                # A dim without a name of its own is told by its size.
                 name = dims.classes[class_index].name
                 parts.append(
                     "/".join(

@@ -46,11 +46,13 @@ def declaration_lines(declarations: Iterable[Declaration]) -> list[str]:
     """The body of ``declare``, in the order of the declarations. Layers that are alike are a loop
     over their numbers.
     """
+    # Neighbours of one layer together.
     layers = [
         _Layer(key, tuple(group))
         for key, group in groupby(declarations, lambda d: container_of(_name(d)))
     ]
     lines = []
+    # Layers with equal declarations become a loop over their numbers.
     for alike in _stretches(layers):
         first = alike[0]
         if len(alike) == 1 or first.container is None:

@@ -200,6 +200,7 @@ class Writer(BodyWriter):
         default. Other arguments default to what was traced.
         """
         graph = self.program.graph
+        # What was traced is given; behind an argument with a default, all others need one too.
         given = dict(graph.signature)
         words, defaults = ["self"], False
         for name in graph.argument_order:
@@ -222,6 +223,7 @@ class Writer(BodyWriter):
         """Check the arguments and name their tensors."""
         graph = self.program.graph
         lines, leaves, pairs = [], [], []
+        # A tensor is an argument itself; a nested structure is flattened into its leaves.
         for name, tree in graph.signature:
             local = self._arguments[name]
             if tree.kind == "leaf":
@@ -245,12 +247,14 @@ class Writer(BodyWriter):
         check = f"self.check_inputs({{{', '.join(pairs)}}}"
         lines.append(Line(f"{check}, {{{', '.join(absent)}}})" if absent else f"{check})"))
         lines += [Line(f"{scope.name(value)} = {source}") for value, source in leaves]
+        # Dynamic sizes are read off a tensor that has them, if anything uses them.
         for symbol, (value, dim) in graph.symbols().items():
             scope.reserve(symbol)
             if symbol in used | {
                 str(s) for condition in graph.conditions for s in condition.free_symbols
             }:
                 lines.append(Line(f"{symbol} = {scope.name(value)}.size({dim})"))
+        # Conditions under which the graph was traced hold for every call, or it is refused.
         for condition in graph.conditions:
             text = to_python(condition)
             lines.append(Line(f"self.require({text}, {quoted(text)})"))
@@ -271,12 +275,15 @@ class Writer(BodyWriter):
         local = ", ".join(["self", *(self._arguments[name] for name in names)])
         head = wrap(f"def forward({self._signature()}):", WIDTH - 4)
         body, others = self._body(program), []
+        # Evaluation has a body of its own where the model does something else in it.
         if program.eval_program is not None:
             call = wrap(f"return self.forward_eval({', '.join(names)})", WIDTH - 12)
             head += ["    if not self.training:", *(f"        {line}" for line in call)]
             others.append(
                 [*wrap(f"def forward_eval({local}):", WIDTH - 4), *self._body(program.eval_program)]
             )
+        # Names that generated code needs itself: ``forward`` keeps them, and hands on to a body
+        # without.
         if any(name != local_name for name, local_name in self._arguments.items()):
             others.append([*wrap(f"def forward_renamed({local}):", WIDTH - 4), *body])
             body = [

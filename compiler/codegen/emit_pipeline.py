@@ -86,6 +86,7 @@ def emit_pipeline(
                 program.programs[own[0]], pipeline=program, own=own
             ).fields(origin)
             writers[own]["attributes"] += random_lines(seed, rng)
+        # The first stage says where on its mesh the rank is.
         first = program.plan.stages[own[0]]
         coords = first.mesh.coords(first.ranks.index(rank))
         where = [

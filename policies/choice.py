@@ -494,6 +494,9 @@ def _products(op: IROp) -> list[frozenset[str]]:
     )
     tensors = [factors(refs) for refs in (*(rule.operands[i] for i in multiplied), *rule.results)]
     every = frozenset[str]().union(*tensors)
-    # what only one tensor has is not multiplied: the pixels of a convolution before its stride, the
-    # experts of grouped rows
+    if is_convolution(op):
+        # Its space is not counted, whether it keeps its size, and is one factor, or is two: all
+        # convolutions of a network are measured alike.
+        every = frozenset(name for name in every if not rule.frozen(name))
+    # what only one tensor has is not multiplied: the experts of grouped rows
     return [frozenset(name for name in every if sum(name in tensor for tensor in tensors) > 1)]

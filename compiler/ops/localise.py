@@ -31,8 +31,9 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
     # A split that needs communication inside is run by another function.
+    exchanged_factors = {factor for pair in rule.exchanges for factor in pair}
     if rule.parallel is not None and (
-        rule.random or any(factor in axes for factor in rule.parallel.factors)
+        rule.random or not axes.keys().isdisjoint({*rule.parallel.factors, *exchanged_factors})
     ):
         form, local = rule.parallel, local_sizes(rule, axes, mesh)
         for axis in mesh.names:

@@ -88,11 +88,13 @@ class ParallelFactor:
     ``operands`` as a whole: the general law holds.
     ``anywhere``: it does not matter where in the factor the pieces lie (the form of a mean only
     counts), so that all pieces of a refined factor keep the form, not just the outermost.
+    ``empty``: the form runs on a rank without a piece, though the operator would not.
     """
 
     operands: tuple[str, ...] | None = None
     results: tuple[str, ...] | None = None
     anywhere: bool = False
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,8 @@ class OpRule:
     ``updates``: operand positions changed in place (running statistics). ``nonempty``: the function
     refuses empty tensors, so no rank may be left without a piece.
     ``exchanges``: pairs of factors of which the parallel form may exchange the cut: along one axis
-    all operands are cut in the first, all results in the second.
+    operands are cut in the first, results in the second. Frozen factors among them are dims of one
+    tensor that changes its length, of which ranks exchange edges (``edges.py``).
     ``densities``: of operands and of results, which rows are stored, where not all are.
     """
 
@@ -236,11 +239,15 @@ class OpRule:
     def splittable(self, name: str, num_pieces: int = 1) -> bool:
         """Whether the factor may be split over mesh axes, ``num_pieces`` in all."""
         factor = self.factor(name)
-        if self.nonempty and not self._reaches_all(factor, num_pieces):
+        form = self.parallel.factors.get(name) if self.parallel else None
+        fills_all = (form is not None and form.empty) or self._reaches_all(factor, num_pieces)
+        if self.nonempty and not fills_all:
             return False
-        return factor.kind is not FactorKind.FROZEN or (
-            self.parallel is not None and name in self.parallel.factors
-        )
+        return form is not None or factor.kind is not FactorKind.FROZEN
+
+    def frozen(self, name: str) -> bool:
+        """Whether the factor must be whole, but for what a parallel form does."""
+        return self.factor(name).kind is FactorKind.FROZEN
 
     def _reaches_all(self, factor: Factor, num_pieces: int) -> bool:
         """Whether each of so many ranks gets a piece: of every segment if a tensor has a single

@@ -50,15 +50,20 @@ def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
     if not all(s in known for s in assignment.values()):
         return False
     exchanging = [axis for axis in mesh.names if exchange(assignment.get(axis, "R"))]
+    pairs = {pair for s in assignment.values() if (pair := exchange(s))}
     for side in (0, 1):
         for factor, axes in factor_axes(assignment, mesh, side).items():
-            if not rule.splittable(factor, mesh.num_ranks(axes)):
+            # A frozen factor is cut in an exchange only, which moves what lies beyond the cut.
+            exchanged = rule.frozen(factor) and any(factor == pair[side] for pair in pairs)
+            if not exchanged and not rule.splittable(factor, mesh.num_ranks(axes)):
                 return False
             # The ranks of an axis exchange tokens that lie together: the piece that the axes before
             # it leave them. So no other axis cuts them further.
             if any(axis in exchanging for axis in axes[:-1]) and _on_both_sides(rule, factor):
                 return False
-    return len(exchanging) <= 1
+    # Tokens go to experts along one axis. Dims of which edges are exchanged may be several, and
+    # several axes may cut one.
+    return len(exchanging) <= 1 or all(rule.frozen(source) for source, _ in pairs)
 
 
 def _on_both_sides(rule: OpRule, factor: str) -> bool:
@@ -101,8 +106,12 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
         return tuple("P" if i in linear_set else "G" for i in range(num_operands)), (
             "P",
         ) * num_results
-    if strategy.startswith("exchange:"):
-        return ("S",) * num_operands, ("S",) * num_results
+    exchanged = exchange(strategy)
+    if exchanged is not None:
+        source, target = exchanged
+        return tuple("S" if has_factor(refs, source) else "G" for refs in rule.operands), tuple(
+            "S" if has_factor(refs, target) else "P" for refs in rule.results
+        )
     factor = strategy.removeprefix("split:")
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
     summed = "P" in results

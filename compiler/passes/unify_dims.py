@@ -323,12 +323,23 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
                 in_form.setdefault(factor.name, []).append(name)
             frozen = entry is not None and not entry.anywhere and not contiguous
             factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
+    by_name = {factor.name: factor for factor in factors}
+
+    def exchanged(name: str) -> list[str]:
+        """The pieces of a factor that an exchange may cut: of a frozen one, of which edges are
+        exchanged, only the outermost, as of one that has a form.
+        """
+        names = renamed[name]
+        if rule.frozen(name):
+            names = [n for n in names[:1] if len(by_name[n].segments) == 1]
+        return names
+
     # An exchange of two dims is one of their pieces, each with each.
     exchanges = tuple(
         (a, b)
         for source, target in rule.exchanges
-        for a in renamed[source]
-        for b in renamed[target]
+        for a in exchanged(source)
+        for b in exchanged(target)
     )
     sizes = {factor.name: factor.size for factor in factors}
     return replace(

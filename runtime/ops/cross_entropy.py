@@ -161,6 +161,23 @@ def _row_weights(
     return torch.where(valid, weight.detach()[torch.where(valid, target, 0)], 0.0)
 
 
+def row_weights_of(
+    target: Tensor, weight: Tensor | None, ignore_index: int, start: int, class_axes: Axes
+) -> Tensor:
+    """The weight of each row's class, zero for ignored rows. Classes, and with them ``weight``, may
+    be cut over ``class_axes``; ``start``: the first local one.
+    """
+    if weight is None:
+        return target != ignore_index
+    if not class_axes:
+        return _row_weights(target, weight, ignore_index, weight.dtype)
+    index, here = _local_targets(target, start, weight.shape[0], ignore_index)
+    found = (
+        weight.detach()[index] if weight.numel() else torch.zeros_like(index, dtype=weight.dtype)
+    )
+    return sum_over(torch.where(here, found, 0.0), class_axes)
+
+
 def _local_targets(
     target: Tensor, start: int, num_local: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:

@@ -282,6 +282,70 @@ def images() -> list[Call]:
     ]
 
 
+def edges() -> list[Call]:
+    """Calls that read beyond the piece of a rank: of one neighbour and of several, with padding at
+    either end, and on ranks that make nothing.
+    """
+    short, line, image = _randn(2, 3, 4), _randn(2, 3, 9), _randn(1, 2, 5, 6)
+    some = _ints(9, 3, 7)
+    return [
+        (F.conv1d, (line, _randn(2, 3, 3), _randn(2)), {"stride": 2, "padding": 1}),
+        (F.conv1d, (short, _randn(3, 1, 4)), {"padding": 3, "groups": 3}),  # causal, then cut off
+        (F.conv1d, (short, _randn(2, 3, 3)), {"padding": "same", "dilation": 3}),
+        (F.conv1d, (_randn(3, 2), _randn(2, 3, 2), _randn(2)), {"padding": "same"}),
+        (F.conv2d, (image, _randn(2, 2, 3, 4)), {"padding": "same", "dilation": (1, 2)}),
+        (F.conv_transpose1d, (short, _randn(3, 2, 2), _randn(2)), {"stride": 2}),
+        (F.conv_transpose1d, (short, _randn(3, 2, 1)), {"stride": 3, "output_padding": 2}),
+        (
+            F.conv_transpose1d,
+            (line, _randn(3, 2, 3)),
+            {"stride": 2, "padding": 1, "output_padding": 1, "dilation": 2},
+        ),
+        (F.max_pool1d, (line, 3), {"stride": 2, "padding": 1, "ceil_mode": True}),
+        (F.max_pool2d, (image, 2), {"dilation": 2, "stride": 1}),
+        (F.avg_pool1d, (line, 2), {"ceil_mode": True}),
+        (F.avg_pool1d, (line, 3), {"stride": 2, "padding": 1}),
+        (
+            F.avg_pool2d,
+            (image, 3),
+            {"stride": 2, "padding": 1, "count_include_pad": False, "ceil_mode": True},
+        ),
+        (F.avg_pool2d, (image, 2), {"divisor_override": 3}),
+        (F.lp_pool1d, (line, 2, 3), {"ceil_mode": True}),
+        (F.adaptive_avg_pool1d, (line, 3)),
+        (F.adaptive_avg_pool2d, (_randn(1, 2, 4, 2), (2, 1))),
+        (F.adaptive_max_pool1d, (line, 3)),
+        (F.interpolate, (_randn(1, 2, 3, 2),), {"scale_factor": 2}),
+        (F.interpolate, (short,), {"size": 16, "mode": "linear"}),
+        (torch.Tensor.__getitem__, (line, (slice(None), slice(None), slice(None, -1)))),
+        (torch.Tensor.__getitem__, (line, (0, slice(None), None, slice(2, None, 3)))),
+        (torch.Tensor.__getitem__, (line, (slice(None), -1, slice(-1, None)))),
+        (torch.Tensor.__getitem__, (some, (slice(None), slice(1, None)))),
+        (torch.Tensor.__getitem__, (some > 3, (0, slice(1, None)))),
+        (torch.narrow, (line, 2, 2, 6)),
+        (torch.select, (line, 2, -2)),
+        (F.pad, (line, (3, 0))),
+        (F.pad, (short, (2, -3, 1, 1)), {"value": 1.5}),
+        (torch.flip, (line, [2])),
+        (torch.roll, (short, (-9, 1), (2, 0))),
+        (torch.Tensor.unfold, (line, 2, 3, 2)),
+        (F.group_norm, (_randn(2, 4, 2, 3), 2, _randn(4), _randn(4))),
+        *_scans(),
+    ]
+
+
+def _scans() -> list[Call]:
+    zeros, infinite = _randn(2, 7).detach(), _randn(2, 7).detach()
+    zeros[0, 2] = zeros[1, 0] = zeros[1, 5] = 0.0
+    infinite[0, :3] = -torch.inf
+    return [
+        (torch.cumsum, (_randn(2, 2), 1)),
+        (torch.cumsum, (_ints(9, 2, 7) > 3, -1)),
+        (torch.cumprod, (zeros.requires_grad_(), 1)),
+        (torch.logcumsumexp, (infinite.requires_grad_(), 1)),
+    ]
+
+
 def tables() -> list[Call]:
     return [
         (F.embedding, (IDS, _randn(7, 6))),
@@ -351,6 +415,29 @@ def losses() -> list[Call]:
         (F.cross_entropy, (_randn(7), torch.tensor(3))),
     ]
     return calls
+
+
+def linear_losses() -> list[Call]:
+    """A linear layer with its loss, which torch has from 2.13: all rows at once, and in chunks of
+    which the last is shorter.
+    """
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        return []
+    x, matrix, bias = _randn(5, 4), _randn(7, 4), _randn(7)
+    classes = _ints(7, 5)
+    classes[1] = -100  # ignored
+    chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    weighted = {"weight": _rand(7), "options": chunks}
+    return [
+        (function, (x, matrix, classes), {"linear_bias": bias, "label_smoothing": 0.1}),
+        (function, (x, matrix, classes), {"linear_bias": bias, "options": chunks}),
+        (function, (x, matrix, classes), weighted),
+        (function, (x, matrix, classes), {**weighted, "reduction": "sum"}),
+        (function, (x, matrix, classes), {"reduction": "none", "options": chunks}),
+        (function, (x, matrix, _rand(5, 7).softmax(-1))),
+        (function, (x[0], matrix, classes[0])),
+    ]
 
 
 def random() -> list[Call]:
@@ -642,8 +729,10 @@ EXAMPLES: dict[str, list[Call]] = {
         norms,
         attention,
         images,
+        edges,
         tables,
         losses,
+        linear_losses,
         random,
         recurrent,
         fourier,

@@ -36,6 +36,8 @@ PRODUCTS: Mapping[str, tuple[int, int]] = {
 
 CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
 
+LINEAR_LOSS = "linear_cross_entropy"
+
 ATTENTION = "scaled_dot_product_attention"
 
 RECURRENT = frozenset(
@@ -78,7 +80,7 @@ def may_multiply(op: IROp) -> bool:
     sizes.
     """
     known = (
-        op.target == ATTENTION
+        op.target in (ATTENTION, LINEAR_LOSS)
         or op.target in RECURRENT
         or op.target in CONVOLUTIONS
         or op.target in PRODUCTS
@@ -112,6 +114,8 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
         return forward, sum(2 * seconds if trained else seconds for seconds, trained in products)
     if target in CONVOLUTIONS:
         product, factors = _convolution(call), (0, 1)
+    elif target == LINEAR_LOSS:
+        product, factors = _head(call), (0, 1)
     elif target in PRODUCTS and len(call.operands) > PRODUCTS[target][1]:
         factors = PRODUCTS[target]
         product = _matrix_product(call, *factors)
@@ -123,7 +127,11 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
     left, right = (index in wanted for index in factors)
     backward = product.gradient_s(device, dtype, left=True) if left else 0.0
     backward += product.gradient_s(device, dtype, left=False) if right else 0.0
-    return product.seconds(device, dtype), backward
+    forward_s = product.seconds(device, dtype)
+    chunk_rows = call.op.arg("chunk_rows") if target == LINEAR_LOSS else None
+    if wanted and chunk_rows and call.operands[0].shape[0] > chunk_rows:
+        backward += forward_s  # the logits of every chunk once more
+    return forward_s, backward
 
 
 def _compute_dtype(call: LocalCall) -> str | None:
@@ -194,6 +202,12 @@ def _convolution(call: LocalCall) -> _Product:
         return _Product(places, weight.shape[1] * kernel, weight.shape[0] / groups, groups)
     places = call.results[0].num_elements / max(1, weight.shape[0])
     return _Product(places, weight.shape[0] / groups, weight.shape[1] * kernel, groups)
+
+
+def _head(call: LocalCall) -> _Product:
+    """The product of a linear layer with its loss: rows ``[N, K]`` and a matrix ``[C, K]``."""
+    x, matrix = call.operands[:2]
+    return _Product(x.num_elements / max(1, x.shape[-1]), matrix.shape[0], matrix.shape[1])
 
 
 def _channels(x: LocalTensor, weight: LocalTensor) -> int:

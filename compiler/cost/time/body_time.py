@@ -14,7 +14,7 @@ from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.adapter_time import together_time
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
-from shardwright.compiler.cost.time.inner_messages import exchange_in
+from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.plan.conversion import AdapterStep
@@ -131,10 +131,9 @@ def body_time(
             )
             time = time if trains else OpTime(time.forward_s)
             compute_s += runs * time.forward_s + time.backward_s
-            sent = exchange_in(
+            for sent in exchanges_in(
                 instruction.original, instruction.assignment, mesh, hardware, ranks=ranks
-            )
-            if sent is not None:
+            ):
                 seconds = runs * sent.time.forward_s + (sent.time.backward_s if trains else 0.0)
                 sent_bytes = runs * sent.forward_bytes + (sent.backward_bytes if trains else 0.0)
                 # The operator's own time has the exchange in it, which is counted as communication.

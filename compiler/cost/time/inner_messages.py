@@ -1,19 +1,21 @@
-"""What operators communicate inside: parallel forms, and exchanges of the cut of two dims."""
+"""What operators communicate inside: parallel forms, exchanges of the cut of two dims, and edges of
+one.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwright.compiler.cost.edge_messages import EdgeMessage, edge_messages
 from shardwright.compiler.cost.local_calls import (
     LocalCall,
     estimated_size,
     local_call,
 )
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.arithmetic import (
-    factors_of,
-)
+from shardwright.compiler.cost.time.arithmetic import LINEAR_LOSS, factors_of
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s
 from shardwright.compiler.ir.op import IROp
@@ -24,6 +26,7 @@ from shardwright.runtime.layout import Mesh
 _MESSAGES: Mapping[str, tuple[float, float, float]] = {
     # (all-reduces of the forward, of the backward, elements of each relative to the reduced shape)
     "cross_entropy": (2, 0, 1.5),
+    "linear_cross_entropy": (2, 0, 1.5),
     "nll_loss": (2, 0, 1.0),
     "softmax": (2, 1, 1.0),
     "log_softmax": (2, 1, 1.0),
@@ -31,6 +34,11 @@ _MESSAGES: Mapping[str, tuple[float, float, float]] = {
     "batch_norm": (2, 1, 1.0),
     "layer_norm": (2, 1, 4 / 3),  # the backward sends two sums of a row as one
     "rms_norm": (1, 1, 1.0),
+    "group_norm": (2, 1, 1.0),
+    # Every rank gets a total of each piece, which an all-reduce of one stands for.
+    "cumsum": (1, 1, 1.0),
+    "cumprod": (1, 1, 1.0),
+    "logcumsumexp": (1, 1, 1.0),
 }
 
 
@@ -62,9 +70,9 @@ def messages_time(
     """What the parallel form of the call communicates."""
     target = call.op.target
     # An exchange sends tokens to experts; a parallel form sums along its axes.
-    sent = _exchange(call, assignment, mesh, hardware, ranks)
-    if sent is not None:
-        return sent.time
+    sent = _exchanges(call, assignment, mesh, hardware, ranks)
+    if sent:
+        return sum((exchange.time for exchange in sent), OpTime())
     axes = _inner_axes(call.op.rule, assignment, mesh) if target in _MESSAGES else ()
     if not axes:
         return OpTime()
@@ -85,8 +93,8 @@ def messages_time(
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What an operator sends along an axis where it exchanges the cut of two dims: seconds, of
-    which the time of the operator has a part, and bytes.
+    """What an operator sends along an axis where it exchanges the cut of two dims, or edges of a
+    dim: seconds, of which the time of the operator has a part, and bytes.
     """
 
     axis: str
@@ -95,34 +103,72 @@ class Exchange:
     backward_bytes: float
 
 
-def exchange_in(
+def exchanges_in(
     op: IROp,
     assignment: Assignment,
     mesh: Mesh,
     hardware: Hardware,
     *,
     ranks: Sequence[int] | None = None,
-) -> Exchange | None:
-    """What ``op`` sends under a strategy that exchanges two dims; ``None`` under any other.
-    ``ranks``: as for :func:`op_time`, whose answer has these seconds.
+) -> tuple[Exchange, ...]:
+    """What ``op`` sends under strategies that exchange two dims, or edges of one. ``ranks``: as for
+    :func:`op_time`, whose answer has these seconds.
     """
-    if not any(map(exchange, assignment.values())):
-        return None
-    return _exchange(local_call(op, assignment, mesh), assignment, mesh, hardware, ranks)
+    rule = op.rule
+    assert rule is not None
+    if rule.parallel is None or not any(map(split_factor, assignment.values())):
+        return ()
+    return _exchanges(local_call(op, assignment, mesh), assignment, mesh, hardware, ranks)
 
 
-def _exchange(
+def _exchanges(
     call: LocalCall,
     assignment: Assignment,
     mesh: Mesh,
     hardware: Hardware,
     ranks: Sequence[int] | None,
-) -> Exchange | None:
+) -> tuple[Exchange, ...]:
     on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
-    for axis, strategy in assignment.items():
-        if exchange(strategy) and mesh.axis_size(axis) > 1:
-            return _tokens_sent(call, axis, mesh, hardware, on)
-    return None
+    assert call.op.rule is not None
+    if call.op.rule.parallel is None:
+        return ()
+    if call.op.rule.densities is not None:
+        return tuple(
+            _tokens_sent(call, axis, mesh, hardware, on)
+            for axis, strategy in assignment.items()
+            if exchange(strategy) and mesh.axis_size(axis) > 1
+        )
+    return tuple(
+        _edges_sent(call, message, mesh, hardware, on)
+        for message in edge_messages(call.op, assignment, mesh)
+    )
+
+
+def _edges_sent(
+    call: LocalCall,
+    message: EdgeMessage,
+    mesh: Mesh,
+    hardware: Hardware,
+    ranks: tuple[int, ...],
+) -> Exchange:
+    """Edges of a dim on their way to the ranks that read them, and their gradients on the way
+    home.
+    """
+    num_ranks = mesh.axis_size(message.axis)
+    backward = bool(call.differentiated) and 0 in call.differentiated
+
+    def sent_s(num_bytes: float) -> float:
+        if not num_bytes:
+            return 0.0
+        # An all-to-all of n bytes keeps one part of n / num_ranks; of edges nothing stays.
+        whole = num_bytes * num_ranks / (num_ranks - 1)
+        return axes_collective_s(
+            hardware, "all_to_all", whole, mesh, (message.axis,), ranks
+        ) + hardware.device.memory_s(2 * message.copied_bytes)
+
+    backward_bytes = message.backward_bytes if backward else 0.0
+    time = OpTime(sent_s(message.forward_bytes), sent_s(backward_bytes))
+    return Exchange(message.axis, time, message.forward_bytes, backward_bytes)
 
 
 def _tokens_sent(
@@ -164,7 +210,8 @@ def _tokens_sent(
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:
     """The elements that one all-reduce of a parallel form sums: those of the first operand without
-    its split factor; one for a loss whose rows are split; one per channel for batch norm.
+    its split factor; one for a loss whose rows are split; one per channel for batch norm,
+    one per sample and group for group norm.
     """
     rule = call.op.rule
     assert rule is not None
@@ -172,6 +219,11 @@ def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> flo
     assert factor is not None
     if call.op.target in ("cross_entropy", "nll_loss") and factor in factors_of(rule.operands[1]):
         return 1.0
+    if call.op.target == LINEAR_LOSS:
+        rows = factors_of(rule.operands[0])
+        return 1.0 if factor in rows else float(math.prod(call.operands[0].shape[:-1]))
     if call.op.target == "batch_norm":
         return float(call.operands[0].shape[1])
+    if call.op.target == "group_norm":
+        return float(call.operands[0].shape[0] * estimated_size(call.op.arg("num_groups")))
     return call.operands[0].num_elements / max(1, call.factors[factor])

@@ -110,6 +110,7 @@ SPLIT_PASSES: Mapping[str, tuple[float, float]] = {
     "log_softmax": (8.0, 5.0),
     "logsumexp": (5.0, 4.0),
     "batch_norm": (9.0, 12.0),
+    "group_norm": (9.0, 12.0),
 }
 """How often parallel forms go over it, which communicate inside: they consist of several operators.
 """

@@ -1,37 +1,78 @@
-"""Convolutions, resizing and sampling of images. Batch and channels may be split, space stays
-whole.
+"""Convolutions, resizing and sampling of images. Batch and channels may be split, and space too
+where an exchange of edges is enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import quotient
+from shardwright.compiler.ir.size import Size, divides, is_static, quotient
 from shardwright.compiler.ops.aliases import callables
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
+from shardwright.compiler.ops.edges import over_space, per_dim, space
 from shardwright.compiler.ops.rule import LocalSizes, OpRule
 from shardwright.compiler.ops.rule_builder import linear_sets
-from shardwright.compiler.ops.terms import annotation, indices, names
+from shardwright.compiler.ops.terms import RUNTIME, annotation, define_form, indices, names
 
 
 def _spatial(op: IROp) -> tuple[list[str], list[str], list[str], list[str]]:
     """Batch (none for an unbatched input), input, kernel and output dims of a convolution."""
     num_spatial = op.operands[1].ndim - 2
     batch = ["b"] if op.operands[0].ndim == num_spatial + 2 else []
-    return (
-        batch,
-        names(num_spatial, "y", "^"),
-        names(num_spatial, "k", "^"),
-        names(num_spatial, "z", "^"),
-    )
+    y, z = space(op, num_spatial)
+    return batch, y, names(num_spatial, "k", "^"), z
 
 
-def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
+def _windows(op: IROp) -> list[tuple[Size, ...]] | None:
+    """What a place of the result reads, for each dim of space; ``None`` where the size of the
+    kernel is dynamic.
+    """
+    kernel = op.operands[1].shape[2:]
+    if not all(map(is_static, kernel)):
+        return None
+    strides, dilations = (per_dim(op.arg(name, 1), len(kernel)) for name in ("stride", "dilation"))
+    padding = op.arg("padding", 0)
+    found: list[tuple[Size, ...]] = []
+    for i, (k, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True)):
+        reach = dilation * (k - 1) + 1
+        same = {"valid": 0, "same": (reach - 1) // 2}
+        before = same[padding] if isinstance(padding, str) else per_dim(padding, len(kernel))[i]
+        found.append((stride, before, reach))
+    return found
+
+
+def _transposed_windows(op: IROp) -> list[tuple[Size, ...]] | None:
+    """What a place of the result of a transposed convolution reads.
+
+    Place ``p`` gets from each input ``i`` that has ``i * stride - padding + dilation * j = p`` for
+    some ``j`` of the kernel.
+    """
+    kernel = op.operands[1].shape[2:]
+    if not all(map(is_static, kernel)):
+        return None
+    strides, dilations = (per_dim(op.arg(name, 1), len(kernel)) for name in ("stride", "dilation"))
+    paddings = per_dim(op.arg("padding", 0), len(kernel))
+    found: list[tuple[Size, ...]] = []
+    for k, stride, dilation, padding in zip(kernel, strides, dilations, paddings, strict=True):
+        last = dilation * (k - 1)
+        # The first input is (p + padding - last) / stride, rounded up, the last one
+        # (p + padding) / stride, rounded down.
+        window: tuple[Size, ...] = (1, last - padding - stride + 1, last - stride + 2, stride)
+        if last < stride - 1:  # some places get nothing: the next input reaches over them
+            window = (1, -padding, stride - last, stride)
+        found.append(window)
+    return found
+
+
+def _rule(
+    op: IROp, text: str, groups: int, channels: int, windows: list[tuple[Size, ...]] | None
+) -> OpRule:
     """The rule of a convolution. The argument ``groups`` of a rank is its number of channels,
     divided by that of one group, which dim 1 of the weight has.
     """
@@ -43,7 +84,7 @@ def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
             "groups": quotient(local.shape(tensor)[channel_dim], local.shape(rule.operands[1])[1])
         }
 
-    return parse_rule(
+    rule = parse_rule(
         text,
         op,
         additive=indices(op, "bias"),
@@ -51,6 +92,7 @@ def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
         localise=local_groups if groups > 1 else None,
         nonempty=True,  # without channels torch computes the wrong shape, or refuses
     )
+    return rule if windows is None else over_space(op, rule, f"{RUNTIME}.{op.target}", windows)
 
 
 def _conv(op: IROp) -> OpRule:
@@ -58,7 +100,7 @@ def _conv(op: IROp) -> OpRule:
     groups = op.arg("groups", 1)
     inner, outer = ("c+", "o") if groups == 1 else (f"(g={groups} c+)", "(g o)")
     operands = [[*batch, inner, *y], [outer, "c", *k], *([[outer]] if op.has_arg("bias") else [])]
-    return _rule(op, annotation(operands, [[*batch, outer, *z]]), groups, 0)
+    return _rule(op, annotation(operands, [[*batch, outer, *z]]), groups, 0, _windows(op))
 
 
 def _conv_transpose(op: IROp) -> OpRule:
@@ -66,7 +108,8 @@ def _conv_transpose(op: IROp) -> OpRule:
     groups = op.arg("groups", 1)
     inner, outer = ("c+", "o") if groups == 1 else (f"(g={groups} c+)", "(g o)")
     operands = [[*batch, inner, *y], [inner, "o", *k], *([[outer]] if op.has_arg("bias") else [])]
-    return _rule(op, annotation(operands, [[*batch, outer, *z]]), groups, 1)
+    text = annotation(operands, [[*batch, outer, *z]])
+    return _rule(op, text, groups, 1, _transposed_windows(op))
 
 
 _CONV = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
@@ -75,6 +118,8 @@ _TRANSPOSED = (
 )
 for _n in (1, 2, 3):
     define(f"conv{_n}d", _CONV, f"F.conv{_n}d", _conv, *callables(f"conv{_n}d"))
+    define_form(f"conv{_n}d", f"{_CONV}, *, edges=()")
+    define_form(f"conv_transpose{_n}d", f"{_TRANSPOSED}, *, edges=()")
     define(
         f"conv_transpose{_n}d",
         _TRANSPOSED,
@@ -96,6 +141,58 @@ def channelwise(op: IROp) -> OpRule:
     return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
+def _interpolate(op: IROp) -> OpRule:
+    """Space may be split where it gets a power of two as long: then a place of the result reads the
+    same places, in numbers without rounding, wherever the piece begins.
+    """
+    ndim = op.operands[0].ndim
+    before, after = space(op, ndim - 2)
+    found = parse_rule(
+        annotation([["n", "c", *before]], [["n", "c", *after]]),
+        op,
+        linear_sets=linear_sets(op, ("input",)),
+        nonempty=True,
+    )
+    scales = _scales(op)
+    neighbours = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1}
+    mode = op.arg("mode", "nearest")
+    if scales is None or mode not in neighbours or op.arg("align_corners"):
+        return found
+    if op.arg("antialias", False):
+        return found
+    beside = neighbours[mode]
+    windows = [(1, beside * scale, 2 * beside * scale + 1, scale) for scale in scales]
+    rule = over_space(op, found, f"{RUNTIME}.interpolate", windows)
+    form = rule.parallel
+    if form is None or form.local_args is None:
+        return rule
+    edges = form.local_args
+    return replace(
+        rule,
+        parallel=replace(
+            form, local_args=lambda op, local: {**edges(op, local), "scales": tuple(scales)}
+        ),
+    )
+
+
+def _scales(op: IROp) -> list[int] | None:
+    """How many times as long each dim of space gets, if these are powers of two."""
+    given = op.arg("scale_factor")
+    num_spatial = op.operands[0].ndim - 2
+    factors = [None] * num_spatial if given is None else per_dim(given, num_spatial)
+    scales = []
+    for size, made, factor in zip(
+        op.operands[0].shape[2:], op.results[0].shape[2:], factors, strict=True
+    ):
+        if not divides(size, made):
+            return None
+        scale = quotient(made, size)
+        if not is_static(scale) or scale & (scale - 1) or factor not in (None, scale):
+            return None
+        scales.append(scale)
+    return scales
+
+
 def _resampling(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,8 +207,13 @@ define(
     "input, size=None, scale_factor=None, mode='nearest', align_corners=None, "
     "recompute_scale_factor=None, antialias=False",
     "F.interpolate",
-    channelwise,
+    _interpolate,
     (F.interpolate, _resampling),
+)
+define_form(
+    "interpolate",
+    "input, size=None, scale_factor=None, mode='nearest', align_corners=None, "
+    "recompute_scale_factor=None, antialias=False, *, edges=(), scales=()",
 )
 
 

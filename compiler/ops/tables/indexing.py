@@ -1,8 +1,9 @@
 """Operators that read or write chosen places of a tensor.
 
-A dim that is indexed is frozen in the source: its places have meaning. The dims of index tensors
-are free for reading, as each place is read by itself. Writes that add up are a sum over their
-pieces; others have an order, and are frozen.
+A dim that is indexed is frozen in the source: its places have meaning. One that is sliced, or of
+which one place is read, may be cut nevertheless: ranks send each other what they lack. The dims of
+index tensors are free for reading, as each place is read by itself. Writes that add up are a sum
+over their pieces; others have an order, and are frozen.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.size import Size, is_static
 from shardwright.compiler.ops.aliases import Kwargs, callables, methods, rewriting, through
 from shardwright.compiler.ops.definitions import define
+from shardwright.compiler.ops.edges import Way, with_edges, with_picks
 from shardwright.compiler.ops.index_expressions import Item, pick, read_index, slice_bounds
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, TensorRefs
@@ -28,6 +30,7 @@ from shardwright.compiler.ops.rule_builder import (
     linear_sets,
     whole_rule,
 )
+from shardwright.compiler.ops.terms import RUNTIME, define_form
 
 # -------------------------------------------------------------------------------------------------
 # brackets
@@ -40,12 +43,26 @@ def _getitem(op: IROp) -> OpRule:
         return whole_rule(op, ("input",))
     build = RuleBuilder()
     picked = pick(build, items, source.shape, op.results[0].shape)
-    return build.rule(
+    rule = build.rule(
         [picked.source, *picked.indices],
         [picked.result],
         linear=linear_sets(op, ("input",)),
         localise=_open_slices,
     )
+    if picked.indices:
+        return rule
+    ways, places, result_dim = [], {}, 0
+    for item in items:
+        if item.kind == "slice":
+            start, stop = slice_bounds(item.arg, source.shape[item.dim])
+            if picked.result[result_dim]:
+                ways.append(Way(item.dim, result_dim, (item.arg.step or 1, -start, 1)))
+            elif stop != start:
+                places[item.dim] = start
+        elif item.kind == "int" and is_static(source.shape[item.dim]):
+            places[item.dim] = item.arg % source.shape[item.dim]
+        result_dim += item.kind != "int"
+    return with_picks(with_edges(rule, f"{RUNTIME}.getitem", ways), f"{RUNTIME}.getitem", places)
 
 
 def _open_slices(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -74,6 +91,9 @@ define(
     _getitem,
     *through(rewriting(_brackets), methods("__getitem__")),
 )
+define_form("getitem", "input, index, *, edges=(), picked=()")
+define_form("narrow_dim", "input, dim, start, length, *, edges=()")
+define_form("select", "input, dim, index, *, picked=()")
 
 # -------------------------------------------------------------------------------------------------
 # reading along one dim
@@ -151,11 +171,13 @@ def _narrow(op: IROp) -> OpRule:
             [refs], [refs], linear=linear_sets(op, ("input",)), localise=_whole_length
         )
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule(
+    rule = build.rule(
         [source],
         [_replaced(source, dim, build.dim(op.results[0].shape[dim], FROZEN))],
         linear=linear_sets(op, ("input",)),
     )
+    start, _ = slice_bounds(slice(op.arg("start"), None), shape[dim])
+    return with_edges(rule, f"{RUNTIME}.narrow_dim", [Way(dim, dim, (1, -start, 1))])
 
 
 def _whole_length(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -167,9 +189,13 @@ def _select(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule(
+    rule = build.rule(
         [source], [source[:dim] + source[dim + 1 :]], linear=linear_sets(op, ("input",))
     )
+    index = op.arg("index")
+    if not is_static(index) or not is_static(shape[dim]):
+        return rule
+    return with_picks(rule, f"{RUNTIME}.select", {dim: index % shape[dim]})
 
 
 def _lookup(op: IROp) -> OpRule:

@@ -14,11 +14,13 @@ from torch.nn import _reduction
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, product
+from shardwright.compiler.ops.aliases import callables, through
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
-from shardwright.compiler.ops.rule_builder import linear_sets
+from shardwright.compiler.ops.rule_builder import linear_sets, whole_rule
 from shardwright.compiler.ops.terms import (
+    RUNTIME,
     annotation,
     broadcast,
     define_form,
@@ -300,6 +302,75 @@ define(
 )
 _FORM = define_form("nll_loss", f"{_NLL}, {_AXES}")
 define("nll_loss", _NLL, "F.nll_loss", _cross_entropy(_FORM), (F.nll_loss, _modern))
+
+
+_LINEAR = (
+    "input, linear_weight, target, linear_bias=None, weight=None, reduction='mean', "
+    "ignore_index=-100, label_smoothing=0.0, chunk_rows=None"
+)
+
+
+def _linear_cross_entropy(op: IROp) -> OpRule:
+    values = dict(zip(op.operand_names, op.operands, strict=True))
+    if values["linear_weight"].ndim != 2:  # classes along several dims
+        return whole_rule(op)
+    rows = ["n"] if values["input"].ndim == 2 else []
+    mark = "" if op.arg("reduction", "mean") == "none" else "+"
+    marked = [f"{row}{mark}" for row in rows]
+    soft = values["target"].dtype.is_floating_point
+    terms = {
+        "input": [*marked, "k^"],
+        "linear_weight": ["c^", "k"],
+        "target": [*marked, "c^"] if soft else marked,
+        "linear_bias": ["c^"],
+        "weight": ["c^"],
+    }
+
+    def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+        assert op.rule is not None
+        matrix = op.operand_names.index("linear_weight")
+        start = start_of(op.rule.operands[matrix][0], local)
+        return {
+            **({"start": start} if start != 0 else {}),
+            "num_classes": op.operands[matrix].shape[0],
+            "count": product(op.operands[0].shape[:-1]),
+        }
+
+    # Along the classes every rank gets the whole loss.
+    factors = {"c": ParallelFactor(results=("R",))}
+    keywords = {"c": "class_axes"}
+    if op.arg("reduction", "mean") == "mean":
+        factors |= {row: ParallelFactor(anywhere=True) for row in rows}
+        keywords |= dict.fromkeys(rows, "row_axes")
+    form = ParallelForm(op.target, factors, keywords, local_args)
+    text = annotation([terms[name] for name in op.operand_names], [[] if mark else rows])
+    return parse_rule(text, op, parallel=form)
+
+
+def _chunked(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with ``chunk_rows`` in the place of torch's object, which source cannot say.
+    Where that leaves the size to torch, the logits of a chunk are as many numbers as the matrix
+    has.
+    """
+    keywords = dict(kwargs)
+    options, ignored = keywords.pop("options", None), keywords.get("ignore_index")
+    if ignored is None:
+        keywords["ignore_index"] = -100
+    if options is not None:
+        matrix = args[1] if len(args) > 1 else keywords["linear_weight"]
+        keywords["chunk_rows"] = options.batch_chunk_size or int(matrix.shape[1])
+    return args, keywords
+
+
+define(
+    "linear_cross_entropy",
+    f"{_LINEAR}, {_AXES}, count=0",
+    f"{RUNTIME}.linear_cross_entropy",
+    _linear_cross_entropy,
+    *through(_chunked, callables("linear_cross_entropy")),  # the oldest torch has none
+)
 
 
 def _ctc_loss(op: IROp) -> OpRule:

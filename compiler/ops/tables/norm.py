@@ -1,5 +1,5 @@
 """Normalisations. The dims that statistics are taken over stay whole; but batch norm, layer norm
-and RMS norm can exchange their statistics.
+and RMS norm can exchange their statistics, and group norm those over space.
 """
 
 from __future__ import annotations
@@ -73,18 +73,38 @@ def _local_groups(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg
     return {"num_groups": quotient(local.shape(rule.operands[0])[1], channels_per_group)}
 
 
+_GROUP_NORM = "input, num_groups, weight=None, bias=None, eps=1e-05"
+_GROUP_NORM_FORM = define_form("group_norm", f"{_GROUP_NORM}, *, space_axes=(), count=0")
+
+
 def _group_norm(op: IROp) -> OpRule:
-    """Whole groups of channels may be split off."""
-    groups = op.arg("num_groups")
-    term = ["n", f"(g={groups} c^)", *names(op.operands[0].ndim - 2, "y", "^")]
+    """Whole groups of channels may be split off. Where space is split, statistics are
+    exchanged.
+    """
+    groups, shape = op.arg("num_groups"), op.operands[0].shape
+    space = names(len(shape) - 2, "y")
+    term = ["n", f"(g={groups} c^)", *(f"{name}^" for name in space)]
     text = annotation([term, *[["(g c)"]] * (len(op.operands) - 1)], [term])
+    form = ParallelForm(
+        _GROUP_NORM_FORM,
+        dict.fromkeys(space, ParallelFactor(anywhere=True, empty=True)),
+        dict.fromkeys(space, "space_axes"),
+        lambda op, local: {"count": quotient(product(shape[1:]), groups)},
+    )
     # torch refuses to normalise no groups
-    return parse_rule(text, op, linear_sets=_affine(op), localise=_local_groups, nonempty=True)
+    return parse_rule(
+        text,
+        op,
+        linear_sets=_affine(op),
+        localise=_local_groups,
+        nonempty=True,
+        parallel=form if space else None,
+    )
 
 
 define(
     "group_norm",
-    "input, num_groups, weight=None, bias=None, eps=1e-05",
+    _GROUP_NORM,
     "F.group_norm",
     _group_norm,
     *through(_PLAIN, callables("group_norm")),

@@ -1,33 +1,63 @@
 """Operators for which it matters where along a dim an element stands: triangles, padding, rolls,
 diagonals, windows.
 
-Such dims stay whole.
+Such dims stay whole, but for those whose places are moved and can be sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ops.aliases import callables, methods, through
 from shardwright.compiler.ops.definitions import define
-from shardwright.compiler.ops.opdef import RuleMaker
+from shardwright.compiler.ops.edges import Way, with_edges
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.rule_builder import FROZEN, RuleBuilder, all_dims, dim_of, linear_sets
+from shardwright.compiler.ops.rule_builder import (
+    FROZEN,
+    RuleBuilder,
+    all_dims,
+    dim_of,
+    linear_sets,
+)
+from shardwright.compiler.ops.terms import RUNTIME, define_form
 
 
-def _frozen_dims(name: str) -> RuleMaker:
-    """The result has the shape of the input; the dims named by an argument (``None``: all) are
-    frozen.
+def _moved(op: IROp, windows: Mapping[int, tuple[Size, ...]]) -> OpRule:
+    """The rule of an operator that moves the places of some dims, each as its window says. The
+    result has the shape of the input.
     """
+    build = RuleBuilder()
+    refs = build.tensor(op.operands[0].shape, frozen=windows)
+    rule = build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
+    ways = [Way(dim, dim, window) for dim, window in windows.items()]
+    return with_edges(rule, f"{RUNTIME}.{op.target}", ways)
 
-    def rule(op: IROp) -> OpRule:
+
+def _flip(op: IROp) -> OpRule:
+    shape = op.operands[0].shape
+    dims = all_dims(op.arg("dims"), len(shape)) if shape else ()
+    return _moved(op, {dim: (-1, 1 - shape[dim], 1) for dim in dims})
+
+
+def _roll(op: IROp) -> OpRule:
+    shape, shifts, dims = op.operands[0].shape, op.arg("shifts"), op.arg("dims")
+    if dims is None or dims == ():  # rolls what it is as one long dim
         build = RuleBuilder()
-        shape = op.operands[0].shape
-        refs = build.tensor(shape, frozen=all_dims(op.arg(name), len(shape)))
+        refs = build.whole(shape)
         return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
+    amounts: dict[int, Size] = {}
+    for amount, dim in zip(*map(_as_tuple, (shifts, dims)), strict=True):
+        amounts[dim % len(shape)] = amounts.get(dim % len(shape), 0) + amount
+    return _moved(op, {dim: (1, amount, 1, 1, True) for dim, amount in amounts.items()})
 
-    return rule
+
+def _as_tuple(argument: Any) -> tuple[Any, ...]:
+    return tuple(argument) if isinstance(argument, tuple | list) else (argument,)
 
 
 def _triangle(op: IROp) -> OpRule:
@@ -57,7 +87,12 @@ def _pad(op: IROp) -> OpRule:
         build.dim(new[dim], FROZEN) if dim in padded else refs for dim, refs in enumerate(operand)
     )
     linear = not constant or op.arg("value") in (None, 0)
-    return build.rule([operand], [result], linear=linear_sets(op, ("input",)) if linear else ())
+    rule = build.rule([operand], [result], linear=linear_sets(op, ("input",)) if linear else ())
+    if not constant:
+        return rule
+    before = {dim: amounts[2 * (len(old) - 1 - dim)] for dim in padded}
+    ways = [Way(dim, dim, (1, amount, 1)) for dim, amount in sorted(before.items())]
+    return with_edges(rule, f"{RUNTIME}.pad_dims", ways)
 
 
 def _diff(op: IROp) -> OpRule:
@@ -106,26 +141,31 @@ def _unfold(op: IROp) -> OpRule:
     source = build.tensor(shape, frozen=(dim,))
     windows = build.dim(op.results[0].shape[dim], FROZEN)
     window = build.dim(op.arg("size"), FROZEN)
-    return build.rule(
+    rule = build.rule(
         [source],
         [(*source[:dim], windows, *source[dim + 1 :], window)],
         linear=linear_sets(op, ("input",)),
     )
+    way = Way(dim, dim, (op.arg("step"), 0, op.arg("size")))
+    return with_edges(rule, f"{RUNTIME}.unfold", [way])
 
 
-define("roll", "input, shifts, dims=None", "torch.roll", _frozen_dims("dims"), *callables("roll"))
+define("roll", "input, shifts, dims=None", "torch.roll", _roll, *callables("roll"))
+define_form("roll", "input, shifts, dims=None, *, edges=()")
 define(
     "flip",
     "input, *dims",
     ".flip",
-    _frozen_dims("dims"),
+    _flip,
     *callables("flip"),
     *through(lambda args, kwargs: ((*args, 0), kwargs), callables("flipud")),
     *through(lambda args, kwargs: ((*args, 1), kwargs), callables("fliplr")),
 )
+define_form("flip", "input, *dims, edges=()")
 define("tril", "input, diagonal=0", "torch.tril", _triangle, *callables("tril"))
 define("triu", "input, diagonal=0", "torch.triu", _triangle, *callables("triu"))
 define("pad", "input, pad, mode='constant', value=None", "F.pad", _pad, F.pad)
+define_form("pad_dims", "input, pad, mode='constant', value=None, *, edges=()")
 define(
     "diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff", _diff, *callables("diff")
 )
@@ -140,3 +180,4 @@ define(
     *callables("diag_embed"),
 )
 define("unfold", "input, dimension, size, step", ".unfold", _unfold, *methods("unfold"))
+define_form("unfold", "input, dimension, size, step, *, edges=()")

@@ -22,7 +22,14 @@ from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.rule import OpRule, ParallelFactor, ParallelForm
 from shardwright.compiler.ops.rule_builder import RuleBuilder, all_dims, dim_of, linear_sets
-from shardwright.compiler.ops.terms import annotation, broadcast, define_form, names, over_count
+from shardwright.compiler.ops.terms import (
+    RUNTIME,
+    annotation,
+    broadcast,
+    define_form,
+    names,
+    over_count,
+)
 
 _PLAIN = without("out", "_stacklevel")
 _FORM_AXES = "*, dim_axes=()"
@@ -290,36 +297,60 @@ define(
 # along one dim
 
 
-def _along(dim_default: int = -1, *joint: tuple[str, ...]) -> RuleMaker:
-    """The rule of operators that work along one dim, which stays whole; the result may have another
-    size there.
+def _along_rule(op: IROp, dim_default: int, *joint: tuple[str, ...]) -> OpRule:
+    """The rule of an operator that works along one dim, which stays whole; the result may have
+    another size there.
+    """
+    ndim = op.operands[0].ndim
+    dim = dim_of(op, ndim, default=dim_default)
+    operand = [f"c{i}^" if i == dim else f"a{i}" for i in range(ndim)]
+    result = [f"k{i}^" if i == dim else f"a{i}" for i in range(ndim)]
+    same = not ndim or op.operands[0].shape[dim] == op.results[0].shape[dim]
+    return parse_rule(
+        annotation([operand], [operand if same else result] * len(op.results)),
+        op,
+        linear_sets=linear_sets(op, *joint),
+    )
+
+
+def _along(dim_default: int = -1) -> RuleMaker:
+    """:func:`_along_rule` of an operator that has this dim by default."""
+    return lambda op: _along_rule(op, dim_default)
+
+
+def _scan(*joint: tuple[str, ...]) -> RuleMaker:
+    """The rule of a scan: the dim may be split, as ranks tell each other what their pieces come
+    to.
     """
 
     def rule(op: IROp) -> OpRule:
-        ndim = op.operands[0].ndim
-        dim = dim_of(op, ndim, default=dim_default)
-        operand = [f"c{i}^" if i == dim else f"a{i}" for i in range(ndim)]
-        result = [f"k{i}^" if i == dim else f"a{i}" for i in range(ndim)]
-        same = not ndim or op.operands[0].shape[dim] == op.results[0].shape[dim]
-        return parse_rule(
-            annotation([operand], [operand if same else result] * len(op.results)),
-            op,
-            linear_sets=linear_sets(op, *joint),
+        found = _along_rule(op, 0, *joint)
+        # The form has a place for every axis that cuts the dim, frozen but for it.
+        scanned = [factor.name for factor in found.factors if found.frozen(factor.name)]
+        form = ParallelForm(
+            f"{RUNTIME}.{op.target}",
+            dict.fromkeys(scanned, ParallelFactor()),
+            dict.fromkeys(scanned, "dim_axes"),
         )
+        return replace(found, parallel=form)
 
     return rule
 
 
-for _name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
-    _options = ", *, dtype=None" if _name in ("cumsum", "cumprod") else ""
+for _name in ("cumsum", "cumprod", "logcumsumexp"):
+    _options = "" if _name == "logcumsumexp" else ", *, dtype=None"
     _joint = [("input",)] if _name == "cumsum" else []
     define(
         _name,
         f"input, dim{_options}",
         f"torch.{_name}",
-        _along(0, *_joint),
+        _scan(*_joint),
         *through(_PLAIN, callables(_name)),
     )
+    _options = _options or ", *"
+    define_form(_name, f"input, dim{_options}, dim_axes=()")
+for _name in ("cummax", "cummin"):
+    define(_name, "input, dim", f"torch.{_name}", _along(0), *through(_PLAIN, callables(_name)))
 define(
     "topk",
     "input, k, dim=-1, largest=True, sorted=True",

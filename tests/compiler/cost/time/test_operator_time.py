@@ -11,6 +11,7 @@ from example_ops import all_calls, example_op
 from in_shares import Named, check_each, shares
 from op_examples import Call
 
+from shardwright.compiler.cost.edge_messages import edge_messages
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
@@ -259,7 +260,7 @@ def check_time(name: str, call: Call) -> None:
         if allowed(op.rule, {"a": strategy}, mesh):
             local = local_call(op, {"a": strategy}, mesh)
             split = op_time(op, {"a": strategy}, mesh, hardware)
-            communicates = (
+            communicates = bool(edge_messages(op, {"a": strategy}, mesh)) or (
                 op.rule.parallel is not None
                 and strategy.removeprefix("split:") in op.rule.parallel.keywords
             )

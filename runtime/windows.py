@@ -1,0 +1,216 @@
+"""Windows: which places of a dim an operator reads to make a piece of its result, and who sends
+them.
+
+A convolution whose rows are cut over ranks reads rows that lie on neighbours. Here is which: plain
+numbers, for the runtime, which sends them, and for the cost model, which counts them.
+
+Example: 8 rows on 2 ranks, and a kernel of 3 with one row of padding, so that row ``p`` of the
+result reads rows ``p - 1`` to ``p + 1``. Rank 0 makes rows 0 to 3 and reads ``[-1, 5)``: row -1 is
+padding, rows 0 to 3 are its own, and row 4 comes from rank 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwright.runtime.layout import piece
+
+Span = tuple[int, int]
+"""The places from a start up to a stop that is not one of them."""
+
+Spans = tuple[Span, ...]
+"""Ascending, apart from each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Place ``p`` of a result reads ``reach`` places from ``p * stride - before``, which a resized
+    dim divides by ``per``.
+
+    ``stride`` may be negative: a flipped dim of 8 places is ``Window(-1, -7, 1)``. ``wraps``: the
+    places beyond an end are those at the other end.
+    """
+
+    stride: int
+    before: int
+    reach: int
+    per: int = 1
+    wraps: bool = False
+
+    def span(self, start: int, stop: int) -> Span:
+        """What the places ``[start, stop)`` read together. It may begin before the dim, and end
+        behind it.
+        """
+        ends = (start * self.stride, (stop - 1) * self.stride)
+        first, last = min(ends) - self.before, max(ends) - self.before + self.reach - 1
+        return first // self.per, last // self.per + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A dim that is cut, on the way from an operand to a result.
+
+    ``dim``: of the operand. ``size``, ``result_size``: the whole lengths. ``unit``,
+    ``result_unit``: how many places are never cut apart. ``nums_ranks``: the sizes of the axes that
+    cut it, major to minor.
+    """
+
+    dim: int
+    size: int
+    result_size: int
+    window: Window
+    nums_ranks: tuple[int, ...]
+    unit: int = 1
+    result_unit: int = 1
+
+    @property
+    def ranks(self) -> list[tuple[int, ...]]:
+        """The indices of every rank along the axes."""
+        return list(itertools.product(*map(range, self.nums_ranks)))
+
+    def held(self, index: tuple[int, ...]) -> Span:
+        """What a rank holds of the operand."""
+        return _held(self.size, self.unit, self.nums_ranks, index)
+
+    def made(self, index: tuple[int, ...]) -> Span:
+        """What a rank makes of the result."""
+        return _held(self.result_size, self.result_unit, self.nums_ranks, index)
+
+    def read(self, index: tuple[int, ...]) -> Span:
+        """What a rank reads, padding included; nothing if it makes nothing."""
+        start, stop = self.made(index)
+        return self.window.span(start, stop) if stop > start else (0, 0)
+
+    def wanted(self, index: tuple[int, ...]) -> Spans:
+        """The places of the dim that a rank reads, in the order in which it reads them."""
+        start, stop = self.read(index)
+        if not self.window.wraps:
+            start, stop = max(start, 0), min(stop, self.size)
+            return ((start, stop),) if stop > start else ()
+        spans = []
+        while start < stop:  # each round goes to the next end of the dim at most
+            place = start % self.size
+            length = min(stop - start, self.size - place)
+            spans.append((place, place + length))
+            start += length
+        return tuple(spans)
+
+
+def _held(size: int, unit: int, nums_ranks: Sequence[int], index: Sequence[int]) -> Span:
+    start, count = 0, size // unit
+    for num_ranks, i in zip(nums_ranks, index, strict=True):
+        inner, count = piece(count, num_ranks, i)
+        start += inner
+    return start * unit, (start + count) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One exchange along one axis: by member of the axis, what it has before and wants after."""
+
+    axis: int
+    have: tuple[Spans, ...]
+    want: tuple[Spans, ...]
+
+    @property
+    def sends(self) -> bool:
+        """Whether a member needs anything of another."""
+        pairs = itertools.permutations(range(len(self.have)), 2)
+        return any(common(self.have[owner], self.want[reader]) for owner, reader in pairs)
+
+    def sent(self, member: int) -> int:
+        """How many places a member sends."""
+        readers = (want for reader, want in enumerate(self.want) if reader != member)
+        return sum(length(common(self.have[member], want)) for want in readers)
+
+    def back(self, member: int) -> int:
+        """How many places of the gradient a member sends home."""
+        owners = (have for owner, have in enumerate(self.have) if owner != member)
+        return sum(length(common(have, self.want[member])) for have in owners)
+
+
+@functools.lru_cache(maxsize=4096)
+def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
+    """The exchanges of the rank at ``index``, one for each axis, major to minor.
+
+    What lies on a rank with other indices along several axes comes in as many hops: along the
+    first axis to the rank that shares all other indices with its owner, and so on. So no group of
+    ranks is needed but those of the axes.
+    """
+    ranks = edge.ranks
+    have: dict[tuple[int, ...], Spans] = {
+        rank: (span,) if (span := edge.held(rank))[1] > span[0] else () for rank in ranks
+    }
+    wanted = {rank: edge.wanted(rank) for rank in ranks}
+    found = []
+    for axis, num_ranks in enumerate(edge.nums_ranks):
+        last = axis == len(edge.nums_ranks) - 1
+        # Before the last hop a rank takes what all ranks want that it passes something on to. In
+        # the last one each takes its own, in the order in which it reads it.
+        need = {
+            rank: wanted[rank]
+            if last
+            else merged(
+                span
+                for other in ranks
+                if other[: axis + 1] == rank[: axis + 1]
+                for span in wanted[other]
+            )
+            for rank in ranks
+        }
+        after = {}
+        for rank in ranks:
+            members = [(*rank[:axis], i, *rank[axis + 1 :]) for i in range(num_ranks)]
+            if rank == index:
+                found.append(
+                    Hop(axis, tuple(have[m] for m in members), tuple(need[m] for m in members))
+                )
+            after[rank] = merged(
+                span for member in members for span in common(have[member], need[rank])
+            )
+        have = after
+    return tuple(found)
+
+
+def common(have: Spans, want: Spans) -> Spans:
+    """The places of ``want`` that are in ``have``, in the order of ``want``."""
+    pairs = itertools.product(want, have)
+    both = ((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+    return tuple((start, stop) for start, stop in both if stop > start)
+
+
+def merged(spans: Iterable[Span]) -> Spans:
+    """Spans without overlaps, in ascending order."""
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def length(spans: Spans) -> int:
+    """The number of places."""
+    return sum(stop - start for start, stop in spans)
+
+
+def most_sent(edge: Edge) -> tuple[tuple[int, int], ...]:
+    """For each axis the most places that a rank sends, forward and backward."""
+    by_rank = [(rank, hops(edge, rank)) for rank in edge.ranks]
+    return tuple(
+        (
+            max(found[axis].sent(rank[axis]) for rank, found in by_rank),
+            max(found[axis].back(rank[axis]) for rank, found in by_rank),
+        )
+        for axis in range(len(edge.nums_ranks))
+    )
+
+
+def most_read(edge: Edge) -> int:
+    """The most places that a rank reads, padding included."""
+    return max(math.ceil(stop - start) for start, stop in map(edge.read, edge.ranks))

@@ -200,7 +200,7 @@ def length(spans: Spans) -> int:
 
 
 def most_sent(edge: Edge) -> tuple[tuple[int, int], ...]:
-    """For each axis the most places that a rank sends, forward and backward."""
+    """The most places that a rank sends along each axis, forward and backward."""
     by_rank = [(rank, hops(edge, rank)) for rank in edge.ranks]
     return tuple(
         (

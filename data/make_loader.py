@@ -5,14 +5,14 @@ together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
 from shardwright.data.cursor_loader import CursorLoader
-from shardwright.data.fetching import Fetcher
+from shardwright.data.fetching import Fetcher, cause_of
 from shardwright.data.global_batches import Batching, SampleBatching, Share, Tail
 from shardwright.data.packing import PackedBatching, Packing, as_lengths
 from shardwright.data.permutation import Order, key
@@ -64,7 +64,7 @@ def loader(
     replay: bool = False,
     device: Any = None,
     pin_memory: bool = False,
-    multiprocessing_context: str | None = None,
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None,
 ) -> Loader:
     """A loader that gives this rank what it is to train on, and goes on exactly where it stopped.
 
@@ -106,7 +106,7 @@ def loader(
     share = Share(found.mine, global_batch, microbatch, uneven)
     handing = Handing(
         as_list=microbatch is not None or found.takes_list,
-        device=None if device is None else torch.device(device),
+        device=None if device is None else _device(device),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
@@ -177,6 +177,18 @@ def _batching(
     if tail == "short":
         share.check_short(stream.epoch_size % share.global_batch)
     return SampleBatching(stream.epoch_size, share.global_batch, tail)
+
+
+def _device(wanted: Any) -> torch.device:
+    """The device of that name, if tensors can be moved there."""
+    try:
+        return torch.empty(0, device=wanted).device
+    except Exception as error:  # torch raises an AssertionError where it was built without CUDA
+        raise ConfigError(
+            f"batches cannot be moved to device={wanted!r}",
+            why=cause_of(error),
+            hint="name a device that this rank has, such as 'cuda' or 'cpu'",
+        ) from error
 
 
 def _check_order(shuffle: bool, shuffle_block: int | None, drop_last: bool, wrap: bool) -> None:
@@ -270,6 +282,12 @@ def _sources(dataset: Any, weights: Sequence[float] | None) -> list[Any]:
         )
     sources = [dataset] if weights is None else list(dataset)
     for source in sources:
+        if isinstance(source, Mapping):
+            raise ArgumentError(
+                f"a {type(source).__name__} is no dataset: it takes names, not numbers",
+                why=f"its keys are {brief(list(source))}",
+                hint="pass one of its values (dataset['train']), or a list of samples",
+            )
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ArgumentError(
                 f"{brief(source)} is no dataset",

@@ -7,6 +7,7 @@ over, so nothing that was read ahead is lost or repeated.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ from shardwright.data.fetching import Fetched, Fetcher
 from shardwright.data.global_batches import Share
 from shardwright.data.permutation import key
 from shardwright.data.state import VERSION, check_state
-from shardwright.runtime.errors import DataError, brief_text
+from shardwright.runtime.errors import ConfigError, DataError, brief_text
 from shardwright.runtime.structure import map_leaves
 
 
@@ -67,20 +68,28 @@ def read_ahead(source: Any, entries: Iterable[Any] | None, handing: Handing, see
     if not handing.num_workers:
         items = iter(source) if entries is None else map(source.__getitem__, entries)
         return map(_pinned, items) if _can_pin(handing.pin_memory) else items
-    return iter(
-        DataLoader(
-            source,
-            sampler=entries,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=handing.num_workers,
-            prefetch_factor=handing.prefetch_factor,
-            pin_memory=handing.pin_memory,
-            multiprocessing_context=handing.multiprocessing_context,
-            # Without one, torch draws the seeds of workers from the global generator.
-            generator=torch.Generator().manual_seed(key(seed, "workers") >> 1),
-        )
+    loader = DataLoader(
+        source,
+        sampler=entries,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=handing.num_workers,
+        prefetch_factor=handing.prefetch_factor,
+        pin_memory=handing.pin_memory,
+        multiprocessing_context=handing.multiprocessing_context,
+        # Without one, torch draws the seeds of workers from the global generator.
+        generator=torch.Generator().manual_seed(key(seed, "workers") >> 1),
     )
+    try:
+        return iter(loader)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        # Spawned workers are sent everything; forked ones have it.
+        raise ConfigError(
+            "the dataset, or a function of the loader, cannot be sent to worker processes",
+            why=f"{type(error).__name__}: {brief_text(error)}",
+            hint="define functions and classes at the top of a module, or pass "
+            "multiprocessing_context='fork'",
+        ) from error
 
 
 def _can_pin(wanted: bool) -> bool:

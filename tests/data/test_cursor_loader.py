@@ -326,6 +326,8 @@ def test_a_collate_that_loses_samples_is_refused():
         ([1] * 9, {"prefetch_factor": 0}, ConfigError, "prefetch_factor=0"),
         ([1] * 9, {"multiprocessing_context": "fork"}, ConfigError, "starts no process"),
         ([1] * 9, {"num_workers": -1}, ConfigError, "num_workers=-1"),
+        ([1] * 9, {"device": "bogus"}, ConfigError, "cannot be moved to device='bogus'"),
+        ({"train": [1] * 9}, {}, ArgumentError, "a dict is no dataset: it takes names"),
         ([1] * 9, {"global_batch": "4"}, ArgumentError, "'global_batch' is a whole number"),
     ],
 )
@@ -359,6 +361,13 @@ def test_states_that_do_not_fit_are_refused_in_words():
     larger = one(Numbers(12), global_batch=6, seed=1)
     larger.load_state_dict({**state, "position": 4})
     assert ids_of(next(iter(larger))) == [4, 5, 6, 7, 8, 9]
+
+
+def test_what_cannot_be_sent_to_spawned_workers_is_told():
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    loader = one(Numbers(9), global_batch=3, transform=lambda sample, _: sample, **options)
+    with pytest.raises(ConfigError, match="cannot be sent to worker processes\n.*pickle.*\n.*fork"):
+        next(iter(loader))
 
 
 def test_ten_million_samples_need_no_list():

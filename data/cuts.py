@@ -7,6 +7,7 @@ causal mask both ranks then see the same number of pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -102,10 +103,20 @@ class LayoutCut:
 
     @property
     def kind(self) -> str:
-        """``contiguous``, ``zigzag`` or ``pieces``, as far as it is known without a length."""
-        if len(self.atoms) == 1 and len(self.atoms[0].segments) == 1:
+        """``contiguous``, ``zigzag`` or ``pieces``, as far as it is known without a length.
+
+        It is read off the runs of the shortest dim in which these differ, so that whatever way of
+        dealing a mesh has is seen.
+        """
+        if len(self.atoms) != 1 or len(self.atoms[0].segments) != 1:
+            return "pieces"
+        size = math.prod(self.mesh.axis_size(axis) for axis in self.atoms[0].axes)
+        if even_piece(self.atoms, self.mesh, dict(self.coords)) is not None:
             return "contiguous"
-        return "pieces"
+        runs = self.runs(2 * size)
+        if runs in (EvenCut(self.dim, i, size, "zigzag").runs(2 * size) for i in range(size)):
+            return "zigzag"
+        return "contiguous" if len(runs) == 1 else "pieces"
 
     def __str__(self) -> str:
         axes = [axis for atom in self.atoms for axis in atom.axes]
@@ -128,7 +139,11 @@ def even_piece(atoms: Dim, mesh: Mesh, coords: Mapping[str, int]) -> tuple[int, 
     if len(atoms) > 1 or len(atoms[0].segments) > 1 or len(atoms[0].axes) > 1:
         return None
     (axis,) = atoms[0].axes
-    return coords[axis], mesh.axis_size(axis)
+    index, size = coords[axis], mesh.axis_size(axis)
+    # A mesh may deal in another way than one run to each.
+    shortest = (replace(atoms[0], segments=(2 * size,)),)
+    runs = Layout((shortest,)).runs(0, mesh, dict(coords))
+    return (index, size) if runs == ((2 * index, 2 * index + 2),) else None
 
 
 def is_cut(atoms: tuple[Atom, ...]) -> bool:

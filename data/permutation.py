@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ SORTED_SIZE = 4096
 """Up to this size hashes are sorted: every order can occur, and it takes under a millisecond."""
 
 _ROUNDS = 4
+_TABLE_BITS = 13
+"""Up to so many bits of a half a round is a table, of 64 KB at most."""
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 
 
@@ -60,21 +63,42 @@ def _feistel(positions: Indices, size: int, permutation_key: int) -> Indices:
     bits = (size - 1).bit_length()
     low = bits // 2
     # The halves change places, and so sizes, in each round; after an even number they are back.
-    shifts = [np.uint64(low), np.uint64(bits - low)] * (_ROUNDS // 2)
-    keys = [np.uint64(key(permutation_key, number)) for number in range(_ROUNDS)]
-    values = positions.astype(np.uint64)
-    outside = np.arange(len(values))
-    with np.errstate(over="ignore"):
-        while len(outside):
-            moved = values[outside]
-            for shift, round_key in zip(shifts, keys, strict=True):
-                right = moved & np.uint64((1 << int(shift)) - 1)
-                rest = np.uint64(bits - int(shift))
-                mixed = _mixed(right + round_key) >> (np.uint64(64) - rest)
-                moved = (right << rest) | ((moved >> shift) ^ mixed)
+    rights = [low, bits - low] * (_ROUNDS // 2)
+    rounds = [_round(permutation_key, number, bits, right) for number, right in enumerate(rights)]
+    values, outside, moved = positions, None, positions
+    while True:
+        for right_bits, mixed in zip(rights, rounds, strict=True):
+            right = moved & ((1 << right_bits) - 1)
+            moved = (right << (bits - right_bits)) | ((moved >> right_bits) ^ mixed(right))
+        if outside is None:
+            values = moved
+        else:
             values[outside] = moved
-            outside = outside[moved >= np.uint64(size)]
-    return values.astype(np.int64)
+        walks = np.flatnonzero(moved >= size)
+        outside = walks if outside is None else outside[walks]
+        if not len(outside):
+            return values
+        moved = moved[walks]
+
+
+@functools.lru_cache(maxsize=32)
+def _round(
+    permutation_key: int, number: int, bits: int, right_bits: int
+) -> Callable[[Indices], Indices]:
+    """What a round mixes into the left half, as a function of the right one. It is looked up in a
+    table of all right halves where that is short: the first blocks save what it costs.
+    """
+    round_key = np.uint64(key(permutation_key, number))
+    shift = np.uint64(64 - (bits - right_bits))
+
+    def mixed(right: Indices) -> Indices:
+        with np.errstate(over="ignore"):
+            return (_mixed(right.astype(np.uint64) + round_key) >> shift).astype(np.int64)
+
+    if right_bits > _TABLE_BITS:
+        return mixed
+    table: Indices = mixed(np.arange(1 << right_bits))
+    return table.take
 
 
 @dataclass(frozen=True)

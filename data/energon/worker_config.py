@@ -212,7 +212,8 @@ def bit_reversed(numbers: Sequence[int]) -> list[int]:
 def energon_worker_config(
     roles_or_plan: Any, num_workers: int, data_parallel_group: Any = None
 ) -> Any:
-    """Megatron-Energon's own ``WorkerConfig`` for this rank under a plan, for its own datasets.
+    """Megatron-Energon's own ``WorkerConfig`` for this rank under a plan, for its own datasets. In a
+    job of ``torch.distributed`` all ranks that read call it: they make the group of a plan.
 
     Raises :class:`ConfigError` where megatron-energon is not installed.
     """
@@ -225,9 +226,11 @@ def energon_worker_config(
             hint="pip install megatron-energon, or use shardwright.data.WorkerConfig",
         ) from error
     ours = WorkerConfig.from_roles(roles_or_plan, num_workers, data_parallel_group)
+    in_job = ours.world_size > 1 and dist.is_available() and dist.is_initialized()
     return Theirs(
         rank=ours.rank,
         world_size=ours.world_size,
         num_workers=ours.num_workers,
-        data_parallel_group=data_parallel_group,
+        # Theirs takes all ranks of the job where it is given none.
+        data_parallel_group=ours.process_group() if in_job else ours.data_parallel_group,
     )

@@ -212,8 +212,9 @@ def bit_reversed(numbers: Sequence[int]) -> list[int]:
 def energon_worker_config(
     roles_or_plan: Any, num_workers: int, data_parallel_group: Any = None
 ) -> Any:
-    """Megatron-Energon's own ``WorkerConfig`` for this rank under a plan, for its own datasets. In a
-    job of ``torch.distributed`` all ranks that read call it: they make the group of a plan.
+    """Megatron-Energon's own ``WorkerConfig`` for this rank under a plan, for its own datasets.
+
+    In a job of ``torch.distributed`` all ranks that read call it: they make the group of the plan.
 
     Raises :class:`ConfigError` where megatron-energon is not installed.
     """

@@ -6,7 +6,9 @@ import plans
 import pytest
 import torch
 import zoo
+from parity import assert_close_tree
 from plans import compile_with, zoo_traced
+from precision import float64_casts
 from torch import nn
 from verified import verify_zoo
 
@@ -15,6 +17,8 @@ from shardwright import count_communication, run_ranks
 from shardwright.policies.tensor import TensorOptions, mesh_sizes
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.ranks.communicator import Communicator
 
 M, K, N = 24, 12, 36
 
@@ -163,6 +167,50 @@ def test_models_train_as_on_one_device(name, mode, beside):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_3d_goes_on_under_tp(tmp_path):
+    """Save after a step on 8 ranks of 3d, go on under tp on 2: as if nothing had happened."""
+    graph, entry = zoo_traced("gpt2"), zoo.get("gpt2")
+    batches = [entry.inputs(seed=seed) for seed in (1, 2)]
+
+    def files(policy, ranks, **options):
+        folder = tmp_path / policy
+        plans.write(folder, compile_with(graph, policy, ranks, pas_config=options), entry.build())
+        return folder
+
+    folders = {8: files("tensor", 8, mode="3d"), 2: files("tp", 2)}
+
+    def built(ranks):
+        module = load_class(folders[ranks])()
+        return module, shardwright.build_optimizer(module, torch.optim.AdamW, lr=0.1, eps=1e-4)
+
+    def step(module, optimizer, batch):
+        optimizer.zero_grad()
+        zoo.loss_of(module(**batch)).backward()
+        optimizer.step()
+
+    def before(rank):
+        module, optimizer = built(8)
+        step(module, optimizer, batches[0])
+        shardwright.save_checkpoint(tmp_path / "run", module, optimizer)
+
+    def after(rank):
+        module, optimizer = built(2)
+        shardwright.load_checkpoint(tmp_path / "run", module, optimizer)
+        step(module, optimizer, batches[1])
+        return module.state_dict()
+
+    run_ranks(8, before)
+    merged, _ = shardwright.merge_state_dicts(run_ranks(2, after))
+    model = entry.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-4)
+    with float64_casts():
+        for batch in batches:
+            step(model, optimizer, batch)
+    ours = {name: value for name, value in merged.items() if name in dict(model.named_parameters())}
+    assert_close_tree(ours, {name: p.detach() for name, p in model.named_parameters()})
+
+
 @pytest.mark.parametrize(
     "options, num_ranks, text",
     [
@@ -185,3 +233,44 @@ def test_shapes_that_do_not_fit(options, num_ranks, text):
     with pytest.raises(ConfigError) as caught:
         mesh_sizes(options, num_ranks)
     assert str(caught.value).startswith(text)
+
+
+LOST = [
+    ("2d", [2, 2], "all_reduce", "c"),
+    ("2d", [2, 2], "reduce_scatter", "c"),
+    ("2d", [2, 2], "reduce_scatter", "r"),
+    ("3d", [2, 2, 2], "all_reduce", "k"),
+    ("3d", [2, 2, 2], "reduce_scatter", "i"),
+    ("3d", [2, 2, 2], "reduce_scatter", "j"),
+    ("3d", [2, 2, 2], "reduce_scatter", "k"),
+]
+"""Sums that are left out, by mode and axis."""
+
+
+@pytest.mark.slow
+def test_a_sum_that_is_left_out_is_seen(tmp_path, monkeypatch):
+    """Each rank takes its own summand for the sum: the loss or a gradient is another one then."""
+    entry, graph = zoo.get("gpt2"), zoo_traced("gpt2")
+    reference = plans.reference_run(entry.build(), [entry.inputs()], steps=1)
+    real = {name: getattr(Communicator, name) for name in ("all_reduce", "reduce_scatter_pieces")}
+    for mode, shape, lost, axis in LOST:
+        compiled = compile_with(graph, "tensor", math.prod(shape), pas_config={"mode": mode})
+
+        def summed(self, x, *args, of=axis if lost == "all_reduce" else "", **options):
+            found = real["all_reduce"](self, x, *args, **options)
+            return x.detach().clone() if self.name == of else found
+
+        def scattered(self, pieces, *, of=axis if lost == "reduce_scatter" else "", **options):
+            found = real["reduce_scatter_pieces"](self, pieces, **options)
+            return pieces[self.index].detach().clone() if self.name == of else found
+
+        def in_pieces(self, x, dim=0, sizes=None, **options):
+            sizes = sizes or [x.shape[dim] // self.size] * self.size
+            return self.reduce_scatter_pieces(torch.split(x, list(sizes), dim), **options)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Communicator, "all_reduce", summed)
+            broken.setattr(Communicator, "reduce_scatter_pieces", scattered)
+            broken.setattr(Communicator, "reduce_scatter", in_pieces)
+            with pytest.raises(AssertionError, match="differ|close|max"):
+                plans.check(entry.build(), entry.inputs(), compiled, tmp_path / mode, reference)

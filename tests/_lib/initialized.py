@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import transformers
+from parity import assert_close_tree
 from precision import float64_casts
+from spawn import run_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,11 +78,13 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
 
 def make(name: str, seed: int = 0, **fields: Any) -> Any:
     """A tiny model in float64, of the same values wherever it is made."""
-    torch.manual_seed(seed)
     model = MODELS[name](**fields).double()
+    # Ranks may be threads, which share torch's own generator.
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms are not all 0 and 1
-            parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype), alpha=0.3)
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.copy_(0.3 * values)
     return model
 
 
@@ -134,7 +138,6 @@ def tokens_of(model: Any, name: str, seed: int = 3) -> list[Tensor]:
 def on_one_device(name: str, num_steps: int, **fields: Any) -> tuple[list[float], Any]:
     """Losses and the model of an ordinary run."""
     with float64_casts():
-        # In the same place as parallel runs do: these casts change what is drawn.
         model = make(name, **fields)
         losses = train(model, model, sgd(model), name, range(num_steps), slice(None))
     return losses, model
@@ -182,6 +185,30 @@ def go_on(folder: str, name: str) -> dict[str, Any]:
         model.save_parallelized(folder + "/merged", merge_checkpoints=True)
         tokens = tokens_of(model.eval(), name) if model.can_generate() else []
     return {"losses": losses, "tokens": tokens, "differing": differing_pieces(model, folder)}
+
+
+def check_family(name: str, folder: Path) -> None:
+    """Train on 4 ranks, end all processes, go on in others, merge and generate: all as on one
+    device.
+    """
+    losses, reference = on_one_device(name, 3)
+    begun = run_processes(4, "initialized:begin", str(folder), name)
+    ended = run_processes(4, "initialized:go_on", str(folder), name)
+    # Ranks 0 and 1 share a model, 2 and 3 another one, and each model has half of the batch.
+    one, other = (begun[rank] + ended[rank]["losses"] for rank in (0, 2))
+    found = [(first + second) / 2 for first, second in zip(one, other, strict=True)]
+    assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
+    merged = type(reference).from_pretrained(folder / "merged")
+    assert_close_tree(
+        dict(merged.named_parameters()), dict(reference.named_parameters()), "parameters"
+    )
+    assert [rank["differing"] for rank in ended] == [[]] * 4
+    if reference.can_generate():
+        with float64_casts():
+            expected = tokens_of(reference.eval(), name)
+        assert len(set(expected[0].flatten().tolist())) > 4
+        for rank in ended:
+            assert all(map(torch.equal, rank["tokens"], expected))
 
 
 def differing_pieces(model: Any, folder: str) -> list[str]:

@@ -17,7 +17,8 @@ from shardwright.compiler.ir.op import Arg, IROp, leaves
 from shardwright.compiler.ops.rule import Densities, FactorKind, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.passes.draws import ELEMENTWISE
-from shardwright.runtime.errors import TraceError
+from shardwright.compiler.plan.imbalance import Imbalance, of_layer
+from shardwright.runtime.errors import PlanError, TraceError, did_you_mean
 from shardwright.runtime.layout import Density
 
 _VIEWS = ("view", "reshape")
@@ -51,40 +52,79 @@ def stored_shares(graph: IRGraph) -> dict[str, float]:
     return found
 
 
-def imbalance_of(graph: IRGraph) -> float | None:
-    """How many times its even share of rows the busiest rank is assumed to get; ``None`` for a
-    model without experts.
+def imbalance_of(graph: IRGraph) -> Imbalance | None:
+    """How many times its even share of rows the busiest rank is assumed to get, by module where
+    layers differ; ``None`` for a model without experts.
     """
+    by_layer: dict[str, float] = {}
     for op in graph.ops:
-        if op.rule is not None and op.rule.densities is not None:
-            stored = (*op.rule.densities[0], *op.rule.densities[1])
-            return next(density.imbalance for density in stored if density is not None)
-    return None
+        if _dispatches(op):
+            assert op.rule is not None and op.rule.densities is not None
+            stored = (density for density in op.rule.densities[1] if density is not None)
+            by_layer[op.module_path] = next(stored).imbalance
+    if len(set(by_layer.values())) > 1:
+        return by_layer
+    return next(iter(by_layer.values()), None)
+
+
+def _dispatches(op: IROp) -> bool:
+    """Whether an operator makes rows of chosen experts of tensors that have none."""
+    if op.rule is None or op.rule.densities is None:
+        return False
+    operands, results = op.rule.densities
+    return not any(operands) and any(results)
 
 
 Graph = TypeVar("Graph", bound=IRGraph)
 
 
-def with_imbalance(graph: Graph, imbalance: float | None) -> Graph:
-    """The graph with another assumption of how unevenly rows are chosen; ``None``: the same."""
+def with_imbalance(graph: Graph, imbalance: Imbalance | None) -> Graph:
+    """The graph with another assumption of how unevenly rows are chosen; ``None``: the same. Layers
+    that it does not name keep theirs.
+    """
     now = imbalance_of(graph)
     if imbalance is None or now is None or imbalance == now:
         return graph
     ops = []
+    of_value: dict[str, float] = {}  # the imbalance of each value that has rows
     for op in graph.ops:
         if op.rule is not None and op.rule.densities is not None:
-            # A rule has densities for its operands and for its results; ``None`` stands for a dense
-            # tensor.
-            operands, results = (
-                tuple(stored and replace(stored, imbalance=imbalance) for stored in side)
-                for side in op.rule.densities
-            )
-            op = replace(op, rule=replace(op.rule, densities=(operands, results)))
+            known = [of_value[value.name] for value in op.operands if value.name in of_value]
+            here = known[0] if known else of_layer(op.module_path, imbalance)
+            if here is not None:
+                op = _assuming(op, op.rule, here)
+                assert op.rule is not None and op.rule.densities is not None
+                stored = zip(op.results, op.rule.densities[1], strict=True)
+                of_value.update({value.name: here for value, density in stored if density})
         ops.append(op)
     # Evaluation runs other operators on the same experts.
     other = graph.eval_graph and with_imbalance(graph.eval_graph, imbalance)
     assumed: Graph = replace(graph, ops=tuple(ops), eval_graph=other)
     return assumed
+
+
+def _assuming(op: IROp, rule: OpRule, imbalance: float) -> IROp:
+    assert rule.densities is not None
+    # A rule has densities for its operands and for its results; ``None`` stands for a dense tensor.
+    operands, results = (
+        tuple(stored and replace(stored, imbalance=imbalance) for stored in side)
+        for side in rule.densities
+    )
+    return replace(op, rule=replace(rule, densities=(operands, results)))
+
+
+def check_imbalance(graph: IRGraph, imbalance: Imbalance | None) -> None:
+    """Raise :class:`PlanError` for an imbalance of modules that have no experts."""
+    if not isinstance(imbalance, Mapping):
+        return
+    layers = [op.module_path for op in graph.ops if _dispatches(op)]
+    for name in imbalance:
+        if all(of_layer(path, {name: 1.0}) is None for path in layers):
+            raise PlanError(
+                f"an imbalance is given for {name!r}, which has no experts",
+                why=f"tokens are dispatched in {', '.join(layers) or 'no module'}",
+                hint=did_you_mean(name, layers) if layers else "leave it out",
+            )
 
 
 def _on_rows(op: IROp, rule: OpRule, operands: tuple[Density | None, ...]) -> IROp:

@@ -400,8 +400,7 @@ def _cannot_regroup(value: IRValue, step: AdapterStep, op: IROp | None) -> PlanE
         where=f"{op.source} ({op.module_path or 'top-level forward'})" if op else None,
         why="which rank has which of them follows from what the router chose, and only dispatch "
         "and combine move them",
-        hint="let all operators between dispatch and combine split experts, or all of them tokens; "
-        'along one axis, b.split("experts", ...) comes behind the split of the batch',
+        hint="let all operators between dispatch and combine split experts, or all of them tokens",
     )
 
 

@@ -12,6 +12,7 @@ gives::
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -200,6 +201,9 @@ class PlanBuilder:
         """
         assert op.rule is not None
         now = split_factor(self._strategies.get(op.name, {}).get(axis, "R"))
+        # Between dispatch and combine rows stay cut by experts, whatever else the axis splits.
+        if not op.rule.exchanges and (op.name, now) in self._expert_factors:
+            return
         for exchange in op.rule.exchanges:
             if now in exchange and set(exchange) - {now} <= set(factors):
                 assignment = {
@@ -216,6 +220,27 @@ class PlanBuilder:
             if allowed(op.rule, assignment, self.mesh):
                 self._strategies[op.name] = assignment
                 return
+
+    @functools.cached_property
+    def _expert_factors(self) -> frozenset[tuple[str, str]]:
+        """The factors of operators on rows of chosen experts that count experts, with the names of
+        the operators.
+        """
+        found: set[tuple[str, str]] = set()
+        for body in self.graph.bodies:
+            assert body.dims is not None
+            factors = body.dims.factors
+            on_rows = {op.name: op.rule for op in body.ops if op.rule and op.rule.densities}
+            classes = set()
+            for name, rule in on_rows.items():
+                for before, behind in rule.exchanges:
+                    # Dispatch exchanges tokens for experts, combine experts for tokens.
+                    dispatches = rule.densities is not None and not any(rule.densities[0])
+                    classes.add(factors.get((name, behind if dispatches else before)))
+            found |= {
+                key for key, index in factors.items() if key[0] in on_rows and index in classes
+            }
+        return frozenset(found)
 
     @checked
     def store(self, fqn: str, layout: Layout | str) -> PlanBuilder:

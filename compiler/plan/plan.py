@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, malformed
 from shardwright.runtime.layout import Layout, Mesh
@@ -150,7 +151,7 @@ class Plan:
     is kept for backward (``"keep"``) or gathered again there (``"again"``), which holds a piece of
     it meanwhile. What is left out: weights are gathered again, activations kept.
     ``imbalance``: of a model with experts, how many times its even share of rows the busiest rank
-    is assumed to get; ``None``: as the cost model has it.
+    is assumed to get, for all layers or by module; ``None``: as the cost model has it.
     """
 
     mesh: Mesh
@@ -170,7 +171,7 @@ class Plan:
     zero: int = 0
     zero_stage: int | None = None
     batch: Batch | None = None
-    imbalance: float | None = None
+    imbalance: Imbalance | None = None
     gathers: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.compiler.plan.imbalance import imbalance_problem
 from shardwright.compiler.plan.plan import PLAN_FORMAT
 from shardwright.runtime.errors import PlanError, ShardwrightError, did_you_mean
 from shardwright.runtime.layout import Layout
@@ -46,11 +47,6 @@ def _count(least: int) -> Check:
         return None if fits else f"{where} is {value!r}, not a whole number from {least}"
 
     return check
-
-
-def _factor(value: Any, where: str) -> str | None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
-    return None if fits else f"{where} is {value!r}, not a number from 1"
 
 
 def _each(item: Check) -> Check:
@@ -171,7 +167,7 @@ KEYS: Mapping[str, Key] = {
     "zero": Key(_count(0)),
     "zero_stage": Key(_count(0)),
     "batch": Key(_object(_BATCH)),
-    "imbalance": Key(_factor),
+    "imbalance": Key(imbalance_problem),
     "gathers": Key(_each(_TEXT)),
     "stages": Key(_list(_object(_STAGE))),
     "schedule": Key(_TEXT),

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.plan.imbalance import Imbalance, imbalance_problem
 from shardwright.frontend.cli.targets import load_target, read_settings
 from shardwright.policies.known_policies import find_policy, policy_names
 from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
+from shardwright.runtime.json_text import parse_json
 
 HARDWARE = "a100-80gb"
 """The machine where none is named."""
@@ -103,8 +106,36 @@ def add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
         help="whose state is counted: AdamW, 'SGD(momentum=0.9)', my_module:make (default: Adam's "
         "two moments)",
     )
+    parser.add_argument(
+        "--imbalance",
+        metavar="NUMBER|FILE",
+        help="how many times its even share of tokens the busiest rank of experts gets: 1.5, or a "
+        'JSON file with a number or numbers by module, {"model.layers.0": 1.5}',
+    )
     if html:
         parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+
+
+def read_imbalance(text: str | None) -> Imbalance | None:
+    """The imbalance that ``--imbalance`` says: a number, or what a JSON file holds.
+
+    Raises :class:`ConfigError` for anything else.
+    """
+    if text is None:
+        return None
+    where, found = "--imbalance", None
+    try:
+        found = float(text)
+    except ValueError:
+        where = text
+        try:
+            found = parse_json(Path(text).read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"cannot read the imbalance from {text}", why=str(error)) from error
+    problem = imbalance_problem(found, where)
+    if problem is not None:
+        raise ConfigError(problem, hint='give 1.5, or a file with {"model.layers.0.mlp": 1.5, ...}')
+    return cast(Imbalance, found)
 
 
 def on_machine(

@@ -21,8 +21,9 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, Optimize
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.operator_file import dumps_times, load_times, times_file
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.passes.chosen_rows import imbalance_of
+from shardwright.compiler.passes.chosen_rows import check_imbalance, imbalance_of
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.imbalance import Imbalance, imbalance_text
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace import trace
 from shardwright.frontend.calibrate.profile import profile
@@ -33,6 +34,7 @@ from shardwright.frontend.cli.model_arguments import (
     memory_limit_bytes,
     on_machine,
     read_dtype,
+    read_imbalance,
     read_plan_request,
 )
 from shardwright.frontend.cli.targets import load_model
@@ -73,8 +75,21 @@ def _simulate(options: argparse.Namespace) -> int:
     policy, config = read_plan_request(options)
     machine, config = on_machine(options, policy, config)
     hardware = load_hardware(machine, config.runtime_ngpus)
+    imbalance = read_imbalance(options.imbalance)
     graph = _traced(options, config)
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
+    if imbalance is not None:
+        check_imbalance(compiled.program.graph, imbalance)
+
+    def compiled_with(imbalance: Imbalance) -> Compiled:
+        """The same plan, with tokens that choose experts as unevenly as that."""
+        plan = replace(compiled.plan, imbalance=imbalance)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of this plan they were said already
+            return compile_graph(graph, policy.apply, config, policy_name=policy.name, plan=plan)
+
+    if imbalance is not None and imbalance != imbalance_of(compiled.program.graph):
+        compiled = compiled_with(imbalance)
     times = load_times(machine)
     optimizer = (
         ADAM
@@ -93,15 +108,10 @@ def _simulate(options: argparse.Namespace) -> int:
     assumed = imbalance_of(compiled.program.graph)
     if assumed is not None and not options.json:
         # No rank gets more than all rows: as many times its share as there are ranks.
-        plan = replace(compiled.plan, imbalance=float(max(1, config.plan_ngpus)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of this plan they were said already
-            worst = cost_of(
-                compile_graph(graph, policy.apply, config, policy_name=policy.name, plan=plan)
-            )
+        worst = cost_of(compiled_with(float(max(1, config.plan_ngpus))))
         print(
-            f"experts: with {assumed:g} times an even share of tokens on the busiest rank; with "
-            f"all on one: {amount(worst.step_s, 's')}, {amount(worst.peak_bytes, 'B')}"
+            f"experts: with {imbalance_text(assumed)} times an even share of tokens on the busiest "
+            f"rank; with all on one: {amount(worst.step_s, 's')}, {amount(worst.peak_bytes, 'B')}"
         )
     limit = memory_limit_bytes(policy, config, hardware)
     if cost.peak_bytes > limit and not options.json:

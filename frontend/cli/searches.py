@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Certificate
 from shardwright.frontend.cli.model_arguments import (
@@ -19,6 +20,7 @@ from shardwright.frontend.cli.model_arguments import (
     make_console,
     on_machine,
     read_dtype,
+    read_imbalance,
     read_plan_request,
     with_options,
 )
@@ -90,6 +92,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
         config,
         {
             "--optimizer": ("optimizer", options.optimizer),
+            "--imbalance": ("imbalance", read_imbalance(options.imbalance)),
             "--global-batch": ("global_batch", options.global_batch),
             "--microbatch": (
                 "microbatch",
@@ -292,8 +295,8 @@ def _plan(options: argparse.Namespace) -> int:
         )
     if plan.imbalance is not None:
         console.print(
-            f"experts: the busiest rank is assumed to get {plan.imbalance:g} times an even share "
-            "(--set imbalance=...)",
+            "experts: the busiest rank is assumed to get "
+            f"{imbalance_text(plan.imbalance)} times an even share (--imbalance)",
             soft_wrap=True,
         )
     if options.out is not None:

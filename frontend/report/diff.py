@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.compiler.cost.plan_cost import spans
+from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.report.plan_tables import fill_table, in_words, mesh_in_words, new_table
 from shardwright.runtime.layout import Layout
@@ -111,7 +112,7 @@ def _settings(plan: Plan) -> dict[str, str]:
     if plan.batch is not None:
         settings["batch of a unit"] = str(plan.batch)
     if plan.imbalance is not None:
-        settings["imbalance of experts"] = f"{plan.imbalance:g}"
+        settings["imbalance of experts"] = imbalance_text(plan.imbalance)
     if plan.recompute:
         settings["recompute"] = ", ".join(plan.recompute)
     return settings

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from shardwright.compiler.cost.work_share import WorkShare
 from shardwright.compiler.ops.strategy import exchange, split_factor
+from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.plan import Note, Plan
 
 if TYPE_CHECKING:
@@ -61,7 +62,13 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
         *(
-            [("experts", f"the busiest rank is assumed to get {plan.imbalance:g} of an even share")]
+            [
+                (
+                    "experts",
+                    "the busiest rank is assumed to get "
+                    f"{imbalance_text(plan.imbalance)} of an even share",
+                )
+            ]
             if plan.imbalance is not None
             else []
         ),

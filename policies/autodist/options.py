@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.ops.tables.experts import IMBALANCE
+from shardwright.compiler.plan.imbalance import imbalance_problem
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.axis_roles import check_degrees
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES
@@ -52,7 +53,7 @@ class AutodistOptions:
     Left out, layers are computed again as far as the memory asks for it.
 
     **Experts.** ``imbalance``: how many times its even share of rows the busiest rank is assumed to
-    get where experts are split.
+    get where experts are split: a number, or numbers by module.
 
     ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use
     the plan of a file and search nothing.
@@ -79,7 +80,7 @@ class AutodistOptions:
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
-    imbalance: float = IMBALANCE
+    imbalance: float | Mapping[str, float] = IMBALANCE
     time_limit_s: float = 120.0
     save_plan: str | None = None
     load_plan: str | None = None
@@ -139,8 +140,13 @@ COUNTS = (
 
 def _check_amounts(options: AutodistOptions) -> None:
     """Refuse numbers that mean nothing."""
-    for name in (*COUNTS, "imbalance", "memory_limit_gb", "time_limit_s"):
-        value, least = getattr(options, name), 1 if name in (*COUNTS, "imbalance") else 0
+    problem = imbalance_problem(options.imbalance, "it")
+    if problem is not None:
+        raise ConfigError(
+            "option 'imbalance' of policy 'autodist' has to be numbers from 1", why=problem
+        )
+    for name in (*COUNTS, "memory_limit_gb", "time_limit_s"):
+        value, least = getattr(options, name), 1 if name in COUNTS else 0
         if value is not None and not value >= least:
             raise ConfigError(
                 f"option {name!r} of policy 'autodist' cannot be {value!r}",

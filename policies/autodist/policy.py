@@ -13,6 +13,7 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
+from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.policies.autodist.candidates.axis_roles import meshes_with
@@ -89,7 +90,10 @@ def check_save(options: AutodistOptions) -> None:
 
 
 def settled(
-    found: SearchResult, config: ComputeConfig, hardware: Hardware, imbalance: float | None = None
+    found: SearchResult,
+    config: ComputeConfig,
+    hardware: Hardware,
+    imbalance: Imbalance | None = None,
 ) -> Plan:
     """The best plan of a search, with its certificate. ``imbalance``: what was assumed of experts.
     Raises :class:`PlanError` if nothing

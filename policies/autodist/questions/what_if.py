@@ -10,6 +10,7 @@ from dataclasses import replace
 from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
 from shardwright.compiler.passes.chosen_rows import imbalance_of, with_imbalance
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.imbalance import Imbalance, imbalance_text, scaled
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.axis_roles import ROLES, forbidden, role_of
@@ -78,15 +79,16 @@ def levers(request: Request) -> list[Choice]:
     return found
 
 
-def _other_routings(graph: PlannableGraph) -> dict[str, float]:
+def _other_routings(graph: PlannableGraph) -> dict[str, Imbalance]:
     """Other ways in which tokens may choose experts: how many times its share the busiest rank then
     gets. None for a model without experts.
     """
     assumed = imbalance_of(graph)
     if assumed is None:
         return {}
-    rows = {"experts chosen evenly": 1.0}
-    rows[f"the busiest rank with {2 * assumed:g} times its share of tokens"] = 2 * assumed
+    twice = scaled(assumed, 2)
+    rows: dict[str, Imbalance] = {"experts chosen evenly": 1.0}
+    rows[f"the busiest rank with {imbalance_text(twice)} times its share of tokens"] = twice
     return {name: imbalance for name, imbalance in rows.items() if imbalance != assumed}
 
 

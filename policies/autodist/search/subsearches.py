@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.compiler.passes.chosen_rows import imbalance_of, with_imbalance
+from shardwright.compiler.passes.chosen_rows import check_imbalance, imbalance_of, with_imbalance
 from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.imbalance import Imbalance
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
 from shardwright.runtime.config import ComputeConfig
@@ -78,7 +79,7 @@ class Subsearches:
         graphs: Mapping[Batch | None, PlannableGraph],
         config: ComputeConfig,
         stages: Sequence[int] | None,
-        imbalance: float | None = None,
+        imbalance: Imbalance | None = None,
     ) -> Subsearches:
         """What is needed of every graph, with every stage of ZeRO among ``stages`` (``None``: all)
         where the config leaves it to the plan. ``imbalance``: how unevenly experts are chosen.
@@ -90,6 +91,7 @@ class Subsearches:
         listed, refused = [], {}
         # A graph for each batch, with every stage of ZeRO.
         for batch, whole in graphs.items():
+            check_imbalance(whole, imbalance)
             graph = PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)
@@ -104,7 +106,7 @@ class Subsearches:
         return cls(tuple(listed), refused)
 
     @property
-    def imbalance(self) -> float | None:
+    def imbalance(self) -> Imbalance | None:
         """How unevenly experts are assumed to be chosen; ``None`` without experts."""
         return imbalance_of(self.listed[0].graph) if self.listed else None
 

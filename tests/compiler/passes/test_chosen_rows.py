@@ -4,7 +4,9 @@ rows may lie.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import expert_models
@@ -15,9 +17,17 @@ import torch.nn.functional as F
 from expert_models import BY_HAND, verify_experts
 from torch import Tensor
 
-from shardwright.compiler.passes.chosen_rows import stored_shares
+from shardwright.compiler.passes.chosen_rows import (
+    check_imbalance,
+    imbalance_of,
+    stored_shares,
+    with_imbalance,
+)
 from shardwright.compiler.plan.builder import PlanBuilder
-from shardwright.runtime.errors import PlanError, TraceError
+from shardwright.compiler.plan.plan import Plan
+from shardwright.frontend.cli.model_arguments import read_imbalance
+from shardwright.runtime.errors import ConfigError, PlanError, TraceError
+from shardwright.runtime.layout import Mesh
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """What becomes of two halves ``[rows, inner]`` of what experts compute."""
@@ -137,6 +147,49 @@ def test_rows_are_not_converted_between_cuts(other: str) -> None:
     assert "(layers.0.experts)" in message
     assert "only dispatch and combine move them" in message
     assert "let all operators between dispatch and combine split experts, or all of them" in message
+
+
+def test_batch_and_experts_are_split_in_either_order() -> None:
+    graph = graph_by_hand()
+
+    def policy(*dims: str) -> Any:
+        def split(planned: Any, config: Any) -> Any:
+            builder: PlanBuilder = planned.builder(mesh={"ep": 2})
+            for dim in dims:
+                builder.split(dim, "ep")
+            return builder.build()
+
+        return split
+
+    found = []
+    for dims in (("batch", "experts"), ("experts", "batch")):
+        strategies = plans.compile_with(graph, policy(*dims), 2).plan.strategies
+        rows = [op for op in graph.ops if op.target in ("dispatch", "grouped_linear", "combine")]
+        found.append([strategies[op.name]["ep"] for op in rows])
+    assert found[0] == found[1]
+    assert {strategy.partition(":")[0] for strategy in found[0]} == {"exchange", "split"}
+
+
+def test_an_imbalance_of_one_layer(tmp_path: Path) -> None:
+    """Another assumption for a layer by its path; the others keep theirs, and so does a file."""
+    entry = expert_models.get(BY_HAND)
+    graph = plans.annotated(plans.traced(entry.build(), entry.inputs()))
+    named = {"layers.1": 2.5}
+    check_imbalance(graph, named)
+    assert imbalance_of(graph) == 1.25
+    measured = imbalance_of(with_imbalance(graph, named))
+    assert measured == {"layers.0.experts": 1.25, "layers.1.experts": 2.5}
+    plan = Plan(mesh=Mesh.of({"ep": 2}), imbalance=measured)
+    assert Plan.from_json(json.loads(plan.dumps())).imbalance == measured
+    with pytest.raises(PlanError, match=r"given for 'layers.7', which has no experts"):
+        check_imbalance(graph, {"layers.7": 2.0})
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(named))
+    assert read_imbalance(str(file)) == named and read_imbalance("2") == 2.0
+    for text, problem in (('{"a": 0.5}', "of 'a' is 0.5, not a number from 1"), ("{", "cannot")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=problem):
+            read_imbalance(str(file))
 
 
 def test_an_exchange_within_tokens_that_other_ranks_cut_further_is_refused() -> None:

@@ -82,7 +82,7 @@ def _simulate(options: argparse.Namespace) -> int:
         check_imbalance(compiled.program.graph, imbalance)
 
     def compiled_with(imbalance: Imbalance) -> Compiled:
-        """The same plan, with tokens that choose experts as unevenly as that."""
+        """Compile the plan for tokens that choose experts as unevenly as that."""
         plan = replace(compiled.plan, imbalance=imbalance)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of this plan they were said already

@@ -4,6 +4,12 @@ what no rank has.
 
 from __future__ import annotations
 
+import linecache
+import os
+import re
+import sys
+from types import FrameType
+
 import torch
 from torch import Tensor
 
@@ -22,6 +28,32 @@ def check_indices(known: Tensor, what: str, size: int) -> None:
     except RuntimeError as error:
         raise InputError(
             f"{what} is out of range",
+            where=_generated_line(),
             why=why,
             hint="compare the inputs with the sizes of the model",
         ) from error
+
+
+def _generated_line() -> str | None:
+    """The line of the generated file that runs now, and the layer that it runs for, as far as it is
+    known: ``gencode0.py:88 (model.layers.3)``. ``None`` outside of generated code.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = os.path.basename(frame.f_code.co_filename)
+        if name.startswith("gencode"):
+            # Methods of layers are handed the scope of their layer. In forward itself a comment
+            # stands above what belongs to a module.
+            layer = getattr(frame.f_locals.get("block"), "_path", None) or _section(frame)
+            return f"{name}:{frame.f_lineno}" + (f" ({layer})" if layer else "")
+        frame = frame.f_back
+    return None
+
+
+def _section(frame: FrameType) -> str | None:
+    """The module in the last comment that stands by itself above the line of a frame."""
+    for line in range(frame.f_lineno, frame.f_code.co_firstlineno, -1):
+        found = re.fullmatch(r"\s*# ([\w.]+)\s*", linecache.getline(frame.f_code.co_filename, line))
+        if found:
+            return found[1]
+    return None

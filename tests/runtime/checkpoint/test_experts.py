@@ -105,6 +105,7 @@ def trained(
             for name, tour in (
                 (BY_HAND, "axes and pieces"),
                 ("gpt_oss", "ep to tp and back"),
+                ("switch", "ep to tp and back"),
                 ("deepseek_v3", "ep to tp and back"),
                 ("qwen3_moe", "axes and pieces"),
             )

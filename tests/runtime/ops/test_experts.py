@@ -5,9 +5,11 @@ values and gradients, whatever the ranks hold and wherever a router sends tokens
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +19,15 @@ import torch.nn.functional as F
 from op_ranks import on_mesh
 from torch import Tensor
 
+from shardwright.experts import combine, dispatch, grouped_linear
+from shardwright.frontend.verification.verify import compile_into
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.loader import load_class
 from shardwright.runtime.ops import experts
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
 
 HIDDEN, INNER = 4, 3
@@ -377,6 +384,51 @@ def test_an_expert_that_is_none_is_refused(way: Way, number: int) -> None:
     layer = Layer(layer.token_dim, 5, chosen, layer.operands, layer.gradient)
     with pytest.raises(InputError, match="a chosen expert"):
         run(layer, way, {"ep": 2})
+
+
+class Shifted(torch.nn.Module):
+    """Experts that are chosen by numbers which forward is given, plus a number of the layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 3, 3, dtype=torch.float64))
+        self.register_buffer("shift", torch.tensor(0))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        rows, routing = dispatch(x, chosen + self.shift, num_experts=4)
+        return combine(grouped_linear(rows, self.weight, routing), routing)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Shifted() for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, chosen)
+        return x.sum()
+
+
+def test_a_layer_that_chooses_an_expert_that_is_none_is_named(tmp_path: Path) -> None:
+    model = Layers()
+    model.layers[1].shift += 1
+    inputs = {
+        "x": torch.ones(6, 3, dtype=torch.float64),
+        "chosen": torch.tensor([[0], [1], [2], [0], [1], [2]]),
+    }
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    directory = compile_into(tmp_path, model, inputs, "ep", config)
+
+    def rank(_: int) -> str:
+        module = load_class(directory)()
+        module(**inputs)
+        with pytest.raises(InputError) as caught:
+            module(inputs["x"], inputs["chosen"] + 1)
+        return str(caught.value)
+
+    for message in run_ranks(2, rank):
+        assert re.search(r"where: gencode\d\.py:\d+ \(layers\.1\)", message), message
 
 
 def test_a_routing_is_what_dispatch_returned() -> None:

@@ -8,7 +8,8 @@ everything. Attention alone needs all keys for each query, and does so in one of
   one all-to-all each of queries, keys, values and result. Where there are fewer groups of heads
   than ranks, the heads of a group are cut, and keys and values are gathered.
 - ``ring``: queries stay cut; keys and values travel around in blocks, a block being computed while
-  the next is under way (Liu et al. 2023, "Ring Attention").
+  the next is under way (Liu et al. 2023, "Ring Attention"). What no query of a rank sees is not
+  sent to it.
 - ``auto``: for each kind of attention in the model, the mode by which a step is the fastest.
 
 Two axes may do it in two modes: 8 ranks as ``ring`` over 2 and, within, ``ulysses`` over 4.
@@ -173,9 +174,11 @@ def _split_body(
                 split = f"split:{factor}" if factor else None
                 if split is None and op.name not in masks:
                     raise _no_heads(op, graph, heads, axis, cut)
-            elif mode == "ring" and op.name not in masks:
+            elif mode == "ring" and op.target in (ATTENTION, "softmax"):
                 split = _ring(op)
         split = split or position_split(op, graph, sequence, axis.size, cut)
+        if split is not None and not builder.allows(op, axis.name, split):
+            split = None
         if split is None:
             note_fallback(builder, op, graph, axis.name, sequence)
         elif set(placements(op.rule, split)[1]) == {"S"} and (
@@ -241,11 +244,15 @@ def _ring(op: IROp) -> Strategy:
     """The strategy by which keys and values travel around."""
     found = ring_of(op)
     if found is None:
-        what = "is attention written out" if op.target != ATTENTION else "cannot be computed so"
+        why = "its keys cannot travel in blocks"
+        if op.target != ATTENTION:
+            why = "this is attention written out, in operators of which each needs all keys"
+        elif op.rule is not None and op.rule.random:
+            why = "its weights have dropout, which is drawn for all keys of a query at once"
         raise PlanError(
             f"cp_mode 'ring' has no ring for {op.name} ({op.target})",
             where=op.place,
-            why=f"this operator {what}: its keys and values cannot travel in blocks",
+            why=why,
             hint="cp_mode 'gather' or 'ulysses'",
         )
     return f"exchange:{found[0]}>{found[1]}"

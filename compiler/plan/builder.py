@@ -290,6 +290,12 @@ class PlanBuilder:
         return {factor: math.prod(map(self.mesh.axis_size, axes)) for factor, axes in found.items()}
 
     @checked
+    def allows(self, op: IROp, axis: str, strategy: str) -> bool:
+        """Whether an operator may have a strategy along an axis, beside those it has by now."""
+        assert op.rule is not None
+        return allowed(op.rule, {**self._strategies.get(op.name, {}), axis: strategy}, self.mesh)
+
+    @checked
     def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
         """Leave a note that ``shardwright inspect`` prints."""
         self._notes.append(

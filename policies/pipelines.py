@@ -17,7 +17,6 @@ from shardwright.policies.partition import stage_starts
 from shardwright.policies.stage_places import starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
-from shardwright.runtime.layout import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ def add_stages(
     chunks = len(schedule.placement) // num_positions
     num_stages = schedule.num_stages
     # The mesh of one position.
-    inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
+    inner = plan.mesh.of_axes(axis for axis in plan.mesh.axes if axis[0] != "pp")
     if options.stage_starts:
         # A begin for every stage but the first.
         if len(options.stage_starts) != num_stages - 1:

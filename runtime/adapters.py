@@ -22,7 +22,7 @@ the forward only. Double backward is refused by autograd. On an axis of size 1 e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -58,7 +58,7 @@ def all_gather(
     if axis.size == 1:
         return x
     dim %= x.ndim
-    return _apply(_AllGather, x, axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward)
+    return _apply(_AllGather, x, axis, dim, cut_of(axis, cut, x.shape[dim] * axis.size), backward)
 
 
 def narrow(
@@ -74,7 +74,7 @@ def narrow(
     if axis.size == 1:
         return x
     dim %= x.ndim
-    return _apply(_Narrow, x, axis, dim, cut or whole_cut(x.shape[dim]), backward)
+    return _apply(_Narrow, x, axis, dim, cut_of(axis, cut, x.shape[dim]), backward)
 
 
 def reduce_scatter(x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None) -> Tensor:
@@ -82,7 +82,7 @@ def reduce_scatter(x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None)
     if axis.size == 1:
         return x
     dim %= x.ndim
-    return _apply(_ReduceScatter, x, axis, dim, cut or whole_cut(x.shape[dim]))
+    return _apply(_ReduceScatter, x, axis, dim, cut_of(axis, cut, x.shape[dim]))
 
 
 def all_reduce(
@@ -120,7 +120,7 @@ def pad(x: Tensor, axis: AxisGroup, dim: int, cut: Cut | None = None) -> Tensor:
     if axis.size == 1:
         return x
     dim %= x.ndim
-    return _apply(_Pad, x, axis, dim, cut or whole_cut(x.shape[dim] * axis.size))
+    return _apply(_Pad, x, axis, dim, cut_of(axis, cut, x.shape[dim] * axis.size))
 
 
 def all_to_all(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_cut: Cut) -> Tensor:
@@ -129,7 +129,14 @@ def all_to_all(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_c
     """
     if axis.size == 1:
         return x
+    cut, to_cut = cut_of(axis, cut), cut_of(axis, to_cut)
     return _apply(_AllToAll, x, axis, dim % x.ndim, cut, to_dim % x.ndim, to_cut)
+
+
+def cut_of(axis: AxisGroup, cut: Cut | None, length: int = 0) -> Cut:
+    """How the axis deals what ``cut`` describes, or a dim of ``length`` elements as one segment."""
+    cut = cut or whole_cut(length)
+    return replace(cut, zigzag=True) if axis.zigzag else cut
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

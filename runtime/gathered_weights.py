@@ -43,6 +43,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.runtime.adapters import (
     Gathering,
+    cut_of,
     reduced_piece,
     reduced_pieces,
     sliced_piece,
@@ -51,7 +52,6 @@ from shardwright.runtime.adapters import (
 )
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Cut
-from shardwright.runtime.pieces import whole_cut
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.failures import concerning, name_of
 from shardwright.runtime.ranks.groups import AxisGroup
@@ -298,7 +298,7 @@ class WeightGathering:
             return x
         dim %= x.ndim
         step = _Step(
-            axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter"
+            axis, dim, cut_of(axis, cut, x.shape[dim] * axis.size), backward == "reduce_scatter"
         )
         known, is_kept = self._use_of(x), then == "keep"
         if known is not None:
@@ -483,6 +483,6 @@ class _Gather(torch.autograd.Function):
         move = reduced_piece if step.reduces else sliced_piece
         for i in there:
             grad = cast(Tensor, summed[i])
-            cut = step.cut or whole_cut(grad.shape[0])
+            cut = cut_of(step.axis, step.cut, grad.shape[0])
             found[i] = move(grad, step.axis, step.dim, cut)
         return None, None, None, *found

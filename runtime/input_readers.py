@@ -36,14 +36,14 @@ class InputReader:
         return {
             "path": self.path,
             "ranks": list(self.ranks),
-            "mesh": [list(axis) for axis in self.mesh.axes],
+            "mesh": self.mesh.to_json(),
             "layout": plain_sizes(self.layout).to_json(),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> InputReader:
         """The reverse of :meth:`to_json`."""
-        mesh = Mesh(tuple((str(name), int(size)) for name, size in data["mesh"]))
+        mesh = Mesh.from_json(data["mesh"])
         layout = Layout.from_json(data["layout"])
         return cls(str(data["path"]), tuple(map(int, data["ranks"])), mesh, layout)
 

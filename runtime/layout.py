@@ -17,9 +17,15 @@ has thing 3 holds the tensor, all others hold nothing.
 
 Invariants: an axis cuts at most one atom of one dim of a tensor; the pieces of all ranks tile the
 tensor exactly; a piece keeps the ascending global order. Sizes that do not divide give the first
-ranks one element more; a rank may hold nothing. Besides cutting, an axis may hold a summand of the
-value (**P**, partial) or of the gradient (**G**, gradient-partial); an axis that does none of the
-three holds a copy (**R**, replicated).
+ranks one element more; a rank may hold nothing.
+
+Besides cutting, an axis may hold a summand of the value (**P**, partial) or of the gradient (**G**,
+gradient-partial); an axis that does none of the three holds a copy (**R**, replicated).
+
+An axis gives each rank one run of what it cuts, or deals it in **zigzag**: two runs to each rank,
+the second ones in the reverse order of the ranks. Of 8 positions on 2 ranks the first then has 0,
+1, 6, 7, and the second 2, 3, 4, 5. Where later positions cost more, as in causal attention, all
+ranks have the same work. Pieces are as long as without it.
 
 While compiling, sizes may be symbolic expressions; everything here that needs numbers says so.
 """
@@ -29,7 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +54,9 @@ it.
 """
 
 
+ZIGZAG = "zigzag"
+"""What is said of an axis that deals in zigzag."""
+
 MOST_RANKS = 2**20
 """The most ranks of a mesh, a job or a machine: a slip of the keyboard must not fill the memory."""
 
@@ -60,14 +69,54 @@ def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
     return index * base + min(index, extra), base + (index < extra)
 
 
+Run = tuple[int, int]
+"""``(start, size)`` of things that lie one behind the other."""
+
+
+def dealt(count: int, num_pieces: int, index: int, *, zigzag: bool) -> tuple[Run, ...]:
+    """The runs of piece ``index`` when an axis deals ``count`` things, ascending: one, or in zigzag
+    two. Either way it is :func:`piece` that says how many they are.
+    """
+    start, size = piece(count, num_pieces, index)
+    if not zigzag:
+        return ((start, size),)
+    # Of every piece the larger half lies in front, in the order of the ranks, the other half
+    # behind, in the reverse order.
+    in_front = _front_halves(count, num_pieces, index)
+    half = (size + 1) // 2
+    behind = (start - in_front) + (size - half)  # the other halves up to this rank's
+    return (in_front, half), (count - behind, size - half)
+
+
+def _front_halves(count: int, num_pieces: int, index: int) -> int:
+    """How many things lie in the front halves of the first ``index`` pieces."""
+    base, extra = divmod(count, num_pieces)
+    longer = min(index, extra)
+    return longer * ((base + 2) // 2) + (index - longer) * ((base + 1) // 2)
+
+
+def within(runs: Iterable[Run], inner: Iterable[Run]) -> tuple[Run, ...]:
+    """What ``inner``, runs of the things that ``runs`` hold together, are of the whole."""
+    found: list[Run] = []
+    for start, size in inner:
+        passed = 0
+        for begin, length in runs:
+            low, high = max(start, passed), min(start + size, passed + length)
+            if low < high:
+                found.append((begin + low - passed, high - low))
+            passed += length
+    return tuple(found)
+
+
 @checked_fields_late
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp
-    varies fastest.
+    varies fastest. ``zigzag``: the axes that deal what they cut in zigzag.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
+    zigzag: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in self.axes if isinstance(self.axes, tuple) else (None,):
@@ -88,12 +137,43 @@ class Mesh:
             raise ConfigError(
                 f"a mesh of {brief(self.size)} ranks", why=f"it has at most {MOST_RANKS:,}"
             )
+        for dealt_axis in self.zigzag:
+            if dealt_axis not in self.names:
+                raise ConfigError(
+                    f"the mesh has no axis {brief(dealt_axis)} to deal in zigzag",
+                    why=f"its axes are {', '.join(map(repr, self.names))}",
+                    hint=did_you_mean(str(dealt_axis), self.names),
+                )
 
     @classmethod
     @checked
     def of(cls, axes: Mapping[str, int] | Mesh) -> Mesh:
         """The mesh itself, or that of a mapping from axis to size, major to minor."""
         return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
+
+    def to_json(self) -> list[list[Any]]:
+        """JSON values; :meth:`from_json` is the inverse."""
+        return [
+            [name, size, ZIGZAG] if name in self.zigzag else [name, size]
+            for name, size in self.axes
+        ]
+
+    @classmethod
+    def from_json(cls, data: Iterable[Sequence[Any]]) -> Mesh:
+        """The reverse of :meth:`to_json`."""
+        items = [tuple(item) for item in data]
+        return cls(
+            tuple((str(item[0]), int(item[1])) for item in items),
+            tuple(str(item[0]) for item in items if item[2:] == (ZIGZAG,)),
+        )
+
+    def of_axes(self, axes: Iterable[tuple[str, int]]) -> Mesh:
+        """The mesh of other axes, or of the same with other sizes, that deal as those of their
+        names do here.
+        """
+        axes = tuple(axes)
+        names = [name for name, _ in axes]
+        return Mesh(axes, tuple(name for name in self.zigzag if name in names))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,7 +228,7 @@ class Mesh:
         """The mesh of ``num_units`` units together: with the axis ``zero``, outermost, if they are
         several.
         """
-        return Mesh(((ZERO, num_units), *self.axes)) if num_units > 1 else self
+        return self.of_axes(((ZERO, num_units), *self.axes)) if num_units > 1 else self
 
     @checked_late
     def groups(self, axes: tuple[str, ...] | str) -> list[tuple[int, ...]]:
@@ -165,7 +245,11 @@ class Mesh:
         return [tuple(group) for group in groups.values()]
 
     def __str__(self) -> str:
-        return " x ".join(f"{name}={size}" for name, size in self.axes) or "one rank"
+        axes = (
+            f"{name}={size} {ZIGZAG}" if name in self.zigzag else f"{name}={size}"
+            for name, size in self.axes
+        )
+        return " x ".join(axes) or "one rank"
 
 
 def _is_count(size: Any) -> bool:
@@ -189,23 +273,27 @@ class Atom:
         """The sum of the segments."""
         return sum(self.segments) if len(self.segments) != 1 else self.segments[0]
 
-    def pieces(self, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
-        """``(start, size)`` within the atom of what each segment leaves at ``coords``."""
+    def pieces(self, mesh: Mesh, coords: Coords) -> tuple[Run, ...]:
+        """The runs within the atom that its segments leave at ``coords``."""
         if self.element:
             index, count = self.element
-            for axis in self.axes:
-                start, count = piece(count, mesh.axis_size(axis), coords[axis])
-                index -= start  # outside of this piece, it is outside of all pieces of it
-            return ((0, int(0 <= index < count)),)
-        result, offset = [], 0
+            held = self._left(0, count, mesh, coords)
+            return ((0, int(any(start <= index < start + size for start, size in held))),)
+        result: list[Run] = []
+        offset = 0
         for segment in self.segments:
-            start, size = 0, segment
-            for axis in self.axes:
-                inner_start, size = piece(size, mesh.axis_size(axis), coords[axis])
-                start += inner_start
-            result.append((offset + start, size))
+            result += self._left(offset, segment, mesh, coords)
             offset += segment
         return tuple(result)
+
+    def _left(self, start: int, count: int, mesh: Mesh, coords: Coords) -> tuple[Run, ...]:
+        """What the axes leave of ``count`` things from ``start`` on."""
+        runs: tuple[Run, ...] = ((start, count),)
+        for axis in self.axes:
+            zigzag = axis in mesh.zigzag
+            own = dealt(count, mesh.axis_size(axis), coords[axis], zigzag=zigzag)
+            runs, count = within(runs, own), sum(size for _, size in own)
+        return runs
 
     def local_size(self, mesh: Mesh, coords: Coords) -> int:
         """The size of the piece at ``coords``; needs numbers where axes cut the atom."""
@@ -483,39 +571,45 @@ class Cut:
     """How one dim of a *local* tensor is cut along one axis: ``outer`` repeats of ``segments``,
     each element ``inner`` long.
 
-    The uncut length is ``outer * sum(segments) * inner``. Every segment is cut by :func:`piece`.
+    The uncut length is ``outer * sum(segments) * inner``. Every segment is cut by :func:`dealt`.
     This is what generated code hands to the adapters; all numbers are known when the code runs.
 
     ``element``: the one segment has size 1, and is ``(index, count)`` of things that the axis cuts.
-    An index that is none of them: other axes have left nothing of it here.
+    An index that is none of them: other axes have left nothing of it here. ``zigzag`` the adapters
+    add themselves, as their axis says.
     """
 
     segments: tuple[int, ...]
     outer: int = 1
     inner: int = 1
     element: tuple[int, ...] = ()
+    zigzag: bool = False
 
     @property
     def length(self) -> int:
         """The uncut length of the dim."""
-        return self.outer * sum(self.whole_segments) * self.inner
+        return self.outer * self.repeat * self.inner
 
     @property
-    def whole_segments(self) -> tuple[int, ...]:
-        """The uncut sizes of the segments."""
+    def repeat(self) -> int:
+        """The uncut length of one repeat, in elements ``inner`` long."""
         if not self.element:
-            return self.segments
+            return sum(self.segments)
         index, count = self.element
-        return (int(0 <= index < count),)
+        return int(0 <= index < count)
 
-    def pieces(self, num_pieces: int, index: int) -> list[tuple[int, int]]:
-        """``(start, size)`` of a member's piece of each segment."""
-        if not self.element:
-            return [piece(segment, num_pieces, index) for segment in self.segments]
-        start, size = piece(self.element[1], num_pieces, index)
-        holds = start <= self.element[0] < start + size
-        return [(0 if holds else sum(self.whole_segments), int(holds))]
+    def runs(self, num_pieces: int, index: int) -> list[Run]:
+        """Where a member's elements of one repeat lie, ascending."""
+        if self.element:
+            held = dealt(self.element[1], num_pieces, index, zigzag=self.zigzag)
+            return [(0, 1)] if any(a <= self.element[0] < a + n for a, n in held) else []
+        found, offset = [], 0
+        for segment in self.segments:
+            for start, size in dealt(segment, num_pieces, index, zigzag=self.zigzag):
+                found.append((offset + start, size))
+            offset += segment
+        return found
 
     def local_length(self, num_pieces: int, index: int) -> int:
         """How long a member's piece is."""
-        return self.outer * self.inner * sum(size for _, size in self.pieces(num_pieces, index))
+        return self.outer * self.inner * sum(size for _, size in self.runs(num_pieces, index))

@@ -97,7 +97,7 @@ class Manifest:
             "torch_version": self.torch_version,
             "key": self.key,
             "class_name": self.class_name,
-            "mesh": [list(axis) for axis in self.mesh.axes],
+            "mesh": self.mesh.to_json(),
             "policy": self.policy,
             "files": dict(sorted(self.files.items())),
             "chunks": {name: digests.to_json() for name, digests in sorted(self.chunks.items())},
@@ -121,7 +121,7 @@ class Manifest:
         return cls(
             key=data["key"],
             class_name=data["class_name"],
-            mesh=Mesh(tuple((str(name), int(size)) for name, size in data["mesh"])),
+            mesh=Mesh.from_json(data["mesh"]),
             policy=data["policy"],
             files=dict(data["files"]),
             tensors={

@@ -2,7 +2,7 @@
 movement, no communication.
 
 A dim of ``cut.length`` elements is ``cut.outer`` repeats of ``cut.segments``, each element of a
-segment ``cut.inner`` long. Every segment is cut by :func:`~shardwright.runtime.layout.piece`; a
+segment ``cut.inner`` long. Every segment is cut by :func:`~shardwright.runtime.layout.dealt`; a
 member holds its part of every segment of every repeat, in ascending order. Pieces may be empty.
 """
 
@@ -29,7 +29,7 @@ def piece_lengths(cut: Cut, num_pieces: int) -> list[int]:
 
 def is_plain(cut: Cut) -> bool:
     """Whether the pieces lie end to end in the whole: one segment, not repeated."""
-    return cut.outer == 1 and len(cut.segments) == 1
+    return cut.outer == 1 and len(cut.segments) == 1 and not cut.zigzag and not cut.element
 
 
 def take_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:
@@ -38,15 +38,12 @@ def take_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Te
         f"dim {dim} has length {x.shape[dim]}, but {cut} has {cut.length}"
     )
     if is_plain(cut):
-        start, size = cut.pieces(num_pieces, index)[0]
+        ((start, size),) = cut.runs(num_pieces, index)
         return x.narrow(dim, start * cut.inner, size * cut.inner)
-    parts = []
-    for (start, size), part in zip(
-        cut.pieces(num_pieces, index),
-        _segments(x, dim, cut.outer, cut.whole_segments, cut.inner),
-        strict=True,
-    ):
-        parts.append(part.narrow(dim + 1, start, size))
+    repeats = torch.unflatten(x, dim, (cut.outer, cut.repeat, cut.inner))
+    parts = [repeats.narrow(dim + 1, start, size) for start, size in cut.runs(num_pieces, index)]
+    if not parts:
+        return x.narrow(dim, 0, 0)
     return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
 
 
@@ -59,13 +56,20 @@ def join_pieces(pieces: Sequence[Tensor], dim: int, cut: Cut) -> Tensor:
     """The whole, as a new tensor, from the pieces of all members."""
     if is_plain(cut):
         return torch.cat(list(pieces), dim)
-    parts: list[list[Tensor]] = []  # by member, then by segment
+    parts: list[tuple[int, Tensor]] = []  # and where each begins
     for index, x in enumerate(pieces):
-        sizes = [size for _, size in cut.pieces(len(pieces), index)]
-        parts.append(_segments(x, dim, cut.outer, sizes, cut.inner))
-    return torch.cat(
-        [part for segment in zip(*parts, strict=True) for part in segment], dim + 1
-    ).flatten(dim, dim + 2)
+        runs = cut.runs(len(pieces), index)
+        if not runs:
+            continue
+        sizes = [size for _, size in runs]
+        repeats = torch.unflatten(x, dim, (cut.outer, sum(sizes), cut.inner))
+        for (start, size), part in zip(runs, torch.split(repeats, sizes, dim + 1), strict=True):
+            if size:
+                parts.append((start, part))
+    if not parts:
+        return torch.cat(list(pieces), dim)
+    parts.sort(key=lambda part: part[0])
+    return torch.cat([part for _, part in parts], dim + 1).flatten(dim, dim + 2)
 
 
 def pad_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:
@@ -125,9 +129,3 @@ def recut_positions(
     return tuple((going_to == i).nonzero().view(-1) for i in members), tuple(
         (coming_from == i).nonzero().view(-1) for i in members
     )
-
-
-def _segments(x: Tensor, dim: int, outer: int, sizes: Sequence[int], inner: int) -> list[Tensor]:
-    """Dim ``dim`` as three, ``[outer, size, inner]``, for each of the segments: views of ``x``."""
-    unflattened = torch.unflatten(x, dim, (outer, sum(sizes), inner))
-    return list(torch.split(unflattened, list(sizes), dim + 1))

@@ -105,7 +105,9 @@ def assigned(name: str, value: str) -> list[str]:
 
 def mesh_text(mesh: Mesh) -> str:
     """The source of a mesh."""
-    return f"Mesh({tuple_text(f'({quoted(axis)}, {size})' for axis, size in mesh.axes)})"
+    axes = tuple_text(f"({quoted(axis)}, {size})" for axis, size in mesh.axes)
+    zigzag = f", zigzag={tuple_text(map(quoted, mesh.zigzag))}" if mesh.zigzag else ""
+    return f"Mesh({axes}{zigzag})"
 
 
 def gathering_lines(zero: int, *, gathers: bool) -> list[str]:

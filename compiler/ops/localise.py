@@ -30,10 +30,12 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     # Arguments that are sizes: ``view(8, 12, 64)`` becomes ``view(8, tp.local_size(12), 64)``.
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
+    exchanges = any(
+        exchange(strategy) and mesh.axis_size(axis) > 1 for axis, strategy in assignment.items()
+    )
     # A split that needs communication inside is run by another function.
-    exchanged_factors = {factor for pair in rule.exchanges for factor in pair}
     if rule.parallel is not None and (
-        rule.random or not axes.keys().isdisjoint({*rule.parallel.factors, *exchanged_factors})
+        rule.random or exchanges or any(factor in axes for factor in rule.parallel.factors)
     ):
         form, local = rule.parallel, local_sizes(rule, axes, mesh)
         for axis in mesh.names:
@@ -65,11 +67,15 @@ def local_sizes(
     segments: dict[str, tuple[Size, ...]] = {}
     offsets: dict[str, Size] = {}
     for factor in rule.factors:
-        sizes, start = list(factor.segments), 0
+        sizes: list[Size] = list(factor.segments)
+        start: Size | None = 0
         # A rank has a piece of each segment. Its first element is counted along the axes, outermost
         # first.
         for axis in axes.get(factor.name, ()):
-            start += offset(sizes[0], axis)
+            if axis in mesh.zigzag:
+                start = None  # two runs have no one beginning
+            elif start is not None:
+                start += offset(sizes[0], axis)
             if mesh.axis_size(axis) > 1 or not spelled:
                 sizes = [
                     LocalSize(n, Symbol(axis))

@@ -61,7 +61,7 @@ class Trial:
     """One strategy per axis of one mesh, tried. ``failure`` says in words what was wrong; ``error``
     is the largest difference.
 
-    ``skipped``: it was not run, as some rank would hold nothing, which the rule forbids.
+    ``skipped``: it was not run, as the rule forbids it: some rank would hold nothing, say.
     """
 
     mesh: Mesh
@@ -273,13 +273,13 @@ class OperatorCall:
 
     def trial(self, assignment: Assignment, mesh: Mesh, whole: _Whole) -> Trial:
         """Run the call split as ``assignment`` says and compare."""
+        if not allowed(self.rule, assignment, mesh):
+            return Trial(mesh, assignment, "", skipped=True)
         # What a rank would do: its pieces of the operands, and its local call.
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
         local = localise(self.op, self.rule, assignment, mesh)
         source = call_source(local, lambda value: value.name, to_python)
         trial = Trial(mesh, assignment, source)
-        if not allowed(self.rule, assignment, mesh):
-            return replace(trial, skipped=True)
         # All ranks as threads, then the pieces of results and gradients put together.
         outcomes = self._run_split(local, assignment, mesh, whole)
         if isinstance(outcomes, Exception):

@@ -14,8 +14,9 @@ From the factors follow all strategies of the operator along one mesh axis (:fun
    (the bias) is ``P``, not ``G``.
 2. all ``R``, or all ``G``.
 3. one linear set all ``P``, the other operands ``G``, the results ``P``.
-4. exchange two factors: operands ``S`` in the one, results ``S`` in the other. The few operators
-   that can do so communicate inside.
+4. exchange two factors: operands ``S`` in the one, results ``S`` in the other. An operand that has
+   the second factor only is ``S`` in that, one without both is ``G``. The few operators that can do
+   so communicate inside.
 """
 
 from __future__ import annotations
@@ -106,13 +107,15 @@ class ParallelForm:
     to minor) that split it (left out if unsplit; factors that share a keyword add up).
     ``local_args`` gives further keyword arguments (global sizes, offsets). A factor of kind FROZEN
     may be split if it is named here; a factor without communication needs (a mean's) may be named
-    only to change the target.
+    only to change the target. ``knows_runs``: the function is told where in a factor its pieces
+    lie, so that they may be several runs, as an axis in zigzag deals them.
     """
 
     target: str
     factors: Mapping[str, ParallelFactor]
     keywords: Mapping[str, str]
     local_args: Callable[[IROp, LocalSizes], Mapping[str, Arg]] | None = None
+    knows_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,8 @@ class OpRule:
     refuses empty tensors, so no rank may be left without a piece.
     ``exchanges``: pairs of factors of which the parallel form may exchange the cut: along one axis
     operands are cut in the first, results in the second. Frozen factors among them are dims of one
-    tensor that changes its length, of which ranks exchange edges (``edges.py``).
+    tensor that changes its length, of which ranks exchange edges (``edges.py``), or keys that go
+    round. ``keeps``: operand positions that are cut in the second, though they have the first.
     ``densities``: of operands and of results, which rows are stored, where not all are.
     """
 
@@ -211,6 +215,7 @@ class OpRule:
     updates: tuple[int, ...] = ()
     nonempty: bool = False
     exchanges: tuple[Exchange, ...] = ()
+    keeps: tuple[int, ...] = ()
     densities: Densities | None = None
     known: bool = True  # False: no rule was found, the operator is replicated
 
@@ -228,10 +233,22 @@ class OpRule:
         key.
         """
         form = self.parallel
-        parallel = form and (form.target, tuple(form.factors.items()), tuple(form.keywords.items()))
+        parallel = form and (
+            form.target,
+            tuple(form.factors.items()),
+            tuple(form.keywords.items()),
+            form.knows_runs,
+        )
         key = (
             *(self.factors, self.operands, self.results, self.additive, self.linear_sets),
-            *(self.grad_linear, self.nonempty, parallel, self.exchanges, self.densities),
+            *(
+                self.grad_linear,
+                self.nonempty,
+                parallel,
+                self.exchanges,
+                self.keeps,
+                self.densities,
+            ),
         )
         # The cache of strategies is by form. The rules of a thousand layers share a few forms.
         return _FORMS.setdefault(key, RuleForm(self))

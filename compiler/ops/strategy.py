@@ -14,7 +14,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from shardwright.compiler.ops.rule import Exchange, OpRule, RuleForm, TensorRefs
@@ -52,18 +52,42 @@ def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
     exchanging = [axis for axis in mesh.names if exchange(assignment.get(axis, "R"))]
     pairs = {pair for s in assignment.values() if (pair := exchange(s))}
     for side in (0, 1):
+        exchanged = {pair[side] for pair in pairs}
         for factor, axes in factor_axes(assignment, mesh, side).items():
-            # A frozen factor is cut in an exchange only, which moves what lies beyond the cut.
-            exchanged = rule.frozen(factor) and any(factor == pair[side] for pair in pairs)
-            if not exchanged and not rule.splittable(factor, mesh.num_ranks(axes)):
+            if not _may_cut(rule, factor, axes, exchanging, exchanged, mesh):
                 return False
             # The ranks of an axis exchange tokens that lie together: the piece that the axes before
             # it leave them. So no other axis cuts them further.
             if any(axis in exchanging for axis in axes[:-1]) and _on_both_sides(rule, factor):
                 return False
-    # Tokens go to experts along one axis. Dims of which edges are exchanged may be several, and
-    # several axes may cut one.
-    return len(exchanging) <= 1 or all(rule.frozen(source) for source, _ in pairs)
+    # Tokens go to experts along one axis, and keys go round on one. Dims of which edges are
+    # exchanged may be several, and several axes may cut one.
+    form = rule.parallel
+    goes_round = form is not None and form.knows_runs
+    has_edges = not goes_round and all(rule.frozen(source) for source, _ in pairs)
+    return len(exchanging) <= 1 or has_edges
+
+
+def _may_cut(
+    rule: OpRule,
+    factor: str,
+    axes: tuple[str, ...],
+    exchanging: list[str],
+    exchanged: Collection[str],
+    mesh: Mesh,
+) -> bool:
+    """Whether axes may cut a factor of one side. ``exchanged``: the factors of this side that are
+    exchanged: a form that does so takes any piece of them, also of a frozen one.
+    """
+    free = list(axes) == exchanging or (rule.frozen(factor) and factor in exchanged)
+    if not free and not rule.splittable(factor, mesh.num_ranks(axes)):
+        return False
+    form = rule.parallel
+    if form is None or form.knows_runs or not any(axis in mesh.zigzag for axis in axes):
+        return True
+    # The form may ask where in the factor its piece begins, which says all of a single run only.
+    own = form.factors.get(factor)
+    return list(axes) != exchanging and (own is None or own.anywhere)
 
 
 def _on_both_sides(rule: OpRule, factor: str) -> bool:
@@ -78,6 +102,12 @@ def split_factor(strategy: Strategy, side: int = 1) -> str | None:
         return strategy.removeprefix("split:")
     exchanged = exchange(strategy)
     return exchanged[side] if exchanged else None
+
+
+def _cut_factor(rule: OpRule, strategy: Strategy, side: int, index: int) -> str | None:
+    """The factor that a strategy cuts of one operand (``side`` 0) or result (1)."""
+    pair = exchange(strategy)
+    return _exchanged(rule, index, pair) if pair and side == 0 else split_factor(strategy, side)
 
 
 def exchange(strategy: Strategy) -> Exchange | None:
@@ -106,11 +136,11 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
         return tuple("P" if i in linear_set else "G" for i in range(num_operands)), (
             "P",
         ) * num_results
-    exchanged = exchange(strategy)
-    if exchanged is not None:
-        source, target = exchanged
-        return tuple("S" if has_factor(refs, source) else "G" for refs in rule.operands), tuple(
-            "S" if has_factor(refs, target) else "P" for refs in rule.results
+    pair = exchange(strategy)
+    if pair is not None:
+        letters = ("S" if _exchanged(rule, i, pair) else "G" for i in range(num_operands))
+        return tuple(letters), tuple(
+            "S" if has_factor(refs, pair[1]) else "P" for refs in rule.results
         )
     factor = strategy.removeprefix("split:")
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
@@ -126,6 +156,14 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
     # A form that communicates inside may give placements that the general law does not know.
     parallel = rule.parallel.factors.get(factor) if rule.parallel else None
     return (parallel and parallel.operands) or operands, (parallel and parallel.results) or results
+
+
+def _exchanged(rule: OpRule, index: int, pair: Exchange) -> str | None:
+    """The factor that an exchange wants an operand cut in, if it has one of the two."""
+    found = [factor for factor in pair if has_factor(rule.operands[index], factor)]
+    if index in rule.keeps:
+        found = [factor for factor in found if factor == pair[1]]
+    return found[0] if found else None
 
 
 def has_factor(tensor: TensorRefs, factor: str) -> bool:
@@ -162,12 +200,15 @@ def _layouts(
     # Both sides by themselves: an exchange cuts one factor of the operands, another of the results.
     sides = []
     for side, tensors in enumerate((rule.operands, rule.results)):
-        factors = {axis: split_factor(s, side) or "" for axis, s in assignment.items()}
         densities = rule.densities[side] if rule.densities else (None,) * len(tensors)
         sides.append(
             tuple(
                 tensor_layout(
-                    rule, refs, factors, {axis: p[side][i] for axis, p in per_axis.items()}, density
+                    rule,
+                    refs,
+                    {axis: _cut_factor(rule, s, side, i) or "" for axis, s in assignment.items()},
+                    {axis: p[side][i] for axis, p in per_axis.items()},
+                    density,
                 )
                 for i, (refs, density) in enumerate(zip(tensors, densities, strict=True))
             )

@@ -335,11 +335,13 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
         return names
 
     # An exchange of two dims is one of their pieces, each with each.
+    # A form that is told where pieces lie is told of factors in one piece.
     exchanges = tuple(
         (a, b)
         for source, target in rule.exchanges
         for a in exchanged(source)
         for b in exchanged(target)
+        if form is None or not form.knows_runs or len(renamed[source]) == len(renamed[target]) == 1
     )
     sizes = {factor.name: factor.size for factor in factors}
     return replace(

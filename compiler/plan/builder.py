@@ -68,7 +68,7 @@ class PlannableGraph(IRGraph):
                 raise PlanError(
                     f"order {order!r} does not name the axes of the mesh", why=f"axes {mesh.names}"
                 )
-            mesh = Mesh(tuple((name, mesh.axis_size(name)) for name in names))
+            mesh = mesh.of_axes((name, mesh.axis_size(name)) for name in names)
         return PlanBuilder(self, mesh)
 
 

@@ -39,6 +39,18 @@ class Note:
     reason: str
 
 
+def _mesh_to_json(mesh: Mesh) -> dict[str, Any]:
+    """The entries of a plan that tell a mesh; :func:`_mesh_from_json` is the inverse."""
+    return {
+        "mesh": dict(mesh.axes),
+        **({"zigzag": list(mesh.zigzag)} if mesh.zigzag else {}),
+    }
+
+
+def _mesh_from_json(data: Mapping[str, Any]) -> Mesh:
+    return Mesh(tuple(data["mesh"].items()), tuple(data.get("zigzag", ())))
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """A pipeline stage: the operators from ``first_op`` (in the order of the graph) up to the next
@@ -51,11 +63,11 @@ class StagePlan:
     ranks: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"first_op": self.first_op, "mesh": dict(self.mesh.axes), "ranks": list(self.ranks)}
+        return {"first_op": self.first_op, **_mesh_to_json(self.mesh), "ranks": list(self.ranks)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
-        return cls(data["first_op"], Mesh(tuple(data["mesh"].items())), tuple(data["ranks"]))
+        return cls(data["first_op"], _mesh_from_json(data), tuple(data["ranks"]))
 
 
 @dataclass(frozen=True)
@@ -194,7 +206,7 @@ class Plan:
         return {
             "format": PLAN_FORMAT,
             "policy": self.policy,
-            "mesh": dict(self.mesh.axes),
+            **_mesh_to_json(self.mesh),
             "strategies": {
                 op: dict(assignment) for op, assignment in self.strategies.items() if assignment
             },
@@ -236,7 +248,7 @@ class Plan:
             PlanError, "this is no plan", hint="compare it with the plan.json of a compile"
         ):
             return cls(
-                Mesh(tuple(data["mesh"].items())),
+                _mesh_from_json(data),
                 data["strategies"],
                 {fqn: Layout.parse(text) for fqn, text in data["stored"].items()},
                 {name: Layout.parse(text) for name, text in data["inputs"].items()},

@@ -74,7 +74,7 @@ def _resized(mesh: Mesh, num_ranks: int, axis_sizes: Mapping[str, int]) -> Mesh:
                 why=f"its mesh is {mesh}",
                 hint=did_you_mean(axis, mesh.names),
             )
-    sized = Mesh(tuple((name, axis_sizes.get(name, size)) for name, size in mesh.axes))
+    sized = mesh.of_axes((name, axis_sizes.get(name, size)) for name, size in mesh.axes)
     if sized.size == num_ranks:
         return sized
     # The axis to take what is missing: one of data parallelism, or the only one there is.
@@ -95,8 +95,8 @@ def _resized(mesh: Mesh, num_ranks: int, axis_sizes: Mapping[str, int]) -> Mesh:
             + ", ".join(f"{n!r}: {s}" for n, s in mesh.axes)
             + "}",
         )
-    return Mesh(
-        tuple((name, num_ranks // others if name == taker else size) for name, size in sized.axes)
+    return mesh.of_axes(
+        (name, num_ranks // others if name == taker else size) for name, size in sized.axes
     )
 
 
@@ -120,7 +120,7 @@ def _stages(plan: Plan, mesh: Mesh) -> tuple[StagePlan, ...]:
             hint=f"keep the sizes of mesh {plan.mesh}, or plan anew",
         )
     # All stages of a plan with a `pp` axis have the rest of its mesh as theirs.
-    inner = Mesh(tuple(axis for axis in mesh.axes if axis[0] != "pp"))
+    inner = mesh.of_axes(axis for axis in mesh.axes if axis[0] != "pp")
     ranks = [
         tuple(rank for rank in range(mesh.size) if mesh.coords(rank)["pp"] == position)
         for position in range(mesh.axis_size("pp"))

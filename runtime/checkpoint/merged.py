@@ -137,7 +137,7 @@ class _RankState:
     def _read(self, prefix: str, extra: Mapping[str, Any]) -> None:
         for name, text in extra["layouts"].items():
             axes, index = extra["places"].get(name, (extra["mesh"], extra["rank"]))
-            mesh = Mesh(tuple((axis, size) for axis, size in axes))
+            mesh = Mesh.from_json(axes)
             layout = Layout.parse(text)
             self._places[prefix + name] = layout.shape, Region.of(layout, mesh, mesh.coords(index))
         self._copies |= {prefix + name for name in extra.get("copies", ())}

@@ -24,14 +24,14 @@ def extra_state(module: CompiledModule) -> dict[str, Any]:
     saved = [declaration for declaration in module.declarations if declaration.is_initial_weight]
     staged = [(d, module.ranks_of(d)) for d in saved if module.ranks_of(d) is not module.ranks]
     return {
-        "mesh": [list(axis) for axis in module.mesh.axes],
+        "mesh": module.mesh.to_json(),
         "rank": module.rank,
         "unit": module.ranks.unit,
         "layouts": {
             name: str(declaration.layout) for declaration in saved for name in declaration.names
         },
         "places": {
-            name: [[list(axis) for axis in ranks.mesh.axes], ranks.mesh.rank(ranks.coords)]
+            name: [ranks.mesh.to_json(), ranks.mesh.rank(ranks.coords)]
             for declaration, ranks in staged
             for name in declaration.names
         },

@@ -7,7 +7,7 @@ for random operators what names the draw. Without any of them they compute what 
 does.
 """
 
-from shardwright.runtime.ops.attention import causal_attention, scaled_dot_product_attention
+from shardwright.runtime.ops.attention import scaled_dot_product_attention
 from shardwright.runtime.ops.batch_norm import batch_norm
 from shardwright.runtime.ops.convolution import (
     conv1d,
@@ -99,6 +99,7 @@ from shardwright.runtime.ops.sampling import (
 )
 from shardwright.runtime.ops.scans import cumprod, cumsum, logcumsumexp
 from shardwright.runtime.ops.softmax import log_softmax, logsumexp, softmax
+from shardwright.runtime.ops.split_attention import split_attention
 from shardwright.runtime.ops.stacking import stacked
 
 __all__ = [
@@ -117,7 +118,6 @@ __all__ = [
     "bernoulli",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
-    "causal_attention",
     "combine",
     "conv1d",
     "conv2d",
@@ -193,6 +193,7 @@ __all__ = [
     "smooth_l1_loss",
     "soft_margin_loss",
     "softmax",
+    "split_attention",
     "stacked",
     "triplet_margin_loss",
     "unclamped",

@@ -1,15 +1,18 @@
 """Attention with dropout on its weights: written out, as PyTorch's kernels draw their masks from
-the global generator; and causal attention of a part of the queries.
+the global generator.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.runtime.layout import Run
+from shardwright.runtime.ops.axes import Axes, piece_runs
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.ops.random import NamedSizes, RngState
 
@@ -28,17 +31,20 @@ def scaled_dot_product_attention(
     draw: str,
     layout: str,
     sizes: NamedSizes = (),
-    query_start: int | None = None,
+    query_axes: Axes = (),
+    lengths: tuple[int, int] = (0, 0),
+    query_unit: int = 1,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L,
-    S]``. ``query_start``: where this rank's queries start, if it has a part of them and
-    ``is_causal``.
+    S]``. ``query_axes``, ``lengths``, ``query_unit``: as in :func:`split_attention`, if the rank
+    has a part of the queries and ``is_causal``.
 
     query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``; with ``enable_gqa`` the head
     dim (-3) of key and value is smaller, and each of their heads serves a run of query heads.
     """
-    if is_causal and query_start is not None:
-        attn_mask, is_causal = _causal_mask(query, key, query_start), False
+    if is_causal and query_axes:
+        runs = piece_runs(query_axes, lengths[0], query_unit)
+        attn_mask, is_causal = _causal_mask(key, runs), False
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -53,7 +59,7 @@ def scaled_dot_product_attention(
         * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
     )
     if is_causal:
-        attn_mask = _causal_mask(query, key, 0)
+        attn_mask = _causal_mask(key, ((0, query.shape[-2]),))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # A row without any key gives zeros, as PyTorch's own kernels have it, where a plain softmax
         # gives nan.
@@ -65,34 +71,9 @@ def scaled_dot_product_attention(
     return dropout(weights, dropout_p, rng=rng, draw=draw, layout=layout, sizes=sizes) @ value
 
 
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    query_start: int = 0,
-) -> Tensor:
-    """``F.scaled_dot_product_attention`` with ``is_causal`` for the queries ``[..., L, E]`` from
-    position ``query_start`` on; keys ``[..., S, E]`` and values ``[..., S, Ev]`` are whole.
-    ``attn_mask`` and ``dropout_p`` are as the operator has them: none and 0; so is ``is_causal``,
-    which may be false in training or in evaluation.
-
-    The mask ``[L, S]`` is a tensor, also where a rank has the first queries: ranks run the same
-    kernels, as the last has to.
-    """
-    mask = _causal_mask(query, key, query_start) if is_causal else None
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _causal_mask(query: Tensor, key: Tensor, start: int) -> Tensor:
-    """``[L, S]``: which keys each query sees, those up to its own position."""
-    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(
-        start
-    )
+def _causal_mask(key: Tensor, queries: Sequence[Run]) -> Tensor:
+    """``[L, S]``: which keys each of the queries at these places sees, those up to its own."""
+    columns = torch.arange(key.shape[-2], device=key.device)
+    rows = [torch.arange(start, start + size, device=key.device) for start, size in queries]
+    place = torch.cat(rows) if rows else columns[:0]
+    return columns <= place.unsqueeze(-1)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardwright.runtime.layout import Run, within
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 
@@ -23,6 +25,36 @@ Axes = tuple[AxisGroup, ...]
 def communicating(axes: Axes) -> Axes:
     """The axes that have several ranks."""
     return tuple(axis for axis in axes if axis.size > 1)
+
+
+def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Runs in ascending order, those that touch or overlap as one."""
+    found: list[Run] = []
+    for start, size in sorted(runs):
+        if not size:
+            continue
+        if found and start <= sum(found[-1]):
+            begin = found[-1][0]
+            found[-1] = begin, max(sum(found[-1]), start + size) - begin
+        else:
+            found.append((start, size))
+    return tuple(found)
+
+
+class Dealing(Protocol):
+    """What deals things to ranks, and knows which are this rank's: as an axis does."""
+
+    def runs(self, count: int) -> tuple[Run, ...]: ...
+
+
+def piece_runs(axes: Sequence[Dealing], count: int, unit: int = 1) -> tuple[Run, ...]:
+    """Where this rank's piece of ``count`` units of ``unit`` things lies, which ``axes`` cut, major
+    to minor.
+    """
+    runs: tuple[Run, ...] = ((0, count),)
+    for axis in axes:
+        runs = within(runs, axis.runs(sum(size for _, size in runs)))
+    return joined((start * unit, size * unit) for start, size in runs)
 
 
 def sum_over(x: Tensor, axes: Axes, phase: Phase = "forward") -> Tensor:

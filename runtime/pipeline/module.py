@@ -522,9 +522,7 @@ class PipelineModule(ParallelModule):
         """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks,
         and which tensors are copies of what other stages own.
         """
-        stages = [
-            [[list(axis) for axis in stage.mesh.axes], list(stage.ranks)] for stage in self.stages
-        ]
+        stages = [[stage.mesh.to_json(), list(stage.ranks)] for stage in self.stages]
         copies = [
             name
             for declaration in self.declarations

@@ -23,7 +23,14 @@ from torch import Tensor
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
 from shardwright.runtime.ranks.failures import collective_failed, collective_waits
-from shardwright.runtime.ranks.pending import Averaging, Done, PendingPieces, PendingWholes, rows_as
+from shardwright.runtime.ranks.pending import (
+    Averaging,
+    Done,
+    PendingPieces,
+    PendingRows,
+    PendingWholes,
+    rows_as,
+)
 from shardwright.runtime.ranks.transport import ReduceOp, Shape, Transport, Work
 
 
@@ -357,6 +364,28 @@ class Communicator:
             receive_sizes,
         )
         return result
+
+    def all_to_all_rows_async(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], *, phase: Phase = "forward"
+    ) -> PendingRows:
+        """Begin an :meth:`all_to_all_rows`; ``x`` must not be changed any more."""
+        if self.transport is None:
+            return PendingRows(x.detach().clone(memory_format=torch.contiguous_format))
+        row = math.prod(x.shape[1:])
+        send_sizes, receive_sizes = [row * n for n in send], [row * n for n in receive]
+        received = sum(receive_sizes) - receive_sizes[self.index]
+        self._count(phase, "all_to_all", x, x.numel(), received)
+        pending = PendingRows(x.new_empty(sum(receive), *x.shape[1:]))
+        pending.work = self._start(
+            "all_to_all",
+            x,
+            self.transport.start_all_to_all,
+            x.detach().contiguous().view(-1),
+            send_sizes,
+            pending.rows.view(-1),
+            receive_sizes,
+        )
+        return pending
 
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
         """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and

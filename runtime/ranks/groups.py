@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.layout import Coords, Mesh, piece
+from shardwright.runtime.layout import Coords, Mesh, Run, dealt, piece
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World, current_world
 
@@ -23,11 +23,12 @@ UNITS = "units"
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup:
     """The ranks that differ from this one along one mesh axis only, or along several, and this
-    rank's index among them.
+    rank's index among them. ``zigzag``: whether the axis deals in zigzag.
     """
 
     name: str
     communicator: Communicator
+    zigzag: bool = False
 
     @property
     def size(self) -> int:
@@ -44,13 +45,17 @@ class AxisGroup:
         return piece(count, self.size, self.index)[1]
 
     def offset(self, count: int) -> int:
-        """Where this rank's piece of ``count`` things begins."""
+        """Where this rank's piece of ``count`` things begins; it is one run."""
+        assert not self.zigzag, f"a piece along {self.name} is two runs"
         return piece(count, self.size, self.index)[0]
 
     def holds(self, index: int, count: int) -> int:
         """1 if this rank has thing ``index`` of ``count`` when the axis cuts them, else 0."""
-        start, size = piece(count, self.size, self.index)
-        return int(start <= index < start + size)
+        return int(any(start <= index < start + size for start, size in self.runs(count)))
+
+    def runs(self, count: int) -> tuple[Run, ...]:
+        """Where this rank's piece of ``count`` things lies."""
+        return dealt(count, self.size, self.index, zigzag=self.zigzag)
 
     def __repr__(self) -> str:
         return f"{self.name}={self.index}/{self.size}"
@@ -96,7 +101,9 @@ class RankMesh:
         self.is_member = self.rank in self.ranks
         self.coords = mesh.coords(self.ranks.index(self.rank)) if self.is_member else {}
         self._groups: dict[tuple[tuple[str, ...], bool], Communicator] = {}
-        self._axes = {name: AxisGroup(name, self.group(name)) for name in mesh.names}
+        self._axes = {
+            name: AxisGroup(name, self.group(name), name in mesh.zigzag) for name in mesh.names
+        }
         self.units = AxisGroup(UNITS, self.group((), across_units=True))
 
     def __deepcopy__(self, memo: object) -> RankMesh:

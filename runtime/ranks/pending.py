@@ -11,6 +11,23 @@ from torch import Tensor
 from shardwright.runtime.ranks.transport import Shape, Work
 
 
+class PendingRows:
+    """Rows of other members on their way into ``rows``. ``work``: the collective, unless it is
+    complete.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.work: Work | None = None
+
+    def wait(self) -> Tensor:
+        """All rows, by sender."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.rows
+
+
 class PendingPieces:
     """The pieces of all members on their way into ``rows [size, longest]``.
 

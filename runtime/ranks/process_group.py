@@ -239,6 +239,12 @@ class ProcessGroupTransport:
     ) -> Work | None:
         return self._run(dist.all_to_all_single, result, x, receive_sizes, send_sizes)
 
+    def start_all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> Work:
+        sizes = receive_sizes, send_sizes
+        return self._start(dist.all_to_all_single, result, x, *sizes)  # type: ignore[no-any-return]
+
     def broadcast_(self, x: Tensor, src_index: int) -> Work | None:
         return self._run(dist.broadcast, x, group_src=src_index)
 

@@ -105,14 +105,22 @@ class ThreadTransport:
     def all_to_all(
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
     ) -> None:
+        self.start_all_to_all(x, send_sizes, result, receive_sizes).wait()
+
+    def start_all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> Work:
         assert x.is_contiguous() and result.is_contiguous(), "NCCL sends contiguous tensors only"
-        sizes, received = self._meet(f"all_to_all({x.dtype})", (x, send_sizes), _exchanged)[
-            self._index
-        ]
-        assert sizes == receive_sizes, (
-            f"{sizes} elements came in where {receive_sizes} were expected"
-        )
-        result.copy_(received)
+        number, meeting = self._join(f"all_to_all({x.dtype})", (x, send_sizes), _exchanged)
+
+        def mine(given: list[tuple[list[int], Tensor]]) -> Tensor:
+            sizes, received = given[self._index]
+            assert sizes == receive_sizes, (
+                f"{sizes} elements came in where {receive_sizes} were expected"
+            )
+            return received
+
+        return _ThreadWork(self._hub, meeting, self._index, number, result, mine)
 
     def broadcast_(self, x: Tensor, src_index: int) -> None:
         x.copy_(

@@ -71,6 +71,10 @@ class Transport(Protocol):
         ``x`` belongs to the transport: the caller does not change it afterwards.
         """
 
+    def start_all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> Work: ...
+
     def broadcast_(self, x: Tensor, src_index: int) -> Work | None: ...
 
     def send(self, x: Tensor, dst_index: int) -> None: ...

@@ -247,6 +247,11 @@ class _Silence:
         self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
     ) -> None: ...
 
+    def start_all_to_all(
+        self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]
+    ) -> Work:
+        return _Done()
+
     def broadcast_(self, x: Tensor, src_index: int) -> None: ...
 
     def send(self, x: Tensor, dst_index: int) -> None: ...

@@ -234,7 +234,7 @@ class _Where:
         held = (
             self.mesh
             if pieces > 1
-            else Mesh(tuple(item for item in self.mesh.axes if item[0] != ZERO))
+            else self.mesh.of_axes(item for item in self.mesh.axes if item[0] != ZERO)
         )
         places, *others = (
             tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in ranks)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch.nn.functional as F
 
-from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import divides, quotient
+from shardwright.compiler.ir.op import Arg, AxisRef, IROp
+from shardwright.compiler.ir.size import divides, product, quotient
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
@@ -26,20 +26,22 @@ from shardwright.compiler.ops.terms import (
     define_form,
     drawn,
     may_be,
-    start_of,
 )
 
 _SIGNATURE = (
     "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
     "enable_gqa=False"
 )
-_FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}, query_start=None")
-_CAUSAL_FORM = define_form("causal_attention", f"{_SIGNATURE}, *, query_start=0")
+_PLACES = "query_axes=(), lengths=(0, 0), query_unit=1"
+_FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}, {_PLACES}")
+_SPLIT_FORM = define_form("split_attention", f"{_SIGNATURE}, *, key_axes=(), {_PLACES}")
 
 
 def _attention(op: IROp) -> OpRule:
     """Batch, heads and query positions are free; every query needs all keys. Where they are split,
-    causal attention is told at which position of the sequence the rank's queries start.
+    causal attention is told where in the sequence the rank's queries lie. Keys may be exchanged for
+    queries, ``exchange:k>q``: each rank has the keys of its own piece of the sequence, and they go
+    round (ring attention).
 
     With ``enable_gqa``, query head ``g * r + i`` reads key and value head ``g``: the head dim is
     ``(g r)``. Keys alone may be grouped, or values alone.
@@ -85,33 +87,45 @@ def _attention(op: IROp) -> OpRule:
     # of different ranks would then run their collectives in different orders.
     rule = replace(rule, nonempty=True)
     random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
-    queries = {"q": ParallelFactor()} if is_causal else {}
+    queries = {"q": ParallelFactor(empty=not random)} if is_causal else {}
     if not random:
-        return (
-            replace(rule, parallel=ParallelForm(_CAUSAL_FORM, queries, {}, _query_start))
-            if is_causal
-            else rule
-        )
+        form = ParallelForm(_SPLIT_FORM, queries, {}, _places, knows_runs=True)
+        known = {factor.name for factor in rule.factors}
+        exchanges = (("k", "q"),) if {"k", "q"} <= known else ()
+        return replace(rule, parallel=form, exchanges=exchanges, keeps=(3,))
     # Dropout draws the same numbers however it is split.
     rule = drawn(rule, _FORM, _weights)
-    form = rule.parallel
-    assert form is not None and form.local_args is not None
-    drawn_args = form.local_args
+    drawn_form = rule.parallel
+    assert drawn_form is not None and drawn_form.local_args is not None
+    drawn_args = drawn_form.local_args
 
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
-        return {**drawn_args(op, local), **_query_start(op, local)}
+        return {**drawn_args(op, local), **_places(op, local)}
 
+    factors = {**drawn_form.factors, **queries}
     return replace(
-        rule, parallel=replace(form, factors={**form.factors, **queries}, local_args=local_args)
+        rule,
+        parallel=replace(drawn_form, factors=factors, local_args=local_args, knows_runs=True),
     )
 
 
-def _query_start(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
-    """Where the queries of a rank start in the sequence, if causal attention has them split."""
+def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+    """Where in the sequence the queries of a rank lie, if causal attention has them split or keys
+    go round.
+    """
     assert op.rule is not None, f"{op.name} has no rule"
-    queries = op.rule.operands[0][-2]
-    is_split = op.arg("is_causal", False) and local.is_split(*(ref.factor for ref in queries))
-    return {"query_start": start_of(queries, local)} if is_split else {}
+    queries, keys = op.rule.operands[0][-2], op.rule.operands[1][-2]
+    exchange = local.exchange
+    is_split = local.is_split(*(ref.factor for ref in queries))
+    if not is_split or not (op.arg("is_causal", False) or exchange):
+        return {}
+    outermost, unit = queries[0].factor, product(local.full[ref.factor] for ref in queries[1:])
+    return {
+        "query_axes": tuple(map(AxisRef, local.axes[outermost])),
+        **({"key_axes": (AxisRef(exchange.axis),)} if exchange else {}),
+        "lengths": (local.full[outermost], product(local.full[ref.factor] for ref in keys)),
+        **({"query_unit": unit} if unit != 1 else {}),
+    }
 
 
 def _weights(rule: OpRule) -> TensorRefs:

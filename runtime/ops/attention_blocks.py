@@ -1,0 +1,311 @@
+"""Attention of some queries to some keys, as a part of attention to all keys.
+
+A block gives its output and, of every query, the logarithm of the sum of the exponentials of its
+scores (``lse``). Two blocks of the same queries are merged by these (Milakov and Gimelshein 2018,
+"Online normalizer calculation for softmax"). The gradient of a block is exact with the merged
+output and lse in the place of its own (Liu et al. 2023, "Ring attention").
+
+Tensors: query ``[batch, heads, queries, width]``, key and value ``[batch, key heads, keys,
+width]``, lse ``[batch, heads, queries]``. Key head ``g`` serves query heads ``g * r`` to
+``g * r + r - 1``.
+
+torch's kernels compute blocks where one serves the device and the dtype, so that scores are never
+whole; elsewhere they are written out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_ATEN: Any = torch.ops.aten
+_CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HALF = (torch.float16, torch.bfloat16)
+
+HOPELESS = -1e4
+"""A mask whose best value for a query is less than this hides all keys from it alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries, keys and values, and what the queries see. ``causal``: query ``i`` sees the first
+    ``i + 1`` keys. ``flipped``: it sees all but the first ``i``. ``bias``: what is added to the
+    scores, with dims that may be 1, and minus infinity where a key is not seen. ``alike``: what of
+    it concerns all keys of a query, and is taken off the sum.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    causal: bool = False
+    flipped: bool = False
+    bias: Tensor | None = None
+    alike: Tensor | None = None
+
+    def turned(self) -> Block:
+        """A flipped block read backwards, which is a causal one."""
+        query, key, value = (x.flip(2) for x in (self.query, self.key, self.value))
+        return Block(query, key, value, self.scale, causal=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrads:
+    """The gradients of a block; of ``bias`` in the shape of the scores, where it is asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+
+
+class Kernel(Protocol):
+    """How blocks are computed."""
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The output and its lse, whatever they are for queries that see no key."""
+
+    def backward(
+        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    ) -> BlockGrads:
+        """The gradients. ``grad``, ``out``, ``lse``: of the merged output. ``delta``: the sum of
+        ``grad * out`` over the width.
+        """
+
+
+def kernel_for(query: Tensor, value: Tensor, mask: Tensor | None) -> Kernel:
+    """The kernel for tensors like these. No kernel gives the gradient of a floating mask, or an lse
+    that can be merged where it hides all keys of a query.
+    """
+    is_floating = mask is not None and mask.is_floating_point()
+    if is_floating or query.shape[-1] != value.shape[-1]:
+        return WrittenOut()
+    if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
+        return CpuFlash()
+    if query.device.type == "cuda" and query.dtype in (*_HALF, torch.float32):
+        return CudaEfficient()
+    return WrittenOut()
+
+
+def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
+    """The output of a block and its lse: zeros and minus infinity for a query that sees no key."""
+    if block.flipped:
+        out, lse = kernel.forward(block.turned())
+        return out.flip(2), lse.flip(2)
+    out, lse = kernel.forward(block)
+    if block.bias is None:
+        return out, lse
+    blind = (block.bias == -math.inf).all(-1).expand(lse.shape)
+    return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
+
+
+def attend_backward(
+    kernel: Kernel, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+) -> BlockGrads:
+    """The gradients of a block; see :meth:`Kernel.backward`. An lse is finite, whatever it stands
+    for where a query sees no key at all.
+    """
+    if not block.flipped:
+        return kernel.backward(block, grad, out, lse, delta)
+    turned = (x.flip(2) for x in (grad, out, lse, delta))
+    grads = kernel.backward(block.turned(), *turned)
+    return BlockGrads(*(x.flip(2) for x in (grads.query, grads.key, grads.value)))
+
+
+class CpuFlash:
+    """torch's flash attention for CPUs. It reads wrong memory, silently, where the last dim is not
+    dense, and ends the process where there are no queries or keys.
+    """
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            *map(_dense, (block.query, block.key, block.value)),
+            0.0,
+            block.causal,
+            attn_mask=_whole_bias(block),
+            scale=block.scale,
+        )
+        return out, lse
+
+    def backward(
+        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    ) -> BlockGrads:
+        tensors = (grad, block.query, block.key, block.value, out.to(grad.dtype))
+        return BlockGrads(
+            *_ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+                *map(_dense, tensors),
+                _dense(lse),
+                0.0,
+                block.causal,
+                attn_mask=_whole_bias(block),
+                scale=block.scale,
+            )
+        )
+
+
+class CudaEfficient:
+    """torch's memory-efficient attention for CUDA, which takes any mask and all dtypes but
+    float64.
+    """
+
+    ALIGNED = 32
+    """The kernel's lse has room for a multiple of this many queries."""
+
+    MASK_ALIGNED = 16
+    """The rows of a mask lie at multiples of this many elements."""
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        query, key, value = self._operands(block)
+        out, lse, _, _ = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, self._bias(block), True, 0.0, block.causal, scale=block.scale
+        )
+        return out, lse[..., : query.shape[-2]]
+
+    def backward(
+        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    ) -> BlockGrads:
+        query, key, value = self._operands(block)
+        missing = -query.shape[-2] % self.ALIGNED
+        padded = torch.nn.functional.pad(lse, (0, missing), value=math.inf)
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        of_query, of_key, of_value, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
+            _dense(grad),
+            query,
+            key,
+            value,
+            self._bias(block),
+            _dense(out.to(grad.dtype)),
+            padded,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            block.causal,
+            scale=block.scale,
+        )
+        heads = block.key.shape[1]
+        return BlockGrads(of_query, _regrouped(of_key, heads), _regrouped(of_value, heads))
+
+    def _operands(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        repeats = block.query.shape[1] // block.key.shape[1]
+        key, value = (
+            x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (block.key, block.value)
+        )
+        return _dense(block.query), _dense(key), _dense(value)
+
+    def _bias(self, block: Block) -> Tensor | None:
+        bias = _whole_bias(block)
+        if bias is None:
+            return None
+        missing = -bias.shape[-1] % self.MASK_ALIGNED
+        return torch.nn.functional.pad(bias, (0, missing))[..., : bias.shape[-1]]
+
+
+class WrittenOut:
+    """Scores as a tensor ``[batch, key heads, r, queries, keys]``, where no kernel serves."""
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        scores = self._scores(block)
+        lse = scores.logsumexp(-1)
+        weights = (scores - _finite(lse)[..., None]).exp().to(block.value.dtype)
+        out = torch.einsum("bgrqk,bgkd->bgrqd", weights, block.value)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    def backward(
+        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    ) -> BlockGrads:
+        heads = block.key.shape[1]
+        query, grad, lse, delta = (
+            torch.unflatten(x, 1, (heads, -1)) for x in (block.query, grad, lse, delta)
+        )
+        weights = (self._scores(block) - lse[..., None]).exp()
+        of_weights = torch.einsum("bgrqd,bgkd->bgrqk", grad, block.value)
+        of_scores = weights * (of_weights - delta[..., None])
+        scaled = (of_scores * block.scale).to(query.dtype)
+        return BlockGrads(
+            torch.einsum("bgrqk,bgkd->bgrqd", scaled, block.key).flatten(1, 2),
+            torch.einsum("bgrqk,bgrqd->bgkd", scaled, query),
+            torch.einsum("bgrqk,bgrqd->bgkd", weights.to(grad.dtype), grad),
+            of_scores.flatten(1, 2),
+        )
+
+    def _scores(self, block: Block) -> Tensor:
+        heads = block.key.shape[1]
+        query = torch.unflatten(block.query, 1, (heads, -1))
+        scores = torch.einsum("bgrqd,bgkd->bgrqk", query, block.key)
+        scores = scores.to(merging_dtype(query.dtype)) * block.scale
+        if block.bias is not None:
+            scores = scores + _by_group(block.bias, heads)
+        if block.alike is not None:
+            scores = scores - _by_group(block.alike, heads)
+        if block.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        return scores
+
+
+def _by_group(x: Tensor, heads: int) -> Tensor:
+    """``[batch, query heads or 1, ...]`` with the dim of heads in two, as scores have it."""
+    return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x.unsqueeze(1)
+
+
+def merging_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which outputs and their lse are merged."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add what a block gave to ``out`` and ``lse``, in place. Queries that saw no key so far have
+    an lse of minus infinity.
+    """
+    new = torch.logaddexp(lse, more_lse)
+    known = _finite(new)
+    out.mul_((lse - known).exp().unsqueeze(-1))
+    out.add_(more.to(out.dtype) * (more_lse - known).exp().unsqueeze(-1))
+    lse.copy_(new)
+
+
+def hidden_alike(mask: Tensor) -> Tensor | None:
+    """What a floating mask, which is for all keys, takes from all keys of a query alike, ``[..., L,
+    1]``, if that is much. Beside it scores are lost in rounding, as on one device; without it an
+    lse has digits left.
+    """
+    if mask.dtype == torch.bool or not mask.shape[-1]:
+        return None
+    best = mask.detach().amax(-1, keepdim=True)
+    return best.masked_fill((best >= HOPELESS) | (best == -math.inf), 0.0)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of ``F.scaled_dot_product_attention`` as a bias: minus infinity where a boolean one is
+    false.
+    """
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
+    return mask.to(dtype)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """An lse to subtract: any number serves where all scores are minus infinity."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _whole_bias(block: Block) -> Tensor | None:
+    """The bias in the shape of the scores, as kernels want it: without copying it."""
+    if block.bias is None:
+        return None
+    query, key = block.query, block.key
+    return block.bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _regrouped(grad: Tensor, heads: int) -> Tensor:
+    """The gradient of heads that were repeated."""
+    return grad if grad.shape[1] == heads else torch.unflatten(grad, 1, (heads, -1)).sum(2)

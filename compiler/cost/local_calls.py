@@ -21,7 +21,7 @@ from shardwright.compiler.ir.op import Arg, IROp, map_leaves, once
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
-from shardwright.compiler.ops.strategy import KNOWN, Assignment, split_factor
+from shardwright.compiler.ops.strategy import KNOWN, Assignment, has_factor, split_factor
 from shardwright.runtime.layout import Density, Layout, Mesh
 
 
@@ -45,13 +45,14 @@ class LocalTensor:
 @dataclass(frozen=True, slots=True)
 class LocalCall:
     """``op`` is the call as traced; ``operands`` and ``results`` are those of the rank, ``factors``
-    the local sizes of the rule's factors.
+    the local sizes of the rule's factors. ``in_zigzag``: the factors that are dealt so.
     """
 
     op: IROp
     operands: tuple[LocalTensor, ...]
     results: tuple[LocalTensor, ...]
     factors: Mapping[str, int]
+    in_zigzag: frozenset[str] = frozenset()
 
     @property
     def differentiated(self) -> tuple[int, ...]:
@@ -65,8 +66,14 @@ def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
     """The call of the rank at index 0 of every axis. Dynamic sizes are those of the dummy
     arguments.
     """
-    cuts = (tuple(_cuts(assignment, mesh, side).items()) for side in (0, 1))
-    return LocalCall(op, *_local_tensors(Alike(op), *cuts))
+    cuts = [_cuts(assignment, mesh, side) for side in (0, 1)]
+    in_zigzag = frozenset(
+        factor
+        for factor, axes in cuts[1].items()
+        if mesh.zigzag and any(axis in mesh.zigzag for axis, _ in axes)
+    )
+    tensors = _local_tensors(Alike(op), *(tuple(side.items()) for side in cuts))
+    return LocalCall(op, *tensors, in_zigzag)
 
 
 class Alike:
@@ -114,9 +121,12 @@ def _local_tensors(
         values: tuple[IRValue, ...], all_refs: tuple[TensorRefs, ...], side: int
     ) -> tuple[LocalTensor, ...]:
         found = []
-        cuts, local = sides[side]
         for index, (value, refs) in enumerate(zip(values, all_refs, strict=True)):
             uncut = exceptions.get((side, index))
+            if side == 0 and _takes_the_target(rule, index, *(of for of, _ in sides)):
+                cuts, local = sides[1]
+            else:
+                cuts, local = sides[side]
             sizes = local if uncut is None else {**local, **_without_axes(whole, cuts, uncut)}
             shape = tuple(_dim_size(dim, sizes) for dim in refs)
             # Rows of chosen experts: only the pairs that routing chose are stored.
@@ -132,6 +142,13 @@ def _local_tensors(
     results = tensors(op.results, rule.results, 1)
     factors = {name: sum(sizes) for name, sizes in sides[1][1].items()}
     return operands, results, MappingProxyType(factors)
+
+
+def _takes_the_target(rule: OpRule, index: int, of_operands: Cuts, of_results: Cuts) -> bool:
+    """Whether an operand is cut as results are, under a strategy that exchanges two factors."""
+    given = [factor for factor in of_operands if factor not in of_results]
+    has_given = any(has_factor(rule.operands[index], factor) for factor in given)
+    return index in rule.keeps or not has_given
 
 
 @once

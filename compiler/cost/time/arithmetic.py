@@ -215,19 +215,32 @@ def _channels(x: LocalTensor, weight: LocalTensor) -> int:
 
 
 def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
-    """The products of attention: scores, and mixed values.
-
-    A causal kernel skips what is masked, which is half. It does not if the queries are split over
-    ranks: then all ranks are given a mask, and the queries of most ranks are late ones, which see
-    most of the keys.
+    """The products of attention: scores, and mixed values. Keys that go round are computed with,
+    whichever rank has them.
     """
-    query, key, value = call.operands[:3]
-    skips = call.op.arg("is_causal", False) and query.shape[-2] == estimated_size(
-        call.op.operands[0].shape[-2]
+    query, _, value = call.operands[:3]
+    keys = estimated_size(call.op.operands[1].shape[-2])
+    batch = math.prod(query.shape[:-2]) * _seen_share(call)
+    queries = query.shape[-2]
+    return (
+        _Product(queries, keys, query.shape[-1], batch),
+        _Product(queries, value.shape[-1], keys, batch),
     )
-    batch = math.prod(query.shape[:-2]) * (0.5 if skips else 1.0)
-    q, k = query.shape[-2], key.shape[-2]
-    return _Product(q, k, query.shape[-1], batch), _Product(q, value.shape[-1], k, batch)
+
+
+def _seen_share(call: LocalCall) -> float:
+    """The share of all keys that the queries of the busiest rank see. Causal attention skips what
+    is masked, which is half; if a rank has the last of several runs of queries, these see most of
+    the keys, and with two runs in zigzag half again.
+    """
+    if not call.op.arg("is_causal", False):
+        return 1.0
+    whole, local = estimated_size(call.op.operands[0].shape[-2]), call.operands[0].shape[-2]
+    assert call.op.rule is not None
+    queries = {ref.factor for ref in call.op.rule.operands[0][-2]}
+    if not local or queries & call.in_zigzag:
+        return 0.5
+    return 1 - local / (2 * max(local, whole))
 
 
 def _recurrent_products(call: LocalCall) -> dict[int, _Product]:

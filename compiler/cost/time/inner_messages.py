@@ -15,7 +15,12 @@ from shardwright.compiler.cost.local_calls import (
     local_call,
 )
 from shardwright.compiler.cost.machine.hardware import Hardware
-from shardwright.compiler.cost.time.arithmetic import LINEAR_LOSS, factors_of
+from shardwright.compiler.cost.time.arithmetic import (
+    ATTENTION,
+    LINEAR_LOSS,
+    arithmetic_s,
+    factors_of,
+)
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s
 from shardwright.compiler.ir.op import IROp
@@ -69,7 +74,7 @@ def messages_time(
 ) -> OpTime:
     """What the parallel form of the call communicates."""
     target = call.op.target
-    # An exchange sends tokens to experts; a parallel form sums along its axes.
+    # Tokens to experts, keys that go round, edges of pieces; other forms sum along their axes.
     sent = _exchanges(call, assignment, mesh, hardware, ranks)
     if sent:
         return sum((exchange.time for exchange in sent), OpTime())
@@ -132,9 +137,11 @@ def _exchanges(
     assert call.op.rule is not None
     if call.op.rule.parallel is None:
         return ()
-    if call.op.rule.densities is not None:
+    goes_round = call.op.target == ATTENTION
+    if goes_round or call.op.rule.densities is not None:
+        sent = _keys_sent if goes_round else _tokens_sent
         return tuple(
-            _tokens_sent(call, axis, mesh, hardware, on)
+            sent(call, axis, mesh, hardware, on)
             for axis, strategy in assignment.items()
             if exchange(strategy) and mesh.axis_size(axis) > 1
         )
@@ -169,6 +176,51 @@ def _edges_sent(
     backward_bytes = message.backward_bytes if backward else 0.0
     time = OpTime(sent_s(message.forward_bytes), sent_s(backward_bytes))
     return Exchange(message.axis, time, message.forward_bytes, backward_bytes)
+
+
+IN_ZIGZAG = 0.75
+"""The share of the keys of other ranks that some query of a rank sees in causal attention in
+zigzag: of the second runs only those in front of its own.
+"""
+
+
+def _keys_sent(
+    call: LocalCall, axis: str, mesh: Mesh, hardware: Hardware, ranks: tuple[int, ...]
+) -> Exchange:
+    """Keys and values that go round, and backward their gradients, too. What a rank receives for a
+    step is on its way while it computes the step before; the seconds are those for which it still
+    has to wait.
+    """
+    num_ranks = mesh.axis_size(axis)
+    _, key, value = call.operands[:3]
+    pruned = call.op.arg("is_causal", False) and axis in mesh.zigzag
+    block = (key.num_elements + value.num_elements) * (IN_ZIGZAG if pruned else 1.0)
+    differentiated = bool(call.differentiated)
+    forward_s, backward_s = (
+        seconds / num_ranks for seconds in arithmetic_s(call, call.differentiated, hardware.device)
+    )
+
+    def step_s(num_bytes: float) -> float:
+        # One rank's block to one other: an all-to-all of which the other parts are empty.
+        whole = num_bytes * num_ranks / (num_ranks - 1)
+        return axes_collective_s(hardware, "all_to_all", whole, mesh, (axis,), ranks)
+
+    keys_bytes = block * key.dtype.itemsize
+    # Gradients are added in 4 bytes at least.
+    home_bytes = block * max(4, key.dtype.itemsize)
+    steps = num_ranks - 1
+    waits_s = steps * max(0.0, step_s(keys_bytes) - forward_s)
+    back_s = 0.0
+    if differentiated:
+        home_s = step_s(home_bytes)
+        # The gradients of the last step have nothing to hide behind.
+        back_s = steps * max(0.0, step_s(keys_bytes) + home_s - backward_s) + home_s
+    return Exchange(
+        axis,
+        OpTime(waits_s, back_s),
+        steps * keys_bytes,
+        steps * (keys_bytes + home_bytes) if differentiated else 0.0,
+    )
 
 
 def _tokens_sent(

@@ -47,7 +47,7 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.arguments import checked, wrong_argument
 from shardwright.runtime.errors import AnnotationError, malformed
-from shardwright.runtime.layout import Layout, Mesh, piece
+from shardwright.runtime.layout import ZIGZAG, Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -78,6 +78,7 @@ class Trial:
         """
         return ", ".join(
             f"{strategy} over {self.mesh.axis_size(axis)}"
+            + f" {ZIGZAG}" * (axis in self.mesh.zigzag)
             for axis, strategy in self.assignment.items()
         )
 
@@ -133,7 +134,7 @@ def prove(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    num_ranks: Sequence[int | Mapping[str, int]] = (2, 3),
+    num_ranks: Sequence[int | Mapping[str, int] | Mesh] = (2, 3),
     training: bool = True,
     seed: int = 0,
 ) -> ProofReport:
@@ -144,7 +145,8 @@ def prove(
     ``kwargs``: example arguments, floating tensors in float64 (lower precisions are compared less
     strictly). Gradients are compared for the tensors that require one; if none does, for all
     floating ones. ``num_ranks``: the sizes of the mesh axis to split over, or meshes of several
-    axes (``{"a": 2, "b": 2}``), on which every combination of strategies is tried. ``training``:
+    axes (``{"a": 2, "b": 2}``, or a :class:`Mesh`), on which every combination of strategies is
+    tried. ``training``:
     what ``self.training`` means where the call depends on it.
 
     Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the
@@ -232,7 +234,7 @@ class OperatorCall:
         rule = instantiate(opdef, op)
         return replace(call, op=replace(op, rule=rule), rule=rule)
 
-    def trials(self, num_ranks: Sequence[int | Mapping[str, int]]) -> Iterator[Trial]:
+    def trials(self, num_ranks: Sequence[int | Mapping[str, int] | Mesh]) -> Iterator[Trial]:
         """Every strategy on one mesh after the other."""
         whole = self.run_whole()
         for mesh in (

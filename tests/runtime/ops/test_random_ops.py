@@ -4,6 +4,7 @@ right distribution.
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shardwright.runtime import ops
 from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.ops.random import Draw, RngState, read_layout
+from shardwright.runtime.ranks.groups import AxisGroup
 
 MESH = Mesh((("dp", 2), ("tp", 3)))
 LAYOUT = "[5/dp, 2, 4/tp * 3]"
@@ -394,7 +396,8 @@ def test_recurrent(name):
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-def test_causal_attention_of_a_part_of_the_queries(heads):
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_causal_attention_of_a_part_of_the_queries(heads, zigzag):
     """Every rank's queries see the keys up to their own positions in the sequence; dropout does not
     change which.
     """
@@ -405,6 +408,7 @@ def test_causal_attention_of_a_part_of_the_queries(heads):
     )
     keywords = {"is_causal": True, "enable_gqa": heads == 2}
     whole = F.scaled_dot_product_attention(q, k, v, **keywords)
+    axes = [_axis(index, zigzag) for index in range(2)]
 
     def drawn(*args, **keywords):
         """The form that is written out, with a probability too small to drop anything."""
@@ -413,15 +417,24 @@ def test_causal_attention_of_a_part_of_the_queries(heads):
             *args, dropout_p=1e-15, rng=RngState(0), draw="a", layout=layout, **keywords
         )
 
-    for attention in (ops.causal_attention, drawn):
+    def of(axis, x):
+        return torch.cat([x.narrow(2, *run) for run in axis.runs(6)], 2)
+
+    for attention in (ops.split_attention, drawn):
         parts = [
-            attention(q.narrow(2, start, n), k, v, query_start=start, **keywords)
-            for start, n in ((0, 4), (4, 2))
+            attention(of(axis, q), k, v, query_axes=(axis,), lengths=(6, 7), **keywords)
+            for axis in axes
         ]
-        torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
+        for axis, part in zip(axes, parts, strict=True):
+            torch.testing.assert_close(part, of(axis, whole), rtol=1e-12, atol=1e-12)
         gradients = (
             torch.autograd.grad(y.square().sum(), (q, k, v), retain_graph=True)
             for y in (torch.cat(parts, 2), whole)
         )
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def _axis(index, zigzag):
+    """One of two ranks along an axis that sends nothing."""
+    return AxisGroup("cp", SimpleNamespace(size=2, index=index), zigzag)

@@ -18,6 +18,7 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.prover import prove
 from shardwright.compiler.ops.terms import RUNTIME
+from shardwright.runtime.layout import Mesh
 
 WITHOUT_EXAMPLE = {
     "ctc_loss": "nothing may be split",
@@ -103,6 +104,24 @@ def test_rule_holds_on_two_axes(
     skip_without_derivative(function, args)
     report = prove(function, args, kwargs, num_ranks=[{"u": 2, "v": 2}])
     assert report.ok, str(report)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(g, marks=() if g == "attention" else pytest.mark.slow)
+        for g in op_examples.EXAMPLES
+    ],
+)
+def test_rules_hold_in_zigzag(group: str) -> None:
+    """Pieces may be two runs, where the rule allows that."""
+    meshes = [Mesh((("u", 3),), ("u",))]
+    if group == "attention":
+        meshes.append(Mesh((("u", 2), ("v", 2)), ("v",)))
+    for function, args, *kwargs in op_examples.EXAMPLES[group]:
+        report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=meshes)
+        assert report.ok, str(report)
 
 
 def test_every_operator_has_an_example() -> None:

@@ -146,11 +146,12 @@ def test_running_statistics_are_updates() -> None:
     assert prove(F.batch_norm, (IMAGE.clone().requires_grad_(), *stats)).rule.updates == ()
 
 
-def test_causal_attention_is_told_where_its_queries_start() -> None:
+def test_causal_attention_is_told_where_its_queries_lie() -> None:
     report = prove(F.scaled_dot_product_attention, (IMAGE, IMAGE, IMAGE), {"is_causal": True})
     assert report.ok, report
     splits = {"split:b0", "split:b1", "split:q", "split:e"}
-    assert {trial.assignment["a"] for trial in report.trials} == {"R", "G", "linear:0", *splits}
+    others = {"R", "G", "linear:0", "exchange:k>q"}
+    assert {trial.assignment["a"] for trial in report.trials} == {*others, *splits}
 
 
 def test_attention_leaves_no_rank_without_heads() -> None:

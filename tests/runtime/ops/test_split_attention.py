@@ -67,12 +67,14 @@ def on_ranks(
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_counters_equal_the_formulas(size: int, zigzag: bool) -> None:
-    """Of the keys and values of all ranks each receives, on average, the share that it needs."""
+    """Each rank receives, on average, the share of all keys and values that its queries see."""
     key, value = operands(torch.float64)[1:3]
     whole = key.numel() + value.numel()
     others = Fraction(size - 1, size)
     for causal in (False, True):
-        needed = others * (1 if not causal else Fraction(3, 4) if zigzag else Fraction(1, 2))
+        needed = others
+        if causal:
+            needed *= Fraction(3, 4) if zigzag else Fraction(1, 2)
         found = [counted for _, counted in on_ranks(size, zigzag, torch.float64, causal)]
         for phase, times in (("forward", 1), ("backward", 2)):
             received = sum(c.total("all_to_all", phase=phase).received for c in found)

@@ -120,7 +120,8 @@ def runs_experts(op: IROp, graph: IRGraph, experts: Set[int]) -> bool:
     dims = graph.dims
     for value in (*op.operands, *op.results):
         classes = {index for dim in dims.values.get(value.name, ()) for index in dim}
-        if classes & experts and len(classes) > 2:
+        # A stack of their biases has no third dim.
+        if classes & experts and (len(classes) > 2 or op.target == "stack"):
             return True
     return False
 

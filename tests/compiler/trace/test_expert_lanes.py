@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,8 +125,8 @@ def build(form: Callable[..., Tensor], top_k: int = 2) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_loop_is_one_dispatch_and_equals_one_device(name: str) -> None:
-    """All but two experts lie on other ranks, with inner width split for some."""
+def test_a_loop_is_one_dispatch_and_equals_one_device(name: str, tmp_path: Path) -> None:
+    """Experts lie on two ranks, their inner width on two others each."""
     form, top_k = FORMS[name]
     report = verify(
         build(form, top_k),
@@ -133,8 +134,14 @@ def test_a_loop_is_one_dispatch_and_equals_one_device(name: str) -> None:
         "tp",
         {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"ep": 2, "etp": 2}},
         steps=1,
+        directory=tmp_path,
     )
     assert report.ok, str(report)
+    if name != "stacked":
+        (source,) = tmp_path.rglob("gencode0.py")
+        for weight in ("up.weight", "up.bias"):
+            stored = f'experts.2.{weight}", "[2 of 3/tp_ep * 8/tp'
+            assert stored in source.read_text()
     targets = [op.target for op in trace(build(form, top_k), inputs()).ops]
     assert targets.count("dispatch") == targets.count("combine") == 1
     assert targets.count("grouped_linear") == 2

@@ -13,6 +13,7 @@ from spawn import run_processes
 
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
+from shardwright.runtime.checkpoint import snapshot
 from shardwright.runtime.checkpoint.checkpoint_index import Index
 from shardwright.runtime.checkpoint.folders import complete_folders
 from shardwright.runtime.errors import CheckpointError
@@ -246,7 +247,7 @@ def test_pieces_that_do_not_make_the_tensor(tmp_path, case):
         content["files"] = {}
         pieces = content["tensors"]["a"]["pieces"] = []
         for number, (file, half) in enumerate(halves.items()):
-            source = {"a": saving._source(half)}
+            source = {"a": snapshot._source(half)}
             content["files"][file] = saving.write_tensors(folder / file, source).to_json()
             rows = [2 * number, 2 * number + 2]
             pieces.append({"file": file, "key": "a", "region": [[rows], [[0, 3]]]})

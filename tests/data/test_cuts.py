@@ -42,6 +42,18 @@ def test_a_layout_of_the_plan_is_followed(text, cp, taken):
     assert take(torch.arange(8), cut, "x").tolist() == taken
 
 
+def test_a_mesh_that_deals_in_zigzag_is_followed_and_told():
+    mesh = Mesh((("cp", 3),), zigzag=("cp",))
+    (atoms,) = Layout.parse("[12/cp]").dims
+    cuts = [LayoutCut(0, atoms, mesh, (("cp", index),)) for index in range(3)]
+    taken = [take(torch.arange(12), cut, "x").tolist() for cut in cuts]
+    assert taken == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert {cut.kind for cut in cuts} == {"zigzag"}
+    assert all(even_piece(atoms, mesh, {"cp": index}) is None for index in range(3))
+    (plain,) = Layout.parse("[8/cp]").dims
+    assert LayoutCut(0, plain, MESH, (("cp", 1), ("tp", 0))).kind == "contiguous"
+
+
 def test_a_dim_of_one_atom_may_vary_and_others_may_not():
     (single,) = Layout.parse("[8/cp]").dims
     (double,) = Layout.parse("[2 * 4/cp]").dims

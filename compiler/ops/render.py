@@ -31,6 +31,7 @@ from shardwright.compiler.ir.op import (
     leaves,
 )
 from shardwright.compiler.ir.quote import quoted
+from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import REQUIRED, OpDef, is_simple
@@ -258,6 +259,8 @@ def imports_of_literal(arg: Any) -> set[str]:
     """The import statements that the source of a constant needs."""
     if isinstance(arg, _TORCH_LITERALS | torch.device):
         return {"import torch"}
+    if isinstance(arg, sympy.Basic):  # a size: ``math.sqrt(seq)``
+        return {"import math"} if "math." in to_python(arg) else set()
     return {f"import {type(arg).__module__}"} if isinstance(arg, Enum) else set()
 
 

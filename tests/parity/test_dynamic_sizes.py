@@ -76,6 +76,29 @@ def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> N
                     )
 
 
+class Scaled(torch.nn.Module):
+    """Takes a function of a size as an argument of an operator, and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.up(x) * math.sqrt(x.shape[1])).square().mean()
+
+
+def test_a_function_of_a_size_in_an_operator_alone(tmp_path: Path) -> None:
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims={"x": {1: "seq"}})
+    model, x = Scaled().double(), torch.randn(4, 9, 8, dtype=torch.float64)
+
+    def loss(rank: int) -> torch.Tensor:
+        module = parallelize(model, {"x": x[:, :6]}, "tp", config, gen_savedir=tmp_path)
+        return module(x).detach()
+
+    for found in run_ranks(2, loss):
+        torch.testing.assert_close(found, model(x).detach(), rtol=1e-12, atol=0)
+
+
 class Sized(torch.nn.Module):
     """Computes with sizes, in the ways that take them as numbers."""
 

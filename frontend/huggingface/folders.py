@@ -116,8 +116,9 @@ def check_pieces(directory: Path) -> None:
             )
 
 
-def load_whole(model: Any, directory: Path) -> None:
-    """Read this rank's pieces from a folder that ``save_pretrained`` wrote. Collective.
+def load_whole(model: Any, program: nn.Module, directory: Path) -> None:
+    """Read this rank's pieces into ``program``, which is compiled from ``model``, from a folder
+    that ``save_pretrained`` wrote. Collective.
 
     Names are matched as transformers does: a folder of the base model lacks the prefix
     (``h.0.attn.c_attn.weight`` is ``transformer.h.0...`` here), and what the class declares as
@@ -135,7 +136,7 @@ def load_whole(model: Any, directory: Path) -> None:
     patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     load_pretrained(
         directory,
-        model,
+        program,
         rename=there,
         ignore=lambda name: any(pattern.search(name) for pattern in patterns),
     )

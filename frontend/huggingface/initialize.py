@@ -87,6 +87,8 @@ def initialize(
         programs.compile(call)
         return None
     program = programs.make_first(call)
+    if folder is not None:  # before the model is changed: a folder that does not fit leaves it be
+        load_whole(model, program, folder)
     cut(model, program)
     programs.join_model(model)
     model.__dict__[PROGRAM] = program
@@ -97,8 +99,6 @@ def initialize(
     if any(program.ranks_of(one).mesh.size > 1 for one in program.declarations):
         guard_submodules(model, (encoder,))
     model.__class__ = initialized_class(type(model))  # type: ignore[arg-type]
-    if folder is not None:
-        load_whole(model, folder)
     return model
 
 

@@ -18,12 +18,37 @@ from torch import Tensor
 
 import shardwright
 from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_a_killed_run_goes_on_and_ends_as_one_device(name: str, tmp_path: Path) -> None:
     initialized.check_family(name, tmp_path)
+
+
+OTHER_PLANS = {
+    "data": {"pas_policy": "data"},
+    "cp": {"pas_policy": "cp"},
+    "sequence": {"pas_config": {"sequence_parallel": True}},
+}
+"""Plans that would leave summands of gradients behind, if parameters were stored as they like."""
+
+
+def train_with(rank: int, folder: Path, config: dict[str, Any]) -> list[float]:
+    with float64_casts():
+        model = make("gpt2")
+        optimizer = sgd(model)
+        shardwright.initialize(model, tensor_parallel(2, **config), gen_savedir=folder)
+        return train(model, model, optimizer, "gpt2", range(3), slice(None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", OTHER_PLANS)
+def test_an_ordinary_optimizer_follows_whole_gradients(plan: str, tmp_path: Path) -> None:
+    losses, _ = on_one_device("gpt2", 3)
+    for found in run_ranks(2, train_with, tmp_path, OTHER_PLANS[plan]):
+        assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
 
 
 def save_uneven(rank: int, folder: Path) -> list[float]:
@@ -48,7 +73,16 @@ def load_from_meta(rank: int, folder: Path) -> tuple[list[str], bool]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     optimizer = sgd(model)
-    shardwright.initialize(model, tensor_parallel(3), gen_savedir=folder / "gen")
+    config = tensor_parallel(3)
+    other = folder / "other"
+    if rank == 0:
+        make("gpt2", vocab_size=50).save_pretrained(other)
+    current_world().barrier()
+    told = report_of(
+        lambda: shardwright.initialize(model, config, gen_savedir=folder / "gen", checkpoint=other)
+    )
+    assert "'transformer.wte.weight' is [50, 16] there and [50257, 16] here" in told
+    shardwright.initialize(model, config, gen_savedir=folder / "gen")
     differing = initialized.differing_pieces(model, str(folder))
     before = model.transformer.wte.weight.detach().clone()
     train(model, model, optimizer, "gpt2", range(1), slice(None))

@@ -100,6 +100,19 @@ def context_axes(
     ]
 
 
+def dealt_in_zigzag(
+    graph: IRGraph, axes: Sequence[ContextAxis], wanted: bool | None
+) -> tuple[str, ...]:
+    """The axes that deal positions in zigzag: each rank gets an early piece and a late one, so that
+    causal attention is as much work for all. ``wanted=None``: where attention is causal. Where
+    heads are cut, every rank has all positions.
+    """
+    causal = any(op.target == ATTENTION and op.arg("is_causal", False) for op in graph.ops)
+    if not (causal if wanted is None else wanted):
+        return ()
+    return tuple(axis.name for axis in axes if axis.mode != "ulysses")
+
+
 def split_context(
     builder: PlanBuilder, axes: Sequence[ContextAxis], modes: Modes, named: Sequence[str] = ()
 ) -> None:

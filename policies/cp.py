@@ -10,13 +10,20 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.context_axes import Modes, cheapest_modes, context_axes, split_context
+from shardwright.policies.context_axes import (
+    Modes,
+    cheapest_modes,
+    context_axes,
+    dealt_in_zigzag,
+    split_context,
+)
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import check_sequence
 from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +32,15 @@ class ContextOptions:
 
     ``cp``: the ranks that share the sequence (default: all), or the sizes of several axes, major to
     minor. ``cp_mode``: ``auto``, ``gather``, ``ulysses`` or ``ring``, or one for each axis.
+    ``zigzag``: each rank gets an early and a late piece of the sequence (default: where attention
+    is causal, so that all ranks have the same work).
     ``sequence``: the names of the dims of the sequence (default: they are found). ``hardware``: the
     preset or file by whose times ``auto`` decides.
     """
 
     cp: int | tuple[int, ...] | None = None
     cp_mode: str | tuple[str, ...] = "auto"
+    zigzag: bool | None = None
     sequence: tuple[str, ...] = ()
     hardware: str = "a100-80gb"
 
@@ -51,7 +61,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     check_sequence(graph, ranks, "cp", options.sequence)
 
     def plan(modes: Modes) -> Plan:
-        mesh = {axis.name: axis.size for axis in axes} or {"cp": 1}
+        sizes = tuple((axis.name, axis.size) for axis in axes) or (("cp", 1),)
+        mesh = Mesh(sizes, dealt_in_zigzag(graph, axes, options.zigzag))
         builder = graph.builder(mesh=mesh, order=config.rank_order)
         split_context(builder, axes, modes, options.sequence)
         return builder.plan("cp")

@@ -18,6 +18,7 @@ from shardwright.policies.context_axes import (
     Modes,
     cheapest_modes,
     context_axes,
+    dealt_in_zigzag,
     split_context,
 )
 from shardwright.policies.expert_axes import ExpertAxis, expert_axes
@@ -33,6 +34,7 @@ from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_
 from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class HybridOptions(PipelineOptions):
 
     ``cp``: ranks of a stage that share a sample's sequence, or the sizes of several axes;
     ``cp_mode``: how attention does along them, see :mod:`shardwright.policies.context_axes`.
+    ``zigzag``: each of them gets an early and a late piece (default: where attention is causal).
     ``sequence_parallel``: along tp, what no inner dim is split of is split along the sequence.
     ``sequence``: the names of the dims of the sequence (default: they are found).
     ``gathers_again``: what products gather along tp is gathered again in backward, not kept.
@@ -54,6 +57,7 @@ class HybridOptions(PipelineOptions):
     etp: int | None = None
     cp: int | tuple[int, ...] = 1
     cp_mode: str | tuple[str, ...] = "auto"
+    zigzag: bool | None = None
     sequence_parallel: bool = False
     sequence: tuple[str, ...] = ()
     gathers_again: bool = False
@@ -157,7 +161,8 @@ class _Stage:
         """The plan on a mesh with further axes outside."""
         options = self.options
         sizes = {**outer, **self._sizes()}
-        mesh = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
+        axes = tuple((name, size) for name, size in sizes.items() if size > 1 or name == "pp")
+        mesh = Mesh(axes, dealt_in_zigzag(self.graph, self.context, options.zigzag))
         order = self.config.rank_order if "pp" in outer else None
         builder = self.graph.builder(mesh=mesh, order=order)
         positions = options.positions

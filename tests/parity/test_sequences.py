@@ -20,6 +20,7 @@ from shardwright.runtime.errors import ConfigError, PlanError
 
 slow = pytest.mark.slow
 B, S, H, L = 4, 8, 16, 2
+FORWARD_RING = "forward", "all_to_all"
 LOSS = 3
 """Numbers per token that the loss over a split vocabulary sums."""
 
@@ -55,6 +56,7 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
         ("gpt2-uneven", "cp", 3, {"cp_mode": "gather"}),
         ("mistral", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather", "ulysses"]}),
         ("vit", "cp", 2, {"cp_mode": "ulysses"}),
+        ("llama-uneven", "cp", 3, {"cp_mode": "ring"}),
         *(
             pytest.param(*case, marks=slow)
             for case in [
@@ -71,7 +73,11 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                 ("t5", "cp", 2, {"cp_mode": "ulysses"}),
                 ("t5-uneven", "cp", 3, {"cp_mode": "gather"}),
                 ("vit-uneven", "cp", 4, {"cp_mode": "gather"}),
-                ("gemma3", "cp", 3, {"cp_mode": "gather"}),
+                ("gemma3", "cp", 3, {"cp_mode": "ring"}),
+                ("gemma3", "cp", 3, {"cp_mode": "gather", "zigzag": False}),
+                ("gpt2", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
+                ("t5", "cp", 3, {"cp_mode": "ring"}),
+                ("bert", "cp", 2, {"cp_mode": "ring"}),
                 ("gemma3", "cp", 2, {"cp_mode": "ulysses"}),
                 ("encoder-decoder-uneven", "cp", 3, {"cp_mode": "ulysses"}),
                 ("transformer-uneven", "cp", 2, {"cp_mode": "auto"}),
@@ -135,6 +141,23 @@ def test_context_parallelism_sends_by_the_formulas(mode: str, tmp_path: Path) ->
     assert found == wanted
 
 
+@pytest.mark.parametrize(("zigzag", "parts"), [(None, [1 / 2, 1 / 4]), (False, [0, 1 / 2])])
+def test_a_ring_sends_the_keys_that_are_seen(
+    zigzag: bool | None, parts: list[float], tmp_path: Path
+) -> None:
+    """In zigzag the first rank has positions 0, 1, 6, 7, and sees all others; the second has 2 to
+    5, and sees 0 and 1. In one piece the first sees only its own.
+    """
+    options = {} if zigzag is None else {"zigzag": zigzag}
+    _, outcome = step("llama", "cp", 2, tmp_path, cp_mode="ring", **options)
+    keys_and_values = B * S * H * L
+    sent = [
+        sum(v.received for k, v in rank.items() if (k.phase, k.collective) == FORWARD_RING)
+        for rank in outcome.traffic
+    ]
+    assert sent == [part * keys_and_values for part in parts]
+
+
 @pytest.mark.parametrize("mode", ["gather", "ulysses"])
 def test_heads_are_repeated_after_they_have_traveled(mode: str, tmp_path: Path) -> None:
     """Mistral repeats keys and values for each query head, as its mask leaves no other kernel."""
@@ -151,6 +174,7 @@ def test_heads_are_repeated_after_they_have_traveled(mode: str, tmp_path: Path) 
         ({"num_stages": 1, "tp": 2, "cp": 2, "cp_mode": "ulysses", "sequence_parallel": True}, 4),
         pytest.param({"num_stages": 2, "dp": 2, "cp": 2, "cp_mode": "gather"}, 8, marks=slow),
         pytest.param({"num_stages": 2, "tp": 1, "cp": 3, "recompute": ["*.*.*"]}, 6, marks=slow),
+        pytest.param({"num_stages": 2, "tp": 2, "cp": 2, "cp_mode": "ring"}, 8, marks=slow),
     ],
 )
 def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) -> None:

@@ -145,8 +145,8 @@ def test_context_parallelism_sends_by_the_formulas(mode: str, tmp_path: Path) ->
 def test_a_ring_sends_the_keys_that_are_seen(
     zigzag: bool | None, parts: list[float], tmp_path: Path
 ) -> None:
-    """Dealt in zigzag, the first rank has positions 0, 1, 6, 7, and sees all others; the second has 2 to
-    5, and sees 0 and 1. In one piece the first sees only its own.
+    """Dealt in zigzag, the first rank has positions 0, 1, 6, 7, and sees all others; the second has
+    2 to 5, and sees 0 and 1. In one piece the first sees only its own.
     """
     options = {} if zigzag is None else {"zigzag": zigzag}
     _, outcome = step("llama", "cp", 2, tmp_path, cp_mode="ring", **options)

@@ -495,7 +495,7 @@ EXPERTS = Room(
             "Scores were split over the ranks, so that each saw the gradient of its own tokens. "
             "The router was taken for replicated, and its copies grew apart.",
             "the weight is used as G(dp, ep), and was R",
-            InProgram("experts", m.without("grad_all_reduce", "router_weight")),
+            InProgram("experts", m.stored("router.weight", "[4, 8]")),
             "router_weight",
         ),
         Exhibit(
@@ -503,7 +503,7 @@ EXPERTS = Room(
             ("alibaba/Pai-Megatron-Patch/issues/397",),
             "Every rank has the gate and its own part of the tokens. Nobody summed its gradient.",
             "the weight is used as G(dp, ep), and was R",
-            InProgram("experts", m.without("grad_all_reduce", "shared_gate_weight")),
+            InProgram("experts", m.stored("shared_gate.weight", "[1, 8]")),
             "shared_gate_weight",
         ),
         Exhibit(

@@ -43,7 +43,7 @@ def sequence_classes(graph: IRGraph, named: Sequence[str] = ()) -> set[int]:
     assert graph.dims is not None
     dims = graph.dims
     if named:
-        return {dim.index for dim in dims.classes if dim.name in named}
+        return _continued(graph, {dim.index for dim in dims.classes if dim.name in named})
     found: set[int] = set()
 
     def take(value: IRValue, dim: int) -> None:
@@ -57,7 +57,27 @@ def sequence_classes(graph: IRGraph, named: Sequence[str] = ()) -> set[int]:
         for queries, keys in _scores(op):
             take(*queries)
             take(*keys)
-    return found - _batch(graph)
+    return _continued(graph, found - _batch(graph))
+
+
+def _continued(graph: IRGraph, classes: set[int]) -> set[int]:
+    """The classes, and those that the dims become where slices, padding and strides change their
+    length.
+    """
+    assert graph.dims is not None
+    found = set(classes)
+    links = []
+    for op in graph.ops:
+        assert op.rule is not None
+        links += [
+            {graph.dims.factors[op.name, factor] for factor in pair}
+            for pair in op.rule.exchanges
+            if op.rule.continues(pair)
+        ]
+    # A dim may change its length several times, and what comes first may be found last.
+    while new := [link for link in links if link & found and not link <= found]:
+        found.update(*new)
+    return found
 
 
 def positions_of(
@@ -165,7 +185,14 @@ def position_split(
     ]
     in_results = [ref.factor for refs in rule.results for dim in refs for ref in dim]
     order = [*in_results, *found]  # what no result has is summed over
-    return f"split:{min(found, key=order.index)}" if found else None
+    if found:
+        return f"split:{min(found, key=order.index)}"
+    # A dim that changes its length: ranks exchange edges.
+    for source, target in rule.exchanges:
+        classes = {graph.dims.factors.get((op.name, factor)) for factor in (source, target)}
+        if rule.continues((source, target)) and classes <= sequence:
+            return f"exchange:{source}>{target}"
+    return None
 
 
 def ring_of(op: IROp) -> Exchange | None:

@@ -266,6 +266,10 @@ class OpRule:
         """Whether the factor must be whole, but for what a parallel form does."""
         return self.factor(name).kind is FactorKind.FROZEN
 
+    def continues(self, pair: Exchange) -> bool:
+        """Whether an exchange is of one dim before and after it changes its length."""
+        return all(map(self.frozen, pair))
+
     def _reaches_all(self, factor: Factor, num_pieces: int) -> bool:
         """Whether each of so many ranks gets a piece: of every segment if a tensor has a single
         one, else of some segment. The last rank gets least, as segments are dealt one by one.

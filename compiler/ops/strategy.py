@@ -85,9 +85,11 @@ def _may_cut(
     form = rule.parallel
     if form is None or form.knows_runs or not any(axis in mesh.zigzag for axis in axes):
         return True
-    # The form may ask where in the factor its piece begins, which says all of a single run only.
+    # The form may ask where in the factor its piece begins, which says all of a single run only. So
+    # do edges.
     own = form.factors.get(factor)
-    return list(axes) != exchanging and (own is None or own.anywhere)
+    has_edges = rule.frozen(factor) and factor in exchanged
+    return list(axes) != exchanging and not has_edges and (own is None or own.anywhere)
 
 
 def _on_both_sides(rule: OpRule, factor: str) -> bool:

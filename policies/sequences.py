@@ -64,20 +64,27 @@ def _continued(graph: IRGraph, classes: set[int]) -> set[int]:
     """The classes, and those that the dims become where slices, padding and strides change their
     length.
     """
-    assert graph.dims is not None
     found = set(classes)
-    links = []
-    for op in graph.ops:
-        assert op.rule is not None
-        links += [
-            {graph.dims.factors[op.name, factor] for factor in pair}
-            for pair in op.rule.exchanges
-            if op.rule.continues(pair)
-        ]
+    links = [set(pair.values()) for op in graph.ops for pair in _continuations(op, graph)]
     # A dim may change its length several times, and what comes first may be found last.
     while new := [link for link in links if link & found and not link <= found]:
         found.update(*new)
     return found
+
+
+def _continuations(op: IROp, graph: IRGraph) -> list[dict[str, int]]:
+    """The two factors, with their classes, of every dim whose length an operator changes. None of
+    integers: labels and positions are computed whole and cut, which sends nothing.
+    """
+    assert op.rule is not None and graph.dims is not None
+    factors = graph.dims.factors
+    if not any(value.dtype.is_floating_point for value in op.results):
+        return []
+    return [
+        {factor: factors[op.name, factor] for factor in pair}
+        for pair in op.rule.exchanges
+        if op.rule.continues(pair)
+    ]
 
 
 def positions_of(
@@ -188,11 +195,8 @@ def position_split(
     if found:
         return f"split:{min(found, key=order.index)}"
     # A dim that changes its length: ranks exchange edges.
-    for source, target in rule.exchanges:
-        classes = {graph.dims.factors.get((op.name, factor)) for factor in (source, target)}
-        if rule.continues((source, target)) and classes <= sequence:
-            return f"exchange:{source}>{target}"
-    return None
+    pairs = (pair for pair in _continuations(op, graph) if set(pair.values()) <= sequence)
+    return next((f"exchange:{'>'.join(pair)}" for pair in pairs), None)
 
 
 def ring_of(op: IROp) -> Exchange | None:

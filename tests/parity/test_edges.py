@@ -147,6 +147,14 @@ def test_autodist_cuts_space(name: str, mesh: str, tmp_path: Path) -> None:
     assert "edges=" in compiled.files["gencode0.py"]
 
 
+def test_a_sequence_stays_cut_from_inputs_to_loss(tmp_path: Path) -> None:
+    """Policy ``cp`` follows it through padding, slices and the shift of labels."""
+    torch.manual_seed(0)
+    compiled, _ = plans.check_policy(Causal().double(), text_inputs(), "cp", 3, tmp_path)
+    assert not [step for step in compiled.program.adapters() if step.step.kind == "all_gather"]
+    assert not compiled.plan.notes
+
+
 class Strided(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,109 @@
+"""Long sequences over several ranks: the work, the memory and the bytes of a rank, by way.
+
+    python benchmarks/long_context.py --ranks 4 --seq 131072
+
+Nothing runs: pairs of queries and keys are counted, steps and peaks are those of ``shardwright``'s
+own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
+
+- **work**: of the rank with most pairs of a query and a key that it sees, over the mean of all
+  ranks; one run of positions to a rank beside two in zigzag.
+- **peak**: bytes of the busiest rank over those of one rank that has the whole sequence. An even
+  split of everything would be 1/n.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwright import ComputeConfig
+from shardwright.compiler.compile import annotate, compile_graph, pass_manager
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.trace import trace
+from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.errors import ShardwrightError
+from shardwright.runtime.layout import dealt
+from shardwright.runtime.ops.visible_keys import earlier_keys, pairs
+
+WAYS: dict[str, dict[str, Any]] = {
+    "gather": {"cp_mode": "gather", "zigzag": False},
+    "gather, zigzag": {"cp_mode": "gather", "zigzag": True},
+    "ulysses": {"cp_mode": "ulysses"},
+    "ring": {"cp_mode": "ring", "zigzag": False},
+    "ring, zigzag": {"cp_mode": "ring", "zigzag": True},
+}
+
+
+def most_over_mean(length: int, num_ranks: int, *, zigzag: bool) -> float:
+    """The pairs of the rank with most of them in causal attention, over the mean."""
+    bands = earlier_keys(length, length)
+    found = [
+        pairs(bands, dealt(length, num_ranks, rank, zigzag=zigzag)) for rank in range(num_ranks)
+    ]
+    return max(found) * num_ranks / sum(found)
+
+
+def llama(layers: int, hidden: int, heads: int, groups: int, length: int) -> LlamaForCausalLM:
+    """Llama layers without values."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32000,
+                hidden_size=hidden,
+                intermediate_size=hidden * 8 // 3,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=groups,
+                max_position_embeddings=length,
+                use_cache=False,
+            )
+        ).to(torch.bfloat16)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=131072)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=4)
+    given = parser.parse_args()
+    for zigzag in (False, True):
+        share = most_over_mean(given.seq, given.ranks, zigzag=zigzag)
+        print(f"work, {'in zigzag' if zigzag else 'one run each'}: {share:.3f} of the mean")
+    module = llama(given.layers, given.hidden, given.heads, given.groups, given.seq)
+    tokens = torch.zeros(1, given.seq, dtype=torch.int64)
+    graph = annotate(trace(module, {"input_ids": tokens, "labels": tokens}), pass_manager())
+    print(f"{given.ranks} ranks, {given.seq} positions, {given.layers} layers of {given.hidden}")
+    alone = _audited(graph, "dp", 1, {})
+    print(f"  {'one rank':<16} {1e3 * alone.step_s:9.1f} ms  {alone.peak_bytes / 1e9:7.2f} GB")
+    for name, options in WAYS.items():
+        try:
+            cost = _audited(graph, "cp", given.ranks, options)
+        except ShardwrightError as error:
+            print(f"  {name:<16} {error.what}")
+            continue
+        peak = cost.peak_bytes
+        print(
+            f"  {name:<16} {1e3 * cost.step_s:9.1f} ms  {peak / 1e9:7.2f} GB  "
+            f"{peak / alone.peak_bytes:.3f} of one rank's",
+            flush=True,
+        )
+
+
+def _audited(graph: Any, policy: str, num_ranks: int, options: dict[str, Any]) -> Any:
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, outputs="loss", pas_config=options
+    )
+    compiled = compile_graph(graph, find_policy(policy).apply, config, policy_name=policy)
+    return audit(compiled.program, config, load_hardware("a100-80gb", num_ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -117,6 +117,11 @@ def wrap_statement(code: str, width: int) -> list[str]:
     if len(code) <= width:
         return [code]
     head, value = _split_statement(code)
+    if len(head) >= width and "," in head:
+        # Several names that no line holds: one line each.
+        names = head.removesuffix(" = ").rstrip(",").split(", ")
+        first, *rest = wrap_statement(f"_ = {value}", width)
+        return ["(", *(f"    {name}," for name in names), f"){first[1:]}", *rest]
     signs = _signs(value)
     lines = wrap(code, width)
     if not head or (not signs and len(lines) > 1 and len(lines[0]) <= width):

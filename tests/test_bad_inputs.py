@@ -147,4 +147,4 @@ def test_numbers_beyond_all_use() -> None:
 
 def test_too_many_arguments_of_a_mesh() -> None:
     with pytest.raises(ArgumentError, match="Mesh: too many positional arguments"):
-        Mesh((("tp", 2),), 3)  # type: ignore[call-arg]
+        Mesh((("tp", 2),), (), 3)  # type: ignore[call-arg]

@@ -106,7 +106,7 @@ def split_factor(strategy: Strategy, side: int = 1) -> str | None:
     return exchanged[side] if exchanged else None
 
 
-def _cut_factor(rule: OpRule, strategy: Strategy, side: int, index: int) -> str | None:
+def cut_factor(rule: OpRule, strategy: Strategy, side: int, index: int) -> str | None:
     """The factor that a strategy cuts of one operand (``side`` 0) or result (1)."""
     pair = exchange(strategy)
     return _exchanged(rule, index, pair) if pair and side == 0 else split_factor(strategy, side)
@@ -208,7 +208,7 @@ def _layouts(
                 tensor_layout(
                     rule,
                     refs,
-                    {axis: _cut_factor(rule, s, side, i) or "" for axis, s in assignment.items()},
+                    {axis: cut_factor(rule, s, side, i) or "" for axis, s in assignment.items()},
                     {axis: p[side][i] for axis, p in per_axis.items()},
                     density,
                 )

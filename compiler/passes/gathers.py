@@ -30,6 +30,7 @@ from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Adapt, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import container_of, path_of, reads, region_of
+from shardwright.compiler.plan.zero import settled_config
 from shardwright.runtime.config import ComputeConfig
 
 Form = TypeVar("Form", Program, PipelineProgram)
@@ -65,9 +66,10 @@ class GatherTogether:
 
     def _peaks(self, program: Program | PipelineProgram) -> list[int]:
         """The peak of each rank, in bytes."""
+        config = settled_config(program.plan, self.config)
         if isinstance(program, PipelineProgram):
-            return [memory.peak_bytes for memory in pipeline_memory(program, self.config)]
-        return [program_memory(program, self.config).peak_bytes]
+            return [memory.peak_bytes for memory in pipeline_memory(program, config)]
+        return [program_memory(program, config).peak_bytes]
 
 
 def _programs(program: Program | PipelineProgram) -> Sequence[Program]:

@@ -28,9 +28,9 @@ from shardwright.compiler.ops.rule import OpRule, TensorRefs
 from shardwright.compiler.ops.strategy import (
     Assignment,
     allowed,
+    cut_factor,
     factor_axes,
     placements,
-    split_factor,
     strategies,
     tensor_layout,
 )
@@ -193,14 +193,16 @@ class AllOpChoices:
         """The numbers of the layouts of the operands (``side`` 0) or results (1), whose placement
         letters are given per axis.
         """
-        factors = [split_factor(strategy, side) for strategy in combination]
         densities = rule.densities[side] if rule.densities else (None,) * len(values)
         return tuple(
             self.tensor(
                 value,
                 refs,
                 rule,
-                [(letter[i], factor) for letter, factor in zip(letters, factors, strict=True)],
+                [
+                    (letter[i], cut_factor(rule, strategy, side, i))
+                    for letter, strategy in zip(letters, combination, strict=True)
+                ],
                 densities[i],
             )
             for i, (value, refs) in enumerate(

@@ -59,7 +59,7 @@ def config_of(num_ranks: int, **options: object) -> ComputeConfig:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
-    """Batch and heads do not divide by 4; every rank takes its queries, and all keys and values."""
+    """Batch and heads do not divide by 4; every rank takes its queries, and keys go round."""
     model, options = graph(is_causal), AutodistOptions(max_axes=1)
     best = search(model, config_of(4), options, slow_machine(4)).best
     assert best is not None and best.title == "sp=4"
@@ -67,7 +67,7 @@ def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
     (attention,) = [op.name for op in model.ops if op.target == "scaled_dot_product_attention"]
     assert factor_dims(model, attention)["q"] == "seq"
     told = explain_operator(request, attention)
-    assert [choice.name for choice in told.choices if choice.chosen] == ["sp=split:q"]
+    assert [choice.name for choice in told.choices if choice.chosen] == ["sp=exchange:k>q"]
     assert min(choice.step_s for choice in told.choices if not choice.chosen) > best.step_s
     assert told.binds == NOTHING_BINDS
 
@@ -89,7 +89,7 @@ def test_it_trains_like_one_device(num_ranks: int, is_causal: bool, tmp_path: Pa
     report = verify(Long(is_causal), INPUTS, "autodist", config, steps=2)
     assert report.ok, str(report)
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert {"sp": "split:q"} in plan["strategies"].values()
+    assert {"sp": "exchange:k>q"} in plan["strategies"].values()
 
 
 def test_attention_that_is_causal_in_training_is_not_in_evaluation(tmp_path: Path) -> None:

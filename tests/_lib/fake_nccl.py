@@ -55,6 +55,12 @@ def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StandI
     return StandIn(store, rank, size, min(timeout, TIMEOUT))
 
 
+class _Asynchronous:
+    """The options of a call that gives back its work at once."""
+
+    asyncOp = True
+
+
 class StandIn(dist.ProcessGroup):
     """See the top of the file."""
 
@@ -110,6 +116,33 @@ class StandIn(dist.ProcessGroup):
             lambda given, made: self._gloo._reduce_scatter_base(made[0], given[0], opts),
             opts,
         )
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        return self._coalesced("all_gather", self._gloo._allgather_base, outputs, inputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        return self._coalesced("reduce_scatter", self._gloo._reduce_scatter_base, outputs, inputs)
+
+    def _coalesced(
+        self,
+        what: str,
+        collective: Callable[[Tensor, Tensor], Any],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> Any:
+        """Several collectives as one call, all of which are done when it is waited for."""
+
+        def run(given: list[Tensor], made: list[Tensor]) -> Any:
+            works = [collective(y, x) for y, x in zip(made, given, strict=True)]
+            for work in works[:-1]:
+                work.wait()
+            return works[-1]
+
+        return self._collective(what, list(inputs), list(outputs), run, _Asynchronous())
 
     def all_to_all_single(
         self,

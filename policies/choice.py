@@ -45,6 +45,8 @@ What is saved and what is sent both grow with ``1 - 1 / ranks``, so that the cho
 on their number.
 """
 
+NORMS = frozenset(("layer_norm", "rms_norm", "group_norm"))
+
 TABLE = 1_000_000
 """What all weight memory would be worth in tables that are looked up: a vocabulary is split for the
 memory alone, as its lookup has no work to share out.
@@ -421,8 +423,10 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
         if index is None:
             continue
         pieces = sizes.pieces(index)
-        # Gathered before this operator, its gradient scattered.
-        if not op.rule.splittable(factor.name, pieces * axis_size):
+        # Gathered before this operator, its gradient scattered. A norm could exchange sums over a
+        # dim that is cut, but a plan as by hand keeps what is normalised whole.
+        is_normalised = op.target in NORMS and op.rule.frozen(factor.name)
+        if is_normalised or not op.rule.splittable(factor.name, pieces * axis_size):
             touched = [
                 v.name
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)

@@ -15,14 +15,8 @@ each other.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import random
 import sys
-import time
-import warnings
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 
 import expert_models
+from random_draws import try_draws
 
 from shardwright.compiler.schedule.published import SCHEDULES
-from shardwright.runtime.errors import ConfigError, PlanError
 
 RANKS = (2, 3, 4, 4, 8, 8)
 STEPS = 3
@@ -103,52 +97,5 @@ def run(found: Draw) -> str:
     return "" if report.ok else str(report)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    every = list(expert_models.MODELS)
-    parser.add_argument("--plans", type=int, default=200)
-    parser.add_argument("--models", nargs="+", choices=every, default=every)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
-    parser.add_argument("--only", type=int, help="the number of the only draw")
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    counts: Counter[str] = Counter()
-    failed: list[str] = []
-    start = time.monotonic()
-    numbers: Iterator[int] = itertools.count(arguments.first)
-    if arguments.only is not None:
-        numbers = iter([arguments.only])
-    for number in numbers:
-        late = time.monotonic() - start > 60 * arguments.minutes
-        if late or counts["equal"] + counts["failed"] >= arguments.plans:
-            break
-        if counts["refused"] > MOST_REFUSED * max(20, counts["equal"]):
-            failed.append("as too many draws are refused")
-            break
-        found = draw(number, arguments.seed, arguments.models)
-        try:
-            problem = run(found)
-        except (PlanError, ConfigError) as error:
-            counts["refused"] += 1
-            print(f"refused {found}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        counts["failed" if problem else "equal"] += 1
-        print("FAILED " if problem else "equal  ", found, flush=True)
-        if problem:
-            failed.append(str(found))
-            print(problem, flush=True)
-    done = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    print(f"{done or 'nothing done'}, {time.monotonic() - start:.0f} s")
-    for which in failed:
-        print("FAILED", which)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(try_draws(__doc__, expert_models.MODELS, draw, run, MOST_REFUSED))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -12,13 +10,17 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from shardwright.compiler.trace.values.known_inputs import holds_sizes
-from shardwright.frontend.files.broadcast_files import share_files
 from shardwright.frontend.files.cache import generated_directory
-from shardwright.frontend.files.job import Job
-from shardwright.frontend.files.module_files import Order, generate
+from shardwright.frontend.files.further_programs import (
+    load_made,
+    make_files,
+    make_program,
+    order_like,
+)
+from shardwright.frontend.files.job import Job, exchange_about
+from shardwright.frontend.files.module_files import Order
 from shardwright.frontend.files.module_source import ModuleSource
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.parallel_form import without_form
@@ -28,17 +30,11 @@ from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig,
 from shardwright.runtime.errors import (
     ConfigError,
     DistributedError,
-    LoadError,
-    brief,
     did_you_mean,
 )
-from shardwright.runtime.loader import load_class
-from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
-from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
 from shardwright.runtime.ranks.threads import ThreadWorld
-from shardwright.runtime.ranks.world import World, current_world, world_of_thread
-from shardwright.runtime.structure import flatten
+from shardwright.runtime.ranks.world import World, current_world
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -243,17 +239,16 @@ def parallelize(
             load_module=load_module,
             **{f"ComputeConfig.{name}": value for name, value in order.config.to_json().items()},
         )
-        made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
-        share_files(job, order.directory, strategy)
-        others = job.every_rank_does(lambda: [_order_like(order, a) for a in more_dummy_args])
+        made = make_files(job, order, strategy)
+        others = job.every_rank_does(lambda: [order_like(order, a) for a in more_dummy_args])
         job.agree(more_dummy_args=[other.directory.name for other in others])
-        made_of_others = [_made(job, other, strategy) for other in others]
+        made_of_others = [make_files(job, other, strategy) for other in others]
         if not load_module:
             return None
         # A node without a shared disk may hold files of an earlier compile, which would load.
-        loaded = job.every_rank_does(lambda: _load(order.directory, made))
+        loaded = job.every_rank_does(lambda: load_made(order.directory, made))
         loaded.other_programs = tuple(
-            job.every_rank_does(partial(_load, other.directory, digest))
+            job.every_rank_does(partial(load_made, other.directory, digest))
             for other, digest in zip(others, made_of_others, strict=True)
         )
         if order.source.module is None:
@@ -262,87 +257,14 @@ def parallelize(
         if max_programs > 1:
             programs = parallel.programs()
             programs.most = max_programs
-            programs.compile_another = lambda given: _program(order, strategy, given)
+            programs.compile_another = lambda given: make_program(
+                order_like(order, given), strategy
+            )
         return parallel.train(order.source.module.training)
-
-
-def _made(job: Job, order: Order, strategy: BroadcastGenFilesStrategy) -> str:
-    """The fingerprint of the files that rank 0 has made, or found made, and shared."""
-    made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
-    share_files(job, order.directory, strategy)
-    return made
-
-
-def _program(
-    order: Order, strategy: BroadcastGenFilesStrategy, given: Mapping[str, Any]
-) -> type[ParallelModule]:
-    """The program for the arguments of a call, on the tensors of an earlier one. Collective."""
-    title = f"compiling {order.source.cls.__name__} for another call"
-    with Job(title, exchange_about(title)) as job:
-        other = _order_like(order, given)
-        job.agree(program=other.directory.name)
-        made = _made(job, other, strategy)
-        return job.every_rank_does(lambda: _load(other.directory, made))
-
-
-def _order_like(order: Order, given: Mapping[str, Any]) -> Order:
-    """The order of a program on the tensors of another one, in a folder inside that one's.
-
-    The folder's name is the digest of what the program is made for: the arguments that are no
-    tensors, the forms of the others, and the values of those that may decide sizes.
-    """
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            "more_dummy_args lists the arguments of forward, by name", why=f"it has {brief(given)}"
-        )
-    leaves = flatten(dict(given))
-    facts = [
-        (
-            path,
-            (list(leaf.shape), str(leaf.dtype), _values(path, leaf, order.config))
-            if isinstance(leaf, Tensor)
-            else repr(leaf),
-        )
-        for path, leaf in sorted(leaves.items())
-    ]
-    constants = {
-        path: leaves[path].tolist() if isinstance(leaves[path], Tensor) else values
-        for path, values in order.config.constants.items()
-        if path in leaves
-    }
-    return replace(
-        order,
-        dummy_args=given,
-        config=replace(order.config, constants=constants),
-        directory=order.directory / "programs" / sha256(json.dumps(facts).encode())[:16],
-        # The folder is named by what it is made for. Where the model has changed it is made anew.
-        reuse=ReuseType.MOO if order.reuse is ReuseType.MATCH else order.reuse,
-        dump=None,
-        like=order.directory,
-    )
-
-
-def _values(path: str, leaf: Tensor, config: ComputeConfig) -> Any:
-    """The values of an input where they may decide sizes."""
-    return leaf.tolist() if path in config.constants or holds_sizes(leaf) else None
 
 
 def _title(module_or_class: Any) -> str:
     return getattr(module_or_class, "__name__", type(module_or_class).__name__)
-
-
-def exchange_about(what: str) -> Exchange | None:
-    """How the ranks of the caller talk to each other about ``what``; ``None`` for a single
-    process.
-    """
-    world = world_of_thread()
-    if world is not None:
-        return WorldExchange(world)
-    return (
-        StoreExchange.of_process_group(what)
-        if dist.is_available() and dist.is_initialized()
-        else None
-    )
 
 
 def _in_job(world: World) -> bool:
@@ -388,22 +310,3 @@ def _choice(name: str, value: Choice | str, kind: type[Choice]) -> Choice:
     if not isinstance(value, str) or value.lower() not in values:
         raise ConfigError(f"{name} cannot be {value!r}", hint=did_you_mean(str(value), values))
     return kind(value.lower())
-
-
-def _fingerprint(directory: Path) -> str:
-    """The digest of a manifest, which holds the digests of all other files."""
-    return sha256(read_file(directory, MANIFEST_FILE))
-
-
-def _load(directory: Path, made: str) -> type[ParallelModule]:
-    """The class of this rank, from files that must be those rank 0 made or found, by their
-    fingerprint.
-    """
-    loaded = load_class(directory)
-    if _fingerprint(directory) != made:
-        raise LoadError(
-            f"{directory} on this node is not what rank 0 has there",
-            why="the manifests differ: the model, the plan, or the initial weights are others",
-            hint="share the directory between nodes, copy it, or pass broadcast_strategy='all'",
-        )
-    return loaded

@@ -23,6 +23,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "autocast",
     "axis",
     "buffer",
+    "call_program",
     "check_inputs",
     "check_mode",
     "compute_config",

@@ -11,8 +11,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import torch.distributed as dist
+
 from shardwright.runtime.errors import CollectiveError, DistributedError
-from shardwright.runtime.ranks.exchange import Exchange, describe, rebuilt
+from shardwright.runtime.ranks.exchange import (
+    Exchange,
+    StoreExchange,
+    WorldExchange,
+    describe,
+    rebuilt,
+)
+from shardwright.runtime.ranks.world import world_of_thread
 
 Result = TypeVar("Result")
 
@@ -125,3 +134,17 @@ class Job:
                 raise rebuilt(description, self.title, rank, self.size) from failure
         done: Result = result
         return done
+
+
+def exchange_about(what: str) -> Exchange | None:
+    """How the ranks of the caller talk to each other about ``what``; ``None`` for a single
+    process.
+    """
+    world = world_of_thread()
+    if world is not None:
+        return WorldExchange(world)
+    return (
+        StoreExchange.of_process_group(what)
+        if dist.is_available() and dist.is_initialized()
+        else None
+    )

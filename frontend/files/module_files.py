@@ -59,7 +59,8 @@ from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 class Order:
     """What is to be made. ``dump``: a folder for the forms of the program between the passes.
     ``like``: the folder of a program on whose tensors this one will run. It stores them as that one
-    does, and has no initial weights of its own.
+    does, and has no initial weights of its own. ``path``: of the submodule of that one's module
+    which is compiled.
     """
 
     source: ModuleSource
@@ -71,6 +72,7 @@ class Order:
     module_dtype: torch.dtype | None = None
     dump: Path | None = None
     like: Path | None = None
+    path: str = ""
 
     def trace(self, module: nn.Module) -> IRGraph:
         """The graph of a module on the dummy arguments."""
@@ -200,10 +202,10 @@ def _compile(
             plan = search.search_plan(
                 module, order.dummy_args, order.config, module_dtype=order.module_dtype
             ).plan
-            plan = plan if order.like is None else _stored_like(plan, order.like)
+            plan = plan if order.like is None else _stored_like(plan, order.like, order.path)
     apply = order.policy.apply
     if order.like is not None:
-        apply = _deciding_like(order.policy, order.like)
+        apply = _deciding_like(order.policy, order.like, order.path)
     compiled = compile_graph(
         graph,
         apply,
@@ -218,17 +220,19 @@ def _compile(
     return compiled
 
 
-def _deciding_like(policy: Policy, like: Path) -> PolicyFunction:
+def _deciding_like(policy: Policy, like: Path, path: str) -> PolicyFunction:
     """The policy, with parameters and buffers stored as another program has them."""
 
     def decide(graph: PlannableGraph, config: ComputeConfig) -> Plan:
-        return _stored_like(plan_of(policy.apply(graph, config), policy.name), like)
+        plan = _stored_like(plan_of(policy.apply(graph, config), policy.name), like, path)
+        names = {value.fqn for value in (*graph.parameters, *graph.buffers)}
+        return replace(plan, stored={n: one for n, one in plan.stored.items() if n in names})
 
     return decide
 
 
-def _stored_like(plan: Plan, like: Path) -> Plan:
-    """A plan for the tensors of another program.
+def _stored_like(plan: Plan, like: Path, path: str) -> Plan:
+    """A plan for the tensors of another program, or for those of its submodule at ``path``.
 
     Raises :class:`PlanError` for another mesh, and for pipelines.
     """
@@ -243,8 +247,15 @@ def _stored_like(plan: Plan, like: Path) -> Plan:
             hint="name the mesh in pas_config, or take another policy",
         )
     tensors = Manifest.read(like).tensors
+    prefix = f"{path}." if path else ""
     # ZeRO-3 cuts over the units once more, as it did for the first program.
-    stored = {n: _inside_units(d.layout) for n, d in tensors.items() if d.kind != "constant"}
+    stored = {
+        name.removeprefix(prefix): _inside_units(one.layout)
+        for one in tensors.values()
+        if one.kind != "constant"
+        for name in one.names
+        if name.startswith(prefix)
+    }
     return replace(plan, stored={**plan.stored, **stored})
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.frontend.files.job import Job
+from shardwright.frontend.files.job import Job, exchange_about
 from shardwright.frontend.huggingface.calls import Call, default_arguments
 from shardwright.frontend.huggingface.folders import load_whole, pretrained_folder
 from shardwright.frontend.huggingface.initialized_model import (
@@ -24,7 +24,6 @@ from shardwright.frontend.huggingface.pieces import check_can_be_cut, cut
 from shardwright.frontend.huggingface.programs import Programs
 from shardwright.frontend.huggingface.settings import Settings
 from shardwright.frontend.huggingface.twin import twin_of
-from shardwright.frontend.parallelize import exchange_about
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, DistributedError, UsageError
@@ -90,7 +89,7 @@ def initialize(
     if folder is not None:  # before the model is changed: a folder that does not fit leaves it be
         load_whole(model, program, folder)
     cut(model, program)
-    programs.join_model(model)
+    programs.join_buffers(model)
     model.__dict__[PROGRAM] = program
     model.__dict__[CALLS] = calls = Calls(model, programs)
     encoder = _encoder_path(model)

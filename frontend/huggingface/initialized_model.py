@@ -74,10 +74,9 @@ class Calls:
                 if not path:
                     check_parameters(model, self._parameters)
                 self._note_gradients(model, path)
-            if program.training != model.training:
-                program.train(model.training)
-            program.reducer = main.reducer
-        result = program(**arguments)
+            if main.training != model.training:
+                main.train(model.training)
+        result = main.call_program(program, (), arguments)
         if trains and main.is_summed_elsewhere and not path and not _is_inside_ddp(model):
             _refuse_backward(result, type(model).__name__)
         return result
@@ -251,10 +250,9 @@ class InitializedModel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the programs with the model. Raises :class:`UsageError` for another dtype."""
         calls: Calls = self.__dict__[CALLS]
-        for program in calls.programs.all():
-            program._apply(fn)
+        calls.programs.main._apply(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        calls.programs.join_again()
+        calls.programs.join_buffers(self)
         return self
 
 

@@ -175,18 +175,25 @@ class ParallelModule(DeclaredModule):
         """
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
+        return self.call_program(None, args, kwargs)
+
+    def call_program(
+        self, program: ParallelModule | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run ``forward`` of one of the programs; ``None``: of the one that the arguments fit."""
         with self.ranks.world.telling_errors():
             try:
                 if self._programs is None:
                     return self._call(*args, **kwargs)
-                program = self._programs.chosen(args, kwargs)
+                program = program or self._programs.chosen(args, kwargs)
+                self._programs.prepare(program)
                 result = program._call(*args, **kwargs)
                 self._inputs_compared = program._inputs_compared
                 return result
             except ShardwrightError:
                 raise
             except TypeError as error:
-                check_call(self.forward, args, kwargs, error)
+                check_call((program or self).forward, args, kwargs, error)
                 raise
             except RuntimeError:
                 self._check_shapes()
@@ -408,6 +415,8 @@ class ParallelModule(DeclaredModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
         super()._apply(fn, recurse)
+        if self._programs is not None:
+            self._programs.move(fn)
         self._are_replaced = True  # with torch.__future__.set_overwrite_module_params_on_conversion
         self._device = fn(torch.empty(0, device=self._device)).device
         return self

@@ -1,25 +1,31 @@
-"""Several programs of one module: one for each set of values that decides sizes.
+"""Several programs of one module: one for each kind of call.
 
-A model that reads ``image_grid_thw.tolist()`` has other operators for other grids. Each set of
-grids has a program of its own: a class generated from other dummy arguments. All of them run on the
-tensors of the first one, so parameters, gradients, optimizer and checkpoints are those of one
-module.
+A model that reads ``image_grid_thw.tolist()`` has other operators for other grids, and one that
+generates text has other operators for a prompt and for the next token. Each has a program of its
+own: a class generated from other dummy arguments. All of them run on the tensors of the first one,
+so parameters, gradients, optimizer and checkpoints are those of one module.
 
     module(x, grid_a)     # the program that was compiled for grid_a
     module(x, grid_b)     # the one for grid_b: the same parameters
 
-Each call takes the first program whose declared inputs its arguments fit. Programs send other
-messages, so ranks that send to each other must take the same one. They compare their choices before
-they run it: ranks of a unit always, and all ranks where units meet inside a step.
+A program may be that of a submodule, which then shares the scope of that name: the encoder of a
+model that has been compiled as a whole.
+
+Each call takes the first program whose declared inputs its arguments fit, unless the caller names
+one (``ParallelModule.call_program``). Programs send other messages, so ranks that send to each
+other must take the same one. They compare their choices before they run it: ranks of a unit always,
+and all ranks where units meet inside a step.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.gathered_weights import WeightGathering
@@ -63,13 +69,34 @@ class Programs:
     def main(self) -> ParallelModule:
         return self.all[0]
 
-    def add(self, program_class: type[ParallelModule]) -> None:
-        """Another program, which shares the tensors of the first one. Collective."""
-        self.all.append(_sharing(self.main, program_class))
+    def add(self, program_class: type[ParallelModule], path: str = "") -> ParallelModule:
+        """Add a program, which shares the tensors of the first one, and return it. Collective.
+        ``path``: of the submodule that it computes.
+
+        Raises :class:`LoadError` if the class is for other tensors.
+        """
+        self.all.append(_sharing(self.main, program_class, path))
+        return self.all[-1]
+
+    def move(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move what the other programs hold for themselves: constants. The shared tensors move
+        with the first program.
+        """
+        for program in self.all[1:]:
+            for name, buffer in program._buffers.items():
+                if buffer is not None and name not in self.main._buffers:
+                    program._buffers[name] = fn(buffer)
+
+    def prepare(self, program: ParallelModule) -> None:
+        """Let a program run as the module does: in its mode, with its random numbers, hooks and
+        reducer.
+        """
+        if program is not self.main:
+            _follow(program, self.main)
 
     def chosen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParallelModule:
-        """The program for the arguments of a call, ready to run. Where none fits it is the first
-        one, which says what it does not take.
+        """The program for the arguments of a call. Where none fits it is the first one, which says
+        what it does not take.
 
         Raises :class:`InputError` where the ranks need different programs.
         """
@@ -78,10 +105,7 @@ class Programs:
         if found < 0 and self.compile_another is not None and len(self.all) < self.most:
             self.add(self.compile_another(given))
             found = len(self.all) - 1
-        program = self.all[max(found, 0)]
-        if program is not self.main:
-            _follow(program, self.main)
-        return program
+        return self.all[max(found, 0)]
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         bound = inspect.signature(self.main.forward).bind(*args, **kwargs)
@@ -128,9 +152,6 @@ class Programs:
 
 
 def _follow(program: ParallelModule, main: ParallelModule) -> None:
-    """Let a program run as the module does that it belongs to: in its mode, with its random
-    numbers, hooks and reducer.
-    """
     state = program.__dict__
     for name in ("training", "rng", "reducer", "_device", "_in_step", "_steps_without_sums"):
         if name in main.__dict__:
@@ -138,13 +159,19 @@ def _follow(program: ParallelModule, main: ParallelModule) -> None:
     state.update({name: main.__dict__[name] for name in _HOOKS})
     program._parameters_declared, program._are_replaced = main.own_parameters(), False
     program._inputs_compared = program._inputs_compared and main._inputs_compared
-    for name, buffer in main._buffers.items():
-        if name in program._buffers and name in program._places:
-            program._buffers[name] = buffer
+    # Buffers that lie beside the program's own constants, at its root.
+    for name, places in program._places.items():
+        if name in program._buffers:
+            scope, leaf = places[0]
+            program._buffers[name] = scope._buffers[leaf]
 
 
-def _sharing(main: ParallelModule, program_class: type[ParallelModule]) -> ParallelModule:
-    """An object of another class on the tensors of a module. Collective."""
+def _sharing(
+    main: ParallelModule, program_class: type[ParallelModule], path: str
+) -> ParallelModule:
+    """An object of another class on the tensors of a module, or of its submodule at ``path``.
+    Collective.
+    """
     made = program_class.__new__(program_class)
     Scope.__init__(made)
     made.ranks, made._unit, made.rng = main.ranks, main._unit, main.rng
@@ -154,21 +181,26 @@ def _sharing(main: ParallelModule, program_class: type[ParallelModule]) -> Paral
     made._gathering = WeightGathering()
     made._steps_without_sums = main._steps_without_sums
     made.declare()
-    _check_shares(main, program_class, made._declarations)
+    shared = _shared(main, program_class, made._declarations, path)
     for axes in program_class.joined_axes:
         main.ranks.join(axes)
+    scope = main[path] if path else main
+    # What generated code of this class reads as attributes: names that mean nothing else here.
+    readable = {
+        name: child
+        for name, child in scope._modules.items()
+        if scope.__dict__.get(name) is child and not hasattr(made, name)
+    }
     # The very dicts: what is replaced in one of the modules is replaced in all.
-    made.__dict__["_modules"], made.__dict__["_parameters"] = main._modules, main._parameters
-    for name, child in main._modules.items():
-        if main.__dict__.get(name) is child:
-            made.__dict__[name] = child
+    made.__dict__["_modules"], made.__dict__["_parameters"] = scope._modules, scope._parameters
+    made.__dict__.update(readable)
     with WeightFiles(directory_of_class(program_class), program_class.weight_digests) as files:
         for declaration in made._declarations.values():
             name = declaration.name
-            if declaration.kind != "constant" and name in main._places:
-                made._places[name] = main._places[name]
+            if name in shared:
+                made._places[name] = main._places[shared[name]]
                 if declaration.kind == "buffer" and "." not in name:
-                    made._buffers[name] = main.weights(name)
+                    made._buffers[name] = main.weights(shared[name])
                 continue
             # Constants that this program has captured: under names of its own, at its root.
             ranks = made.ranks_of(declaration)
@@ -177,29 +209,46 @@ def _sharing(main: ParallelModule, program_class: type[ParallelModule]) -> Paral
     return made
 
 
-def _check_shares(
-    main: ParallelModule, other: type[ParallelModule], declared: Mapping[str, Declaration]
-) -> None:
-    """Check that a class can run on the tensors of a module.
+def _shared(
+    main: ParallelModule,
+    other: type[ParallelModule],
+    declared: Mapping[str, Declaration],
+    path: str,
+) -> dict[str, str]:
+    """The tensors that a class shares with a module: by its own name of each the module's.
 
     Raises :class:`LoadError` if it is for another rank, mesh or mode, or if its parameters or
     buffers are others or lie elsewhere.
     """
-    why = ""
-    for name in ("mesh", "rank", "zero", "end2end", "autocast", "rng_mode", "seed"):
+    prefix = f"{path}." if path else ""
+    own = {name: one for one in main.declarations if one.kind != "constant" for name in one.names}
+    found, why = {}, ""
+    for name in ("mesh", "rank", "zero", "end2end", "rng_mode", "seed"):
         mine, theirs = getattr(main, name), getattr(other, name)
         if mine != theirs:
             why = f"its {name} is {theirs}, that of the module is {mine}"
-    own = {d.name: d for d in main.declarations if d.is_initial_weight}
-    theirs_of = {name: d for name, d in declared.items() if d.is_initial_weight}
-    for name in dict.fromkeys((*own, *theirs_of)):
-        if own.get(name) != theirs_of.get(name):
-            here, there = own.get(name, "missing"), theirs_of.get(name, "missing")
-            why = f"{name!r} is {there}, in the module {here}"
+    for one in declared.values():
+        here = own.get(prefix + one.name)
+        if one.kind == "constant" or (here is None and not one.is_initial_weight):
+            continue
+        if here is None or not _are_alike(one, here):
+            why = f"{one.name!r} is {one}, in the module {here or 'missing'}"
             break
+        found[one.name] = here.name
+    if not path and not why:
+        for one in main.declarations:
+            if one.is_initial_weight and one.name not in found:
+                why = f"{one.name!r} is missing, in the module it is {one}"
+                break
     if why:
         raise LoadError(
             f"{other.__name__} cannot run on the tensors of a module of another program",
             why=why,
             hint="compile both with one call: parallelize(..., more_dummy_args=[...])",
         )
+    return found
+
+
+def _are_alike(one: Declaration, other: Declaration) -> bool:
+    """Whether two declarations are of one tensor, whatever its names are."""
+    return replace(one, name="", aliases=()) == replace(other, name="", aliases=())

@@ -8,25 +8,20 @@ rank's axis groups (``tp.local_size(50257)``), so one program serves all ranks o
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from sympy import Symbol
 
 from shardwright.compiler.ir.op import AxisRef, IROp
 from shardwright.compiler.ir.size import LocalSize, Size, local_size, offset
 from shardwright.compiler.ops.rule import Exchanged, LocalSizes, OpRule
-from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes
+from shardwright.compiler.ops.strategy import KNOWN, Assignment, Strategy, exchange, factor_axes
 from shardwright.runtime.layout import Mesh
 
 
 def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp:
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
-    # A factor that is exchanged is cut on one side only: of the operands, or of the results.
-    sides = [factor_axes(assignment, mesh, side) for side in (0, 1)]
-    axes = {
-        factor: tuple(a for a in mesh.names if any(a in side.get(factor, ()) for side in sides))
-        for factor in dict.fromkeys((*sides[1], *sides[0]))
-    }
-    axes = {f: cut for f, cut in axes.items() if any(mesh.axis_size(a) > 1 for a in cut)}
+    axes = dict(_cut_by(tuple(assignment.items()), mesh))
     # Arguments that are sizes: ``view(8, 12, 64)`` becomes ``view(8, tp.local_size(12), 64)``.
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
@@ -56,6 +51,26 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
         extra = form.local_args(op, local) if form.local_args else {}
         op = op.with_args(**{**extra, **keywords}).retarget(form.target)
     return op
+
+
+@lru_cache(maxsize=KNOWN)
+def _cut_by(
+    given: tuple[tuple[str, Strategy], ...], mesh: Mesh
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The factors that strategies cut, each with its axes, major to minor. ``given``: the
+    strategies by axis.
+    """
+    # A factor that is exchanged is cut on one side only: of the operands, or of the results.
+    sides = [factor_axes(dict(given), mesh, side) for side in (0, 1)]
+    axes = {
+        factor: tuple(a for a in mesh.names if any(a in side.get(factor, ()) for side in sides))
+        for factor in dict.fromkeys((*sides[1], *sides[0]))
+    }
+    return tuple(
+        (factor, cut)
+        for factor, cut in axes.items()
+        if any(mesh.axis_size(axis) > 1 for axis in cut)
+    )
 
 
 def local_sizes(

@@ -277,14 +277,15 @@ class OpRule:
         sizes = [size for size in factor.segments if isinstance(size, int)]
         if len(sizes) < len(factor.segments):
             return True  # of dynamic sizes nothing is known yet
-        apart = any(
-            ref.factor == factor.name and ref.segment is not None
-            for tensor in (*self.operands, *self.results)
-            for dim in tensor
-            for ref in dim
-        )
         pieces = [size // num_pieces for size in sizes]
-        return min(pieces) > 0 if apart else sum(pieces) > 0
+        return min(pieces) > 0 if factor.name in self._apart else sum(pieces) > 0
+
+    @cached_property
+    def _apart(self) -> frozenset[str]:
+        """The factors of which some tensor has a single segment."""
+        tensors = (*self.operands, *self.results)
+        refs = [ref for tensor in tensors for dim in tensor for ref in dim]
+        return frozenset(ref.factor for ref in refs if ref.segment is not None)
 
 
 @dataclass(frozen=True, eq=False)

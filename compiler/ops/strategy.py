@@ -46,6 +46,13 @@ def _strategies(form: RuleForm) -> tuple[Strategy, ...]:
 
 def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
     """Whether the operator may follow all strategies of an assignment together."""
+    return _allowed(rule.form, tuple(assignment.items()), mesh)
+
+
+@lru_cache(maxsize=KNOWN)
+def _allowed(form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> bool:
+    """Whether operators of one form may follow ``given``, the strategies by axis."""
+    rule, assignment = form.rule, dict(given)
     known = strategies(rule)
     if not all(s in known for s in assignment.values()):
         return False
@@ -62,8 +69,8 @@ def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
                 return False
     # Tokens go to experts along one axis, and keys go round on one. Dims of which edges are
     # exchanged may be several, and several axes may cut one.
-    form = rule.parallel
-    goes_round = form is not None and form.knows_runs
+    parallel = rule.parallel
+    goes_round = parallel is not None and parallel.knows_runs
     has_edges = not goes_round and all(rule.frozen(source) for source, _ in pairs)
     return len(exchanging) <= 1 or has_edges
 

@@ -163,16 +163,17 @@ class IRGraph:
         """The graph with other operators."""
         return replace(self, ops=ops)
 
-    def live(self) -> IRGraph:
+    def live(self, *, updates: bool = True) -> IRGraph:
         """The graph without operators whose results nobody reads, and without constants that nobody
-        reads.
+        reads. Without ``updates`` what serves updates of buffers alone is left out, too.
         """
-        needed = {value.name for value in self.outputs} | {
-            after.name for _, after in self.buffer_updates
-        }
+        needed = {value.name for value in self.outputs}
+        if updates:
+            needed |= {after.name for _, after in self.buffer_updates}
         kept: list[IROp] = []
         for op in reversed(self.ops):
-            if any(result.name in needed for result in op.results):
+            read = any(result.name in needed for result in op.results)
+            if read or (updates and op.updates_buffers):
                 needed.update(value.name for value in op.operands)
                 kept.append(op)
         return replace(

@@ -70,6 +70,8 @@ class IROp:
     unregistered function keeps positional arguments under the names ``"0"``, ``"1"``, ...
     ``region`` names the recompute region the call stands in. ``autocast`` is the autocast dtype in
     force, if any. ``only_in`` is ``"train"`` for a buffer update that happens in training only.
+    ``updates_buffers``: it writes to buffers among its operands when it runs, as a batch norm does
+    to its running statistics, and runs even if nobody reads its results.
     """
 
     name: str
@@ -83,6 +85,7 @@ class IROp:
     autocast: torch.dtype | None = None
     grad_enabled: bool = True
     only_in: str | None = None
+    updates_buffers: bool = False
     rule: OpRule | None = None
 
     @property

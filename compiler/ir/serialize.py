@@ -111,6 +111,7 @@ def _op(op: IROp) -> dict[str, Any]:
         "autocast": str(op.autocast) if op.autocast else None,
         "grad_enabled": op.grad_enabled,
         "only_in": op.only_in,
+        "updates_buffers": op.updates_buffers,
     }
 
 

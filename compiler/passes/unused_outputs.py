@@ -39,7 +39,8 @@ def in_training(graph: IRGraph, wishes: Mapping[str, object]) -> set[str]:
     needed |= {after.name for _, after in graph.buffer_updates}
     found = set()
     for op in reversed(graph.ops):
-        if op.region is not None or any(result.name in needed for result in op.results):
+        read = any(result.name in needed for result in op.results)
+        if read or op.updates_buffers or op.region is not None:
             needed.update(value.name for value in op.operands)
             found.add(op.name)
     return found

@@ -15,7 +15,13 @@ from shardwright.compiler.trace.calls.call_arguments import (
 )
 from shardwright.compiler.trace.calls.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.calls.normalise import on_rank_device
-from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.recorder import (
+    STATISTICS,
+    Call,
+    Recorder,
+    TensorType,
+    Variable,
+)
 from shardwright.compiler.trace.values.literal_constants import Literals
 
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
@@ -30,8 +36,6 @@ _PIECES = {
     "unbind",
 }
 """Operators that return a tuple of pieces."""
-_STATISTICS = {"batch_norm", "instance_norm"}
-"""Operators that update their running statistics themselves when they run."""
 
 
 class CallRecorder:
@@ -64,7 +68,7 @@ class CallRecorder:
             return type(out)((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
-        if changed and not (found and found[0].name in _STATISTICS or name in _STATISTICS):
+        if changed and not (found and found[0].name in STATISTICS or name in STATISTICS):
             hint = "use the form that returns a new tensor"
             if name.startswith("embedding"):
                 hint = (

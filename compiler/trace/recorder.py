@@ -31,6 +31,11 @@ _PYTHON_DTYPES = {
 }
 """What torch takes Python's types for where a dtype is asked for."""
 
+STATISTICS = {"batch_norm": ("training", False), "instance_norm": ("use_input_stats", True)}
+"""Operators that update their running statistics themselves: the argument that says whether they
+do, and its default.
+"""
+
 CUTS = {"detach", "data"}
 """Views that no gradient flows through."""
 
@@ -260,6 +265,7 @@ class Recorder:
             region=self.running.region,
             autocast=autocast_dtype(),
             grad_enabled=torch.is_grad_enabled(),
+            updates_buffers=_updates_statistics(bound.target, dict(bound.args)),
         )
         self.ops.append(op)
         self.makers.update({value.name: op for value in values})
@@ -382,3 +388,11 @@ class Recorder:
     def refusal(self, what: str, hint: str, why: str | None = None) -> TraceError:
         """The error for a call that no graph can hold, at the user's line that runs now."""
         return TraceError(what, where=self.where(), why=why, hint=hint)
+
+
+def _updates_statistics(target: str, args: Mapping[str, Arg]) -> bool:
+    """Whether a call writes to the running statistics among its arguments."""
+    if target not in STATISTICS:
+        return False
+    name, default = STATISTICS[target]
+    return isinstance(args.get("running_mean"), IRValue) and args.get(name, default) is True

@@ -138,7 +138,7 @@ class _Merge:
 
 def _without_updates(graph: IRGraph) -> list[IROp]:
     """The operators that the result needs, without those that only serve buffer updates."""
-    return list(replace(graph, buffer_updates=()).live().ops)
+    return list(graph.live(updates=False).ops)
 
 
 def _given(op: IROp, args: dict[str, Any], name: str) -> Arg:

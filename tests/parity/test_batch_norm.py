@@ -58,3 +58,31 @@ def test_evaluation_reads_the_averages() -> None:
         model(rand(6, 3, 5, 5, seed=seed), args["y"])
     model.eval()
     torch.testing.assert_close(run_graph(graph, model, args), model(**args))
+
+
+class Watching(nn.Module):
+    """Norms whose results no loss needs: of one nobody reads any, the other's are for evaluation
+    (an auxiliary head). Torch updates the statistics of both in training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 1), nn.Linear(4, 1)
+        self.unread, self.shown = nn.BatchNorm2d(4), nn.BatchNorm1d(4)
+        self.before = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.conv(x)
+        self.unread(hidden * 2)
+        pooled = hidden.mean((2, 3))
+        shown = self.shown(self.before(pooled))
+        return {"loss": self.head(pooled).square().mean(), "shown": shown}
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+def test_statistics_that_no_loss_needs(policy: str) -> None:
+    torch.manual_seed(0)
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "outputs": {"shown": "eval"}}
+    report = verify(Watching(), {"x": rand(4, 3, 2, 2)}, policy, config, steps=2)
+    assert report.ok, str(report)
+    assert len(report.deviations["buffers"]) == 6

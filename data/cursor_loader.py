@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.data.fetching import Fetched, Fetcher
-from shardwright.data.global_batches import Batching, GlobalBatch, Microbatch, Share
+from shardwright.data.fetching import Fetched, Fetcher, Wanted
+from shardwright.data.global_batches import Batching, GlobalBatch, Share
 from shardwright.data.rank_loader import Handing, RankLoader, read_ahead
+from shardwright.data.sample_stream import SampleStream
 
 
 class CursorLoader(RankLoader[Fetched]):
@@ -35,9 +36,11 @@ class CursorLoader(RankLoader[Fetched]):
         share: Share,
         identity: dict[str, Any],
         handing: Handing,
+        stream: SampleStream,
         batching: Batching,
     ) -> None:
         super().__init__(fetcher, share, identity, handing)
+        self._stream = stream
         self._batching = batching
         self._position = 0
         # The position of what is given next by what reads ahead.
@@ -106,9 +109,15 @@ class CursorLoader(RankLoader[Fetched]):
         self._ahead_at = batch.after
         return self._handed(fetched)
 
-    def _parts(self, position: int) -> Iterator[tuple[Microbatch, ...]]:
-        """List this rank's parts of all steps from a position on."""
+    def _parts(self, position: int) -> Iterator[tuple[Wanted, ...]]:
+        """List this rank's parts of all steps from a position on. Their samples are looked up here,
+        once, and not by every worker.
+        """
+        is_packed = self._fetcher.packing is not None
         while True:
             batch = self._at(position)
             position = batch.after
-            yield self._share.microbatches(batch)
+            yield tuple(
+                Wanted(self._stream.runs(rows[0], rows[-1]), rows if is_packed else None)
+                for rows in self._share.microbatches(batch)
+            )

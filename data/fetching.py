@@ -1,6 +1,6 @@
 """Fetching: what reads samples, in the loader's process or in a worker of it.
 
-A worker is told positions of the stream and answers with finished microbatches. What goes wrong is
+A worker is told samples and answers with finished microbatches. What goes wrong is
 sent back as data, so that the loader can raise it in words, with the sample's key.
 """
 
@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from shardwright.data.global_generators import GeneratorsKept, is_looked_at, see
 from shardwright.data.packing import Packing, pack_row, packable
 from shardwright.data.permutation import key
 from shardwright.data.rank_roles import Role
-from shardwright.data.sample_stream import Run, SampleStream
+from shardwright.data.sample_stream import Run
 from shardwright.runtime.errors import DataError, ShardwrightError, brief_text
 from shardwright.runtime.structure import map_leaves
 
@@ -32,6 +32,15 @@ MOST_TRIES = 20
 """How many samples in a row may fail before the loader stops even if it skips."""
 
 _UNWATCHED = nullcontext()
+
+
+class Wanted(NamedTuple):
+    """A microbatch that is to be read. ``runs``: its samples. ``rows``: the bounds of packed rows
+    among them, as the stream counts.
+    """
+
+    runs: list[Run]
+    rows: Microbatch | None = None
 
 
 @dataclass
@@ -77,7 +86,7 @@ def cause_of(error: Exception) -> str:
 class Fetcher:
     """Reads microbatches.
 
-    ``sources``: the datasets of the ``stream``. ``transform``: called with a sample and a
+    ``sources``: the datasets. ``transform``: called with a sample and a
     ``torch.Generator`` that follows from ``seed``, epoch and sample. ``lengths``: of all samples by
     source, as rows are ``packing``-ed by them. ``seed_samples``: torch's, numpy's and Python's
     global generators are seeded for every sample, and put back after the step. ``skips``: a sample
@@ -85,7 +94,6 @@ class Fetcher:
     """
 
     sources: Sequence[Any]
-    stream: SampleStream
     role: Role
     seed: int
     collate: Callable[[list[Any]], Any] | None = None
@@ -102,23 +110,13 @@ class Fetcher:
         "transform=, which is given a generator"
     )
 
-    def __getitem__(self, microbatches: tuple[Microbatch, ...]) -> Fetched:
+    def __getitem__(self, microbatches: tuple[Wanted, ...]) -> Fetched:
         """Read one step: what torch's DataLoader calls."""
         try:
             with self.watched():
                 return self._step(microbatches)
         except ShardwrightError as error:
             return Fetched(problem=parts_of(error))
-
-    def fetch(self, runs: Sequence[Run]) -> Fetched:
-        """Read one batch of given samples."""
-        fetched = Fetched()
-        try:
-            with self.watched():
-                fetched.microbatches.append(self._of_runs(runs, fetched, None))
-        except ShardwrightError as error:
-            return Fetched(problem=parts_of(error))
-        return fetched
 
     def watched(self) -> AbstractContextManager[None]:
         """A ``with`` block for each step, after which the global generators are what they were. A
@@ -129,19 +127,15 @@ class Fetcher:
             return GeneratorsKept(seeded=self.seed_samples, hint=self.DRAWING_HINT)
         return _UNWATCHED
 
-    def __len__(self) -> int:
-        return self.stream.epoch_size
-
-    def _step(self, microbatches: tuple[Microbatch, ...]) -> Fetched:
+    def _step(self, microbatches: tuple[Wanted, ...]) -> Fetched:
         fetched = Fetched()
-        for rows in microbatches:
-            start, stop = rows[0], rows[-1]
-            runs = self.stream.runs(start, stop)
+        for wanted in microbatches:
             # Uneven replicas may have nothing of a short batch.
-            fetched.microbatches.append(self._of_runs(runs, fetched, rows) if runs else None)
+            fetched.microbatches.append(self._microbatch(wanted, fetched) if wanted.runs else None)
         return fetched
 
-    def _of_runs(self, runs: Sequence[Run], fetched: Fetched, rows: Microbatch | None) -> Any:
+    def _microbatch(self, wanted: Wanted, fetched: Fetched) -> Any:
+        runs, rows = wanted
         parts = [self._samples(*run, fetched) for run in runs]
         samples = parts[0] if len(parts) == 1 else list(itertools.chain.from_iterable(parts))
         if self.packing is not None and rows is not None:

@@ -124,8 +124,7 @@ def loader(
             "seed_samples": seed_samples,
         }
         check_stream(dataset, needs_index, num_workers)
-        only = SingleStream(Order(1, seed))
-        stream_fetcher = StreamFetcher([dataset], only, found.mine, seed, collate, transform)
+        stream_fetcher = StreamFetcher([dataset], found.mine, seed, collate, transform)
         return StreamLoader(stream_fetcher, share, handing, tail, replay)
     if replay:
         raise ConfigError(
@@ -140,7 +139,6 @@ def loader(
     lengths = [] if packing is None else _lengths(sources, packing, weights is not None)
     fetcher = Fetcher(
         sources,
-        stream,
         found.mine,
         seed,
         collate,
@@ -162,7 +160,7 @@ def loader(
         "global_batch": global_batch,
     }
     batching = _batching(stream, share, tail, packing, lengths)
-    return CursorLoader(fetcher, share, identity, handing, batching)
+    return CursorLoader(fetcher, share, identity, handing, stream, batching)
 
 
 def _batching(

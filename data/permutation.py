@@ -65,11 +65,13 @@ def _feistel(positions: Indices, size: int, permutation_key: int) -> Indices:
     # The halves change places, and so sizes, in each round; after an even number they are back.
     rights = [low, bits - low] * (_ROUNDS // 2)
     rounds = [_round(permutation_key, number, bits, right) for number, right in enumerate(rights)]
-    values, outside, moved = positions, None, positions
+    moved = positions
+    values, outside = moved, None
     while True:
-        for right_bits, mixed in zip(rights, rounds, strict=True):
-            right = moved & ((1 << right_bits) - 1)
-            moved = (right << (bits - right_bits)) | ((moved >> right_bits) ^ mixed(right))
+        for right_bits, swapped in zip(rights, rounds, strict=True):
+            left = moved >> right_bits
+            moved = swapped(moved & ((1 << right_bits) - 1))
+            moved ^= left
         if outside is None:
             values = moved
         else:
@@ -85,19 +87,21 @@ def _feistel(positions: Indices, size: int, permutation_key: int) -> Indices:
 def _round(
     permutation_key: int, number: int, bits: int, right_bits: int
 ) -> Callable[[Indices], Indices]:
-    """What a round mixes into the left half, as a function of the right one. It is looked up in a
-    table of all right halves where that is short: the first blocks save what it costs.
+    """A round as a function of the right half: that half moved to the left, and beside it what is
+    mixed into the other. It is looked up in a table of all right halves where that is short: the
+    first blocks save what it costs.
     """
     round_key = np.uint64(key(permutation_key, number))
-    shift = np.uint64(64 - (bits - right_bits))
+    left_bits = bits - right_bits
 
-    def mixed(right: Indices) -> Indices:
+    def swapped(right: Indices) -> Indices:
         with np.errstate(over="ignore"):
-            return (_mixed(right.astype(np.uint64) + round_key) >> shift).astype(np.int64)
+            mixed = _mixed(right.astype(np.uint64) + round_key) >> np.uint64(64 - left_bits)
+        return (right << left_bits) | mixed.astype(np.int64)
 
     if right_bits > _TABLE_BITS:
-        return mixed
-    table: Indices = mixed(np.arange(1 << right_bits))
+        return swapped
+    table: Indices = swapped(np.arange(1 << right_bits))
     return table.take
 
 

@@ -56,7 +56,7 @@ class SingleStream:
         self._order = order
         self._source = source
         self._block: tuple[int, int] | None = None
-        self._indices: list[int] = []
+        self._indices: NDArray[np.int64] = np.empty(0, np.int64)
 
     @property
     def epoch_size(self) -> int:
@@ -70,7 +70,8 @@ class SingleStream:
             epoch, first = divmod(start, self._order.size)
             block, inside = divmod(first, BLOCK)
             count = min(stop - start, BLOCK - inside, self._order.size - first)
-            indices = self._of_block(epoch, block)[inside : inside + count]
+            # A list of these alone: other replicas take the rest of the block.
+            indices = self._of_block(epoch, block)[inside : inside + count].tolist()
             if found and found[-1].epoch == epoch:
                 found[-1].indices.extend(indices)
             else:
@@ -78,12 +79,12 @@ class SingleStream:
             start += count
         return found
 
-    def _of_block(self, epoch: int, block: int) -> list[int]:
+    def _of_block(self, epoch: int, block: int) -> NDArray[np.int64]:
         if self._block != (epoch, block):
             start = block * BLOCK
             stop = min(start + BLOCK, self._order.size)
             self._block = (epoch, block)
-            self._indices = self._order.indices(epoch, start, stop).tolist()
+            self._indices = self._order.indices(epoch, start, stop)
         return self._indices
 
 

@@ -17,10 +17,10 @@ from shardwright.data.energon.redist import redistribute
 from shardwright.data.energon.savable_dataset import SavableDataset
 from shardwright.data.energon.worker_config import WorkerConfig
 from shardwright.data.energon.worker_stream import KIND, blended, worker_streams
-from shardwright.data.fetching import Fetched, Fetcher
+from shardwright.data.fetching import Fetched, Fetcher, Wanted
 from shardwright.data.rank_loader import Handing, end_workers, next_of, read_ahead
 from shardwright.data.rank_roles import Role
-from shardwright.data.sample_stream import Run, SampleStream
+from shardwright.data.sample_stream import SampleStream
 from shardwright.data.state import VERSION, check_state
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, DataError, UsageError, brief
@@ -102,18 +102,17 @@ class SavableLoader:
         role = Role(config.rank, config.rank, config.world_size)
         fetcher = Fetcher(
             dataset.sources,
-            self._streams[0],  # it is told samples, not positions: any stream will do
             role,
             seed,
             collate=dataset.collate,
             skips=dataset.on_error == "skip",
         )
         handing = Handing(num_workers=config.num_workers, prefetch_factor=self._prefetch_factor)
-        entries = self._runs(self._batches)
-        ahead: Iterator[Fetched] = read_ahead(_Batches(fetcher), entries, handing, seed)
+        entries = self._wanted(self._batches)
+        ahead: Iterator[Fetched] = read_ahead(fetcher, entries, handing, seed)
         return ahead
 
-    def _runs(self, batches: int) -> Iterator[list[Run]]:
+    def _wanted(self, batches: int) -> Iterator[tuple[Wanted]]:
         """The samples of each batch from one on."""
         size, workers = self.dataset.batch_size, len(self._streams)
         while self.dataset.repeat or batches < len(self):
@@ -122,7 +121,7 @@ class SavableLoader:
             stop = (turn + 1) * size
             if not self.dataset.repeat and batches + workers >= len(self):
                 stop = stream.epoch_size  # the last batch of a worker has what is left
-            yield stream.runs(turn * size, stop)
+            yield (Wanted(stream.runs(turn * size, stop)),)
             batches += 1
 
     # States
@@ -241,16 +240,6 @@ class SavableLoader:
                 f"{config.world_size} --num-workers {config.num_workers}",
             )
         self.restore_state_rank(state[config.rank])
-
-
-class _Batches:
-    """What a worker does: reads the samples that it is told."""
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
-
-    def __getitem__(self, runs: list[Run]) -> Fetched:
-        return self._fetcher.fetch(runs)
 
 
 def _check_sizes(state: Any, config: WorkerConfig) -> None:

@@ -15,6 +15,7 @@ HELP: Mapping[str, str] = {
     "verify": "Check a plan against one device, in this process",
     "inspect": "Show the plan of a compiled module, and where it replicates",
     "accept": "Accept edits of generated code",
+    "train": "Train a model: the whole run, from the settings in a file",
     "plan": "Search for the best plan for a machine",
     "explain": "Say why the best plan looks as it does",
     "simulate": "Predict the time and the memory of a plan",

@@ -23,6 +23,7 @@ from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
+from shardwright.frontend.cli import training as cli_training
 from shardwright.frontend.cli.model_arguments import (
     add_model,
     make_console,
@@ -85,7 +86,11 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace | None:
         return None
     if not given[0].startswith("-") and given[0] not in commands:
         parser.error(f"there is no command {given[0]!r}: {did_you_mean(given[0], commands)}")
-    return parser.parse_args(given)
+    options, rest = parser.parse_known_args(given)
+    if rest and not hasattr(options, "rest"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest  # of a command whose options are more than a parser knows
+    return options
 
 
 def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
@@ -93,6 +98,7 @@ def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
     # All commands with the function that adds their arguments; this parser knows nothing of them.
     parser, commands = main_parser()
     others = {
+        **cli_training.COMMANDS,
         **cli_search.COMMANDS,
         **cli_plans.COMMANDS,
         **calibrate_command.COMMANDS,

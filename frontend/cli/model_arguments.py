@@ -16,7 +16,8 @@ from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.imbalance import Imbalance, imbalance_problem
-from shardwright.frontend.cli.targets import load_target, read_settings
+from shardwright.frontend.cli.targets import read_settings
+from shardwright.frontend.files.named_object import load_target
 from shardwright.policies.known_policies import find_policy, policy_names
 from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import Policy, read_options

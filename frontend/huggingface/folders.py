@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
@@ -142,19 +143,19 @@ def load_whole(model: Any, program: nn.Module, directory: Path) -> None:
     )
 
 
-def write_config(model: Any, directory: Path) -> None:
+def write_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Write ``config.json``, and ``generation_config.json`` of a model that generates, as
-    ``save_pretrained`` does.
+    ``save_pretrained`` does. ``dtype``: of the parameters beside it (default: of the model's).
     """
-    _config_of(model).save_pretrained(directory)
+    _config_of(model, dtype).save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
 
 
-def _config_of(model: Any) -> Any:
+def _config_of(model: Any, dtype: torch.dtype | None = None) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     return config
 
 

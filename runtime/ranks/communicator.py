@@ -14,6 +14,7 @@ lengths there by index in the group, uneven and empty ones included.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -459,9 +460,12 @@ class Communicator:
 
     def _finish(self, work: Work, collective: str, x: Tensor | None) -> None:
         assert self.transport is not None
+        started = 0.0 if torch.compiler.is_compiling() else time.perf_counter()
         self.transport.finish(
             work, lambda: collective_waits(collective, self.name, *self._this_and_others(), x)
         )
+        if started:
+            self.counters.waited_s += time.perf_counter() - started
 
     def _this_and_others(self) -> tuple[int, list[int]]:
         rank = self.ranks[self.index]

@@ -61,9 +61,14 @@ class CommunicationVolume:
 
 
 class CommunicationCounters:
-    """Volumes by (phase, collective, axis), for one rank. Reads as a table with ``str``."""
+    """Volumes by (phase, collective, axis), for one rank. Reads as a table with ``str``.
+
+    ``waited_s``: the seconds for which the host has waited in collectives and for messages between
+    processes. With NCCL the device waits and the host does not, so it says nothing there.
+    """
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self._volumes: dict[CommunicationKey, CommunicationVolume] = {}
         self._listeners: list[CommunicationCounters] = []
 

@@ -8,6 +8,7 @@ raises ``DistributedError`` and says who waits for what.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from torch import Tensor
@@ -70,7 +71,21 @@ class Messages:
         """
         number = self._num_received[src] = self._num_received.get(src, 0) + 1
         self._counters.add(phase, "receive", STAGES, x.numel(), x.element_size(), x.numel())
-        return self._transport.start_receive_(x, src, number, what)
+        return _TimedWork(self._transport.start_receive_(x, src, number, what), self._counters)
+
+
+class _TimedWork:
+    """A message that is under way, whose wait counts."""
+
+    __slots__ = ("_counters", "_work")
+
+    def __init__(self, work: Work, counters: CommunicationCounters) -> None:
+        self._work, self._counters = work, counters
+
+    def wait(self) -> None:
+        started = time.perf_counter()
+        self._work.wait()
+        self._counters.waited_s += time.perf_counter() - started
 
 
 def lost(rank: int, what: str, src: int, why: str) -> CollectiveError:

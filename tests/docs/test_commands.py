@@ -16,6 +16,7 @@ from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import main as cli
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
+from shardwright.frontend.cli import training as cli_training
 from shardwright.frontend.cli.searches import read_batch_dims, read_sizes, read_sizes_listed
 from shardwright.frontend.cli.targets import read_settings
 from shardwright.policies.known_policies import find_policy
@@ -45,6 +46,7 @@ def commands() -> dict[str, tuple[object, object, str]]:
     every = (
         cli._COMMANDS,
         cli_search.COMMANDS,
+        cli_training.COMMANDS,
         cli_plans.COMMANDS,
         calibrate.COMMANDS,
         cli_data.COMMANDS,

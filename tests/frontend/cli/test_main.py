@@ -17,9 +17,11 @@ from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import main as cli
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
+from shardwright.frontend.cli import training as cli_training
 from shardwright.frontend.cli.main import main
-from shardwright.frontend.cli.targets import load_model, load_target, read_settings
+from shardwright.frontend.cli.targets import load_model, read_settings
 from shardwright.frontend.files import cache
+from shardwright.frontend.files.named_object import load_target
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime import cli as runtime_cli
@@ -458,7 +460,7 @@ def test_version_and_help_as_a_program():
 
 
 def test_the_lines_of_help_are_those_of_the_commands():
-    of_plans = {**cli_search.COMMANDS, **cli_plans.COMMANDS}
+    of_plans = {**cli_training.COMMANDS, **cli_search.COMMANDS, **cli_plans.COMMANDS}
     of_machines = {**calibrate_command.COMMANDS, **cli_data.COMMANDS, **runtime_cli.COMMANDS}
     every = {**cli._COMMANDS, **of_plans, **of_machines}
     assert {

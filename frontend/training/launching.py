@@ -1,0 +1,105 @@
+"""Starting the ranks of a run on this machine, where no launcher has.
+
+The program that starts them only watches: it passes signals on, and when a rank ends with an error
+it says which one and ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from shardwright.frontend.training.stopping import SIGNALS, STOPPED_EXIT_CODE
+from shardwright.runtime.errors import format_error
+
+GRACE_S = 20.0
+"""How long the others get after a rank has failed: they notice it by themselves, and say why."""
+
+POLL_S = 0.05
+
+
+def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
+    """Run ``command`` (arguments of Python) as ranks of one job; returns the exit code.
+
+    0 if all ranks ended well, :data:`STOPPED_EXIT_CODE` if they were stopped and have saved, else
+    that of the first one that failed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(num_ranks):
+        job = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        # As under torchrun: each rank would otherwise take all cores.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment |= {name: str(value) for name, value in job.items()}
+        ranks.append(subprocess.Popen([sys.executable, *command], env=environment))
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        return _watched(ranks)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end(ranks)
+
+
+def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all ranks, or for a while after the first that fails."""
+    failed: int | None = None
+    deadline = float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        for number, rank in enumerate(ranks):
+            code = rank.poll()
+            if failed is None and code not in (None, 0, STOPPED_EXIT_CODE):
+                failed, deadline = number, time.monotonic() + GRACE_S
+        time.sleep(POLL_S)
+    codes = [rank.poll() for rank in ranks]
+    if failed is None:
+        failed = next(
+            (n for n, code in enumerate(codes) if code not in (0, STOPPED_EXIT_CODE)), None
+        )
+    if failed is None:
+        return STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in codes else 0
+    code = codes[failed]
+    assert code is not None
+    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    print(
+        format_error(
+            f"rank {failed} has ended with {how}",
+            why="a run needs all of its ranks",
+            hint="look for the first error above; started again, the run goes on from its newest "
+            "checkpoint",
+        ),
+        file=sys.stderr,
+        flush=True,
+    )
+    return code if code > 0 else 128 - code
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        for rank in ranks:
+            if rank.poll() is None:
+                stop(rank)
+        deadline = time.monotonic() + 5.0
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_S)

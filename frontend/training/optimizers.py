@@ -1,0 +1,58 @@
+"""The optimizer of a run, as its settings name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.frontend.files.named_object import load_target
+from shardwright.frontend.training.run_settings import OptimizerSettings
+from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+
+
+def make_optimizer(module: ParallelModule, settings: OptimizerSettings) -> ParallelOptimizer:
+    """The optimizer on this rank's part of a model. Collective.
+
+    Raises :class:`ConfigError` for a name that is no optimizer, or options that it does not take.
+    """
+    return build_optimizer(
+        module,
+        _found(settings.name),
+        param_groups=decay_groups(settings),
+        **dict(settings.options),
+    )
+
+
+def decay_groups(
+    settings: OptimizerSettings,
+) -> Callable[[str, nn.Parameter], Mapping[str, Any]] | None:
+    """The options of each parameter: biases and the weights of norms are not decayed.
+
+    They are told by their dims. By the type of the module they are in, as other trainers tell them,
+    they could not be found: a generated module has no ``nn.LayerNorm``.
+    """
+    if settings.decay == "all" or not settings.options.get("weight_decay", 0.0):
+        return None
+    return lambda name, parameter: {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+
+def _found(name: str) -> Any:
+    if ":" in name:
+        return load_target(name)
+    short = name.removeprefix("torch.optim.")
+    if "." in short:
+        return load_target(":".join(short.rsplit(".", 1)))
+    found = getattr(torch.optim, short, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        return found
+    known = tuple(
+        key
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    )
+    raise ConfigError(f"torch.optim has no optimizer {short!r}", hint=did_you_mean(short, known))

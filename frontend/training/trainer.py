@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwright.data.make_loader import Loader
-from shardwright.frontend.files.job import Job
+from shardwright.frontend.files.job import Job, exchange_about
 from shardwright.frontend.huggingface.folders import load_whole, write_config
-from shardwright.frontend.parallelize import exchange_about, parallelize
+from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.training.batch_sizes import Batches, batches_of, options_of, policy_of
 from shardwright.frontend.training.datasets import example_of, make_dataset, make_loader
 from shardwright.frontend.training.hooks import Hook, Hooks

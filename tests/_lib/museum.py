@@ -517,7 +517,11 @@ EXPERTS = Room(
         ),
         Exhibit(
             "The wrong group of ranks",
-            ("NVIDIA/Megatron-LM/pull/6080", "NVIDIA/Megatron-LM/pull/5916"),
+            (
+                "NVIDIA/Megatron-LM/pull/6080",
+                "NVIDIA/Megatron-LM/pull/5916",
+                "NVIDIA/Megatron-LM/issues/1628",
+            ),
             "With unusual sizes, gradients of different experts were mixed: they were summed over "
             "the ranks that share the dense weights.",
             "the weights are cut over ep and G(dp); they were G(ep)",
@@ -558,6 +562,43 @@ EXPERTS = Room(
             "a rank with an empty piece gives no gradient, where zeros are due",
             InRule(expert, lambda: (randn(2, 3), randn(3, 4).requires_grad_()), num_ranks=3),
             "no gradient reaches weight",
+        ),
+        Exhibit(
+            "Tokens gathered for experts",
+            ("NVIDIA-NeMo/Automodel/pull/1260",),
+            "Each rank gathered the tokens of all and ran its own experts on them. Backward gave "
+            "each rank its piece of its own gradient, without those of the other ranks' experts: a "
+            "loss of 1.6 in the place of 1.4.",
+            "the tokens are G(ep), so the gather's backward reduces and scatters; it only sliced",
+            InProgram("rows-gathered", m.changed("all_gather", "first", backward="slice")),
+            "first",
+        ),
+        Exhibit(
+            "Rows sent home by the routing of others",
+            ("vllm-project/vllm/pull/52639",),
+            "Tokens went to other ranks, and the sums came back by what had arrived there, not by "
+            "what each rank had sent. The more ranks, the more rows were wrong.",
+            "dispatch exchanged tokens for experts, so combine must exchange back; it did not",
+            InProgram("rows", m.called("index_add_3_1", exchange=None, token_dim=None)),
+            "index_add_3",
+        ),
+        Exhibit(
+            "A rank without tokens leaves the backward",
+            ("NVIDIA/Megatron-LM/issues/1877", "NVIDIA/Megatron-LM/pull/3626"),
+            "Where no token came to a rank, the result of putting rows back hung on no graph. That "
+            "rank sent nothing in backward, and the others waited for ever.",
+            "what combine gives has lost its gradient",
+            InProgram("rows", m.detached("index_add_3_1")),
+            "index_add_3",
+        ),
+        Exhibit(
+            "Experts counted from zero on every rank",
+            ("KempnerInstitute/KempnerForge/issues/202", "deepspeedai/DeepSpeed/issues/6589"),
+            "Experts are modules of their own, and each rank keeps some. Every rank called its own "
+            "0, 1, ...: all loaded the first ones, and a checkpoint had those of one rank.",
+            "the weight is element 2 of 4, and was declared as element 0",
+            InProgram("rows", m.stored("experts.2.0.weight", "[0 of 4/ep * 16, 8]")),
+            "experts_2_0_weight",
         ),
     ),
 )

@@ -104,6 +104,37 @@ def experts() -> tuple[nn.Module, dict[str, Any]]:
     return Experts(), {"x": x, "target": target}
 
 
+class Rows(nn.Module):
+    """A layer that loops over experts, each a module of its own, two for each token: traced as
+    dispatch, grouped products and combination.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(HIDDEN, FFN, bias=False), nn.GELU(), nn.Linear(FFN, HIDDEN, bias=False)
+            )
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # [T, D] twice
+        x = self.first(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return F.mse_loss(x + y, target)
+
+
+def rows() -> tuple[nn.Module, dict[str, Any]]:
+    x, target = torch.randn(2, 8, HIDDEN, dtype=torch.float64)
+    return Rows(), {"x": x, "target": target}
+
+
 class Clipped(nn.Module):
     """Two linears and a norm layer, with the norm of all weights in the loss: a global norm as a
     part of a program.
@@ -211,6 +242,19 @@ def by_experts(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     return builder.build("ep")
 
 
+def gathered_for_experts(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
+    """Expert parallelism without an exchange: tokens are split outside of experts and gathered for
+    them, and the sums of their rows are reduced and scattered.
+    """
+    found = find_policy("ep").apply(graph, config)
+    assert isinstance(found, PlannableGraph)
+    builder = graph.builder({"ep": 2})
+    for op in graph.ops:
+        strategy = found.decided.assignment(op.name).get("ep", "R")
+        builder.strategy(op, "ep", "split:e" if strategy.startswith("exchange:") else strategy)
+    return builder.build("ep")
+
+
 def norm_in_sums(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """Tensor parallelism, with the sum of all squares as one partial sum."""
     found = find_policy("tp").apply(graph, config)
@@ -239,6 +283,8 @@ CASES = {
     "fsdp": Case(decoder, "dp", 1, {"runtime_ngpus": 2, "use_zero": 3}),
     "experts": Case(experts, by_experts, 4),
     "experts-tp": Case(experts, "tp"),
+    "rows": Case(rows, "ep"),
+    "rows-gathered": Case(rows, gathered_for_experts),
     "norm": Case(clipped, norm_in_sums),
     "pipeline": Case(tied, "hybrid", 4, STAGES),
 }

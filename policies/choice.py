@@ -13,27 +13,16 @@ last: of experts, once for all that a token meets; of parallel branches, where t
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ir.size import Size, product
-from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.rule import TensorRefs
-from shardwright.compiler.ops.strategy import has_factor
-from shardwright.compiler.passes.chosen_rows import stored_shares
-from shardwright.compiler.passes.dim_names import EXPERTS, is_data
+from shardwright.policies.dim_options import Option, Sizes, Travel, options_of, weight_classes
 from shardwright.policies.weight_operands import (
     PRODUCTS,
-    Sources,
     is_convolution,
     weight_sources,
     weights_of,
@@ -45,7 +34,6 @@ What is saved and what is sent both grow with ``1 - 1 / ranks``, so that the cho
 on their number.
 """
 
-NORMS = frozenset(("layer_norm", "rms_norm", "group_norm"))
 
 TABLE = 1_000_000
 """What all weight memory would be worth in tables that are looked up: a vocabulary is split for the
@@ -62,31 +50,6 @@ class Chosen:
     axis_size: int
     classes: set[int]
     worth: int
-
-
-class _Travel(NamedTuple):
-    """A value that is summed where it is made, or where it is read gathered, its gradient summed,
-    or both at once.
-    """
-
-    value: str
-    where: Literal["made", "read"]
-
-
-@dataclass(frozen=True)
-class _Option:
-    """One class split in one operator, where it is a factor: the share of the work with it and of
-    the weights that a rank is spared, and what travels. ``touched``: the values that would if every
-    sum were made at once. ``gathers``: they are gathered, not summed.
-    """
-
-    op: IROp
-    factor: str
-    dim_class: int
-    saved: float
-    travels: tuple[_Travel, ...]
-    touched: tuple[str, ...]
-    gathers: bool = False
 
 
 def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
@@ -129,9 +92,9 @@ class Chooser:
         self.channel_price = channel_price
         self.graph, self.dims, self.num_ranks = graph, graph.dims, num_ranks
         self.sources = weight_sources(graph)
-        self.eligible = _weight_classes(graph, graph.dims, self.sources)
+        self.eligible = weight_classes(graph, graph.dims, self.sources)
         # Everything whole, as the scale of what is saved and sent.
-        self.whole = whole = _Sizes(graph, {})
+        self.whole = whole = Sizes(graph, {})
         self.total_work = sum(whole.work(op) for op in graph.ops) or 1.0
         self.total_memory = sum(whole.elements[v.name] for v in graph.parameters) or 1.0
         # The options of every class; traffic is told relative to what any of them would send.
@@ -152,10 +115,8 @@ class Chooser:
         """Whether the ranks of an axis share the work of every product of activations, as of
         queries and keys.
         """
-        classes, products = (
-            self.dims.factors,
-            (op for op in self.graph.ops if op.target in PRODUCTS),
-        )
+        classes = self.dims.factors
+        products = (op for op in self.graph.ops if op.target in PRODUCTS)
         return all(
             any(
                 classes.get((op.name, factor.name)) in chosen.classes
@@ -190,7 +151,7 @@ class Chooser:
         ``outer`` axis.
         """
         left = (
-            _Sizes(self.graph, dict.fromkeys(outer.classes, outer.axis_size))
+            Sizes(self.graph, dict.fromkeys(outer.classes, outer.axis_size))
             if outer
             else self.whole
         )
@@ -210,6 +171,7 @@ class Chooser:
                 model.add_at_most_one(chosen[c] for c in classes)
         gains, losses = self._weighed(options, chosen, axis_size, left, self._summed_along(outer))
         terms = [gain * chosen[c] for c, gain in gains.items()]
+        # A value travels once, however many of the classes that it travels for are split.
         for index, (classes, loss) in enumerate(losses.items()):
             moved = model.new_bool_var(f"moves {index}")
             for c in classes:
@@ -217,14 +179,12 @@ class Chooser:
             terms.append(-loss * moved)
         model.maximize(sum(terms))
         solver = cp_model.CpSolver()
-        solver.parameters.catch_sigint_signal = (
-            False  # else Ctrl-C ends the process, from the first solution on
-        )
+        # Else Ctrl-C ends the process, from the first solution on.
+        solver.parameters.catch_sigint_signal = False
         solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
         solver.parameters.max_deterministic_time = 20.0
-        solver.parameters.linearization_level = (
-            2  # the relaxation is all but integral: 10 ms in the place of 7 s for 32 layers
-        )
+        # The relaxation is all but integral: 10 ms in the place of 7 s for 32 layers.
+        solver.parameters.linearization_level = 2
         solver.solve(model)
         return Chosen(
             axis_size,
@@ -232,7 +192,7 @@ class Chooser:
             round(solver.objective_value),
         )
 
-    def _summed_along(self, outer: Chosen | None) -> dict[_Travel, int]:
+    def _summed_along(self, outer: Chosen | None) -> dict[Travel, int]:
         """What is summed over the ranks of an axis, and how many these are."""
         if outer is None:
             return {}
@@ -250,11 +210,11 @@ class Chooser:
 
     def _weighed(
         self,
-        options: Sequence[_Option],
+        options: Sequence[Option],
         classes: Container[int],
         axis_size: int,
-        sizes: _Sizes,
-        summed: Mapping[_Travel, int],
+        sizes: Sizes,
+        summed: Mapping[Travel, int],
     ) -> tuple[dict[int, int], dict[tuple[int, ...], int]]:
         """What splitting each of the classes gains, and what is lost for every set of them that the
         same values travel for.
@@ -262,9 +222,9 @@ class Chooser:
         little more.
         """
         # By what travels: the classes for which it does.
-        travels: dict[_Travel, set[int]] = {}
-        gathered: set[_Travel] = set()
-        dear: set[_Travel] = set()  # what others than convolutions send, too
+        travels: dict[Travel, set[int]] = {}
+        gathered: set[Travel] = set()
+        dear: set[Travel] = set()  # what others than convolutions send, too
         gains: dict[int, int] = {}
         for option in options:
             if option.dim_class not in classes:
@@ -295,212 +255,15 @@ class Chooser:
             losses[key] = losses.get(key, 0) + loss
         return gains, losses
 
-    def _options(self, axis_size: int, sizes: _Sizes) -> list[_Option]:
+    def _options(self, axis_size: int, sizes: Sizes) -> list[Option]:
         """What may be split, and what that touches."""
         found = (
             option
             for op in self.graph.ops
-            for option in _options(op, sizes, axis_size, self.sources)
+            for option in options_of(op, sizes, axis_size, self.sources)
         )
         return [option for option in found if option.dim_class in self.eligible]
 
-    def _candidates(self, options: Sequence[_Option]) -> list[int]:
+    def _candidates(self, options: Sequence[Option]) -> list[int]:
         """The classes of which splitting saves something."""
         return sorted({option.dim_class for option in options if option.saved > 0})
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What is left on a rank where the classes of ``cut`` are in so many pieces already."""
-
-    graph: IRGraph
-    cut: Mapping[int, int]
-
-    @property
-    def dims(self) -> ModelDims:
-        assert self.graph.dims is not None
-        return self.graph.dims
-
-    def pieces(self, index: int | None) -> int:
-        return 1 if index is None else self.cut.get(index, 1)
-
-    @functools.cached_property
-    def elements(self) -> dict[str, float]:
-        """The elements of every value that a rank holds on average, by name."""
-        values = (*self.graph.sources, *(result for op in self.graph.ops for result in op.results))
-        stored = stored_shares(self.graph)
-        return {
-            value.name: stored.get(value.name, 1.0)
-            * estimate(product(value.shape))
-            / self._cuts(value)
-            for value in values
-        }
-
-    def summed(self, value: IRValue) -> list[_Travel]:
-        """What travels to sum a value that is there in summands: of the places to which linear
-        operators may pass these on, as :mod:`shardwright.policies.labels` lets them, where least is
-        sent. The last such place, for branches meet there.
-        """
-        # Follow the value through linear operators that alone read it.
-        least, found = self.elements[value.name], [_Travel(value.name, "made")]
-        others: list[_Travel] = []  # of which the gradients are summands then
-        while value.name not in self._outputs and len(uses := self._uses.get(value.name, [])) == 1:
-            op, position = uses[0]
-            assert op.rule is not None
-            sets = [members for members in op.rule.linear_sets if position in members]
-            if not sets or op.target in PRODUCTS or len(op.results) > 1:
-                break
-            # What is added to it is made a summand as well.
-            together = max(sets, key=len)
-            rest = (v for i, v in enumerate(op.operands) if i not in together)
-            others += [_Travel(v.name, "read") for v in rest if v.takes_gradient]
-            (value,) = op.results
-            # Summing here sends less.
-            sent = sum(self.elements[travel.value] for travel in others) + self.elements[value.name]
-            if sent <= least:
-                least, found = sent, [_Travel(value.name, "made"), *others]
-        return found
-
-    @functools.cached_property
-    def _uses(self) -> Mapping[str, Sequence[tuple[IROp, int]]]:
-        return self.graph.uses()
-
-    @functools.cached_property
-    def _outputs(self) -> frozenset[str]:
-        return frozenset(value.name for value in self.graph.outputs)
-
-    def _cuts(self, value: IRValue) -> int:
-        classes = (
-            {index for indices in self.dims.values.get(value.name, ()) for index in indices}
-            if self.cut
-            else ()
-        )
-        return math.prod(map(self.pieces, classes))
-
-    def work(self, op: IROp, factor: str | None = None) -> float:
-        """Multiply-adds of the operator; with a factor, 0 where one of its products has not got it:
-        the kernel that does both products of attention in one wants heads whose values are as wide
-        as the keys.
-        """
-        assert op.rule is not None
-        rule, products = op.rule, _products(op)
-        if not all(factor is None or factor in names for names in products):
-            return 0.0
-        density = rule.densities[0][0] if rule.densities is not None else None
-        return (1.0 if density is None else density.share) * sum(
-            math.prod(self._factor(op, name, rule.factor(name).size) for name in names)
-            for names in products
-        )
-
-    def _factor(self, op: IROp, name: str, size: Size) -> float:
-        return estimate(size) / self.pieces(self.dims.factors.get((op.name, name)))
-
-
-def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[int]:
-    """The classes that the weights of products have: not batch or sequence, even where a parameter
-    of positions has it.
-    """
-    operands = (
-        op.operands[i] for op in graph.ops if op.target in PRODUCTS for i in weights_of(op, sources)
-    )
-    weights = {v.name for operand in operands for v in sources[operand.name] if v.ndim > 1}
-    classes_of_dims = (indices for name in weights for indices in dims.values[name])
-    # Which ranks have which experts is asked for by name (``ep``), as their rows may be uneven.
-    experts = {dim.index for dim in dims.named(EXPERTS)}
-    return {index for indices in classes_of_dims for index in indices} - experts
-
-
-def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Iterable[_Option]:
-    """Every class that splitting would touch this operator by, with what it saves and what
-    travels.
-    """
-    assert op.rule is not None
-    graph, dims = sizes.graph, sizes.dims
-    is_product = op.target in PRODUCTS
-    weights = weights_of(op, sources) if is_product else []
-    for factor in op.rule.factors:
-        index = dims.factors.get((op.name, factor.name))
-        if index is None:
-            continue
-        pieces = sizes.pieces(index)
-        # Gathered before this operator, its gradient scattered. A norm could exchange sums over a
-        # dim that is cut, but a plan as by hand keeps what is normalised whole.
-        is_normalised = op.target in NORMS and op.rule.frozen(factor.name)
-        if is_normalised or not op.rule.splittable(factor.name, pieces * axis_size):
-            touched = [
-                v.name
-                for v, refs in zip(op.operands, op.rule.operands, strict=True)
-                if has_factor(refs, factor.name) and v.requires_grad
-            ]
-            travels = tuple(_Travel(name, "read") for name in touched)
-            yield _Option(op, factor.name, index, 0.0, travels, tuple(touched), gathers=True)
-            continue
-        if not is_product or (
-            op.target == "embedding" and not _worth_splitting(op, factor.name, graph)
-        ):
-            # An option is of use where a weight has the factor.
-            continue
-        if weights and not any(has_factor(op.rule.operands[i], factor.name) for i in weights):
-            continue
-        # Operands without the factor get a gradient in summands, results without it are summands.
-        whole = [
-            v.name
-            for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True))
-            if i not in weights and not has_factor(refs, factor.name) and v.takes_gradient
-        ]
-        partial = [
-            v
-            for v, refs in zip(op.results, op.rule.results, strict=True)
-            if not has_factor(refs, factor.name)
-        ]
-        travels = (
-            *(_Travel(name, "read") for name in whole),
-            *(travel for v in partial for travel in sizes.summed(v)),
-        )
-        touched = [*whole, *(v.name for v in partial)]
-        # How much of the work is saved: with 3 heads on 2 ranks one has 2 of 3.
-        size = max(estimate(dims.classes[index].size) / pieces, 1.0)
-        saved = 1.0 - math.ceil(size / axis_size) / size
-        yield _Option(op, factor.name, index, saved, travels, tuple(touched))
-
-
-def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
-    """A table is split over its rows if it is looked up by what the user passes in and has more
-    rows than columns: a vocabulary; positions and token types are small and looked up by everyone.
-    """
-    assert op.rule is not None
-    weight, indices = op.arg("weight"), op.arg("input")
-    if not has_factor(op.rule.operands[op.operands.index(indices)], factor):
-        columns = has_factor(op.rule.results[0], factor)
-        return columns or (
-            is_data(indices, graph) and estimate(weight.shape[0]) >= estimate(weight.shape[1])
-        )
-    return False
-
-
-def _products(op: IROp) -> list[frozenset[str]]:
-    """The factors of each product that the operator is made of; attention is scores (query x key),
-    then weights x value.
-    """
-    assert op.rule is not None
-    rule = op.rule
-    if op.target not in PRODUCTS or op.target == "embedding":
-        return []
-
-    def factors(refs: TensorRefs) -> frozenset[str]:
-        return frozenset(ref.factor for dim in refs for ref in dim)
-
-    if op.target == "scaled_dot_product_attention":
-        query, key, value = (factors(refs) for refs in rule.operands[:3])
-        return [query | key, factors(rule.results[0]) | value]
-    multiplied = (
-        i for i, v in enumerate(op.operands) if v.dtype.is_floating_point and i not in rule.additive
-    )
-    tensors = [factors(refs) for refs in (*(rule.operands[i] for i in multiplied), *rule.results)]
-    every = frozenset[str]().union(*tensors)
-    if is_convolution(op):
-        # Its space is not counted, whether it keeps its size, and is one factor, or is two: all
-        # convolutions of a network are measured alike.
-        every = frozenset(name for name in every if not rule.frozen(name))
-    # what only one tensor has is not multiplied: the experts of grouped rows
-    return [frozenset(name for name in every if sum(name in tensor for tensor in tensors) > 1)]

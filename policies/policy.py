@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.runtime.arguments import is_too_long
+from shardwright.runtime.argument_kinds import is_too_long
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE

@@ -14,25 +14,15 @@ Check an annotation before you rely on it: ``prove`` runs every split it allows.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import (
-    get_testing_overrides,
-    handle_torch_function,
-    has_torch_function,
-    resolve_name,
-)
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ops import registry
@@ -42,6 +32,15 @@ from shardwright.compiler.ops.opdef import OpDef, parse_signature
 from shardwright.compiler.ops.rule import FactorKind, Localise, OpRule, ParallelForm, TensorRefs
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import indices
+from shardwright.compiler.ops.user_function import (
+    import_path,
+    is_custom_op,
+    is_function_class,
+    is_native,
+    module_of,
+    overloads,
+    signature_of,
+)
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import AnnotationError, ConfigError, did_you_mean
 
@@ -157,13 +156,13 @@ def register_op(
 
     def register(function: Function) -> Function:
         # The name under which a generated file imports it.
-        path = _import_path(function)
+        path = import_path(function)
         _check_free(function, name or path)
         registered = _dispatched(function, fake)
-        signature, normalise = _signature(function)
-        is_torch_function = _is_function_class(function)
+        signature, normalise = signature_of(function)
+        is_torch_function = is_function_class(function)
         derivative = (
-            not (is_torch_function or _is_custom_op(function))
+            not (is_torch_function or is_custom_op(function))
             if grad_linear is None
             else grad_linear
         )
@@ -176,7 +175,7 @@ def register_op(
                 annotation, linear, tuple(additive), derivative, localise, parallel, nonempty
             ),
             {parameter.name: parameter.name for parameter in parse_signature(signature)},
-            (f"import {_module(path)}",) if emit is None else tuple(imports),
+            (f"import {module_of(path)}",) if emit is None else tuple(imports),
             is_torch_function,
             emit,
             input_gen,
@@ -185,7 +184,7 @@ def register_op(
         )
         registry.OPS[opdef.name] = opdef
         # A model may call it by any of these: a custom operator dispatches as its overload.
-        for known in (registered, function, *_overloads(function)):
+        for known in (registered, function, *overloads(function)):
             registry.CALLABLES[known] = (opdef.name, normalise)
         return registered
 
@@ -218,7 +217,7 @@ def _dispatched(function: Function, fake: Callable[..., Any] | None) -> Function
     """The function as something torch's dispatch knows of, so that a trace sees the call and not
     what is in it.
     """
-    if _is_native(function) or _is_function_class(function) or _is_custom_op(function):
+    if is_native(function) or is_function_class(function) or is_custom_op(function):
         return function
 
     @functools.wraps(function)
@@ -247,142 +246,6 @@ def _differentiable(result: Any, inputs: Sequence[Tensor]) -> Any:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.requires_grad_()
     return result
-
-
-def _is_native(function: Any) -> bool:
-    """Whether it is a function of torch, which dispatches itself."""
-    # Functions of C have no module that says so, and dispatch themselves as well.
-    of_torch = str(getattr(_python(function), "__module__", "")).startswith("torch.")
-    return of_torch or isinstance(function, BuiltinFunctionType | MethodDescriptorType)
-
-
-def _is_function_class(function: Any) -> bool:
-    return isinstance(function, type) and issubclass(function, torch.autograd.Function)
-
-
-def _is_custom_op(function: Any) -> bool:
-    return isinstance(function, CustomOpDef | torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-
-
-def _overloads(function: Any) -> list[Any]:
-    """The other callables that a custom operator is known by."""
-    if isinstance(function, CustomOpDef):
-        return [function._opoverload, function._opoverload.overloadpacket]
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return [getattr(function, overload) for overload in function.overloads()]  # type: ignore[no-untyped-call]
-    return []
-
-
-def _python(function: Any) -> Any:
-    """The Python function that a class, a custom operator or a scripted function was made from."""
-    if isinstance(function, CustomOpDef):
-        return function._init_fn
-    return getattr(function, "_torchdynamo_inline", function)
-
-
-def _import_path(function: Any) -> str:
-    """Where generated code finds the function."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return f"torch.ops.{str(function).replace('::', '.')}"
-    if _is_native(function) and (name := resolve_name(function)):
-        return str(name)
-    python = _python(function)
-    module, qualname = getattr(python, "__module__", None), getattr(python, "__qualname__", None)
-    if not module or not qualname or "<" in qualname:
-        raise AnnotationError(
-            f"register_op: generated code cannot import {qualname or function}",
-            why="it has no name at the top level of a module",
-            hint="move it to the top level of a module",
-        )
-    return f"{module}.{qualname}"
-
-
-def _module(path: str) -> str:
-    """The module part of an import path; the loaded modules tell how long it is."""
-    parts = path.split(".")
-    return next(
-        ".".join(parts[:n])
-        for n in range(len(parts) - 1, 0, -1)
-        if ".".join(parts[:n]) in sys.modules
-    )
-
-
-def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
-    """The parameters as ``parse_signature`` reads them.
-
-    Where a default has no literal, or arguments must be positional, no defaults are written; the
-    second result fills them in.
-    """
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        schema = (
-            function if isinstance(function, torch._ops.OpOverload) else function.default
-        )._schema
-        return ", ".join(argument.name for argument in schema.arguments), None
-    signature = _inspected(function)
-    parameters = list(signature.parameters.values())
-    if (
-        _is_function_class(function)
-        and function.setup_context is torch.autograd.Function.setup_context
-    ):
-        # The first parameter is ``ctx``.
-        parameters = parameters[1:]  # ctx
-        signature = signature.replace(parameters=parameters)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        raise AnnotationError(
-            f"register_op: {getattr(function, '__qualname__', function)} takes "
-            f"**{parameters[-1].name}",
-            why="the arguments of an operator are known by name",
-            hint="spell out the parameters",
-        )
-    complete = _is_function_class(function) or any(
-        parameter.kind is inspect.Parameter.POSITIONAL_ONLY or not _is_literal(parameter.default)
-        for parameter in parameters
-    )
-    # Annotations may hold commas and brackets, which the parser of signatures does not read.
-    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    if not complete:
-        return str(inspect.Signature(plain))[1:-1], None
-    bare = [p.replace(default=inspect.Parameter.empty, kind=_named(p.kind)) for p in plain]
-
-    # Called with the arguments of the model: it makes them complete.
-    def filled(
-        args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return (), dict(bound.arguments)
-
-    return str(inspect.Signature(bare))[1:-1], filled
-
-
-def _inspected(function: Any) -> inspect.Signature:
-    python = function.forward if _is_function_class(function) else _python(function)
-    try:
-        return inspect.signature(
-            get_testing_overrides().get(python, python) if _is_native(function) else python
-        )
-    except ValueError:
-        raise AnnotationError(
-            f"register_op: the parameters of {_import_path(function)} are not known",
-            hint="call it from a Python function, and register that",
-        ) from None
-
-
-def _named(kind: Any) -> Any:
-    return (
-        inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if kind is inspect.Parameter.POSITIONAL_ONLY
-        else kind
-    )
-
-
-def _is_literal(default: Any) -> bool:
-    if default is inspect.Parameter.empty:
-        return True
-    try:
-        return bool(ast.literal_eval(repr(default)) == default)
-    except (ValueError, SyntaxError):
-        return False
 
 
 def _rule_maker(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.runtime.arguments import is_too_long
+from shardwright.runtime.argument_kinds import is_too_long
 from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
 from shardwright.runtime.errors import CheckpointError, brief
 

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import Stateful, checked
+from shardwright.runtime.argument_kinds import Stateful
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.checkpoint_index import (
     INDEX_FILE,
     Index,

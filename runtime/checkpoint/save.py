@@ -25,7 +25,8 @@ from typing import Any, SupportsIndex
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import Stateful, checked, is_too_long
+from shardwright.runtime.argument_kinds import Stateful, is_too_long
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.checkpoint_index import (
     INDEX_FILE,
     Index,

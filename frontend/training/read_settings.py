@@ -26,7 +26,7 @@ import yaml
 
 from shardwright.frontend.training.nnscaler_names import ORIGINAL_VALUES, renamed
 from shardwright.frontend.training.run_settings import RunSettings
-from shardwright.runtime.arguments import kind_of, shown
+from shardwright.runtime.argument_kinds import kind_of, shown
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 
 

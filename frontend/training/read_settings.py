@@ -26,7 +26,8 @@ import yaml
 
 from shardwright.frontend.training.nnscaler_names import ORIGINAL_VALUES, renamed
 from shardwright.frontend.training.run_settings import RunSettings
-from shardwright.runtime.argument_kinds import kind_of, shown
+from shardwright.runtime.argument_kinds import kind_of
+from shardwright.runtime.arguments import shown
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 
 

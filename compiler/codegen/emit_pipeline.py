@@ -417,6 +417,7 @@ def _entries(items: Iterable[tuple[str, str]], indent: int = 8) -> list[str]:
 def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
     """One stage of a rank as the template writes it."""
     stage = program.stages[index]
+    # A stage reads inputs of forward by path (``batch.labels``), whatever the graph calls them.
     names = {value.name: path for path, value in _input_paths(program)}
     symbols = _symbols_of(program, index)
     varies = bool(_symbols(program))

@@ -47,6 +47,8 @@ def loop_at(
         item, last = items[at], runs[-1]
         if not (isinstance(item, Run) and _is_next(item, last)) or at - 1 in interrupted:
             break
+        # A loop carries values from layer to layer in variables. Every layer must take them at the
+        # same places, and nobody else may read them.
         found = _carried(item, last)
         alone = all(readers.get(value.name, set()) <= {at} for value in last.outputs)
         if (

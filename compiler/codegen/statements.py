@@ -269,6 +269,8 @@ class StatementWriter:
     def _adapter_line(self, instruction: Adapt, scope: Scope, program: Program) -> Line:
         step = instruction.step
         function, default = step.kind, _DEFAULT_BACKWARD.get(step.kind)
+        # A method, not the plain adapter: the module may gather early, join gathers and free the
+        # whole weight after its last use.
         if instruction.gathers_weight or instruction.gathers_again:
             function, default = "self.gathered", "reduce_scatter"
         else:
@@ -284,6 +286,7 @@ class StatementWriter:
             step.cut, self.program.plan.storage_mesh.axis_size(step.axis), step.kind
         ):
             words.append(f"cut={self._cut(step.cut, sizes)}")
+        # A backward is written only where it is not the one that the adapter has by itself.
         if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')
         if instruction.choice is not None and function == "self.gathered":
@@ -291,6 +294,7 @@ class StatementWriter:
         scope.define(instruction.result)
         note = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()
+        # What is made in training only is moved in training only.
         if instruction.value.name in self._train_only:
             self._train_only.add(instruction.result.name)
             guards = ("if self.training",)

@@ -128,6 +128,7 @@ def _stretches(program: Program) -> Iterator[list[Adapt]]:
         for instruction in layer:
             for value in reads(instruction):
                 readers.setdefault(value.name, set()).add(position)
+    # What lives on behind the layer must not be joined: the joined weight would be held as long.
     outside = {value.name for value in program.results()}
     outside |= {value.name for i in program.tail for value in reads(i)}
     outside |= {after.name for _, after in program.buffer_updates}
@@ -138,6 +139,7 @@ def _stretches(program: Program) -> Iterator[list[Adapt]]:
             name = gather.result.name
             return name in outside or readers.get(name, set()) != {position}
 
+        # groupby joins neighbours only, so the order of gathers stays what it was.
         for key, group in groupby(gathers, lambda g: None if alone(g) else _kind(g, program)):
             if key is not None:
                 yield list(group)

@@ -178,6 +178,7 @@ def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
     def new(arg: Arg) -> Arg:
         return renamed.get(arg.name, arg) if isinstance(arg, IRValue) else arg
 
+    # A plan names the operators of both bodies in one table.
     taken = {op.name for op in train.ops}
     return replace(
         eval_,

@@ -34,6 +34,7 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
     kind = structure.kind(obj)
     if kind == "leaf":
         return Tree("leaf", _leaf(recorder, obj))
+    # Only objects above this one count: the same one twice side by side is no circle.
     if id(obj) in seen:
         raise TraceError(
             f"{what} of forward contains itself: an object of type {type(obj).__name__}"

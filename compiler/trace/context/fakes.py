@@ -192,6 +192,8 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Restore the attributes of every submodule on exit, the contents of their lists, dicts and
     sets included.
     """
+    # Forward may count its calls or fill caches, and while it is traced it would keep fakes there.
+    # Shallow copies are enough for what it sets, appends or deletes.
     saved = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
     contents = [
         (value, value.copy())
@@ -204,6 +206,7 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
         for submodule, attributes in saved:
             _warn_counted(submodule, attributes)
     finally:
+        # In place, as others may hold the same list.
         for container, copy in contents:
             if isinstance(container, list):
                 container[:] = copy

@@ -135,10 +135,12 @@ class _Numbering:
             return None
         if op.target in (*_CASTS, "expand") and op.operands[0].dtype == op.results[0].dtype:
             return self._broadcast.get(op.operands[0].name)
+        # ``mask + 0`` and ``mask.expand(...)`` hold what the mask holds, however often.
         if (same := self._left_as_it_is(op, broadcast=True)) is not None:
             return self._read_broadcast(same)
         if op.target not in ("where", "masked_fill"):
             return None
+        # Two masks that differ in dims of copies alone choose the same.
         real = self._real(op.arg(_MASKED[op.target]))
         if real is None:
             return None
@@ -194,6 +196,7 @@ class _Numbering:
             return None
         if op.target in _CASTS:
             return operands[0] if kept_by(operands[0]) else None
+        # x + 0, x * 1 and the like; a subtraction leaves only its first operand as it is.
         if op.target in _NEUTRAL and len(operands) == 2 and not op.has_arg("alpha"):
             pairs = (
                 ((operands[0], operands[1]),) if op.target == "sub" else (operands, operands[::-1])
@@ -231,7 +234,10 @@ class _Numbering:
             real = self._real(mask)
             counts = self._read_broadcast(mask) if real is None else _scores_that_count(real)
         elif op.arg("is_causal"):
+            # One query and one key: nothing lies in the future.
             counts = "all" if shapes[0][-2] == 1 == shapes[1][-2] else "causal"
+        # Heads of keys and values are repeated before the call by one way of a library, and inside
+        # by the other. Both are read before the repetition.
         if op.arg("enable_gqa") or shapes[0][-3:-2] == shapes[1][-3:-2]:
             key, value = (self._unrepeated(operand) for operand in op.operands[1:3])
         given = tuple(_hashable(op.arg(name), self._read) for name in ("dropout_p", "scale"))

@@ -340,10 +340,13 @@ class Constants:
         real = known.real.get(value.name)
         if real is None:
             made_by = self._recorder.calls.get(value.name)
+            # An input, a parameter, or a draw: different in every call.
             if made_by is None or made_by[0].name in RANDOM:
                 raise _NotConstant
             call, index = made_by
 
+            # The call is repeated with real tensors; its operands first, if nobody has asked for
+            # them.
             def argument(leaf: Arg) -> Any:
                 return self._real_argument(leaf, known)
 
@@ -359,6 +362,7 @@ class Constants:
                 for leaf in leaves(arg)
                 if isinstance(leaf, IRValue)
             )
+            # What it follows from, so that reading it makes constants of exactly these inputs.
             known.made_of[value.name] = frozenset().union(
                 *(known.made_of.get(leaf.name, ()) for leaf in read)
             )

@@ -68,8 +68,10 @@ class Dynamic:
         self, dims: Mapping[str, Mapping[int, str]], shapes: Mapping[str, torch.Size]
     ) -> None:
         _check_paths(dims, shapes)
+        # Without dynamic dims nothing of torch's symbolic shapes runs: sizes stay plain numbers.
         self.env = _WatchedShapeEnv() if dims else None
         self._dims = {
+            # Dims may be counted from the end: -1 is the last one.
             path: {dim % max(len(shapes[path]), 1): name for dim, name in by_dim.items()}
             for path, by_dim in dims.items()
         }
@@ -98,6 +100,8 @@ class Dynamic:
     def _new_size(self, name: str, size: int) -> torch.SymInt:
         assert self.env is not None
         source = _NamedSize(name)
+        # torch numbers its symbols; ours carry the user's name, which is what is printed and
+        # generated.
         torch_symbol = self.env.create_symbol(
             size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
         )
@@ -122,6 +126,7 @@ class Dynamic:
         expression = size.node.expr.xreplace(self._names)
         if getattr(expression, "is_Integer", False):
             return simplify(expression)
+        # A scale such as ``size ** -0.5`` of a fixed size has become a number on the way.
         return float(expression) if expression.is_number and expression.is_Float else expression
 
     def conditions(self) -> tuple[sympy.Basic, ...]:
@@ -145,6 +150,7 @@ class Dynamic:
         if self.env is None:
             return
         for torch_symbol, name in self._names.items():
+            # torch replaces a symbol once control flow has told what it equals.
             value = self.env.replacements.get(torch_symbol)
             if value is None:
                 continue

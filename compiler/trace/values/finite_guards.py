@@ -52,11 +52,14 @@ def _outcome(recorder: Recorder, value: IRValue, looked_at: dict[str, IRValue]) 
     if made_by is None:
         return None
     call = made_by[0]
+    # The leaves of the question: ``isfinite(x)``, of which the answer is known as x is checked to
+    # be finite.
     if call.name in _OF_FINITE and isinstance(call.args[0], IRValue):
         looked_at[call.args[0].name] = call.args[0]
         return _OF_FINITE[call.name]
     operands: list[Any] = [arg for arg in call.args if isinstance(arg, IRValue)]
     outcomes = [_outcome(recorder, operand, looked_at) for operand in operands]
+    # One part that is no such question, and the whole cannot be answered.
     if not outcomes or None in outcomes:
         return None
     if call.name in _SAME and len(outcomes) == 1:

@@ -32,6 +32,7 @@ class GradientFacts:
         inputs require a gradient.
         """
         recorder = self.recorder
+        # What the trace has not made says the truth itself.
         if not isinstance(tensor, FakeTensor) or id(tensor) not in recorder.variables:
             return func(tensor)
         if recorder.follows_inputs(tensor) and called_by_user():

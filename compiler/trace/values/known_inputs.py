@@ -45,6 +45,7 @@ def known_inputs(arguments: Arguments, constants: Mapping[str, Any]) -> dict[str
         for path, leaf in structure.flatten(value, name).items()
         if isinstance(leaf, torch.Tensor)
     }
+    # What looks like sizes may be read, and becomes a constant only if forward does read it.
     known = {
         path: KnownInput(leaf.detach().cpu(), False)
         for path, leaf in leaves.items()

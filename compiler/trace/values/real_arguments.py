@@ -21,6 +21,8 @@ def real_arguments(
     ``values``: what gives the values of a tensor, if not what follows from constants.
     """
     unknown = False
+    # The constants that the values are made of. They are noted at the end, as a call that fails
+    # half way has read nothing.
     read: set[str] = set()
 
     def followed(tensor: torch.Tensor) -> Any:
@@ -38,6 +40,7 @@ def real_arguments(
         if isinstance(arg, slice):
             return slice(known(arg.start), known(arg.stop), known(arg.step))
         if not isinstance(arg, torch.Tensor):
+            # A dynamic size has no one value, though it carries the example's.
             unknown |= isinstance(arg, torch.SymInt | torch.SymFloat)
             return arg
         real = (values or followed)(arg)

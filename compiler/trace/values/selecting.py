@@ -66,9 +66,12 @@ class Selecting:
             not isinstance(index, torch.Tensor) or index.shape != whole.shape
         ):
             return None
+        # Masks of known values are places, so the result has a size and any operator can follow.
         if (places := self._places(items)) is not None:
             with self._mode:
                 return whole[places]
+        # Else the rows that the mask chooses are not computed. What stands for them remembers the
+        # whole tensor and the mask, and only calls that need no number of rows may read it.
         mask = items[0]
         if (
             len(items) > 1
@@ -81,6 +84,8 @@ class Selecting:
         others = (
             self._recorder.value(chosen.mask) for chosen in self._recorder.selections.values()
         )
+        # Models compute a mask twice (``x[ids == 5] = y[ids == 5]``). Both selections choose the
+        # same elements, which can be told from the calls that made their masks.
         mask_name = next((other for other in others if self._same(other, value)), value).name
         return self._stand_in(
             Selection(self._as_it_is(whole), self._as_it_is(mask), mask_name, error)
@@ -137,6 +142,7 @@ class Selecting:
         if is_getter(func) and name in _SIZELESS or name in UNRECORDED:
             return func(*args, **kwargs)
 
+        # From the empty stand-ins to the selections that they stand for.
         def chosen(arg: Any) -> Any:
             return self._of(arg) or arg if isinstance(arg, torch.Tensor) else arg
 
@@ -169,11 +175,14 @@ class Selecting:
                 f"elements: {self._recorder.where()}",
                 stacklevel=3,
             )
+        # Nothing reads it element by element. If the mask chooses everything, it is the whole
+        # tensor in another shape.
         if result is NotImplemented and (every := self._taken_whole((args, kwargs))) is not None:
             with self._mode:
                 return func(*every[0], **every[1])
         if result is NotImplemented:
             raise next(filter(None, map(self._of, tensors_in((args, kwargs))))).error
+        # In place: the stand-in that the model holds means the new elements from now on.
         if form is not None and form[1]:
             self._recorder.selections[id(args[0])] = result
             return args[0]

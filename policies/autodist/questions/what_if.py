@@ -176,11 +176,14 @@ def side_by_side(left: Candidate, right: Candidate) -> list[tuple[str, float, fl
 def _same_shape(request: Request) -> AutodistOptions:
     """Options that leave the search the mesh, the positions and the schedule of the plan."""
     plan: Plan = request.best.plan
+    # Stages with meshes of their own: no one mesh could be asked for.
     if len(request.best.placed) > 1:
         return replace(
             request.options, num_stages=request.positions, schedule=plan.schedule, chunks=1
         )
     mesh, degrees = request.mesh(), request.options.degrees
+    # Degrees become a mesh, which says no longer what each axis is for; what they rule out is kept
+    # as forbidden strategies.
     forbid = forbidden(request.graph, mesh, degrees, request.options.forbid)
     options = replace(
         request.options,

@@ -151,6 +151,8 @@ def batches(
             "units have as many samples each",
             hint=f"global_batch={max(1, global_batch // config.num_units) * config.num_units}",
         )
+    # Sizes that the search picks itself fit by construction; the user's may not, and are not
+    # dropped in silence.
     wanted = sorted(size for size in SIZES if share % size == 0) if sizes is None else sorted(sizes)
     unfit = [size for size in wanted if size < 1 or share % size]
     if unfit or not wanted or len(set(wanted)) < len(wanted):

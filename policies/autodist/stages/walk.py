@@ -272,6 +272,8 @@ class Walk:
             setting.hardware,
             differentiable=value.takes_gradient,
         )
+        # The backward gathers the weight once more before it uses it, in the time of the first
+        # gather.
         again = instruction.result.name in self._gathered_again
         return replace(time, backward_s=time.backward_s + time.forward_s) if again else time
 

@@ -17,6 +17,7 @@ from shardwright.policies.context_axes import (
     dealt_in_zigzag,
     split_context,
 )
+from shardwright.policies.piece_loops import PieceOptions, in_pieces
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import check_sequence
@@ -27,7 +28,7 @@ from shardwright.runtime.layout import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions:
+class ContextOptions(PieceOptions):
     """Options of ``cp`` in ``pas_config``.
 
     ``cp``: the ranks that share the sequence (default: all), or the sizes of several axes, major to
@@ -35,7 +36,7 @@ class ContextOptions:
     ``zigzag``: each rank gets an early and a late piece of the sequence (default: where attention
     is causal, so that all ranks have the same work).
     ``sequence``: the names of the dims of the sequence (default: they are found). ``hardware``: the
-    preset or file by whose times ``auto`` decides.
+    preset or file by whose times ``auto`` decides. Others: :class:`PieceOptions`.
     """
 
     cp: int | tuple[int, ...] | None = None
@@ -71,7 +72,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         program = lowered(graph, config, plan(modes))
         return step_seconds(program, config, options.hardware, ranks)
 
-    return plan(cheapest_modes(graph, axes, seconds, options.sequence))
+    chosen = plan(cheapest_modes(graph, axes, seconds, options.sequence))
+    return in_pieces(graph, chosen, options, "cp")
 
 
 def files(config: ComputeConfig) -> list[Path]:

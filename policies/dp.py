@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.policies.policy import NoOptions, Policy
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.piece_loops import PieceOptions, in_pieces
+from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
 
-def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
+def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """One rank computes everything; gradients are reduced over units."""
+    options = read_options(PieceOptions, config.pas_config, policy="dp")
     if config.plan_ngpus != 1:
         raise PlanError(
             "policy 'dp' copies the model over units, so a plan has one rank",
@@ -17,7 +20,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
             hint=f"plan_ngpus=1 with runtime_ngpus={config.runtime_ngpus}, or policy 'data' to "
             "split the batch inside a unit",
         )
-    return graph.builder(mesh={}).build("dp")
+    return in_pieces(graph, graph.builder(mesh={}).plan("dp"), options, "dp")
 
 
-POLICY = Policy("dp", apply, NoOptions, built_in=True)
+POLICY = Policy("dp", apply, PieceOptions, built_in=True)

@@ -22,6 +22,7 @@ from shardwright.policies.context_axes import (
     split_context,
 )
 from shardwright.policies.expert_axes import ExpertAxis, expert_axes
+from shardwright.policies.piece_loops import in_pieces
 from shardwright.policies.pipelines import (
     PipelineOptions,
     add_stages,
@@ -85,7 +86,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     if shared > 1:
         check_sequence(graph, shared, "hybrid", options.sequence)
     stage = _Stage.of(graph, config, options, tp, axes)
-    return add_stages(graph, config, stage.plan({"pp": num_stages}), options, num_stages)
+    plan = add_stages(graph, config, stage.plan({"pp": num_stages}), options, num_stages)
+    return in_pieces(graph, plan, options, "hybrid")
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from shardwright.compiler.schedule.planned import by_hand
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.partition import stage_starts
+from shardwright.policies.piece_loops import PieceOptions
 from shardwright.policies.stage_places import starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
+class PipelineOptions(PieceOptions):
     """Options of a pipeline in ``pas_config``.
 
     ``num_stages``: positions in the pipeline. ``num_microbatches``: samples of a step (default:
@@ -31,7 +32,7 @@ class PipelineOptions:
     other cut). ``hardware``: the preset or file whose times they are cut by.
     ``actions``: a schedule of your own instead, one text for each position (``0F0 0F1 0B0 0B1``).
     ``recompute``: module paths, ``*`` for any one name, or ``stage:<number>``, whose activations
-    are computed again in the backward.
+    are computed again in the backward. Others: :class:`PieceOptions`.
     """
 
     num_stages: int | None = None

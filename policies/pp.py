@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.piece_loops import in_pieces
 from shardwright.policies.pipelines import (
     PipelineOptions,
     add_stages,
@@ -29,7 +30,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
             hint="leave num_stages out, or use policy 'hybrid' to put several ranks on a stage",
         )
     plan = graph.builder(mesh={"pp": config.plan_ngpus}).plan("pp")
-    return add_stages(graph, config, plan, options, config.plan_ngpus)
+    plan = add_stages(graph, config, plan, options, config.plan_ngpus)
+    return in_pieces(graph, plan, options, "pp")
 
 
 def files(config: ComputeConfig) -> list[Path]:

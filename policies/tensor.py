@@ -38,6 +38,7 @@ from shardwright.compiler.plan.zero import cut_further
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.labels import label
+from shardwright.policies.piece_loops import in_pieces
 from shardwright.policies.pipelines import (
     PipelineOptions,
     add_stages,
@@ -98,8 +99,10 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         _choose_gathers(builder, AGAIN if again else KEEP)
     plan = builder.plan("tensor")
     if num_stages > 1:
-        return add_stages(graph, config, plan, options, num_stages)
-    return replace(plan, recompute=options.recompute)
+        plan = add_stages(graph, config, plan, options, num_stages)
+    else:
+        plan = replace(plan, recompute=options.recompute)
+    return in_pieces(graph, plan, options, "tensor")
 
 
 def _check_no_pipeline(options: TensorOptions) -> None:

@@ -29,6 +29,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.expert_axes import expert_axes
+from shardwright.policies.piece_loops import PieceOptions, in_pieces
 from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import Positions, check_sequence, positions_of
@@ -48,12 +49,13 @@ CLEARLY = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorOptions:
+class TensorOptions(PieceOptions):
     """Options of ``tp`` in ``pas_config``. ``hardware``: the preset or file whose times say which
     channels are split. ``ep``: the ranks that share the experts; ``etp``: those that share the
     inner dims of an expert (default: the others). ``sequence_parallel``: what no inner dim is split
     of is split along the sequence. ``sequence``: the names of its dims (default: they are found).
-    ``gathers_again``: what products then gather is gathered again in backward, not kept.
+    ``gathers_again``: what products then gather is gathered again in backward, not kept. Others:
+    :class:`PieceOptions`.
     """
 
     hardware: str = "a100-80gb"
@@ -79,7 +81,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     plan = _plan(graph, config, options, 1.0)
     if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
         plan = _fastest(graph, config, options, plan)
-    return replace(graph, plan=plan)
+    return replace(graph, plan=in_pieces(graph, plan, options, "tp"))
 
 
 def _with_experts(
@@ -91,7 +93,8 @@ def _with_experts(
     mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
     split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), options.positions)
-    return builder.build("tp")
+    plan = in_pieces(graph, builder.plan("tp"), options, "tp")
+    return replace(graph, plan=plan)
 
 
 def _plan(

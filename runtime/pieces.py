@@ -72,6 +72,16 @@ def join_pieces(pieces: Sequence[Tensor], dim: int, cut: Cut) -> Tensor:
     return torch.cat([part for _, part in parts], dim + 1).flatten(dim, dim + 2)
 
 
+def put_piece(whole: Tensor, x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> None:
+    """Write member ``index``'s piece ``x`` to its place in ``whole``, a contiguous tensor."""
+    repeats = torch.unflatten(whole, dim, (cut.outer, cut.repeat, cut.inner))
+    runs = cut.runs(num_pieces, index)
+    sizes = [size for _, size in runs]
+    parts = torch.unflatten(x, dim, (cut.outer, sum(sizes), cut.inner))
+    for (start, size), part in zip(runs, torch.split(parts, sizes, dim + 1), strict=True):
+        repeats.narrow(dim + 1, start, size).copy_(part)
+
+
 def pad_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:
     """A new tensor as long as the whole, with zeros everywhere but at member ``index``'s piece
     ``x``.

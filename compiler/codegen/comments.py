@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.size import Size, to_python
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import Compute, Program
+from shardwright.compiler.plan.program import Compute, Program, steps
 from shardwright.runtime.layout import Layout
 
 
@@ -49,7 +49,7 @@ def _size_word(size: Size) -> str:
 def legend(dims: ModelDims, program: Program) -> str:
     """The sizes of the named dims that occur in comments."""
     used: dict[str, str] = {}
-    for instruction in program.body:
+    for instruction in steps(program.body):
         if isinstance(instruction, Compute):
             for value in instruction.original.results:
                 for dim in dims.values.get(value.name, ()):

@@ -12,7 +12,7 @@ have the same values. A method names them once::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
@@ -47,10 +47,18 @@ def spelled(instruction: Compute, mesh: Mesh) -> IROp:
     )
 
 
-def size_names(instruction: Compute, mesh: Mesh, dims: ModelDims | None) -> dict[LocalSize, str]:
-    """What to call the sizes of the pieces of an operator's dims, as far as the dims have names."""
+def size_names(
+    instruction: Compute, mesh: Mesh, dims: ModelDims | None, loops: Collection[str] = ()
+) -> dict[LocalSize, str]:
+    """What to call the sizes of the pieces of an operator's dims, as far as the dims have names.
+    Those along ``loops`` change while a method runs, so no variable holds them.
+    """
     op, rule = instruction.original, instruction.original.rule
-    axes = factor_axes(instruction.assignment, mesh)
+    axes = {
+        factor: cut
+        for factor, cut in factor_axes(instruction.assignment, mesh).items()
+        if not any(axis in loops for axis in cut)
+    }
     if dims is None or rule is None or not axes:
         return {}
     names = {}

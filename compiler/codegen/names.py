@@ -139,7 +139,8 @@ def attribute_path(path: str, *, root: str = "self") -> str:
 
 def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[str, ...], str]:
     """The variables for the groups of each axis, and of each set of axes that one adapter goes
-    over. None of them is among the names ``taken``, whatever the axes are called.
+    over; a loop's is the piece that it is at. None of them is among the names ``taken``, whatever
+    the axes are called.
     """
     names: dict[tuple[str, ...], str] = {}
     for axes in (*((axis,) for axis in program.plan.storage_mesh.names), *program.joined_axes):
@@ -147,7 +148,11 @@ def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[
         while name in names.values() or name in taken:
             name += "_"
         names[axes] = name
-    return names
+    # Loops do not stand in each other, so one name does for all.
+    name = "piece"
+    while name in names.values() or name in taken:
+        name += "_"
+    return names | {(axis,): name for axis in program.plan.loops}
 
 
 class Scope:

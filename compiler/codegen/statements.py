@@ -8,8 +8,8 @@ the layout of the result and the user's line:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -34,7 +34,7 @@ from shardwright.compiler.ir.identifier import axis_variable, identifier
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves
 from shardwright.compiler.ir.quote import comment, quoted
 from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.render import (
     Source,
     argument_source,
@@ -44,7 +44,7 @@ from shardwright.compiler.ops.render import (
     names_bound,
 )
 from shardwright.compiler.plan.conversion import CutSizes
-from shardwright.compiler.plan.program import Adapt, Compute, Program, gathers_at
+from shardwright.compiler.plan.program import Adapt, Compute, Loop, Program, gathers_at, steps
 from shardwright.compiler.plan.repeated_blocks import (
     Item,
     Run,
@@ -59,6 +59,10 @@ RUNTIME_IMPORTS = {
     "ABSENT": "from shardwright.runtime.module.inputs import ABSENT",
     "flatten": "from shardwright.runtime.structure import flatten",
     "recompute": "from shardwright.runtime.recompute import recompute",
+    "in_pieces": "from shardwright.runtime.in_pieces import in_pieces",
+    "piece_of": "from shardwright.runtime.in_pieces import piece_of",
+    "Joined": "from shardwright.runtime.in_pieces import Joined",
+    "TOTAL": "from shardwright.runtime.in_pieces import TOTAL",
     "rebuild": "from shardwright.runtime.structure import rebuild",
 }
 BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
@@ -104,7 +108,9 @@ class StatementWriter:
         if self._imported is None:
             self._imported = set()
             for instruction in (
-                instruction for program in self._programs() for instruction in program.instructions
+                instruction
+                for program in self._programs()
+                for instruction in steps(program.instructions)
             ):
                 if isinstance(instruction, Adapt):
                     self._imported.add(instruction.step.kind)
@@ -191,6 +197,8 @@ class StatementWriter:
         """
         instruction = items[position]
         assert not isinstance(instruction, Run)
+        if isinstance(instruction, Loop):
+            return self._loop_lines(instruction, scope, program)
         if isinstance(instruction, Compute):
             return [self._compute_line(instruction, scope, program)]
         if instruction.joins:
@@ -199,6 +207,72 @@ class StatementWriter:
         if len(together) > 1:
             return [self._gathers_line(together, scope, program)]
         return [self._adapter_line(instruction, scope, program)]
+
+    def _loop_lines(self, loop: Loop, scope: Scope, program: Program) -> list[Line]:
+        """A loop as a function of one piece, and its call:
+
+            def loss_piece(loss, hidden_piece, weight, labels_piece):
+                ...
+                return total
+
+            loss = in_pieces(loss_piece, "loss", 4, (piece_of(hidden, 1), ...), (TOTAL,), ...)
+
+        Whatever may take a gradient is an argument of the function. It reads all else, such as
+        sizes and groups, from around it.
+        """
+        self._need("in_pieces")
+        function = scope.unused(f"{identifier(loop.axis)}_piece")
+        scope.reserve(function)
+        outside, words, arguments = [], [], []
+        taken = {take.value.name: take for take in loop.takes}
+        # What all pieces share keeps the name by which a whole value goes inside of the function.
+        for take in loop.takes:
+            outside.append(scope.name(take.value))
+            words.append(self._door_text(take, outside[-1], program))
+        for value in loop.operands:
+            if value.name not in taken and value.kind is ValueKind.ACTIVATION:
+                scope.name(value)
+        for take in loop.takes:
+            wish = "" if take.step.kind == "narrow" else identifier(take.of.fqn or take.of.name)
+            scope.define(take.result, wish)
+            arguments.append(scope.name(take.result))
+        piece = self._axis_variables(program)[loop.axis,]
+        header = f"def {function}({', '.join([piece, *arguments])})"
+        lines: list[Line] = []
+        for position in range(len(loop.body)):
+            lines += self._lines_at(loop.body, position, scope, program)
+        returned = ", ".join(scope.name(give.value) for give in loop.gives)
+        lines.append(Line(f"return {returned}"))
+        lines = [replace(line, guards=(header, *line.guards)) for line in lines]
+        results = [self._door_text(give, "", program, late=loop.late) for give in loop.gives]
+        for give in loop.gives:
+            scope.define(give.result)
+        targets = ", ".join(scope.name(give.result) for give in loop.gives)
+        call = (
+            f"in_pieces({function}, {quoted(loop.axis)}, {loop.count}, {tuple_text(words)}, "
+            f"{tuple_text(results)}, rng=self.rng)"
+        )
+        return [*lines, Line(f"{targets} = {call}", module=lines[-2].module)]
+
+    def _door_text(
+        self, door: Adapt, name: str, program: Program, late: Collection[str] = ()
+    ) -> str:
+        """What a loop takes or gives, as an argument of its call."""
+        step, sizes = door.step, self._source_of(program)
+        if step.kind == "grad_all_reduce":
+            return name
+        if step.kind == "all_reduce":
+            self._need("TOTAL")
+            return "TOTAL"
+        assert step.cut is not None
+        if step.kind == "narrow":
+            self._need("piece_of")
+            plain = _is_plain(step.cut, self.program.plan.loops[step.axis].count, step.kind)
+            cut = "" if plain else f", {self._cut(step.cut, sizes)}"
+            return f"piece_of({name}, {step.dim}{cut})"
+        self._need("Joined")
+        wanted = ", wanted=not self.trains" if door.result.name in late else ""
+        return f"Joined({step.dim}, {self._cut(step.cut, sizes)}{wanted})"
 
     def _gathers_line(self, gathers: Sequence[Adapt], scope: Scope, program: Program) -> Line:
         """Several weights gathered in one collective."""
@@ -214,7 +288,7 @@ class StatementWriter:
         return Line(f"{targets} = {call}", f"{step.axis}: {step.transition}")
 
     def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
-        op = spelled(instruction, program.plan.mesh)
+        op = spelled(instruction, program.plan.computing_mesh)
         self.imports |= imports_of(op)
         variables = self._size_variables(op, instruction, scope, program)
         replaced = self._with_axes(program)
@@ -245,7 +319,9 @@ class StatementWriter:
     ) -> dict[LocalSize, str]:
         """The variables for sizes of pieces that a call speaks of."""
         wishes = (
-            size_names(instruction, program.plan.mesh, program.graph.dims)
+            size_names(
+                instruction, program.plan.computing_mesh, program.graph.dims, program.plan.loops
+            )
             if (sizes := sizes_in(op))
             else {}
         )
@@ -350,7 +426,9 @@ class StatementWriter:
         )
         used = {name for code in speaking for name in names_read(code)}
         groups = {
-            name: ", ".join(map(quoted, axes)) for axes, name in variables.items() if name in used
+            name: ", ".join(map(quoted, axes))
+            for axes, name in variables.items()
+            if name in used and axes[0] not in program.plan.loops
         }
         return [*(Line(f"{name} = self.axis({axes})") for name, axes in groups.items()), *sizes]
 

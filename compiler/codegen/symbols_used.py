@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.op import leaves
-from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.compiler.plan.program import Adapt, Loop, Program, steps
 from shardwright.compiler.plan.repeated_blocks import size_symbols
 
 
@@ -23,7 +23,13 @@ def used_symbols(program: Program) -> set[str]:
     used = output_symbols(program.output)
     if program.whole_output is not None:
         used |= output_symbols(program.whole_output)
-    for instruction in program.instructions:
+    doors = (
+        door
+        for loop in program.instructions
+        if isinstance(loop, Loop)
+        for door in (*loop.takes, *loop.gives)
+    )
+    for instruction in (*steps(program.instructions), *doors):
         if isinstance(instruction, Adapt):
             for cut in (instruction.step.cut, instruction.step.to_cut):
                 if cut is not None:

@@ -48,15 +48,25 @@ def layout_lines(lines: list[Line], indent: int) -> list[str]:
             and open_guards[shared] == line.guards[shared]
         ):
             shared += 1
+        # A function stands between blank lines.
+        begun = any(map(_is_function, line.guards[shared:]))
+        if text and (begun or any(map(_is_function, open_guards[shared:]))):
+            text.append("")
         if line.heading:
-            text += [*([""] if text else []), f"{' ' * (indent + 4 * shared)}# {line.heading}"]
-        text += [
-            f"{' ' * (indent + 4 * depth)}{line.guards[depth]}:"
-            for depth in range(shared, len(line.guards))
-        ]
+            text += [
+                *([""] if text and text[-1] else []),
+                f"{' ' * (indent + 4 * shared)}# {line.heading}",
+            ]
+        for depth in range(shared, len(line.guards)):
+            left = indent + 4 * depth
+            text += [f"{' ' * left}{part}" for part in wrap(f"{line.guards[depth]}:", WIDTH - left)]
         open_guards = line.guards
         text += _place(line, indent + 4 * len(line.guards))
     return text
+
+
+def _is_function(guard: str) -> bool:
+    return guard.startswith("def ")
 
 
 def with_headings(lines: list[Line], own: str) -> list[Line]:

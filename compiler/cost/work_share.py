@@ -21,7 +21,7 @@ from shardwright.compiler.cost.time.arithmetic import arithmetic_s, may_multiply
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.compiler.plan.program import Compute, Program, steps
 from shardwright.runtime.layout import Mesh
 
 UNEVEN = 1.3
@@ -113,8 +113,12 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
 
 
 def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:
+    # A rank does all pieces of a loop, so these divide nothing.
+    loops = program.plan.loops
     return (
-        (step.original, step.assignment) for step in program.body if not isinstance(step, Adapt)
+        (call.original, {a: s for a, s in call.assignment.items() if a not in loops})
+        for call in steps(program.body)
+        if isinstance(call, Compute)
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.program import Compute, Instruction, Program
+from shardwright.compiler.plan.program import Compute, Instruction, Loop, Program, Step, steps
 from shardwright.runtime.errors import PlanError
 
 ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
@@ -31,7 +31,7 @@ def check_draws(program: Program | PipelineProgram) -> Program | PipelineProgram
     """
     parts = program.programs if isinstance(program, PipelineProgram) else (program,)
     for part in parts:
-        for instruction in (*part.body, *part.tail):
+        for instruction in steps(part.instructions):
             if isinstance(instruction, Compute):
                 _check_draw(instruction)
     if program.eval_program is not None:
@@ -64,6 +64,12 @@ def _of_body(program: Program) -> Program:
 
 
 def _drawn(instruction: Instruction) -> Instruction:
+    if isinstance(instruction, Loop):
+        return replace(instruction, body=tuple(map(_drawn_step, instruction.body)))
+    return _drawn_step(instruction)
+
+
+def _drawn_step(instruction: Step) -> Step:
     if not isinstance(instruction, Compute) or instruction.original.target not in ELEMENTWISE:
         return instruction
     op = instruction.op

@@ -13,7 +13,7 @@ with a result of [8, 64/tp].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -23,15 +23,24 @@ from shardwright.compiler.ir.op import IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.strategy import KNOWN, layouts
+from shardwright.compiler.ops.strategy import KNOWN, Assignment, layouts
 from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.copy_trees import Route, routes
+from shardwright.compiler.passes.loops import LoopOps, find_loops, side_by_side, with_sums
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import REGROUP, AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.compiler.plan.program import (
+    Adapt,
+    Compute,
+    Declaration,
+    Instruction,
+    Loop,
+    Program,
+)
+from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.compiler.plan.zero import in_pieces, is_large, over_units
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
@@ -50,16 +59,25 @@ def lower(
     Raises :class:`PlanError` for strategies that its operators do not have.
     """
     check_strategies(graph, plan)
-    graph = drop_outputs(with_imbalance(graph, plan.imbalance), plan.outputs)
-    program = without_strided_views(_Lowering(graph, plan, whole_in_units, delivers).run())
+    looped = with_sums(drop_outputs(with_imbalance(graph, plan.imbalance), plan.outputs), plan)
+    lowering = _Lowering(looped.graph, plan, whole_in_units, delivers, looped.assignments)
+    program = without_strided_views(lowering.run())
     if graph.eval_graph is None:
         return program
     # Both bodies run on one set of weights, so evaluation takes the layouts of training.
     stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}
     given = {path: "whole" if wish == "eval" else wish for path, wish in plan.outputs.items()}
-    own = replace(plan, stored={**plan.stored, **stored}, outputs=given)
+    own = replace(plan, stored={**plan.stored, **stored}, outputs=given, loops={})
     return replace(program, eval_program=lower(graph.eval_graph, own, whole_in_units))
 
+
+LOOP_WORDS = {
+    "narrow": "piece",
+    "grad_all_reduce": "shared",
+    "all_gather": "joined",
+    "all_reduce": "total",
+}
+"""What the values at the door of a loop are called, by the step along it."""
 
 Place = tuple[str, str | None]
 """Module path and recompute region of the operators that share a gathered weight."""
@@ -76,6 +94,8 @@ class _Lowering:
     - ``routes``: how each of these is made of the value, as a tree of copies.
     - ``versions``: the copies of each value that the program has made so far. A gathered weight is
       a copy for one :data:`Place` only; any other copy is there for all, under ``None``.
+    - ``assignments``: the strategies that are not the plan's: along loops, and of operators that
+      these made necessary.
     - ``names``: all names of values, so that new ones are different.
     """
 
@@ -83,6 +103,7 @@ class _Lowering:
     plan: Plan
     whole_in_units: Set[str] = frozenset()
     delivers: bool = False
+    assignments: Mapping[str, Assignment] = field(default_factory=dict)
     body: list[Instruction] = field(default_factory=list)
     operand_layouts: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
     produced: dict[str, Layout] = field(default_factory=dict)
@@ -92,16 +113,22 @@ class _Lowering:
     names: set[str] = field(default_factory=set)
     # The names of the parameters that are stored in pieces over the units.
     _over_units: set[str] = field(default_factory=set)
+    # The loop in which each operator is that is in one.
+    _loops: dict[str, LoopOps] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh over which operators are split."""
-        return self.plan.mesh
+        """The mesh over which operators are split, loops included."""
+        return self.plan.computing_mesh
 
     @property
     def storage_mesh(self) -> Mesh:
         """The mesh on which adapters work: with ZeRO-3 it has one more axis, over units."""
-        return self.plan.storage_mesh
+        return self.plan.with_loops(self.plan.storage_mesh)
+
+    def assignment(self, op: IROp) -> Assignment:
+        """The strategies of an operator."""
+        return self.assignments.get(op.name, self.plan.assignment(op.name))
 
     def run(self) -> Program:
         """Lower the graph. A training step runs ``early`` operators alone. The ``late`` ones, which
@@ -110,6 +137,7 @@ class _Lowering:
         needed = in_training(self.graph, self.plan.outputs)
         early = [op for op in self.graph.ops if op.name in needed]
         late = [op for op in self.graph.ops if op.name not in needed]
+        early = self._with_loops(early)
         graph = self.graph = self.graph.with_ops((*early, *late))
         plan = self.plan
         self.names = {value.name for value in graph.sources} | {
@@ -119,10 +147,12 @@ class _Lowering:
         # which it reads.
         for op in graph.ops:
             self.operand_layouts[op.name], results = layouts(
-                _rule(op), plan.assignment(op.name), self.mesh
+                _rule(op), self.assignment(op), self.mesh
             )
+            loop = self._loops.get(op.name)
             for value, layout in zip(op.results, results, strict=True):
-                self.produced[value.name] = layout
+                # Outside of its loop a value is whole along it.
+                self.produced[value.name] = without_axis(layout, loop.axis) if loop else layout
         # ``wanted`` has the uses of training alone while these are lowered, so that what only the
         # tail reads makes no training step dearer. Storage suits training first of all.
         self.wanted = self._wanted_by(early)
@@ -156,6 +186,7 @@ class _Lowering:
         program = Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
         if not left_out:
             return program
+        program = _with_late_results(program)
         # The tail: what only evaluation needs is lowered behind the body of a training step, on its
         # copies.
         for name, layouts_wanted in self._wanted_by(late).items():
@@ -167,24 +198,131 @@ class _Lowering:
         whole = self._output(graph.output, "", set())
         return replace(program, tail=tuple(self.body[len(program.body) :]), whole_output=whole)
 
+    def _with_loops(self, ops: list[IROp]) -> list[IROp]:
+        """The operators with those of each loop side by side."""
+        along = {name: axis for axis, loop in self.plan.loops.items() for name in loop.strategies}
+        if not along:
+            return ops
+        loops = find_loops(ops, along)
+        # An operator that a training step does not need is in no loop.
+        inside = {op.name for loop in loops for op in loop.ops}
+        self.assignments = {
+            name: assignment
+            if name in inside
+            else {axis: s for axis, s in assignment.items() if axis not in self.plan.loops}
+            for name, assignment in self.assignments.items()
+        }
+        self._loops = {op.name: loop for loop in loops for op in loop.ops}
+        return list(side_by_side(ops, loops))
+
     def _wanted_by(self, ops: list[IROp]) -> dict[str, list[Layout]]:
-        """The layouts in which these operators need each value."""
+        """The layouts in which these operators need each value, outside of loops."""
         wanted: dict[str, list[Layout]] = {}
         for op in ops:
+            loop = self._loops.get(op.name)
+            made = {r.name for other in loop.ops for r in other.results} if loop else set()
             for value, layout in zip(op.operands, self.operand_layouts[op.name], strict=True):
-                wanted.setdefault(value.name, []).append(layout)
+                if value.name not in made:
+                    whole = without_axis(layout, loop.axis) if loop else layout
+                    wanted.setdefault(value.name, []).append(whole)
         return wanted
 
     def _compute(self, ops: list[IROp]) -> None:
         """Append the local calls of operators, and adapters in front of them."""
         for op in ops:
+            loop = self._loops.get(op.name)
+            if loop is not None:
+                if op is loop.ops[0]:
+                    self.body.append(self._loop(loop))
+                continue
             targets = zip(op.operands, self.operand_layouts[op.name], strict=True)
             # Adapters are appended in front of the call, as ``_adapted`` makes each operand.
             operands = [self._adapted(value, target, op) for value, target in targets]
-            assignment = self.plan.assignment(op.name)
+            assignment = self.assignment(op)
             local = localise(op.with_operands(operands), _rule(op), assignment, self.mesh)
             results = tuple(self.produced[value.name] for value in op.results)
             self.body.append(Compute(local, op, assignment, results))
+
+    @property
+    def _loop_ops(self) -> Iterable[IROp]:
+        return (op for op in self.graph.ops if op.name in self._loops)
+
+    def _loop(self, loop: LoopOps) -> Loop:
+        """The operators of a loop as one instruction, with the adapters that it needs in front of
+        it appended.
+
+        What it reads is adapted outside as far as the mesh goes. The step along the loop itself
+        stands at its door: a piece is taken, or a value is shared by all pieces.
+        """
+        axis = loop.axis
+        inner = _Lowering(
+            self.graph, self.plan, self.whole_in_units, self.delivers, self.assignments
+        )
+        inner.names, inner._over_units = self.names, self._over_units
+        inner.operand_layouts = self.operand_layouts
+        made: dict[str, tuple[IRValue, Layout]] = {}
+        for op in loop.ops:
+            results = layouts(_rule(op), self.assignment(op), self.mesh)[1]
+            for value, layout in zip(op.results, results, strict=True):
+                made[value.name] = value, layout
+                inner.produced[value.name] = layout
+        takes: list[Adapt] = []
+        for op in loop.ops:
+            for value, target in zip(op.operands, self.operand_layouts[op.name], strict=True):
+                if value.name in made:
+                    inner.wanted.setdefault(value.name, []).append(target)
+                    continue
+                goal = self._canonical(value, self._needed(value, target))
+                copies = inner.versions.setdefault(value.name, {})
+                inner.routes.setdefault(value.name, {})
+                if (goal, None) not in copies:
+                    whole = self._adapted(value, without_axis(target, axis), op)
+                    step = self._along_loop(value, without_axis(goal, axis), goal)
+                    copies[goal, None] = whole
+                    if step is not None:
+                        takes.append(self._step(whole, value, step, op))
+                        copies[goal, None] = takes[-1].result
+                    inner.routes[value.name] = {**inner.routes[value.name], goal: Route(goal, ())}
+        inner._compute(list(loop.ops))
+        gives: list[Adapt] = []
+        for value, made_as in made.values():
+            if value.name in self._read_outside(loop):
+                outside = without_axis(made_as, axis)
+                step = self._along_loop(value, made_as, outside)
+                if step is None:
+                    raise _same_in_all_pieces(value, loop)
+                gives.append(self._step(value, value, step, None))
+                # Readers outside begin with what the loop gives.
+                self.versions[value.name] = {
+                    (self._canonical(value, outside), None): gives[-1].result
+                }
+                self.routes[value.name] = self._routes(value)
+        # Backward has what is gathered inside of a loop from the piece that it computes again.
+        body = tuple(
+            replace(step, choice=None) if isinstance(step, Adapt) else step
+            for step in inner.body
+            if not isinstance(step, Loop)
+        )
+        return Loop(axis, self.plan.loops[axis].count, tuple(takes), body, tuple(gives))
+
+    def _along_loop(self, value: IRValue, before: Layout, after: Layout) -> AdapterStep | None:
+        """The step between two layouts that differ along one loop; ``None`` if they are one."""
+        found = convert(before, after, self.storage_mesh, differentiable=value.requires_grad)
+        assert len(found) < 2, f"{value.name} goes from {before} to {after} in several steps"
+        return found[0] if found else None
+
+    def _step(self, value: IRValue, of: IRValue, step: AdapterStep, op: IROp | None) -> Adapt:
+        """A step of a value at the door of a loop."""
+        name = self._unused_name(f"{of.name}_{LOOP_WORDS[step.kind]}")
+        result = replace(of, name=name, kind=ValueKind.ACTIVATION, fqn=None)
+        return Adapt(value, result, of, step, op.region if op else None)
+
+    def _read_outside(self, loop: LoopOps) -> set[str]:
+        """The names of the values that anything but a loop reads: operators, outputs, buffers."""
+        inside = {op.name for op in loop.ops}
+        read = {v.name for op in self.graph.ops if op.name not in inside for v in op.operands}
+        read |= {v.name for v in self.graph.outputs}
+        return read | {after.name for _, after in self.graph.buffer_updates}
 
     # ---------------------------------------------------------------------------------------------
     # sources
@@ -198,7 +336,7 @@ class _Lowering:
         # Running statistics and the like: the operator of ``rule.updates`` writes them as it has
         # them.
         updated = {
-            op.operands[i].name: layouts(_rule(op), self.plan.assignment(op.name), self.mesh)[0][i]
+            op.operands[i].name: layouts(_rule(op), self.assignment(op), self.mesh)[0][i]
             for op in self.graph.ops
             for i in _rule(op).updates
         }
@@ -297,6 +435,8 @@ class _Lowering:
 
     def _is_there(self, value: IRValue, path: str) -> bool:
         """Whether an output is held as it is wanted, without another adapter."""
+        if any(value in op.results for op in self._loop_ops):
+            return False  # it would have to be joined of its pieces
         goal = self._canonical(value, self._output_layout(path, value))
         made = self._canonical(value, self.produced[value.name])
         return goal == made or (goal, None) in self.versions.get(value.name, {})
@@ -353,7 +493,9 @@ class _Lowering:
             "all_reduce": "sum", "grad_all_reduce": "in",
             "keep_one": "once", "grad_keep_one": "out", "pad": "padded", "all_to_all": "swapped",
         }  # fmt: skip
-        base = f"{value.name}_{'_'.join(step.axes)}_{words[step.kind]}"
+        return self._unused_name(f"{value.name}_{'_'.join(step.axes)}_{words[step.kind]}")
+
+    def _unused_name(self, base: str) -> str:
         name, count = base, 1
         while name in self.names:
             count += 1
@@ -391,6 +533,44 @@ class _Lowering:
             (key, self._output(child, join(path, key), left_out)) for key, child in tree.children
         )
         return replace(tree, children=tuple(children))
+
+
+def _with_late_results(program: Program) -> Program:
+    """The program with those results of loops marked as late that its training step leaves out."""
+    read = {value.name for value in program.results()}
+    read |= {after.name for _, after in program.buffer_updates}
+    read |= {value.name for instruction in program.body for value in reads(instruction)}
+
+    def marked(instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Loop):
+            return instruction
+        late = frozenset(value.name for value in instruction.results if value.name not in read)
+        return replace(instruction, late=late)
+
+    return replace(program, body=tuple(map(marked, program.body)))
+
+
+def without_axis(layout: Layout, axis: str) -> Layout:
+    """The layout of a tensor that lies the same all along an axis."""
+    return replace(
+        layout,
+        dims=tuple(
+            tuple(replace(atom, axes=tuple(a for a in atom.axes if a != axis)) for atom in dim)
+            for dim in layout.dims
+        ),
+        partial=tuple(a for a in layout.partial if a != axis),
+        grad_partial=tuple(a for a in layout.grad_partial if a != axis),
+    )
+
+
+def _same_in_all_pieces(value: IRValue, loop: LoopOps) -> PlanError:
+    op = next(op for op in loop.ops if value in op.results)
+    return PlanError(
+        f"loop {loop.axis!r} would compute {value.name} anew in each of its pieces",
+        where=op.place,
+        why=f"operator {op.name} ({op.target}) makes it of nothing that the loop cuts",
+        hint="leave the operator out of the loop",
+    )
 
 
 def _cannot_regroup(value: IRValue, step: AdapterStep, op: IROp | None) -> PlanError:

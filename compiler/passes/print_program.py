@@ -7,7 +7,7 @@ from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program
 
 
 def print_program(program: Program) -> str:
@@ -20,26 +20,34 @@ def print_program(program: Program) -> str:
     for position, instruction in enumerate(program.instructions):
         if position == len(program.body):
             lines.append(f"  in training: return {returned}")
-        if isinstance(instruction, Adapt):
-            step = instruction.step
-            call = (
-                f"{instruction.result.name} = {step.kind}({instruction.value.name}, "
-                f"{', '.join(step.axes)})"
-            )
-            together = ", with the one above" if instruction.joins else ""
-            lines.append(f"  {call}  # {step.transition}: {step.after}{together}")
-        else:
-            names = ", ".join(value.name for value in instruction.op.results)
-            layouts = " ".join(map(str, instruction.layouts))
-            strategy = " ".join(f"{axis}={s}" for axis, s in instruction.assignment.items())
-            call = call_source(instruction.op, lambda value: value.name, to_python)
-            lines.append(f"  {names} = {call}  # {layouts}  {strategy}".rstrip())
+        lines += _lines(instruction)
     if program.whole_output is not None and not program.tail:
         lines.append(f"  in training: return {returned}")
     lines.append(f"  return {_returned(program.whole_output or program.output)}")
     if program.eval_program is not None:
         lines += ["in evaluation:", print_program(program.eval_program)]
     return "\n".join(lines)
+
+
+def _lines(instruction: Instruction, indent: str = "  ") -> list[str]:
+    """An instruction in a line; a loop with what is in it below."""
+    if isinstance(instruction, Loop):
+        inside = (*instruction.takes, *instruction.body, *instruction.gives)
+        lines = [line for step in inside for line in _lines(step, f"{indent}  ")]
+        return [f"{indent}in {instruction.count} pieces, {instruction.axis}:", *lines]
+    if isinstance(instruction, Adapt):
+        step = instruction.step
+        call = (
+            f"{instruction.result.name} = {step.kind}({instruction.value.name}, "
+            f"{', '.join(step.axes)})"
+        )
+        together = ", with the one above" if instruction.joins else ""
+        return [f"{indent}{call}  # {step.transition}: {step.after}{together}"]
+    names = ", ".join(value.name for value in instruction.op.results)
+    layouts = " ".join(map(str, instruction.layouts))
+    strategy = " ".join(f"{axis}={s}" for axis, s in instruction.assignment.items())
+    call = call_source(instruction.op, lambda value: value.name, to_python)
+    return [f"{indent}{names} = {call}  # {layouts}  {strategy}".rstrip()]
 
 
 def print_pipeline(pipeline: PipelineProgram) -> str:

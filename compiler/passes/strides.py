@@ -14,7 +14,7 @@ import torch
 
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.compiler.plan.program import Compute, Instruction, Loop, Program, Step
 
 KEEPS_STRIDES = frozenset(("grad_all_reduce", "grad_keep_one"))
 """Adapters that hand on the tensor that they get, strides included."""
@@ -37,16 +37,28 @@ def without_strided_views(program: Program) -> Program:
     }
     # What lies in memory otherwise than in the model: it grows along the program.
     moved = {value.name for value in program.graph.inputs} - given  # from another stage
-    body = []
-    for instruction in program.instructions:
-        if isinstance(instruction, Adapt):
-            if instruction.step.kind not in KEEPS_STRIDES or instruction.value.name in moved:
-                moved.add(instruction.result.name)
-        else:
-            instruction = _computed(instruction, moved)
-        body.append(instruction)
+    body = [_followed(instruction, moved) for instruction in program.instructions]
     count = len(program.body)
     return replace(program, body=tuple(body[:count]), tail=tuple(body[count:]))
+
+
+def _followed(instruction: Instruction, moved: set[str]) -> Instruction:
+    """The instruction with reshapes; what it moves joins ``moved``."""
+    if not isinstance(instruction, Loop):
+        return _followed_step(instruction, moved)
+    for take in instruction.takes:
+        _followed_step(take, moved)
+    body = tuple(_followed_step(step, moved) for step in instruction.body)
+    moved |= {value.name for value in instruction.results}
+    return replace(instruction, body=body)
+
+
+def _followed_step(instruction: Step, moved: set[str]) -> Step:
+    if isinstance(instruction, Compute):
+        return _computed(instruction, moved)
+    if instruction.step.kind not in KEEPS_STRIDES or instruction.value.name in moved:
+        moved.add(instruction.result.name)
+    return instruction
 
 
 def _computed(instruction: Compute, moved: set[str]) -> Compute:

@@ -25,7 +25,8 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program, steps
+from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import ZERO, Layout
 
@@ -46,6 +47,9 @@ TABLE = {
     ("grad_keep_one", None): ("G", "R"),
 }
 
+TAKES, GIVES = ("narrow", "grad_all_reduce"), ("all_gather", "all_reduce")
+"""What a loop does along its axis with what it takes, and with what it gives."""
+
 _FIELDS = tuple(field.name for field in fields(IRValue))
 
 
@@ -63,7 +67,10 @@ class _Walk:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.mesh, self.storage_mesh = program.plan.mesh, program.plan.storage_mesh
+        plan = program.plan
+        self.mesh, self.storage_mesh = plan.computing_mesh, plan.with_loops(plan.storage_mesh)
+        # The axis of the loop that the walk is in. No other loop may be spoken of meanwhile.
+        self.loop: str | None = None
         # Units run the program on batches of their own. A parameter that they store together is
         # whole where it is used, and its gradient is a summand: G over the units.
         self.over_units = {d.value.name for d in program.declarations if ZERO in d.layout.cut_axes}
@@ -93,12 +100,13 @@ class _Walk:
         # Then the instructions in order. Each finds its operands in the layouts that ``define``
         # noted.
         self.walk(program.body)
+        self.check_late()
         self.check_outputs(program.output)
         self.check_updates()
         self.walk(program.tail)
         self.check_outputs(program.whole_output or program.output, in_training=False)
         # Every operator of the graph runs once, in the graph's order.
-        computed = [i.original for i in program.instructions if isinstance(i, Compute)]
+        computed = [i.original for i in steps(program.instructions) if isinstance(i, Compute)]
         if computed != list(program.graph.ops):
             raise InternalError(
                 "the program does not compute every operator of the graph once, in its order"
@@ -136,7 +144,9 @@ class _Walk:
     def walk(self, instructions: tuple[Instruction, ...]) -> None:
         """Check instructions one after the other."""
         for instruction in instructions:
-            if isinstance(instruction, Adapt):
+            if isinstance(instruction, Loop):
+                self.check_loop(instruction)
+            elif isinstance(instruction, Adapt):
                 self.check_adapter(instruction)
             else:
                 self.check_compute(instruction)
@@ -179,9 +189,49 @@ class _Walk:
                 f"{reader} needs {original.name} as {needed} and gets {held}", where=where
             )
 
+    def check_loop(self, loop: Loop) -> None:
+        """Check that a loop takes pieces, or what all pieces share, at its beginning, gives joined
+        pieces or totals at its end, and that nothing goes along its axis in between. Nothing
+        outside reads what is of one piece.
+        """
+        planned = self.program.plan.loops.get(loop.axis)
+        if planned is None or planned.count != loop.count or self.loop is not None:
+            raise InternalError(f"the plan has no loop {loop.axis} of {loop.count} pieces here")
+        outside = dict(self.held)
+        for doors, kinds in ((loop.takes, TAKES), (loop.gives, GIVES)):
+            for door in doors:
+                if door.step.axes != (loop.axis,) or door.step.kind not in kinds:
+                    raise InternalError(
+                        f"loop {loop.axis} cannot {door.step.kind} {door.of.name} along "
+                        f"{_axes_text(door.step.axes)}"
+                    )
+        self.loop = loop.axis
+        self.walk(loop.takes)
+        for step in loop.body:
+            if isinstance(step, Adapt) and (
+                loop.axis in step.step.axes or step.gathers_again or step.joins
+            ):
+                raise InternalError(f"the adapter of {step.of.name} cannot be in loop {loop.axis}")
+        self.walk(loop.body)
+        if any(give.value.name in outside for give in loop.gives):
+            raise InternalError(f"loop {loop.axis} gives what it did not make")
+        self.walk(loop.gives)
+        given = {value.name for value in loop.results}
+        if not loop.late <= given:
+            raise InternalError(f"loop {loop.axis} gives no {_names(sorted(loop.late - given))}")
+        self.held = {
+            name: layout for name, layout in self.held.items() if name in outside or name in given
+        }
+        self.loop = None
+
     def check_compute(self, instruction: Compute) -> None:
         op, where = instruction.original, str(instruction.original.source)
         assert op.rule is not None
+        others = self.program.plan.loops.keys() - {self.loop}
+        if others & instruction.assignment.keys() or (
+            self.loop is not None and self.loop not in instruction.assignment
+        ):
+            raise InternalError(f"{op.name} is in the wrong loop", where=where)
         if not allowed(op.rule, instruction.assignment, self.mesh):
             raise InternalError(
                 f"{op.name} cannot follow {dict(instruction.assignment)}", where=where
@@ -292,6 +342,16 @@ class _Walk:
                 or sizes != cut_sizes(layout, dim, step.axis, self.storage_mesh)
             ):
                 raise InternalError(f"{name} cuts dim {dim} as {sizes}, its layout is {layout}")
+
+    def check_late(self) -> None:
+        """Check that a training step reads no result of a loop that it leaves out."""
+        body, plan_output = self.program.body, self.program.output
+        late = {name for step in body if isinstance(step, Loop) for name in step.late}
+        read = {v.name for _, v in plan_output.leaves() if isinstance(v, IRValue)}
+        read |= {after.name for _, after in self.program.buffer_updates}
+        read |= {value.name for instruction in body for value in reads(instruction)}
+        if late & read or (late and self.program.whole_output is None):
+            raise InternalError(f"a training step leaves out {_names(sorted(late))}, and reads it")
 
     def check_outputs(self, output: Tree, *, in_training: bool = True) -> None:
         """Results are as the plan wishes them. Only those may be left out, and of training only,

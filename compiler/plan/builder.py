@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from shardwright.compiler.ir.dims import DimClass
@@ -26,11 +26,12 @@ from shardwright.compiler.plan.check import (
     check_assignment,
     check_gathers,
     check_layout,
+    check_loops,
     ops_of,
     output_paths,
     suggestion,
 )
-from shardwright.compiler.plan.plan import Note, Plan
+from shardwright.compiler.plan.plan import Note, Plan, PlannedLoop
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
@@ -95,6 +96,10 @@ def classes_in(body: IRGraph, graph: IRGraph, indices: set[int]) -> set[int]:
     return found
 
 
+def _dim_text(dim: str | DimClass) -> str:
+    return repr(dim if isinstance(dim, str) else dim.name)
+
+
 class PlanBuilder:
     """Collects decisions and checks each one at once; every verb returns the builder. Nothing
     changes the graph.
@@ -108,6 +113,7 @@ class PlanBuilder:
         self._outputs: dict[str, Layout | str | None] = {}
         self._gathers: dict[str, str] = {}
         self._notes: list[Note] = []
+        self._loops: dict[str, PlannedLoop] = {}
 
     @checked
     def strategy(self, op: str | IROp, axis: str, strategy: str) -> PlanBuilder:
@@ -267,6 +273,47 @@ class PlanBuilder:
         return self
 
     @checked
+    def in_pieces(
+        self,
+        ops: Iterable[str | IROp],
+        count: int,
+        dim: str | DimClass,
+        name: str = "pieces",
+    ) -> PlanBuilder:
+        """Let operators run in ``count`` pieces along a dim of the model, one after the other: what
+        they hand to each other is never whole, and backward computes each piece again. ``name``: of
+        the loop. Those that hand nothing to each other, as those of two layers, run in loops of
+        their own.
+
+        Raises :class:`PlanError` for operators that do not have the dim.
+        """
+        along = self._loops.setdefault(name, PlannedLoop(count, {}))
+        strategies = dict(along.strategies)
+        for given in ops:
+            op = self._op(given)
+            assert op.rule is not None
+            factors = [f.name for f in op.rule.factors if self._is_dim(op, f.name, dim)]
+            if not factors:
+                raise PlanError(
+                    f"operator {op.name} ({op.target}) has no dim {_dim_text(dim)} to run along",
+                    where=op.place,
+                    why=f"its rule is {op.rule.annotation!r}",
+                    hint="leave it out of the loop, or run along another dim",
+                )
+            strategies[op.name] = f"split:{factors[0]}"
+        self._loops[name] = PlannedLoop(count, strategies)
+        plan = self.plan()
+        check_loops(self.graph, plan)
+        return self
+
+    def _is_dim(self, op: IROp, factor: str, dim: str | DimClass) -> bool:
+        for body in self.graph.bodies:
+            found = body.dims.of_factor(op.name, factor) if body.dims is not None else None
+            if found is not None and op.name in {o.name for o in body.ops}:
+                return found.name == dim if isinstance(dim, str) else found.index == dim.index
+        return False
+
+    @checked
     def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
         """``"whole"``, ``"eval"`` (whole but for training steps), ``"sharded"``, a layout, or
         ``None``: not needed. Outputs of which nothing is said are as ``ComputeConfig.outputs`` has
@@ -314,6 +361,7 @@ class PlanBuilder:
             policy,
             tuple(self._notes),
             gathers=self._gathers,
+            loops=dict(self._loops),
         )
 
     @checked

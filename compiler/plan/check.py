@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.identifier import is_name
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
@@ -67,6 +68,7 @@ def check_names(graph: IRGraph, plan: Plan) -> None:
     _check_known("input", plan.inputs, inputs)
     _check_known("output", plan.outputs, output_paths(graph))
     check_gathers(graph, plan.gathers)
+    check_loops(graph, plan)
     if plan.stages:
         return  # their layouts are of the meshes of the stages
     for fqn, layout in plan.stored.items():
@@ -86,6 +88,32 @@ def check_gathers(graph: IRGraph, gathers: Mapping[str, str]) -> None:
                 f"{name!r} cannot be gathered and then {choice!r}",
                 hint=f"{KEEP!r}: kept for backward, or {AGAIN!r}: gathered again there",
             )
+
+
+def check_loops(graph: IRGraph, plan: Plan) -> None:
+    """Raise :class:`PlanError` for loops of operators that the graph does not have, of one that is
+    in two, of no number of pieces, or with the name of an axis.
+    """
+    seen: dict[str, str] = {}
+    axes = {axis for mesh in (plan.mesh, *(s.mesh for s in plan.stages)) for axis in mesh.names}
+    for name, loop in plan.loops.items():
+        _check_known("operator", loop.strategies, ops_of(graph))
+        if not is_name(name) or name in axes or name == ZERO:
+            raise PlanError(
+                f"no loop is called {name!r}",
+                why=f"it is an axis of time, with a name of its own beside the axes of the mesh: "
+                f"{', '.join(sorted(axes)) or 'none'}",
+                hint="give it another name, an identifier such as 'loss'",
+            )
+        if loop.count < 2:
+            raise PlanError(f"loop {name!r} has {loop.count} pieces", hint="2 or more")
+        for op in loop.strategies:
+            if op in seen:
+                raise PlanError(
+                    f"operator {op} is in two loops, {seen[op]!r} and {name!r}",
+                    hint="give it to one of them",
+                )
+            seen[op] = name
 
 
 def gathered_names(graph: IRGraph) -> dict[str, IRValue]:

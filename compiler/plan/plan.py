@@ -71,6 +71,21 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class PlannedLoop:
+    """Operators that run in ``count`` pieces, one after the other. ``strategies``: what each of
+    them does along the loop, which is an axis of time without ranks. Those that hand values to each
+    other run in one loop; others, such as the same operators of the next layer, in one of their
+    own.
+    """
+
+    count: int
+    strategies: Mapping[str, str] = field(hash=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"count": self.count, "strategies": dict(self.strategies)}
+
+
+@dataclass(frozen=True)
 class Batch:
     """How the samples of a step reach a unit: ``num_microbatches`` microbatches of ``samples``
     each. ``dims``: by path of an input, the dim that counts samples.
@@ -162,6 +177,7 @@ class Plan:
     ``gathers``: by FQN of a parameter or name of an activation, whether a value that is gathered
     is kept for backward (``"keep"``) or gathered again there (``"again"``), which holds a piece of
     it meanwhile. What is left out: weights are gathered again, activations kept.
+    ``loops``: the operators that run in pieces, by the name of an axis that is none of the mesh.
     ``imbalance``: of a model with experts, how many times its even share of rows the busiest rank
     is assumed to get, for all layers or by module; ``None``: as the cost model has it.
     """
@@ -185,6 +201,17 @@ class Plan:
     batch: Batch | None = None
     imbalance: Imbalance | None = None
     gathers: Mapping[str, str] = field(default_factory=dict)
+    loops: Mapping[str, PlannedLoop] = field(default_factory=dict)
+
+    @property
+    def computing_mesh(self) -> Mesh:
+        """The mesh along which operators are split: the plan's own, and inside of it the loops."""
+        return self.with_loops(self.mesh)
+
+    def with_loops(self, mesh: Mesh) -> Mesh:
+        """A mesh with the loops as its innermost axes."""
+        loops = tuple((name, loop.count) for name, loop in self.loops.items())
+        return mesh.of_axes((*mesh.axes, *loops)) if loops else mesh
 
     @property
     def storage_mesh(self) -> Mesh:
@@ -223,6 +250,11 @@ class Plan:
             **({"batch": self.batch.to_json()} if self.batch is not None else {}),
             **({"imbalance": self.imbalance} if self.imbalance is not None else {}),
             **({"gathers": dict(self.gathers)} if self.gathers else {}),
+            **(
+                {"loops": {name: loop.to_json() for name, loop in self.loops.items()}}
+                if self.loops
+                else {}
+            ),
             **(
                 {
                     "stages": [stage.to_json() for stage in self.stages],
@@ -267,6 +299,10 @@ class Plan:
                 Batch(**data["batch"]) if "batch" in data else None,
                 data.get("imbalance"),
                 data.get("gathers", {}),
+                {
+                    name: PlannedLoop(int(loop["count"]), loop["strategies"])
+                    for name, loop in data.get("loops", {}).items()
+                },
             )
 
     def dumps(self) -> str:

@@ -146,6 +146,7 @@ _BATCH = {
     "num_microbatches": Key(_count(1), True),
     "dims": Key(_each(_count(0))),
 }
+_LOOP = {"count": Key(_count(2), True), "strategies": Key(_each(_TEXT), True)}
 _NOTE = {name: Key(_TEXT, True) for name in ("op", "module_path", "source", "axis", "reason")}
 _CERTIFICATE = {
     **{name: Key(_NUMBER, True) for name in ("cost_s", "bound_s")},
@@ -171,6 +172,7 @@ KEYS: Mapping[str, Key] = {
     "batch": Key(_object(_BATCH)),
     "imbalance": Key(imbalance_problem),
     "gathers": Key(_each(_TEXT)),
+    "loops": Key(_each(_object(_LOOP))),
     "stages": Key(_list(_object(_STAGE))),
     "schedule": Key(_TEXT),
     "num_microbatches": Key(_count(1)),

@@ -7,7 +7,7 @@ groups.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -65,7 +65,75 @@ class Adapt:
         return again and self.step.kind == "all_gather"
 
 
-Instruction = Compute | Adapt
+@dataclass(frozen=True)
+class Loop:
+    """Instructions that run in ``count`` pieces, one after the other. In backward each piece runs
+    again, so that none of its values is ever whole.
+
+    The loop is an axis called ``axis``, of time and without ranks. Along it ``takes`` turn values
+    from outside into those of a piece: R into S, or into G where pieces share a value and their
+    gradients are summed. ``gives`` turn values of a piece into those outside: S into R, or P. In
+    between, no layout changes along the axis. ``late``: the names of results that training steps
+    leave out.
+    """
+
+    axis: str
+    count: int
+    takes: tuple[Adapt, ...]
+    body: tuple[Compute | Adapt, ...]
+    gives: tuple[Adapt, ...]
+    late: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def operands(self) -> tuple[IRValue, ...]:
+        """The values that it reads, in the order of their first use."""
+        made = {take.result.name for take in self.takes}
+        found = {take.value.name: take.value for take in self.takes}
+        for step in self.body:
+            values, results = (
+                ((step.value,), (step.result,))
+                if isinstance(step, Adapt)
+                else (step.op.operands, step.op.results)
+            )
+            found |= {v.name: v for v in values if v.name not in made | found.keys()}
+            made |= {result.name for result in results}
+        return tuple(found.values())
+
+    @property
+    def results(self) -> tuple[IRValue, ...]:
+        """The values that it makes."""
+        return tuple(give.result for give in self.gives)
+
+    @property
+    def calls(self) -> tuple[Compute, ...]:
+        """Its operators."""
+        return tuple(step for step in self.body if isinstance(step, Compute))
+
+    @property
+    def region(self) -> str | None:
+        """The recompute region that it stands in."""
+        return self.calls[0].op.region
+
+    @property
+    def module_path(self) -> str:
+        """The path of the innermost module that all of its operators belong to."""
+        paths = [call.original.module_path.split(".") for call in self.calls]
+        shared = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+        return ".".join(names[0] for names in shared)
+
+
+Step = Compute | Adapt
+
+Instruction = Step | Loop
+
+
+def steps(instructions: Iterable[Instruction]) -> Iterator[Step]:
+    """Operators and adapters, those of loops among them; without what loops take and give."""
+    for instruction in instructions:
+        if isinstance(instruction, Loop):
+            yield from instruction.body
+        else:
+            yield instruction
 
 
 def joins(item: object) -> bool:
@@ -119,14 +187,19 @@ class Program:
         """The body and the tail."""
         return (*self.body, *self.tail)
 
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The operators and adapters of the body, those of loops among them."""
+        return tuple(steps(self.body))
+
     def results(self) -> list[IRValue]:
         """The values that a call returns, in training or else."""
         trees = [self.output] if self.whole_output is None else [self.output, self.whole_output]
         return [value for tree in trees for _, value in tree.leaves() if isinstance(value, IRValue)]
 
     def adapters(self) -> list[Adapt]:
-        """The adapters among the instructions, in order."""
-        return [step for step in self.instructions if isinstance(step, Adapt)]
+        """The adapters among the instructions, in order, those inside of loops included."""
+        return [step for step in steps(self.instructions) if isinstance(step, Adapt)]
 
     @functools.cached_property
     def joined_axes(self) -> tuple[tuple[str, ...], ...]:

@@ -22,7 +22,7 @@ from shardwright.compiler.ir.op import Arg, map_leaves
 from shardwright.compiler.ir.size import dynamic_sizes
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Instruction, Loop, Program
 
 # torch numbers the modules of a list without leading zeros, so `block.01` is a name.
 _CONTAINER = re.compile(r"(?s)^(?:(?P<prefix>.*?)\.)?(?P<index>0|[1-9][0-9]*)(?:\.|\Z)")
@@ -73,11 +73,15 @@ def container_of(module_path: str) -> tuple[str, int] | None:
 
 def reads(instruction: Instruction) -> tuple[IRValue, ...]:
     """The values that an instruction reads."""
+    if isinstance(instruction, Loop):
+        return instruction.operands
     return (instruction.value,) if isinstance(instruction, Adapt) else instruction.op.operands
 
 
 def writes(instruction: Instruction) -> tuple[IRValue, ...]:
     """The values that an instruction makes."""
+    if isinstance(instruction, Loop):
+        return instruction.results
     return (instruction.result,) if isinstance(instruction, Adapt) else instruction.op.results
 
 
@@ -85,14 +89,14 @@ def path_of(instruction: Instruction) -> str:
     """The path of the module that an instruction belongs to."""
     return (
         instruction.module_path
-        if isinstance(instruction, Adapt)
+        if isinstance(instruction, Adapt | Loop)
         else instruction.original.module_path
     )
 
 
 def region_of(instruction: Instruction) -> str | None:
     """The recompute region that an instruction belongs to, if any."""
-    return instruction.region if isinstance(instruction, Adapt) else instruction.op.region
+    return instruction.region if isinstance(instruction, Adapt | Loop) else instruction.op.region
 
 
 def container_path(container: tuple[str, int] | None) -> str:
@@ -217,7 +221,7 @@ def in_front(
     a recompute region. ``is_read_later``: whether anything after the stretch reads a value.
     """
     # Made inside of the stretch: what follows from it cannot go in front.
-    made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
+    made = {value.name for i in instructions if not isinstance(i, Adapt) for value in writes(i)}
     front: list[Instruction] = []
     for instruction in instructions:
         if isinstance(instruction, Adapt):
@@ -373,6 +377,8 @@ def instruction_key(
     """The key of an instruction, with values replaced by tokens: equal for one step of two layers.
     Adds the names of its sizes to ``symbols``.
     """
+    if isinstance(instruction, Loop):
+        return _loop_key(instruction, token, container, symbols)
     if isinstance(instruction, Adapt):
         step = instruction.step
         cuts = [cut for cut in (step.cut, step.to_cut) if cut is not None]
@@ -406,6 +412,27 @@ def instruction_key(
     suffix = layered(instruction.original.module_path, container)
     facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
     return (op.target, args, instruction.layouts, tuple(value.dtype for value in op.results), facts)
+
+
+def _loop_key(
+    loop: Loop,
+    token: Callable[[IRValue], Hashable],
+    container: tuple[str, int] | None,
+    symbols: set[str],
+) -> Hashable:
+    """The key of a loop: values made inside are told by their numbers."""
+    made: dict[str, int] = {}
+
+    def inside(value: IRValue) -> Hashable:
+        return ("inside", made[value.name]) if value.name in made else token(value)
+
+    keys = []
+    for step in (*loop.takes, *loop.body, *loop.gives):
+        keys.append(instruction_key(step, inside, container, symbols))
+        for value in writes(step):
+            made[value.name] = len(made)
+    late = tuple(value.name in loop.late for value in loop.results)
+    return ("loop", loop.axis, loop.count, tuple(keys), late)
 
 
 def _freeze(arg: Arg) -> Hashable:

@@ -19,7 +19,7 @@ from shardwright.compiler.cost.fake.fake_rank import REFUSALS, FakeRank
 from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, local_call
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.plan.program import Compute, Program
+from shardwright.compiler.plan.program import Compute, Program, steps
 from shardwright.frontend.calibrate.timing import seconds_per_call
 from shardwright.runtime.layout import Mesh
 
@@ -56,8 +56,8 @@ def profile(
     entries = dict((known or OperatorTimes()).entries)
     failed: dict[str, str] = {}
     for program in programs:
-        mesh = program.plan.mesh
-        for instruction in program.body:
+        mesh = program.plan.computing_mesh
+        for instruction in steps(program.body):
             if not isinstance(instruction, Compute):
                 continue
             call = local_call(instruction.original, instruction.assignment, mesh)

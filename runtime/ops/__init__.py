@@ -17,7 +17,7 @@ from shardwright.runtime.ops.convolution import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from shardwright.runtime.ops.cross_entropy import cross_entropy, nll_loss
+from shardwright.runtime.ops.cross_entropy import cross_entropy, nll_loss, row_weights
 from shardwright.runtime.ops.dropout import (
     alpha_dropout,
     dropout,
@@ -187,6 +187,7 @@ __all__ = [
     "rnn_relu",
     "rnn_tanh",
     "roll",
+    "row_weights",
     "rrelu",
     "scaled_dot_product_attention",
     "select",

@@ -161,6 +161,15 @@ def _row_weights(
     return torch.where(valid, weight.detach()[torch.where(valid, target, 0)], 0.0)
 
 
+def row_weights(target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:
+    """What the mean of a loss with class indices divides by: how many rows count, or the sum of the
+    weights of their classes.
+    """
+    if weight is None:
+        return (target != ignore_index).sum()
+    return _row_weights(target, weight, ignore_index, weight.dtype).sum()
+
+
 def row_weights_of(
     target: Tensor, weight: Tensor | None, ignore_index: int, start: int, class_axes: Axes
 ) -> Tensor:

@@ -82,6 +82,19 @@ class RngState:
         finally:
             self.step, self.microbatch = now
 
+    @contextmanager
+    def in_piece(self, loop: str, count: int, index: int) -> Iterator[None]:
+        """Draw as for piece ``index`` of ``count`` inside the ``with`` block: along ``loop``, an
+        axis without ranks, pieces draw as ranks along any other axis do.
+        """
+        mesh, coords = self.mesh, self.coords
+        self.mesh = mesh.of_axes((*mesh.axes, (loop, count)))
+        self.coords = {**coords, loop: index}
+        try:
+            yield
+        finally:
+            self.mesh, self.coords = mesh, coords
+
     def to_json(self) -> dict[str, int]:
         return {"seed": self.seed, "step": self.step, "microbatch": self.microbatch}
 

@@ -24,7 +24,9 @@ from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.size import Size, dynamic_sizes, to_python
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
+from shardwright.compiler.plan.program import Adapt, Loop
 from shardwright.runtime import adapters
+from shardwright.runtime.in_pieces import TOTAL, Joined, Piece, in_pieces, piece_of
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.communicator import Communicator
@@ -60,7 +62,9 @@ class FakeRank:
         self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
         self._counters = CommunicationCounters()
-        self.axes = {axis_variable(name): self._group(name, size, 0) for name, size in mesh.axes}
+        self.axes: dict[str, AxisGroup | Piece] = {
+            axis_variable(name): self._group(name, size, 0) for name, size in mesh.axes
+        }
         self._module = SimpleNamespace(
             training=True, device=torch.device(device), rng=RngState(0, rng, mesh, self.coords)
         )
@@ -155,6 +159,45 @@ class FakeRank:
                 *words, **({"backward": step.backward} if has_backward else {})
             )
             return result
+
+    def run_loop(self, loop: Loop, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a loop in a training step, run by the runtime's own function. Where a step
+        makes none it is a tensor without elements.
+        """
+        known = {value.name: x for value, x in zip(loop.operands, operands, strict=True)}
+
+        def run_piece(piece: Piece, *parts: Tensor) -> tuple[Tensor, ...]:
+            values = {**known, **{t.result.name: x for t, x in zip(loop.takes, parts, strict=True)}}
+            self.axes[axis_variable(loop.axis)] = piece
+            try:
+                for step in loop.body:
+                    if isinstance(step, Adapt):
+                        values[step.result.name] = self.adapt(step.step, values[step.value.name])
+                        continue
+                    found = self.run(step.op, [values[value.name] for value in step.op.operands])
+                    values |= {v.name: x for v, x in zip(step.op.results, found, strict=True)}
+            finally:
+                del self.axes[axis_variable(loop.axis)]
+            return tuple(values[give.value.name] for give in loop.gives)
+
+        def cut(step: AdapterStep) -> tuple[int, Cut]:
+            assert step.dim is not None and step.cut is not None
+            return step.dim, self._cut(step.cut)
+
+        takes = [
+            piece_of(known[t.value.name], *cut(t.step)) if t.step.dim is not None
+            else known[t.value.name]
+            for t in loop.takes
+        ]  # fmt: skip
+        gives = [
+            TOTAL if g.step.dim is None else Joined(*cut(g.step), g.result.name not in loop.late)
+            for g in loop.gives
+        ]
+        rng = self._module.rng
+        with self.mode:
+            found = in_pieces(run_piece, loop.axis, loop.count, takes, gives, rng=rng)
+            results = found if isinstance(found, tuple) else (found,)
+            return [torch.empty(0) if x is None else x for x in results]
 
     def number(self, size: Size) -> int:
         """A size expression as this rank sees it."""

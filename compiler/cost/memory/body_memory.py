@@ -37,8 +37,8 @@ from shardwright.compiler.cost.memory.ledger import Ledger
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.program import (
     Adapt,
-    Compute,
     Instruction,
+    Loop,
     Program,
     gathers_at,
     joins,
@@ -519,8 +519,6 @@ def _gatherings(program: Program) -> list[tuple[Adapt, ...]]:
 
 
 def _name(instruction: Instruction) -> str:
-    return instruction.result.name if isinstance(instruction, Adapt) else _op_name(instruction)
-
-
-def _op_name(instruction: Compute) -> str:
-    return instruction.original.name
+    if isinstance(instruction, Loop):
+        return f"loop {instruction.axis}"
+    return instruction.result.name if isinstance(instruction, Adapt) else instruction.original.name

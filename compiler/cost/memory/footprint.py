@@ -25,8 +25,9 @@ from shardwright.compiler.cost.fake.saved_tensors import saving_to
 from shardwright.compiler.cost.local_calls import local_shape
 from shardwright.compiler.ir.op import IROp, once
 from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import call_source
-from shardwright.compiler.plan.program import Adapt, Instruction
+from shardwright.compiler.plan.program import Adapt, Instruction, Loop
 from shardwright.runtime.layout import Mesh
 
 RngMode = Literal["fast", "plan_independent"]
@@ -167,6 +168,8 @@ class Footprints:
     def _call(self, instruction: Instruction, operands: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(instruction, Adapt):
             return [self.rank.adapt(instruction.step, operands[0])]
+        if isinstance(instruction, Loop):
+            return self.rank.run_loop(instruction, operands)
         return self.rank.run(instruction.op, operands)
 
     def _run_forward(
@@ -265,7 +268,12 @@ class Footprints:
             # An adapter's results follow from its layouts, without running it.
             return self._adapted(instruction, forms[0], trains)
         results = []
-        for value, layout in zip(instruction.op.results, instruction.layouts, strict=True):
+        made_here = (
+            [(give.result, give.step.after) for give in instruction.gives]
+            if isinstance(instruction, Loop)
+            else zip(instruction.op.results, instruction.layouts, strict=True)
+        )
+        for value, layout in made_here:
             shape = local_shape(layout, self.rank.mesh)
             takes_gradient = value.takes_gradient and trains
             results.append(TensorForm(shape, _contiguous(shape), value.dtype, takes_gradient))
@@ -305,10 +313,33 @@ def _signature(instruction: Instruction) -> object:
     """A key that is equal for instructions that do the same."""
     if isinstance(instruction, Adapt):
         return instruction.step
+    if isinstance(instruction, Loop):
+        return _signature_of_loop(instruction)
     rule = instruction.original.rule
     # How many rows are chosen cannot be told from the call.
     rows = instruction.layouts if rule is not None and rule.densities is not None else ()
     return _signature_of_call(instruction.op), rows
+
+
+def _signature_of_loop(loop: Loop) -> object:
+    """What two loops must share: the calls, and which of them reads what of which."""
+    numbers: dict[str, int] = {}
+
+    def number(value: IRValue) -> int:
+        return numbers.setdefault(value.name, len(numbers))
+
+    found = []
+    for step in (*loop.takes, *loop.body, *loop.gives):
+        read, made = (
+            ((step.value,), (step.result,))
+            if isinstance(step, Adapt)
+            else (step.op.operands, step.op.results)
+        )
+        places = tuple(map(number, read)), tuple(map(number, made))
+        found.append((_signature(step), places))
+    late = tuple(value.name in loop.late for value in loop.results)
+    order = tuple(map(number, loop.operands))
+    return loop.axis, loop.count, tuple(found), late, order
 
 
 @once

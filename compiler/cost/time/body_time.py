@@ -7,6 +7,7 @@ recompute region, ``compute_s`` is 4 ms, of which ``recomputed_s`` is 1 ms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,16 @@ from shardwright.compiler.cost.time.inner_messages import exchanges_in
 from shardwright.compiler.cost.time.kept_weights import gathered_again
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.plan.conversion import AdapterStep
-from shardwright.compiler.plan.program import Adapt, Instruction, Program, gathers_at, joins
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import (
+    Adapt,
+    Compute,
+    Instruction,
+    Loop,
+    Program,
+    gathers_at,
+    joins,
+)
 from shardwright.compiler.plan.repeated_blocks import Run, group_blocks, region_of
 from shardwright.runtime.layout import Mesh
 
@@ -76,81 +86,152 @@ def body_time(
     """The times of a program whose mesh lies on ``ranks`` of a unit. ``unit_size``: the ranks of
     the whole unit (default: as many as ``ranks``).
     """
-    # With ZeRO-3 adapters work on a mesh that goes over several units; operators do not.
-    mesh, storage_mesh = program.plan.mesh, program.plan.storage_mesh
     size = len(ranks) if unit_size is None else unit_size
     storage_ranks = tuple(
         unit * size + rank for unit in range(max(1, program.plan.zero)) for rank in ranks
     )
+    sums = _Sums(program.plan, hardware, tuple(ranks), storage_ranks, times, trains)
     # Instructions of recompute regions run twice.
     again = _recomputed(program) if trains else set()
     again_too = gathered_again(program) if trains else frozenset()
     instructions: list[tuple[Instruction, OpTime]] = []
-    comm: dict[str, float] = {}
-    volumes: dict[str, float] = {}
-    compute_s = recomputed_s = 0.0
     for position, instruction in enumerate(program.body):
         runs = 2 if id(instruction) in again else 1
         if joins(instruction):
-            instructions.append((instruction, OpTime(0.0)))  # the first of its group has it all
-            continue
-        if isinstance(instruction, Adapt):
-            group, step = gathers_at(program.body, position), instruction.step
-
-            def seconds_of(part: Sequence[Adapt]) -> OpTime:
-                steps = [(adapter.step, adapter.of.dtype) for adapter in part]
-                return together_time(steps, storage_mesh, storage_ranks, hardware)
-
-            # Frozen weights have no gradients. What an operator keeps is gathered a second time for
-            # its backward; a recompute region gathers with the rest, which ``runs`` has.
-            summed = [adapter for adapter in group if trains and adapter.of.takes_gradient]
+            time = OpTime(0.0)  # the first of its group has it all
+        elif isinstance(instruction, Loop):
+            time = sums.of_loop(instruction, runs)
+        elif isinstance(instruction, Adapt):
+            # What an operator keeps is gathered a second time for its backward; a recompute region
+            # gathers with the rest, which ``runs`` has.
+            group = gathers_at(program.body, position)
             kept = [adapter for adapter in group if runs == 1 and adapter.result.name in again_too]
-            time = OpTime(seconds_of(group).forward_s, seconds_of(summed).backward_s)
-            again_s = seconds_of(kept).forward_s
-            recomputed_s += again_s
-            moved = {a.result.name: _exchanged_bytes(a, storage_mesh) for a in group}
-            forward_bytes, backward_bytes, again_bytes = (
-                sum(moved[adapter.result.name][way] for adapter in part)
-                for part, way in ((group, 0), (summed, 1), (kept, 0))
-            )
-            # An adapter is communication in one direction and may be a copy in the other.
-            for kind, seconds, num_bytes in (
-                (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
-                (_BACKWARD.get((step.kind, step.backward)), time.backward_s, backward_bytes),
-                (step.kind, again_s, again_bytes),
-            ):
-                if kind is None:
-                    compute_s += seconds
-                elif seconds:
-                    name = f"{'+'.join(step.axes)} {kind}"
-                    comm[name] = comm.get(name, 0.0) + seconds
-                    volumes[name] = volumes.get(name, 0.0) + num_bytes
+            time = sums.of_adapters(group, kept, runs)
         else:
-            time = op_time(
-                instruction.original, instruction.assignment, mesh, hardware, times, ranks=ranks
-            )
-            time = time if trains else OpTime(time.forward_s)
-            compute_s += runs * time.forward_s + time.backward_s
-            for sent in exchanges_in(
-                instruction.original, instruction.assignment, mesh, hardware, ranks=ranks
-            ):
-                seconds = runs * sent.time.forward_s + (sent.time.backward_s if trains else 0.0)
-                sent_bytes = runs * sent.forward_bytes + (sent.backward_bytes if trains else 0.0)
-                # The operator's own time has the exchange in it, which is counted as communication.
-                name = f"{sent.axis} all_to_all"
-                compute_s -= seconds
-                comm[name] = comm.get(name, 0.0) + seconds
-                volumes[name] = volumes.get(name, 0.0) + sent_bytes
-        recomputed_s += (runs - 1) * time.forward_s
+            time = sums.of_call(instruction, runs)
         instructions.append((instruction, time))
     return BodyTime(
         tuple(instructions),
-        compute_s,
-        dict(sorted(comm.items())),
-        recomputed_s,
-        bool(again),
-        volumes,
+        sums.compute_s,
+        dict(sorted(sums.comm.items())),
+        sums.recomputed_s,
+        bool(again) or any(isinstance(instruction, Loop) for instruction in program.body),
+        sums.volumes,
     )
+
+
+@dataclass
+class _Sums:
+    """The sums of a body so far. Loops count as axes of which a rank goes through all pieces one
+    after the other, so ``ranks`` names each rank once for each piece.
+    """
+
+    plan: Plan
+    hardware: Hardware
+    ranks: tuple[int, ...]
+    storage_ranks: tuple[int, ...]
+    times: OperatorTimes | None
+    trains: bool
+    compute_s: float = 0.0
+    recomputed_s: float = 0.0
+    comm: dict[str, float] = field(default_factory=dict)
+    volumes: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # With ZeRO-3 adapters work on a mesh that goes over several units; operators do not.
+        self.mesh = self.plan.computing_mesh
+        self.storage_mesh = self.plan.with_loops(self.plan.storage_mesh)
+        pieces = math.prod(loop.count for loop in self.plan.loops.values())
+        self.ranks = tuple(rank for rank in self.ranks for _ in range(pieces))
+        self.storage_ranks = tuple(rank for rank in self.storage_ranks for _ in range(pieces))
+
+    def of_loop(self, loop: Loop, runs: int) -> OpTime:
+        """Add a loop: each piece runs forward, again in backward, and backward."""
+        forwards = loop.count * (runs + self.trains)
+        total = OpTime()
+        for step in loop.body:
+            if isinstance(step, Adapt):
+                time = self.of_adapters((step,), (), forwards, loop.count)
+            else:
+                time = self.of_call(step, forwards, loop.count)
+            total += OpTime(loop.count * time.forward_s, loop.count * time.backward_s)
+            # Of these forwards one of each piece is the loop's own.
+            self.recomputed_s -= (loop.count - 1) * time.forward_s
+        doors = [self._door(door, loop.count) for door in (*loop.takes, *loop.gives)]
+        for time in doors:
+            self.compute_s += runs * time.forward_s + time.backward_s
+            total += time
+        return total
+
+    def _door(self, door: Adapt, count: int) -> OpTime:
+        """What it takes to copy all pieces of a tensor, or to add up what all of them share."""
+        step, device = door.step, self.hardware.device
+        num_bytes = max(
+            local_bytes(layout, door.of.dtype, self.storage_mesh)
+            for layout in (step.before, step.after)
+        )
+        backs = self.trains and door.of.takes_gradient
+        if step.kind in ("narrow", "all_gather"):
+            copied = device.memory_s(2 * num_bytes)
+            return OpTime(copied, copied if backs else 0.0)
+        added = count * device.memory_s(3 * num_bytes)
+        return OpTime(0.0, added if backs and step.kind == "grad_all_reduce" else 0.0)
+
+    def of_adapters(
+        self, group: Sequence[Adapt], kept: Sequence[Adapt], runs: int, backwards: int = 1
+    ) -> OpTime:
+        """Add adapters that go in one collective. ``kept``: those that are gathered again."""
+        step = group[0].step
+
+        def seconds_of(part: Sequence[Adapt]) -> OpTime:
+            steps = [(adapter.step, adapter.of.dtype) for adapter in part]
+            return together_time(steps, self.storage_mesh, self.storage_ranks, self.hardware)
+
+        # Frozen weights have no gradients.
+        summed = [adapter for adapter in group if self.trains and adapter.of.takes_gradient]
+        time = OpTime(seconds_of(group).forward_s, seconds_of(summed).backward_s)
+        again_s = seconds_of(kept).forward_s
+        self.recomputed_s += again_s + (runs - 1) * time.forward_s
+        moved = {a.result.name: _exchanged_bytes(a, self.storage_mesh) for a in group}
+        forward_bytes, backward_bytes, again_bytes = (
+            sum(moved[adapter.result.name][way] for adapter in part)
+            for part, way in ((group, 0), (summed, 1), (kept, 0))
+        )
+        # An adapter is communication in one direction and may be a copy in the other.
+        for kind, seconds, num_bytes in (
+            (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
+            (
+                _BACKWARD.get((step.kind, step.backward)),
+                backwards * time.backward_s,
+                backwards * backward_bytes,
+            ),
+            (step.kind, again_s, again_bytes),
+        ):
+            if kind is None:
+                self.compute_s += seconds
+            elif seconds:
+                self._add(f"{'+'.join(step.axes)} {kind}", seconds, num_bytes)
+        return time
+
+    def of_call(self, call: Compute, runs: int, backwards: int = 1) -> OpTime:
+        """Add an operator."""
+        op, assignment = call.original, call.assignment
+        time = op_time(op, assignment, self.mesh, self.hardware, self.times, ranks=self.ranks)
+        time = time if self.trains else OpTime(time.forward_s)
+        self.compute_s += runs * time.forward_s + backwards * time.backward_s
+        self.recomputed_s += (runs - 1) * time.forward_s
+        for sent in exchanges_in(op, assignment, self.mesh, self.hardware, ranks=self.ranks):
+            times = (runs, backwards if self.trains else 0)
+            seconds = times[0] * sent.time.forward_s + times[1] * sent.time.backward_s
+            num_bytes = times[0] * sent.forward_bytes + times[1] * sent.backward_bytes
+            # The operator's own time has the exchange in it, which is counted as communication.
+            self.compute_s -= seconds
+            self._add(f"{sent.axis} all_to_all", seconds, num_bytes)
+        return time
+
+    def _add(self, name: str, seconds: float, num_bytes: float) -> None:
+        self.comm[name] = self.comm.get(name, 0.0) + seconds
+        self.volumes[name] = self.volumes.get(name, 0.0) + num_bytes
 
 
 def communicates(step: AdapterStep) -> tuple[bool, bool]:

@@ -28,7 +28,7 @@ from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program, steps
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
 
@@ -54,8 +54,8 @@ def largest_message(
             [*crossed, *(largest_message(stage, config, optimizer) for stage in program.programs)],
             default=0,
         )
-    mesh, largest = program.plan.storage_mesh, 0
-    for instruction in program.body:
+    mesh, largest = program.plan.with_loops(program.plan.storage_mesh), 0
+    for instruction in steps(program.body):
         if isinstance(instruction, Adapt) and sum(step_elements(instruction.step, mesh)) > 0:
             ends = instruction.step.before, instruction.step.after
             largest = max(
@@ -153,11 +153,10 @@ def _outside_tables(
     watched = _Watched.of(hardware.device)
     machine = replace(hardware, device=watched)
     for program in programs:
-        for instruction in program.body:
+        mesh = program.plan.computing_mesh
+        for instruction in steps(program.body):
             if isinstance(instruction, Compute):
-                op_time(
-                    instruction.original, instruction.assignment, program.plan.mesh, machine, times
-                )
+                op_time(instruction.original, instruction.assignment, mesh, machine, times)
         for declaration in () if config.inference_only else _trained(program):
             update_s(declaration, program.plan.storage_mesh, config, machine, optimizer)
     return watched.outside()

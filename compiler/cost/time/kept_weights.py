@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from shardwright.compiler.cost.fake.saved_tensors import saved_for_backward
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Loop, Program
 
 VIEWS = frozenset(("grad_all_reduce", "grad_keep_one"))
 """Adapters that change nothing in the forward. Their result is a view of their operand, so what
@@ -67,6 +67,8 @@ def gathered_again(program: Program) -> frozenset[str]:
             original = instruction.original
             pairs = zip(original.operands, instruction.op.operands, strict=True)
             kept |= {own.name for value, own in pairs if (value.name, original.name) in keeping}
+        elif isinstance(instruction, Loop):
+            kept |= {value.name for value in instruction.operands}  # it keeps all that it reads
         elif isinstance(instruction, Adapt) and instruction.result.name in kept:
             if instruction.gathers_again:
                 found.add(instruction.result.name)

@@ -19,7 +19,7 @@ from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.body_time import BodyTime
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.operator_time import roofline
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import Compute, Instruction, Program
 from shardwright.compiler.plan.repeated_blocks import reads, writes
 from shardwright.runtime.layout import Mesh
 
@@ -64,8 +64,8 @@ def parts_of_instructions(
             yield 0.0, time.backward_s
             continue
         inner.update(value.name for value in writes(instruction) if value.takes_gradient)
-        if isinstance(instruction, Adapt):
-            yield time.backward_s, 0.0
+        if not isinstance(instruction, Compute):
+            yield time.backward_s, 0.0  # all its gradients come at once
         else:
             inside = frozenset(
                 i for i, value in enumerate(instruction.op.operands) if value.name in inner

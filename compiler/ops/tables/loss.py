@@ -304,6 +304,18 @@ _FORM = define_form("nll_loss", f"{_NLL}, {_AXES}")
 define("nll_loss", _NLL, "F.nll_loss", _cross_entropy(_FORM), (F.nll_loss, _modern))
 
 
+def _row_weights(op: IROp) -> OpRule:
+    rows = names(op.operands[0].ndim, "n", "+")
+    return parse_rule(annotation([rows, ["c^"]][: len(op.operands)], [[]]), op)
+
+
+define(
+    "row_weights",
+    "target, weight=None, ignore_index=-100",
+    f"{RUNTIME}.row_weights",
+    _row_weights,
+)
+
 _LINEAR = (
     "input, linear_weight, target, linear_bias=None, weight=None, reduction='mean', "
     "ignore_index=-100, label_smoothing=0.0, chunk_rows=None"

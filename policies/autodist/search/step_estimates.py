@@ -22,7 +22,7 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.outputs import training_wishes
-from shardwright.compiler.plan.program import Compute, Declaration, Instruction
+from shardwright.compiler.plan.program import Compute, Declaration, Step
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -51,7 +51,7 @@ class StepEstimates:
             outputs=training_wishes(graph, config),
         )
         self._program = lower(graph, plan)
-        self._instructions: list[tuple[Instruction, int]] = self._alike_instructions()
+        self._instructions: list[tuple[Step, int]] = self._alike_instructions()
         self._parameters: list[tuple[Declaration, int]] = self._alike_parameters()
 
     def step_s(self, mesh: Mesh, num_positions: int, pp_place: int, setting: Setting) -> float:
@@ -74,11 +74,11 @@ class StepEstimates:
         once_s = sum(count * _once_s(declaration, walk) for declaration, count in self._parameters)
         return (setting.num_microbatches * work_s + once_s) / num_positions
 
-    def _alike_instructions(self) -> list[tuple[Instruction, int]]:
+    def _alike_instructions(self) -> list[tuple[Step, int]]:
         """One of every kind, and how many there are."""
         free = from_nothing(self._program.graph)  # every stage makes these for itself
-        found: dict[Hashable, list[Instruction]] = {}
-        for item in self._program.body:
+        found: dict[Hashable, list[Step]] = {}
+        for item in self._program.steps:
             if isinstance(item, Compute):
                 if item.original.name not in free:
                     found.setdefault(
@@ -115,7 +115,7 @@ def _ways(mesh: Mesh) -> Iterator[Mesh]:
         yield Mesh(((BATCH, batch), (INNER, inner)))
 
 
-def _time_of(item: Instruction, walk: Walk) -> float:
+def _time_of(item: Step, walk: Walk) -> float:
     """The seconds of one instruction, forward and backward; an adapter along axes of one rank takes
     none.
     """

@@ -10,7 +10,7 @@ from shardwright.compiler.cost.fake.saved_tensors import saved_for_backward
 from shardwright.compiler.cost.local_calls import local_bytes
 from shardwright.compiler.cost.time.kept_weights import VIEWS
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import Compute, Instruction
+from shardwright.compiler.plan.program import Compute, Step
 from shardwright.runtime.layout import Layout, Mesh
 
 
@@ -22,7 +22,7 @@ class Kept:
 
     def __init__(
         self,
-        instructions: Iterable[tuple[int, Instruction]],
+        instructions: Iterable[tuple[int, Step]],
         own: set[str],
         mesh: Mesh,
         layouts: Mapping[str, Layout],

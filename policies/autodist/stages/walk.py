@@ -32,7 +32,7 @@ from shardwright.compiler.cost.time.split_backward_time import (
 )
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
-from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program, Step
 from shardwright.compiler.plan.repeated_blocks import in_front, reads, writes
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.kept import Kept
@@ -91,12 +91,12 @@ class Walk:
         )
 
     @cached_property
-    def by_place(self) -> tuple[tuple[int, Instruction], ...]:
+    def by_place(self) -> tuple[tuple[int, Step], ...]:
         """Every instruction with its place."""
         positions = {op.name: index for index, op in enumerate(self.program.graph.ops)}
-        found: list[tuple[int, Instruction]] = []
+        found: list[tuple[int, Step]] = []
         place = len(positions) - 1
-        for instruction in reversed(self.program.body):
+        for instruction in reversed(self.program.steps):
             if isinstance(instruction, Compute):
                 place = positions[instruction.original.name]
             found.append((place, instruction))
@@ -107,7 +107,7 @@ class Walk:
         """The layouts of every value by name, copies included."""
         found: dict[str, Layout] = {d.value.name: d.layout for d in self.program.declarations}
         found.update(self.program.input_layouts)
-        for instruction in self.program.body:
+        for instruction in self.program.steps:
             if isinstance(instruction, Adapt):
                 found[instruction.result.name] = instruction.step.after
             else:
@@ -175,7 +175,7 @@ class Walk:
     def _parts_from(self, start: int) -> Iterator[tuple[float, float]]:
         """The sums over 0, 1, 2, ... places."""
         before = [
-            item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)
+            item for item in self.program.steps[: self._first[start]] if not _is_of_weight(item)
         ]
         inputs = {value.name for item in before for value in writes(item) if value.takes_gradient}
         timed = self._timed[self._first[start] :]
@@ -212,7 +212,7 @@ class Walk:
         return tuple(found)
 
     @cached_property
-    def _timed(self) -> list[tuple[int, Instruction, OpTime]]:
+    def _timed(self) -> list[tuple[int, Step, OpTime]]:
         return [
             (place, item, time)
             for (place, item), time in zip(self.by_place, self.times, strict=True)
@@ -251,7 +251,7 @@ class Walk:
             found[place] += time
         return found
 
-    def time_of(self, instruction: Instruction) -> OpTime:
+    def time_of(self, instruction: Step) -> OpTime:
         """Seconds of one instruction."""
         setting = self.setting
         if isinstance(instruction, Compute):
@@ -345,7 +345,7 @@ class Walk:
         return found
 
 
-def _is_of_weight(instruction: Instruction) -> bool:
+def _is_of_weight(instruction: Step) -> bool:
     """Whether it makes a copy of a parameter or buffer."""
     return isinstance(instruction, Adapt) and instruction.of.kind in (
         ValueKind.PARAMETER,

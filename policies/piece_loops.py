@@ -58,7 +58,9 @@ def in_pieces(graph: PlannableGraph, plan: Plan, options: PieceOptions, policy: 
                 hint=f"{name}_pieces=1 or more; 1 leaves it whole",
             )
         if count > 1:
-            loops[name] = _loop(graph, parts(graph), count, name, policy)
+            taken = {op for loop in loops.values() for op in loop.strategies}
+            free = [ops for ops in parts(graph) if taken.isdisjoint(op.name for op in ops)]
+            loops[name] = _loop(graph, free, count, name, policy)
     return replace(plan, loops=loops)
 
 
@@ -172,6 +174,11 @@ def feed_forwards(graph: IRGraph) -> list[list[IROp]]:
         makes = [op for op in ops if _makes(op, index, dims)]
         sums = [op for op in ops if _sums(op, index, dims)]
         if not makes or not sums or taken & {op.name for op in ops}:
+            continue
+        # Nothing else brings the dim in, as a residual stream does.
+        made = {v.name for op in ops for v in op.results}
+        read = [v for op in ops for v in op.operands if not _is_weight(v)]
+        if any(index in _classes(v, dims) and v.name not in made for v in read):
             continue
         # Everything else takes the elements of what the products make one by one.
         shapes = {frozenset(_classes(v, dims)) for op in makes for v in op.results}

@@ -22,9 +22,13 @@ def test_the_plans_of_the_page_are_exact() -> None:
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(block.split("shardwright.parallelize(")[0], names)
     model, batch, config = names["model"].double(), names["batch"], names["config"]
-    for found in (config, names["two"], replace(config, pas_config=names["named"])):
+    named = replace(config, pas_config=names["named"])
+    for found in (config, names["two"], names["pieces"], named):
         report = shardwright.verify(model, batch, "cp", found, steps=1)
         assert report.ok, str(report)
+    alone = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+    report = shardwright.verify(model, batch, names["my_policy"], alone, steps=1)
+    assert report.ok, str(report)
     many = shardwright.ComputeConfig(plan_ngpus=16, runtime_ngpus=16)
     with pytest.raises(PlanError) as refused:
         shardwright.verify(model, batch, "cp", many)

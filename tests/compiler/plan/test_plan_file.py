@@ -14,7 +14,7 @@ from typing import Any
 import plans
 import pytest
 
-from shardwright.compiler.plan.plan import Batch, Certificate, Note, Plan, StagePlan
+from shardwright.compiler.plan.plan import Batch, Certificate, Note, Plan, PlannedLoop, StagePlan
 from shardwright.compiler.plan.plan_file import KEYS, check_plan_file
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import read_plan_file
@@ -42,6 +42,7 @@ FULL = Plan(
     Batch(4, 4, {"x": 0}),
     1.5,
     {"up.weight": "keep"},
+    {"loss": PlannedLoop(4, {"up": "split:b"})},
 )
 """A plan with a value for everything."""
 

@@ -6,8 +6,9 @@ gradients are those of the whole batch, exactly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.piece_loops import PieceOptions, in_pieces
 from shardwright.policies.policy import Policy, read_options
@@ -15,13 +16,13 @@ from shardwright.policies.splits import split_dims
 from shardwright.runtime.config import ComputeConfig
 
 
-def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """The plan for ``config.plan_ngpus`` ranks on one axis, ``dp``."""
     options = read_options(PieceOptions, config.pas_config, policy="data")
     builder = graph.builder(mesh={"dp": config.plan_ngpus})
     if config.plan_ngpus > 1:
         split_dims(builder, "dp", batch_classes(graph))
-    return in_pieces(graph, builder.plan("data"), options, "data")
+    return replace(graph, plan=in_pieces(graph, builder.plan("data"), options, "data"))
 
 
 POLICY = Policy("data", apply, PieceOptions, built_in=True)

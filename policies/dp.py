@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.piece_loops import PieceOptions, in_pieces
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
 
-def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     """One rank computes everything; gradients are reduced over units."""
     options = read_options(PieceOptions, config.pas_config, policy="dp")
     if config.plan_ngpus != 1:
@@ -20,7 +21,8 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
             hint=f"plan_ngpus=1 with runtime_ngpus={config.runtime_ngpus}, or policy 'data' to "
             "split the batch inside a unit",
         )
-    return in_pieces(graph, graph.builder(mesh={}).plan("dp"), options, "dp")
+    plan = graph.builder(mesh={}).plan("dp")
+    return replace(graph, plan=in_pieces(graph, plan, options, "dp"))
 
 
 POLICY = Policy("dp", apply, PieceOptions, built_in=True)

@@ -100,7 +100,7 @@ def compiled_gpt2(**options: int) -> tuple[Compiled, nn.Module, dict[str, Any], 
 
 
 def test_logits_are_never_whole(tmp_path: Any) -> None:
-    """Neither in the program, nor in the memory that is predicted, nor in that which is measured."""
+    """Neither in the program, nor in the memory that is predicted or measured."""
     whole, *_ = compiled_gpt2()
     compiled, model, sample, config = compiled_gpt2(loss_pieces=8)
     outside = [
@@ -108,7 +108,7 @@ def test_logits_are_never_whole(tmp_path: Any) -> None:
     ]
     assert not any(512 in value.shape for value in outside)
     (loop,) = [step for step in compiled.program.body if isinstance(step, Loop)]
-    assert [call.original.target for call in loop.calls][0] == "linear"
+    assert next(call.original.target for call in loop.calls) == "linear"
     predicted, before = (
         program_memory(made.program, config).peak_bytes for made in (compiled, whole)
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import plans
 import pytest
@@ -32,7 +31,7 @@ class Model(nn.Module):
         return c.sum()
 
 
-def compiled(*names: str, count: int = 3, mesh: Mesh = Mesh(), **others: Any) -> Compiled:
+def compiled(*names: str) -> Compiled:
     graph = plans.annotated(plans.traced(Model(), {"x": torch.randn(7, 6)}))
     strategies = {}
     for op in graph.ops:
@@ -44,8 +43,8 @@ def compiled(*names: str, count: int = 3, mesh: Mesh = Mesh(), **others: Any) ->
                 if graph.dims.classes[graph.dims.factors[op.name, f.name]].size == 7
             )
             strategies[op.name] = f"split:{place}"
-    loops = {"rows": PlannedLoop(count, strategies)}
-    return plans.compile_plan(graph, Plan(mesh, loops=loops, **others))
+    loops = {"rows": PlannedLoop(3, strategies)}
+    return plans.compile_plan(graph, Plan(Mesh(), loops=loops))
 
 
 def test_loops_are_what_hands_values_to_each_other() -> None:

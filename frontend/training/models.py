@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from shardwright.frontend.files.named_object import load_target
 from shardwright.frontend.huggingface.folders import pretrained_folder
 from shardwright.frontend.training.run_settings import ModelSettings
 from shardwright.runtime.errors import ConfigError, brief, brief_text, did_you_mean
+
+
+_SEEDED = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,11 @@ class MadeModel:
     def shifts_labels(self) -> bool:
         """Whether the loss shifts labels by one itself, so that the first one does not count."""
         config = getattr(self.module, "config", None)
-        loss_type = str(getattr(self.module, "loss_type", None))
-        return (
-            self.is_transformers
-            and loss_type.endswith("ForCausalLM")
-            and not getattr(config, "is_encoder_decoder", False)
-        )
+        if not self.is_transformers or getattr(config, "is_encoder_decoder", False):
+            return False
+        # Not `loss_type`: some models have none, and take this loss by default.
+        loss = getattr(self.module, "loss_function", None)
+        return getattr(loss, "__name__", "") == "ForCausalLMLoss"
 
     @property
     def literals(self) -> dict[str, Any]:
@@ -77,10 +80,12 @@ def make_model(settings: ModelSettings, seed: int) -> MadeModel:
 
     Raises :class:`ConfigError` for what cannot be made.
     """
-    torch.manual_seed(seed)
-    if settings.function is not None:
-        return MadeModel(_made_by_function(settings.function, settings.arguments))
-    return _made_by_transformers(settings)
+    # Ranks may be threads of one process, which draw from one generator: one after the other.
+    with _SEEDED:
+        torch.manual_seed(seed)
+        if settings.function is not None:
+            return MadeModel(_made_by_function(settings.function, settings.arguments))
+        return _made_by_transformers(settings)
 
 
 def _made_by_function(target: str, arguments: Mapping[str, Any]) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from shardwright.runtime.commands import answer
+from shardwright.runtime.commands import ALIASES, answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,6 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     need them.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    given[:1] = [ALIASES.get(name, name) for name in given[:1]]
     if len(given) == 1 and given[0] in ("-h", "--help", "--version"):
         answer(given[0])
     from shardwright.runtime import cli

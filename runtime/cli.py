@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
+from shardwright.runtime.checkpoint.convert import convert_checkpoint
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.merge_files import merge_checkpoint
 from shardwright.runtime.commands import HELP
@@ -90,7 +91,48 @@ def _num_bytes(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="DIR", help="a checkpoint, of either form")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new folder to write")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("shardwright", "huggingface", "full"),
+        help="the form to write",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="DIR", help="with --to huggingface: where config.json is"
+    )
+    parser.add_argument(
+        "--max-file-size",
+        metavar="SIZE",
+        help="begin another file when one would grow larger: 5GB, 500MB (default: one file)",
+    )
+
+
+def _convert(options: argparse.Namespace) -> int:
+    size = None if options.max_file_size is None else _num_bytes(options.max_file_size)
+    out = convert_checkpoint(
+        options.source, options.out, options.to, config=options.config, max_file_bytes=size
+    )
+    print(f"converted {options.source} to {options.to}")
+    print(f"files: {out}")
+    return 0
+
+
 COMMANDS: Mapping[str, Command] = {
+    "convert": (
+        _add_convert,
+        _convert,
+        """Convert a checkpoint: from ours to Hugging Face's form and back, or to whole tensors.
+
+    shardwright convert checkpoints/ exported/ --to huggingface --config base-model/
+    shardwright convert base-model/ start/ --to shardwright
+    shardwright convert checkpoints/ whole/ --to full --max-file-size 5GB
+
+Runs on any machine that has the folder: no GPU, no model code, memory for one tensor. Nothing is
+unpickled.""",
+    ),
     "merge": (
         _add_merge,
         _merge,

@@ -10,11 +10,16 @@ from importlib.metadata import version
 
 from shardwright import __version__
 
+ALIASES: Mapping[str, str] = {"merge-checkpoint": "merge"}
+"""Other names of commands."""
+
 HELP: Mapping[str, str] = {
     "compile": "Compile a module offline: no GPU, no torchrun, no process group",
     "verify": "Check a plan against one device, in this process",
     "inspect": "Show the plan of a compiled module, and where it replicates",
     "accept": "Accept edits of generated code",
+    "trace": "Show a model's program after every pass of a compile",
+    "ops": "List the operators of a model that have no rule, with lines to paste",
     "train": "Train a model: the whole run, from the settings in a file",
     "plan": "Search for the best plan for a machine",
     "explain": "Say why the best plan looks as it does",
@@ -25,6 +30,11 @@ HELP: Mapping[str, str] = {
     "diff": "Show what differs between two plans",
     "calibrate": "Measure this machine and write it as a hardware file",
     "data": "Work on data: deal saved states of loaders anew, make indexes of shards",
+    "doctor": "Look at this machine: versions, devices, disk, a collective of two ranks",
+    "completion": "Print a script that completes commands and options in a shell",
+    "convert": (
+        "Convert a checkpoint: from ours to Hugging Face's form and back, or to whole tensors"
+    ),
     "merge": "Merge a checkpoint into whole tensors under the original names",
 }
 """One line for each command, in the order of ``--help``."""

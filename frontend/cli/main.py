@@ -21,6 +21,8 @@ from rich.text import Text
 from shardwright.data.rank_roles import roles
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import data as cli_data
+from shardwright.frontend.cli import forms as cli_forms
+from shardwright.frontend.cli import machine as cli_machine
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli import training as cli_training
@@ -73,6 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def command_options() -> dict[str, list[str]]:
+    """The options of every command, long ones only."""
+    parser, _ = _parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return {
+        name: [flag for flag in command._option_string_actions if flag.startswith("--")]
+        for name, command in commands.choices.items()
+    }
+
+
 def _parsed(given: Sequence[str]) -> argparse.Namespace | None:
     """What a command line says; ``None``, with the list of commands shown, if it says nothing.
 
@@ -98,11 +110,13 @@ def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
     # All commands with the function that adds their arguments; this parser knows nothing of them.
     parser, commands = main_parser()
     others = {
+        **cli_forms.COMMANDS,
         **cli_training.COMMANDS,
         **cli_search.COMMANDS,
         **cli_plans.COMMANDS,
         **calibrate_command.COMMANDS,
         **cli_data.COMMANDS,
+        **cli_machine.COMMANDS,
         **runtime_cli.COMMANDS,
     }
     every = {**_COMMANDS, **others}

@@ -24,29 +24,33 @@ GRACE_S = 20.0
 POLL_S = 0.05
 
 
+def rank_variables(num_ranks: int) -> list[dict[str, str]]:
+    """The variables that torchrun gives each rank of a job on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = str(num_ranks)
+    everywhere = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [{**everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
 def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
     """Run ``command`` (arguments of Python) as ranks of one job; returns the exit code.
 
     0 if all ranks ended well, :data:`STOPPED_EXIT_CODE` if they were stopped and have saved, else
     that of the first one that failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(num_ranks):
-        job = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": num_ranks,
-            "LOCAL_WORLD_SIZE": num_ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        # As under torchrun: each rank would otherwise take all cores.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        environment |= {name: str(value) for name, value in job.items()}
-        ranks.append(subprocess.Popen([sys.executable, *command], env=environment))
+    # As under torchrun: each rank would otherwise take all cores.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    ranks = [
+        subprocess.Popen([sys.executable, *command], env={**environment, **variables})
+        for variables in rank_variables(num_ranks)
+    ]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for rank in ranks:

@@ -18,7 +18,6 @@ from shardwright.frontend.huggingface.folders import pretrained_folder
 from shardwright.frontend.training.run_settings import ModelSettings
 from shardwright.runtime.errors import ConfigError, brief, brief_text, did_you_mean
 
-
 _SEEDED = threading.Lock()
 
 

@@ -104,7 +104,7 @@ def load_pretrained(
     holdings = Holdings.of(module)
     with MappedFiles(directory) as files:
         with together(world):
-            where = _files_of(directory, files)
+            where = files_of(directory, files)
             shapes = {file: files.shapes(file) for file in sorted(set(where.values()))}
             # What this rank holds, under the names of the folder.
             found, problems, known = [], [], set()
@@ -144,7 +144,7 @@ def load_pretrained(
 def folder_names(directory: Path) -> frozenset[str]:
     """The names of the tensors in a transformers folder. Raises as :func:`load_pretrained`."""
     with MappedFiles(directory) as files:
-        return frozenset(_files_of(directory, files))
+        return frozenset(files_of(directory, files))
 
 
 def _copy(holding: Holding, files: MappedFiles, file: str, name: str) -> None:
@@ -161,8 +161,11 @@ def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:
         )
 
 
-def _files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
-    """The file in which each tensor is, by the tensor's name."""
+def files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
+    """The file in which each tensor is, by the tensor's name. ``files``: those of ``directory``.
+
+    Raises :class:`CheckpointError` for a folder without weights, or a damaged index.
+    """
     try:
         weight_map = parse_json((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
         return {str(name): Path(file).name for name, file in weight_map.items()}

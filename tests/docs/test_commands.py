@@ -13,6 +13,8 @@ import pytest
 
 from shardwright.frontend.calibrate import command as calibrate
 from shardwright.frontend.cli import data as cli_data
+from shardwright.frontend.cli import forms as cli_forms
+from shardwright.frontend.cli import machine as cli_machine
 from shardwright.frontend.cli import main as cli
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
@@ -46,6 +48,8 @@ def commands() -> dict[str, tuple[object, object, str]]:
     every = (
         cli._COMMANDS,
         cli_search.COMMANDS,
+        cli_forms.COMMANDS,
+        cli_machine.COMMANDS,
         cli_training.COMMANDS,
         cli_plans.COMMANDS,
         calibrate.COMMANDS,

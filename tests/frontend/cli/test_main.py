@@ -14,6 +14,8 @@ from api_jobs import X, config, net
 import shardwright
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import data as cli_data
+from shardwright.frontend.cli import forms as cli_forms
+from shardwright.frontend.cli import machine as cli_machine
 from shardwright.frontend.cli import main as cli
 from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
@@ -460,8 +462,18 @@ def test_version_and_help_as_a_program():
 
 
 def test_the_lines_of_help_are_those_of_the_commands():
-    of_plans = {**cli_training.COMMANDS, **cli_search.COMMANDS, **cli_plans.COMMANDS}
-    of_machines = {**calibrate_command.COMMANDS, **cli_data.COMMANDS, **runtime_cli.COMMANDS}
+    of_plans = {
+        **cli_forms.COMMANDS,
+        **cli_training.COMMANDS,
+        **cli_search.COMMANDS,
+        **cli_plans.COMMANDS,
+    }
+    of_machines = {
+        **calibrate_command.COMMANDS,
+        **cli_data.COMMANDS,
+        **cli_machine.COMMANDS,
+        **runtime_cli.COMMANDS,
+    }
     every = {**cli._COMMANDS, **of_plans, **of_machines}
     assert {
         name: text.splitlines()[0].rstrip(".") for name, (_, _, text) in every.items()

@@ -1,0 +1,210 @@
+"""The commands about this machine and this shell: ``doctor`` and ``completion``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright import __version__
+from shardwright.compiler.plan.amounts import amount
+from shardwright.frontend.training.joining import launcher
+from shardwright.frontend.training.launching import rank_variables
+from shardwright.runtime.commands import ALIASES, HELP
+
+LIBRARIES = (
+    "torch", "transformers", "safetensors", "numpy", "networkx", "ortools", "datasets",
+    "tensorboard", "wandb", "peft", "accelerate", "lightning",
+)  # fmt: skip
+
+LIMIT_S = 90
+"""How long two ranks may take to meet."""
+
+JOB_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS",
+    "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
+    "SHARDWRIGHT_TIMEOUT_S",
+)  # fmt: skip
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-ranks", action="store_true", help="leave out the collective of two processes"
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    lines = [*_versions(), *_devices(), *_disk(), *_environment()]
+    if not options.no_ranks:
+        lines += [_collective("gloo")]
+        if torch.cuda.device_count() >= 2:
+            lines += [_collective("nccl")]
+    # Fenced, so that it can be pasted into an issue as it is.
+    print("```")
+    for name, value in lines:
+        print(f"{name:<18} {value}")
+    print("```")
+    troubles = [value for _, value in lines if value.startswith(TROUBLE)]
+    print(f"{len(troubles)} problem(s) found" if troubles else "no problem found")
+    return 1 if troubles else 0
+
+
+TROUBLE = "PROBLEM: "
+
+Line = tuple[str, str]
+
+
+def _versions() -> Iterator[Line]:
+    yield "shardwright", f"{__version__} in {Path(__file__).resolve().parents[2]}"
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    for name in LIBRARIES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
+
+
+def _devices() -> Iterator[Line]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "processors", f"{cores} of {os.cpu_count()} for this process"
+    if hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        yield "memory", amount(memory, "B")
+    yield "CUDA in torch", str(torch.version.cuda or "none: a build for CPUs")
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield f"cuda:{number}", f"{found.name}, {amount(found.total_memory, 'B')}"
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    yield "backends", ", ".join(backends)
+
+
+def _disk() -> Iterator[Line]:
+    here = Path.cwd()
+    free = shutil.disk_usage(here).free
+    try:
+        with tempfile.TemporaryFile(dir=here):
+            yield "folder", f"{here}, {amount(free, 'B')} free"
+    except OSError as error:
+        yield "folder", f"{TROUBLE}{here} cannot be written: {error.strerror}"
+
+
+def _environment() -> Iterator[Line]:
+    yield "launched by", launcher(os.environ) or "nobody: this is no rank of a job"
+    for name in JOB_VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+
+
+def _collective(backend: str) -> Line:
+    """Start two processes that add two numbers."""
+    function = f"from {__name__} import check_collective; check_collective({backend!r})"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", function],
+            env={**os.environ, **variables},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for variables in rank_variables(2)
+    ]
+    problem = None
+    for number, rank in enumerate(ranks):
+        try:
+            _, told = rank.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            told = f"it did not end within {LIMIT_S} s"
+        rank.kill()
+        if rank.wait() != 0 and problem is None:
+            last = next(iter(reversed(told.strip().splitlines())), f"exit code {rank.returncode}")
+            problem = f"rank {number}: {last}"
+    name = f"two ranks, {backend}"
+    return name, "all_reduce is right" if problem is None else f"{TROUBLE}{problem}"
+
+
+def check_collective(backend: str) -> None:
+    """What each of the two processes does."""
+    rank = int(os.environ["RANK"])
+    device = torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+    dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT_S / 2))
+    found = torch.tensor([rank + 1.0], device=device)
+    dist.all_reduce(found)
+    assert found.item() == 3.0, f"1 + 2 came to {found.item()}"
+    dist.destroy_process_group()
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+
+
+def _completion(options: argparse.Namespace) -> int:
+    """Print a script of a few lines: the shell itself knows files."""
+    from shardwright.frontend.cli.main import command_options
+
+    options_by_command = command_options()
+    for alias, name in ALIASES.items():
+        options_by_command[alias] = options_by_command[name]
+    cases = "\n".join(
+        f'        {name}) words="{" ".join(flags)}" ;;'
+        for name, flags in options_by_command.items()
+    )
+    names = " ".join((*HELP, *ALIASES))
+    if options.shell == "zsh":
+        print("autoload -U +X bashcompinit && bashcompinit")
+    print(_SCRIPT.replace("NAMES", names).replace("CASES", cases))
+    return 0
+
+
+_SCRIPT = """_shardwright() {
+    local word="${COMP_WORDS[COMP_CWORD]}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "NAMES --help --version" -- "$word"))
+        return
+    fi
+    case "${COMP_WORDS[1]}" in
+CASES
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _shardwright shardwright"""
+
+
+COMMANDS: Mapping[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
+] = {
+    "doctor": (
+        _add_doctor,
+        _doctor,
+        """Look at this machine: versions, devices, disk, a collective of two ranks.
+
+    shardwright doctor
+
+Prints a block to paste into an issue. The exit code is 1 if something is wrong.""",
+    ),
+    "completion": (
+        _add_completion,
+        _completion,
+        """Print a script that completes commands and options in a shell.
+
+    shardwright completion bash
+
+Write it where the shell reads it: into the folder ~/.local/share/bash-completion/completions, as a
+file called shardwright, or at the end of ~/.zshrc. Files are completed as ever.""",
+    ),
+}
+"""Name to what adds its arguments, what runs it, and its help."""

@@ -177,6 +177,7 @@ def _split_body(
     free: dict[str, Strategy] = {}
     for op in graph.ops:
         assert op.rule is not None
+        # What outer axes have cut already: an axis within them has fewer heads left.
         cut, split = builder.pieces(op), None
         if attends(op, graph, sequence, heads):
             mode = axis.mode
@@ -185,15 +186,19 @@ def _split_body(
             if mode == "ulysses":
                 factor = heads_factor(op, graph, heads, axis.size, cut)
                 split = f"split:{factor}" if factor else None
+                # What is computed from positions alone, as a mask is, has no heads.
                 if split is None and op.name not in masks:
                     raise _no_heads(op, graph, heads, axis, cut)
             elif mode == "ring" and op.target in (ATTENTION, "softmax"):
                 split = _ring(op)
+        # Everything but attention treats positions one by one, or says so by its edges.
         split = split or position_split(op, graph, sequence, axis.size, cut)
         if split is not None and not builder.allows(op, axis.name, split):
             split = None
         if split is None:
             note_fallback(builder, op, graph, axis.name, sequence)
+        # Such operators are cheap either way: they are split where their readers are, which a cut
+        # of least cost finds.
         elif set(placements(op.rule, split)[1]) == {"S"} and (
             op.name in masks or op.target in _MOVING
         ):

@@ -84,6 +84,8 @@ class _Positions:
 
     def solve(self) -> dict[str, Strategy]:
         """The strategies of the operators that are cut."""
+        # A cut of least cost: HIGH is "computed in pieces", LOW "computed whole on every rank".
+        # What crosses the cut is a value that must be gathered.
         cheap = positional(self.graph)
         for op in self.graph.ops:
             if op.name in self.free:

@@ -409,7 +409,9 @@ def _store_weights(builder: PlanBuilder, cut: Set[str], further: Set[str]) -> No
                 continue
             assert op.rule is not None and value.fqn is not None
             assignment = builder.plan().assignment(op.name)
+            # A weight that two products read is stored for the first of them.
             used = layouts(op.rule, assignment, mesh)[0][i]
+            # Where it is G, all ranks hold all of it: there it can be cut further.
             axes = [axis for axis in mesh.names if axis in further and used.placement(axis) == "G"]
             kept = tuple(axis for axis in used.grad_partial if axis not in axes)
             layout = replace(used, partial=(), grad_partial=kept)

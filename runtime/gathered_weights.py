@@ -265,11 +265,14 @@ class WeightGathering:
             True,
         )
         hooks: AbstractContextManager[Any] = nullcontext()
+        # Autograd would keep whole weights until backward. The hooks let it keep a note instead,
+        # and the weight is gathered again when backward asks for it.
         if torch.is_grad_enabled():
             hooks = saved_tensors_hooks(self._pack, self._unpack)
         try:
             with hooks:
                 yield
+            # Only a forward that got through says in which order weights are used.
             self._orders[kind] = self._seen
             self._forget_ahead()
         finally:

@@ -119,6 +119,8 @@ class Mesh:
     zigzag: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # Meshes come from plan files and generated files, which people edit: a wrong one is told in
+        # words here, and not by a TypeError far away.
         for axis in self.axes if isinstance(self.axes, tuple) else (None,):
             if (
                 not isinstance(axis, tuple)

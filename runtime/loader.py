@@ -94,6 +94,8 @@ def _execute(path: Path, source: bytes) -> tuple[ModuleType, Lines, CodeType]:
     module = ModuleType(f"{GENERATED}{next(_serial)}_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
+    # Before it runs, so that a traceback of its first line shows the source that was checked, even
+    # if the file has changed since.
     lines = _shown(path, source.decode())
     try:
         code = compile(source, str(path), "exec", dont_inherit=True)

@@ -204,6 +204,7 @@ def in_time(call: Callable[[], Result], wait: Wait) -> Result:
         finally:
             done.set()
 
+    # A daemon, as a blocked one would keep the process from ending.
     threading.Thread(target=run, name="a call with a time limit", daemon=True).start()
     while not done.wait(pause_s := max(wait.pause_s, 0.05)):
         if not wait.passed(pause_s):

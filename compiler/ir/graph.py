@@ -171,6 +171,7 @@ class IRGraph:
         if updates:
             needed |= {after.name for _, after in self.buffer_updates}
         kept: list[IROp] = []
+        # Backwards, so that readers come before what they read and one pass is enough.
         for op in reversed(self.ops):
             read = any(result.name in needed for result in op.results)
             if read or (updates and op.updates_buffers):

@@ -42,6 +42,7 @@ def verify(graph: IRGraph) -> None:
     is read; nothing is read that the graph does not hold; arguments are values and literals; a rule
     fits the shapes of its operator; buffer updates change buffers, and fit them.
     """
+    # The values that are defined so far, in the order of the graph: what is read must stand here.
     known: dict[str, IRValue] = {}
     for value in graph.sources:
         _define(known, value, graph, None)

@@ -37,6 +37,7 @@ _SHORT_DTYPES = {
 
 def print_graph(graph: IRGraph) -> str:
     """The whole graph; parameters and buffers that no operator reads are left out."""
+    # A transformer has buffers that nothing reads; they would only fill the page.
     used = (
         set(graph.uses())
         | {v.name for v in graph.outputs}

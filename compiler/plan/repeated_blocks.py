@@ -301,6 +301,7 @@ def _last_reads(
         *(value for instruction in program.tail for value in reads(instruction)),
     ):
         last[value.name] = end
+    # A buffer that is updated inside of the stretch is not kept for the end.
     done_inside = {before.name for pairs in updates.values() for before, _ in pairs}
     for before, after in program.buffer_updates:
         if before.name not in done_inside:

@@ -61,6 +61,7 @@ def by_hand(actions: tuple[str, ...]) -> Schedule:
             "the stages of the actions are not numbered 0, 1, 2, ...",
             why=f"they are {sorted(placement)}",
         )
+    # Holes in their numbers are found by validate, which tells what is missing.
     num_microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
     return Schedule(num_microbatches, tuple(placement[stage] for stage in sorted(placement)), rows)
 

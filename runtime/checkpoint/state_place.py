@@ -53,6 +53,8 @@ class StatePlace:
         """
         device = holding.tensor.device
         if isinstance(shard, WholeParameter):
+            # One rank updates the whole tensor; the others hold an empty one and nothing of the
+            # state.
             whole = (Region.whole(shard.shape),) if shard.is_owner else ()
             shape = tuple(shard.tensor.shape)
             return cls(
@@ -64,6 +66,7 @@ class StatePlace:
                 shard.has_master,
                 device,
             )
+        # Without ZeRO the rank updates the piece that it computes with.
         if shard is None:
             return cls(
                 holding.name,
@@ -74,6 +77,7 @@ class StatePlace:
                 False,
                 device,
             )
+        # A shard is a run of the piece laid flat, so in dims it may be several rectangles.
         regions = holding.region.parts(shard.start, shard.stop)
         is_owned, has_master = (
             bool(regions) and shard.is_counted,

@@ -68,6 +68,7 @@ def _attributes_of(owner: Any) -> Callable[[], None]:
         options = [dict(group) for group in groups]
 
     def restore() -> None:
+        # The same dicts are filled again, not replaced: schedulers hold references to them.
         vars(owner).clear()
         vars(owner).update(before)
         if isinstance(owner, Optimizer):

@@ -43,6 +43,7 @@ def extra_state(module: CompiledModule) -> dict[str, Any]:
 def check_extra_state(module: CompiledModule, state: Mapping[str, Any]) -> None:
     """Refuse a state that is not of this rank under this plan. Raises :class:`CheckpointError`."""
     mine, owner = extra_state(module), type(module).__name__
+    # Shapes alone would not tell: the pieces of two ranks are mostly of one size.
     for part, title in (("mesh", "mesh"), ("rank", "plan rank")):
         if state[part] != mine[part]:
             raise CheckpointError(

@@ -188,6 +188,7 @@ class ParallelModule(DeclaredModule):
                 program = program or self._programs.chosen(args, kwargs)
                 self._programs.prepare(program)
                 result = program._call(*args, **kwargs)
+                # Inputs are compared over ranks in the first call only, whichever program runs it.
                 self._inputs_compared = program._inputs_compared
                 return result
             except ShardwrightError:

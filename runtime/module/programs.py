@@ -229,12 +229,15 @@ def _shared(
             why = f"its {name} is {theirs}, that of the module is {mine}"
     for one in declared.values():
         here = own.get(prefix + one.name)
+        # Constants are the program's own. What is no weight of the user's, such as a copy that one
+        # program alone needs, may be missing.
         if one.kind == "constant" or (here is None and not one.is_initial_weight):
             continue
         if here is None or not _are_alike(one, here):
             why = f"{one.name!r} is {one}, in the module {here or 'missing'}"
             break
         found[one.name] = here.name
+    # A program of the whole module must hold all its weights; one of a part need not.
     if not path and not why:
         for one in main.declarations:
             if one.is_initial_weight and one.name not in found:

@@ -89,6 +89,8 @@ def _transposed(num_dims: int) -> Callable[..., Tensor]:
         first = input.ndim - num_dims
         strides, paddings = per_dim(stride, num_dims), list(per_dim(padding, num_dims))
         behind = list(per_dim(output_padding, num_dims))
+        # Padding of a transposed convolution takes rows away from the result. Along a cut dim only
+        # the ranks at its ends may do so, hence no call pads there and _own cuts afterwards.
         whole = list(paddings)
         for cut in cuts:
             paddings[cut.edge.dim - first] = behind[cut.edge.dim - first] = 0

@@ -60,6 +60,8 @@ def _avg_pool(num_dims: int) -> Callable[..., Tensor]:
         if divisor_override is None:
             first = input.ndim - num_dims
             for cut in cuts:
+                # Windows that reach beyond the whole tensor were divided by all their places, as
+                # the piece was pooled without padding along the cut dim.
                 counted = per_dim(padding, num_dims)[cut.edge.dim - first]
                 y = _by_count(y, cut, counted if count_include_pad else 0)
         return trimmed(y, cuts)

@@ -141,14 +141,18 @@ def _clipped(band: Band, start: int, stop: int, first_key: int, key_stop: int) -
 def _rectangles(band: Band) -> Iterator[Tile]:
     """A band between two turns as tiles."""
     size, width = band.stop - band.start, band.end - band.low
+    # No bound moves: every query sees the same keys.
     if size == 1 or (not band.low_step and not band.end_step):
         yield Tile((band.start, size), (band.low, width), "full")
+    # The last key moves with the query: a rectangle and a triangle below the diagonal.
     elif not band.low_step:
         yield from _tile(band.start, size, band.low, width - 1, "full")
         yield Tile((band.start, size), (band.end - 1, size), "causal")
+    # The first key moves: a triangle above the diagonal and a rectangle.
     elif not band.end_step:
         yield Tile((band.start, size), (band.low, size), "flipped")
         yield from _tile(band.start, size, band.low + size, width - size, "full")
+    # Both move, in a window so narrow that triangles would be many small calls: blocks with a mask.
     elif width <= NARROW:
         rows = 4 * NARROW
         for passed in range(0, size, rows):
@@ -156,6 +160,8 @@ def _rectangles(band: Band) -> Iterator[Tile]:
             keys = (band.low + passed, width + count - 1)
             yield Tile((band.start + passed, count), keys, "masked", 0, width)
     else:
+        # Both move, in a wide window: parallelograms, each two triangles and what lies between
+        # them.
         for passed in range(0, size, width - 1):
             count = min(width - 1, size - passed)
             start, low, end = (at + passed for at in (band.start, band.low, band.end))

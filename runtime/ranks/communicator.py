@@ -374,6 +374,7 @@ class Communicator:
             return PendingRows(x.detach().clone(memory_format=torch.contiguous_format))
         row = math.prod(x.shape[1:])
         send_sizes, receive_sizes = [row * n for n in send], [row * n for n in receive]
+        # A rank sends nothing to itself.
         received = sum(receive_sizes) - receive_sizes[self.index]
         self._count(phase, "all_to_all", x, x.numel(), received)
         pending = PendingRows(x.new_empty(sum(receive), *x.shape[1:]))

@@ -263,6 +263,8 @@ class MPU:
                 "a DeviceMesh needs torch.distributed, and this job does not run on it",
                 hint="run under torchrun and call torch.distributed.init_process_group",
             )
+        # torch numbers its mesh row by row, whatever order ranks have in ours: so they are named
+        # one by one.
         shape = [size for _, size in grid.axes]
         return DeviceMesh(
             device_type or self.world.device.type,

@@ -127,6 +127,8 @@ class RoleTable:
         Units read samples of their own, so they are the data-parallel ranks. The ranks of a unit
         read the same samples: axes of its mesh that split the batch belong to ``model``.
         """
+        # Several stages may lie on one position, as in interleaved schedules: each position counts
+        # once.
         places = list(dict.fromkeys((mesh, tuple(ranks)) for mesh, ranks in stages))
         starts = range(0, unit_size * num_units, unit_size)
         positions = [tuple(s + r for s in starts for r in ranks) for _, ranks in places]
@@ -207,6 +209,8 @@ def _expert_groups(
     sizes: Sizes, num_ranks: int, order: str, dense: Mapping[Role, Groups]
 ) -> dict[Role, Groups]:
     """The groups of expert layers. Without sizes of their own these lie as all other layers do."""
+    # Megatron's layout: the data-parallel ranks of an expert are then also those of context
+    # parallelism, which hold the same weights.
     if sizes.expert == 1 and sizes.expert_tensor is None:
         alone = tuple((rank,) for rank in range(num_ranks))
         copies = rank_groups(
@@ -224,6 +228,8 @@ def _expert_groups(
             "expert_tensor": dense["tensor"],
             "expert_data": _frozen(copies),
         }
+    # Expert layers have a grid of their own over the same ranks. Only the stages must agree, as
+    # activations go from one to the next.
     etp = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
     inside = {"tp": etp, "ep": sizes.expert, "pp": sizes.pipeline}
     inside["dp"] = _remaining(num_ranks, inside, "expert-data-parallel")

@@ -188,6 +188,8 @@ def _check_remainders(world: World, sums: Sequence[GradientSum]) -> None:
     names: dict[str, str] = {}
     for of_rank in world.all_gather_object({str(item.parameter.dtype): item.name for item in sums}):
         names = of_rank | names
+    # bfloat16 is the upper half of a float32 number, so a master is the parameter and 16 bits more.
+    # Of all ranks, as a stage of a pipeline may have only other parameters.
     if "torch.float16" in names:
         raise ConfigError(
             "store_param_remainders is not possible for float16 parameters",

@@ -44,6 +44,7 @@ def _norm_of_rows(form: str) -> Callable[[IROp], OpRule]:
             linear_sets=_affine(op),
             parallel=ParallelForm(
                 form,
+                # The sums do not depend on where a piece begins.
                 {name: ParallelFactor(anywhere=True) for name in normalised},
                 dict.fromkeys(normalised, "norm_axes"),
             ),

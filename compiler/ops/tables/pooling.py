@@ -71,6 +71,7 @@ def _adaptive(num_spatial: int, linear: bool) -> RuleMaker:
         sizes, made = (value.shape[first:] for value in (op.operands[0], op.results[0]))
         before, after = space(op, num_spatial)
         averaged = [linear and size == 1 for size in made]
+        # ``+``: a dim that is averaged away is summed over the pieces of all ranks.
         before = [
             name.replace("^", "+") if a else name for name, a in zip(before, averaged, strict=True)
         ]
@@ -81,6 +82,8 @@ def _adaptive(num_spatial: int, linear: bool) -> RuleMaker:
             linear_sets=linear_sets(op, ("input",)) if linear else (),
             nonempty=True,
         )
+        # Max pooling with indices: these count from the beginning of the whole dim, which a piece
+        # does not know.
         if len(op.results) > 1:
             return found
         windows = [

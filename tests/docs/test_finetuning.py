@@ -1,0 +1,86 @@
+"""The pages about whole runs: their settings exist, their code runs, their commands work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardwright.frontend.training.hooks import PLACES
+from shardwright.frontend.training.read_settings import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "finetuning.md").read_text()
+
+
+def test_the_settings_of_the_page(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    read = read_run(file, ["--steps", "100", "--epochs", "null"])
+    known = [line.split(": ")[0] for line in str(read).splitlines()]
+    # Every name of the table is a setting: `.name` continues the section before it.
+    table = PAGE.split("| setting | what it says |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        section = ""
+        for name in re.findall(r"`([\w.]+)`", row.split("|")[1]):
+            path = section + name if name.startswith(".") else name
+            section = path.rpartition(".")[0]
+            assert path in known, path
+    for place in re.findall(r"`(on_(?!world)\w+)`", PAGE):
+        assert place in PLACES, place
+    # What --print-config is said to print.
+    printed = {line.split("#")[0].strip() for line in str(read).splitlines()}
+    (shown,) = re.findall(r"```text\n(global_batch.*?)```", PAGE, re.DOTALL)
+    assert {line.split("#")[0].strip() for line in shown.strip().splitlines()} <= printed
+
+
+def test_the_code_of_the_pages() -> None:
+    names: dict[str, object] = {}
+    for page in ("finetuning.md", "cluster.md"):
+        text = (ROOT / "docs" / page).read_text()
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(block, names)
+    asked: list[str] = []
+    run = SimpleNamespace(
+        step=3, world=SimpleNamespace(rank=0), stop=SimpleNamespace(ask=asked.append)
+    )
+    hook = names["on_step_end"]
+    assert callable(hook) and callable(names["run_it"]) and callable(names["join"])
+    hook(run, {"loss": 0.05})
+    hook(run, {})
+    assert asked == ["the loss is low enough"]
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_with_other_ranks_and_another_plan(tmp_path: Path) -> None:
+    def run(num_ranks: int, *flags: str) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={num_ranks}", str(ROOT / "examples" / "finetune.py")]
+        done = subprocess.run(
+            [*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    first = run(2, "--policy", "tp", "--steps", "20")
+    second = run(3, "--policy", "dp", "--steps", "30")
+    assert "goes on after step 20" in second
+    losses = [float(found) for found in re.findall(r"^step .* loss (\S+)", first + second, re.M)]
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    assert (tmp_path / "finetuned" / "exported-30" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_killed_goes_on_elsewhere() -> None:
+    """Real processes; the whole of it is ``trainings.py stops``."""
+    script = ROOT / "tests" / "product" / "trainings.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "stops", "--few"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as it should") == 3

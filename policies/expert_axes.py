@@ -102,7 +102,7 @@ def experts_of(graph: IRGraph, policy: str) -> set[int]:
     if not found:
         raise PlanError(
             f"policy {policy!r} finds no experts to split",
-            why="no tokens are dispatched to experts in this model, and it has no weights "
+            why="no tokens are dispatched to several experts in this model, and it has no weights "
             "[experts, in, out] in a module that is called so",
             hint="split something else, as policy 'tp' does without ep and etp; docs/experts.md "
             "says which forms of experts are known",

@@ -15,7 +15,13 @@ from shardwright.compiler.ir.identifier import is_name
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.strategy import Assignment, allowed, factor_axes, strategies
+from shardwright.compiler.ops.strategy import (
+    Assignment,
+    allowed,
+    exchange,
+    factor_axes,
+    strategies,
+)
 from shardwright.compiler.plan.plan import AGAIN, KEEP, Plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
@@ -176,6 +182,15 @@ def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDi
     told = ", ".join(
         f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items()
     )
+    exchanging = [axis for axis, strategy in assignment.items() if exchange(strategy)]
+    if len(exchanging) > 1 and op.rule.densities is not None:
+        raise PlanError(
+            f"operator {op.name} ({op.target}) cannot follow {told}",
+            where=op.place,
+            why="tokens are exchanged for experts along one axis, and "
+            f"{' and '.join(map(repr, exchanging))} are {len(exchanging)}",
+            hint="make one axis of these ranks, or keep tokens whole along the others: 'split:e'",
+        )
     too_small = _too_small(op, op.rule, assignment, mesh, dims)
     raise PlanError(
         f"operator {op.name} ({op.target}) cannot follow {told}",
@@ -207,6 +222,8 @@ def _too_small(
                 f"{factor!r}{f' ({dim.name})' if dim else ''} has {size} elements for "
                 f"{num_ranks} ranks"
             )
+    if not told:
+        return None
     return (
         f"{', '.join(told)}, and it cannot run on a rank without any; its rule is "
         f"{rule.annotation!r}"

@@ -130,7 +130,7 @@ def test_sizes_that_ranks_do_not_have(
 def test_a_model_without_experts(policy: str, options: dict[str, int]) -> None:
     message = refusal("mlp", policy, 2, **options)
     assert message.startswith(f"policy {policy!r} finds no experts to split\n")
-    assert "no tokens are dispatched to experts in this model" in message
+    assert "no tokens are dispatched to several experts in this model" in message
 
 
 def test_an_option_that_does_not_exist_is_refused() -> None:

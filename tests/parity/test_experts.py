@@ -249,6 +249,22 @@ def test_experts_are_split_by_name(name: str, tmp_path: Path) -> None:
     assert found == ([] if exchanged is None else [exchanged] * 4)
 
 
+def test_tokens_are_exchanged_along_one_axis() -> None:
+    def exchanged_twice(graph: PlannableGraph, config: ComputeConfig) -> Any:
+        builder = graph.builder(mesh={"a": 2, "b": 2})
+        dispatch = next(op for op in graph.ops if op.target == "dispatch")
+        for axis in ("a", "b"):
+            builder.strategy(dispatch, axis, "exchange:t.0>e")
+        return builder.build()
+
+    with pytest.raises(PlanError) as caught:
+        verify_experts(BY_HAND, exchanged_twice, config_of(4))
+    assert caught.value.why == (
+        "tokens are exchanged for experts along one axis, and 'a' and 'b' are 2"
+    )
+    assert "make one axis of these ranks" in (caught.value.hint or "")
+
+
 # ------------------------------------------------------------------------------------------------
 # sizes that change, outputs, evaluation, accumulation
 

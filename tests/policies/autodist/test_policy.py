@@ -73,6 +73,38 @@ def check(name: str, num_ranks: int, **options: Any) -> None:
     assert report.ok, str(report)
 
 
+class ExpertsByHand(nn.Module):
+    """Wide experts that are modules of their own, two for each token, run in a loop."""
+
+    def __init__(self, hidden: int = 1024, num_experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Linear(hidden, hidden, bias=False) for _ in range(num_experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return (x + y).square().mean()
+
+
+def test_experts_that_are_modules_lie_whole_on_their_ranks_where_that_pays() -> None:
+    """Few tokens and large weights: gathering a weight, or summing its gradient, would cost more
+    than the tokens that are sent.
+    """
+    with torch.device("meta"):
+        module = ExpertsByHand()
+    graph = trace(module, {"x": torch.zeros(64, 1024)})
+    plan = plan_of(graph, 2, hardware="h100", imbalance=1.0)
+    assert plan.mesh.names == ("ep",)
+    weights = [str(plan.stored[f"experts.{index}.weight"]) for index in range(8)]
+    assert weights == [f"[{index} of 8/ep * 1024, 1024]" for index in range(8)]
+
+
 def test_what_is_found_trains_like_one_device() -> None:
     check("gpt2", 2)
 

@@ -27,7 +27,7 @@ from shardwright.compiler.passes.lower_stages import verify_pipeline
 from shardwright.compiler.passes.print_program import print_pipeline, print_program
 from shardwright.compiler.passes.recompute_regions import mark_planned
 from shardwright.compiler.passes.rules import attach_rules
-from shardwright.compiler.passes.settle import SettleOutputs, SettleZero
+from shardwright.compiler.passes.settle import SettleInputs, SettleOutputs, SettleZero
 from shardwright.compiler.passes.unify_dims import infer_dims
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.passes.without_gradients import without_gradients
@@ -154,6 +154,7 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
         *(() if isinstance(graph, PlannableGraph) else ANNOTATE),
         decide,
         SettleZero(config),
+        SettleInputs(config),
         SettleOutputs(config),
         FunctionPass("recompute", mark_planned),
         FunctionPass("lower", lower_planned),

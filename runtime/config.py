@@ -23,6 +23,7 @@ from shardwright.runtime.layout import MOST_RANKS
 from shardwright.runtime.named_fields import named_fields
 
 OUTPUT_MODES = ("whole", "eval", "sharded", "drop")
+INPUT_MODES = ("whole", "sharded")
 """What a rank gets of one output: all of it, all of it but for training steps, its own piece, or
 nothing.
 """
@@ -90,16 +91,18 @@ class ComputeConfig:
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs
     it. ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids":
     {0: "batch", 1: "seq"}}``, where equal names mean equal sizes, or just ``{"input_ids": [0,
-    1]}``. ``outputs``: what ranks get of the results.
+    1]}``. ``inputs``: by path of an argument, or of a container of arguments, ``"whole"`` (each
+    rank is given all of it) or ``"sharded"``: the piece that the plan uses on it, such as a cache
+    that an earlier call returned. ``outputs``: what ranks get of the results.
     ``"auto"``: all of them whole on every rank; but a training step of a model that returns a loss
     (a scalar with a gradient, called ``loss`` or first) leaves out the others where making them
     whole would cost anything. ``"all"``: whole in training too. ``"loss"``: the loss alone, always.
     Or by output path one of ``"whole"``, ``"eval"`` (left out of training steps), ``"sharded"``,
-    ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what
-    depends on neither inputs nor weights, as far as it takes at most 1 MiB each. ``constants``
-    holds, by input path, the values of integer inputs that are the same in every call and decide
-    sizes: ``{"image_grid_thw": [[1, 4, 4]]}``. They are compiled in, and a call with others is
-    refused.
+    ``"drop"``; the path of a container stands for what is in it, and paths not named are whole.
+    ``constant_folding`` computes while compiling what depends on neither inputs nor weights, as far
+    as it takes at most 1 MiB each. ``constants`` holds, by input path, the values of integer inputs
+    that are the same in every call and decide sizes: ``{"image_grid_thw": [[1, 4, 4]]}``. They are
+    compiled in, and a call with others is refused.
 
     **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same
     dropout masks under every plan. ``seed`` starts the generators.
@@ -126,6 +129,7 @@ class ComputeConfig:
     user_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rank_order: str | None = None
     outputs: str | Mapping[str, str] = field(default="auto", hash=False)
+    inputs: Mapping[str, str] = field(default_factory=dict, hash=False)
     dynamic_dims: Mapping[str, Mapping[int, str] | Iterable[int]] = field(
         default_factory=dict, hash=False
     )
@@ -166,6 +170,7 @@ class ComputeConfig:
         for name in ("pas_config", "user_config"):
             object.__setattr__(self, name, _json_mapping(name, getattr(self, name)))
         object.__setattr__(self, "outputs", _read_outputs(self.outputs))
+        object.__setattr__(self, "inputs", _read_modes("inputs", self.inputs, INPUT_MODES))
         object.__setattr__(self, "dynamic_dims", _read_dynamic_dims(self.dynamic_dims))
         object.__setattr__(self, "constants", _read_constants(self.constants))
 
@@ -459,14 +464,7 @@ def _json_value(path: str, value: Any) -> Any:
 
 def _read_outputs(outputs: Any) -> str | dict[str, str]:
     if isinstance(outputs, Mapping):
-        for path, mode in outputs.items():
-            if not isinstance(path, str):
-                raise ConfigError(
-                    "outputs maps output paths to what is wanted of them",
-                    why=f"{brief(path)} is not a string",
-                )
-            _check_choice(f"outputs[{brief(path)}]", mode, OUTPUT_MODES)
-        return dict(outputs)
+        return _read_modes("outputs", outputs, OUTPUT_MODES)
     if not isinstance(outputs, str) or outputs not in ("auto", "all", "loss"):
         raise ConfigError(
             "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', "
@@ -474,6 +472,20 @@ def _read_outputs(outputs: Any) -> str | dict[str, str]:
             why=f"it is {brief(outputs)}",
         )
     return str(outputs)
+
+
+def _read_modes(field: str, given: Any, modes: tuple[str, ...]) -> dict[str, str]:
+    """What is wanted of inputs or outputs, by path."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{field} is a dict from path to mode", why=f"it is {brief(given)}")
+    for path, mode in given.items():
+        if not isinstance(path, str):
+            raise ConfigError(
+                f"{field} maps {field.removesuffix('s')} paths to what is wanted of them",
+                why=f"{brief(path)} is not a string",
+            )
+        _check_choice(f"{field}[{brief(path)}]", mode, modes)
+    return dict(given)
 
 
 def _read_constants(constants: Any) -> dict[str, Any]:

@@ -499,8 +499,9 @@ class Layout:
     @classmethod
     @checked
     def parse(cls, text: str) -> Layout:
-        """Read what ``str`` writes, with numbers for sizes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp
-        * 96] G(dp)"``, or ``"[3 of 8/ep * 64, 32]"``.
+        """Read what ``str`` writes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp * 96] G(dp)"``, or
+        ``"[3 of 8/ep * 64, 32]"``. The size of a dim that varies is its name, as in ``"[batch/dp,
+        768]"``.
 
         Raises :class:`LoadError` if it does not parse or an axis occurs twice.
         """
@@ -537,7 +538,7 @@ class Layout:
 AXIS = r"[^\s\d/*+,()\[\]][^\s/*+,()\[\]]*"
 """The name of an axis in the text of a layout: any identifier."""
 
-_ATOM = re.compile(rf"(\d+(?:\+\d+)*| *\d+ of \d+ *(?=/))((?:/{AXIS})*)")
+_ATOM = re.compile(rf"(\d+(?:\+\d+)*| *\d+ of \d+ *(?=/)|[^\W\d]\w*)((?:/{AXIS})*)")
 
 
 def _parse_axes(text: str | None) -> tuple[str, ...] | None:
@@ -561,6 +562,8 @@ def _parse_atom(sizes: str, axes: tuple[str, ...]) -> Atom:
     index, of, count = sizes.partition(" of ")
     if of:
         return Atom((1,), axes, (int(index), int(count)))
+    if sizes.isidentifier():
+        return Atom((sizes,), axes)
     return Atom(tuple(map(int, sizes.split("+"))), axes)
 
 

@@ -32,6 +32,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.terms import RUNTIME
 from shardwright.compiler.passes.verify_program import TABLE
+from shardwright.compiler.plan.inputs import size_sources
 from shardwright.compiler.plan.program import Program
 from shardwright.runtime.layout import Mesh
 
@@ -176,7 +177,7 @@ class Writer(BodyWriter):
                 *gathering_lines(program.plan.zero, gathers=self._gathers_weights()),
             ],
             "class_name": graph.name,
-            "inputs": self._input_lines(graph),
+            "inputs": self._input_lines(graph, program.input_layouts),
             "training_only": graph.training_only,
             "declarations": self._declarations(),
             "bodies": self._bodies(),
@@ -250,7 +251,9 @@ class Writer(BodyWriter):
         lines.append(Line(f"{check}, {{{', '.join(absent)}}})" if absent else f"{check})"))
         lines += [Line(f"{scope.name(value)} = {source}") for value, source in leaves]
         # Dynamic sizes are read off a tensor that has them, if anything uses them.
-        for symbol, (value, dim) in graph.symbols().items():
+        for symbol, place in size_sources(graph, self.program.input_layouts).items():
+            assert place is not None, f"{symbol} is known from no input"
+            value, dim = place
             scope.reserve(symbol)
             if symbol in used | {
                 str(s) for condition in graph.conditions for s in condition.free_symbols

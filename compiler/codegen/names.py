@@ -24,6 +24,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "axis",
     "buffer",
     "call_program",
+    "cut_inputs",
     "check_inputs",
     "check_mode",
     "compute_config",

@@ -8,9 +8,10 @@ the layout of the result and the user's line:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -50,6 +51,7 @@ from shardwright.compiler.plan.repeated_blocks import (
     Run,
     Update,
 )
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.structure import values_digest
 
 RUNTIME_IMPORTS = {
@@ -156,15 +158,18 @@ class StatementWriter:
         replaced = self._with_axes(program)
         return to_python if replaced is _as_it_is else lambda size: to_python(replaced(size))
 
-    def _input_lines(self, graph: IRGraph) -> list[str]:
+    def _input_lines(
+        self, graph: IRGraph, given: Mapping[str, Layout] = MappingProxyType({})
+    ) -> list[str]:
         """The lines of the dict against which calls are checked: for the path of every leaf of the
-        arguments its shape and dtype, or its value.
+        arguments its shape and dtype, or its value. ``given``: the layouts of inputs by name, where
+        ranks are given pieces.
         """
         lines, known = [], dict(graph.constant_inputs)
         for path, leaf in input_leaves(graph):
             self.imports |= imports_of_literal(leaf)
             if isinstance(leaf, IRValue):
-                words = [quoted(_shape_text(leaf)), str(leaf.dtype)]
+                words = [quoted(_shape_text(leaf, given.get(leaf.name))), str(leaf.dtype)]
                 words += [_values_text(known[leaf.name])] if leaf.name in known else []
                 text = f"({', '.join(words)})"
             else:
@@ -457,7 +462,9 @@ def _values_text(tensor: torch.Tensor) -> str:
     )
 
 
-def _shape_text(value: IRValue) -> str:
+def _shape_text(value: IRValue, layout: Layout | None) -> str:
+    if layout is not None and layout.cut_axes:
+        return str(layout)
     return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
 
 

@@ -31,6 +31,7 @@ from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import REGROUP, AdapterStep, canonical, convert
+from shardwright.compiler.plan.outputs import wished_layout
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import (
     Adapt,
@@ -341,6 +342,7 @@ class _Lowering:
             for i in _rule(op).updates
         }
         declarations = []
+        replaced = {before.name: after.name for before, after in self.graph.buffer_updates}
         for value in self.graph.inputs:
             self.produced[value.name] = self.plan.inputs.get(value.name, Layout.whole(value.shape))
         for value in (
@@ -351,7 +353,12 @@ class _Lowering:
             stored = self.plan.stored.get(value.fqn or "")
             if stored is None and value.kind is ValueKind.PARAMETER:
                 stored = self.best_storage(value, wanted.get(value.name, []))
-            layout = stored or updated.get(value.name) or Layout.whole(value.shape)
+            layout = (
+                stored
+                or updated.get(value.name)
+                or self._as_replaced(value, replaced.get(value.name, ""), wanted)
+                or Layout.whole(value.shape)
+            )
             if self._is_stored_in_pieces(value):
                 layout = self._in_pieces(value, layout, wanted.get(value.name, []))
             # A frozen weight is G to its operators, but nobody sums a gradient of it.
@@ -360,6 +367,20 @@ class _Lowering:
             self.produced[value.name] = layout
             declarations.append(Declaration(value, layout))
         return tuple(declarations)
+
+    def _as_replaced(
+        self, value: IRValue, new: str, wanted: Mapping[str, list[Layout]]
+    ) -> Layout | None:
+        """The layout of a buffer whose new value ``new`` is made in pieces as its old value is
+        read, such as a cache of keys. Held so, it is not sent at all. Vectors stay whole: running
+        statistics cost little, and people read them.
+        """
+        made = self.produced.get(new)
+        if made is None or value.ndim < 2 or not made.cut_axes or made.partial:
+            return None
+        layout = replace(made, grad_partial=())
+        reads = [replace(use, grad_partial=()) for use in wanted.get(value.name, [])]
+        return layout if layout in reads else None
 
     def _is_stored_in_pieces(self, value: IRValue) -> bool:
         """Whether ZeRO-3 cuts this tensor."""
@@ -509,9 +530,7 @@ class _Lowering:
     def _output_layout(self, path: str, value: IRValue) -> Layout:
         """The layout in which an output leaves the program."""
         wish = self.plan.outputs.get(path, "whole")
-        if wish == "sharded":
-            return self.produced[value.name]
-        return wish if isinstance(wish, Layout) else Layout.whole(value.shape)
+        return wished_layout(wish, value.shape, self.produced[value.name])
 
     def _output(self, tree: Tree, path: str, left_out: Set[str]) -> Tree:
         """The result structure over the program's values. A part is left out as a whole if all its

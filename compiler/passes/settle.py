@@ -1,4 +1,4 @@
-"""Settle what the config and the plan say together: the stage of ZeRO, and the outputs."""
+"""Settle what the config and the plan say together: the stage of ZeRO, the inputs, the outputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.inputs import input_layouts
 from shardwright.compiler.plan.outputs import settled_wishes
 from shardwright.compiler.plan.zero import settled_config, units_of_storage
 from shardwright.runtime.config import ComputeConfig
@@ -25,6 +26,24 @@ class SettleZero:
         plan = graph.decided
         units = units_of_storage(settled_config(plan, self.config))
         return graph if plan.zero == units else replace(graph, plan=replace(plan, zero=units))
+
+
+@dataclass(frozen=True)
+class SettleInputs:
+    """The pass ``inputs``: the plan says in which layout every input is given that is not whole.
+
+    Raises :class:`PlanError` if the config names an input that there is not.
+    """
+
+    name: ClassVar[str] = "inputs"
+    config: ComputeConfig
+
+    def __call__(self, graph: PlannableGraph) -> PlannableGraph:
+        plan = graph.decided
+        if not self.config.inputs and (plan.stages or not plan.inputs):
+            return graph
+        inputs = input_layouts(graph, self.config, plan)
+        return graph if plan.inputs == inputs else replace(graph, plan=replace(plan, inputs=inputs))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.strategy import allowed, layouts
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
+from shardwright.compiler.plan.outputs import wished_layout
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program, steps
 from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.runtime.errors import InternalError
@@ -96,7 +97,10 @@ class _Walk:
             self.define(declaration.value, declaration.layout)
         self.check_sources()
         for value in program.graph.inputs:
-            self.define(value, program.input_layouts[value.name])
+            layout = program.input_layouts[value.name]
+            if layout != program.plan.inputs.get(value.name, Layout.whole(value.shape)):
+                raise InternalError(f"the input {value.name} is taken as {layout}")
+            self.define(value, layout)
         # Then the instructions in order. Each finds its operands in the layouts that ``define``
         # noted.
         self.walk(program.body)
@@ -375,13 +379,8 @@ class _Walk:
                 continue
             original, wish = originals[path], self.program.plan.outputs.get(path, "whole")
             assert isinstance(original, IRValue)
-            whole = wish if isinstance(wish, Layout) else Layout.whole(original.shape)
-            self.require(
-                value,
-                original,
-                self.held[value.name] if wish == "sharded" else whole,
-                f"output {path!r}",
-            )
+            wanted = wished_layout(wish, original.shape, self.held[value.name])
+            self.require(value, original, wanted, f"output {path!r}")
 
     def check_updates(self) -> None:
         """Check that buffers get new values in their own layouts."""

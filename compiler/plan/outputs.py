@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import Atom, Layout, Size
 
 Wishes = dict[str, Layout | str | None]
-"""What is wanted of each output, by its path: a layout, ``"whole"``, ``"sharded"``, ``"eval"``
-(left out of training steps), ``None`` (not needed).
+"""What is wanted of each output, by its path: a layout, ``"whole"``, ``"sharded"``, ``"cut 0/dp
+1/tp"`` (dim 0 over ``dp`` and dim 1 over ``tp``), ``"eval"`` (left out of training steps), ``None``
+(not needed).
 """
+
+
+def wished_layout(wish: Layout | str | None, shape: tuple[Size, ...], made: Layout) -> Layout:
+    """The layout in which an output of ``shape`` leaves a program that makes it as ``made``."""
+    if isinstance(wish, Layout):
+        return wish
+    if wish == "sharded":
+        return made
+    layout = Layout.whole(shape)
+    if wish is not None and wish.startswith(CUT):
+        for word in wish.removeprefix(CUT).split():
+            dim, *axes = word.split("/")
+            layout = layout.with_dim(int(dim), (Atom((shape[int(dim)],), tuple(axes)),))
+    return layout
+
+
+def cut_wish(layout: Layout, dims: Collection[int]) -> str:
+    """The wish for an output that is cut as ``layout`` is, in these dims alone."""
+    words = ["/".join((str(dim), *layout.dim_axes(dim))) for dim in dims if layout.dim_axes(dim)]
+    return CUT + " ".join(words)
+
+
+CUT = "cut "
 
 
 def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
@@ -38,14 +62,21 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
     if config.outputs == "loss":
         return {path: None for path, _ in leaves if path != _loss_of(paths)}
     assert not isinstance(config.outputs, str)
-    wishes: Wishes = {p: None if wish == "drop" else wish for p, wish in config.outputs.items()}
-    unknown = sorted(
-        path for path, wish in wishes.items() if path not in paths and (path, wish) not in leaves
-    )
-    if unknown:
-        what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
-        raise PlanError(what, hint=did_you_mean(unknown[0], paths))
+    wishes: Wishes = {}
+    for asked, mode in config.outputs.items():
+        wish = None if mode == "drop" else mode
+        found = below(asked, paths)
+        # A ``None`` may be dropped: the model has left it out by itself.
+        if not found and (asked, wish) not in leaves:
+            what = f"ComputeConfig.outputs names {asked!r}, which the model does not return"
+            raise PlanError(what, hint=did_you_mean(asked, paths))
+        wishes |= dict.fromkeys(found or [asked], wish)
     return wishes
+
+
+def below(path: str, paths: Sequence[str]) -> list[str]:
+    """Those of ``paths`` that lie at ``path``, or in the container there."""
+    return [one for one in paths if one == path or one.startswith(f"{path}.")]
 
 
 def training_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:

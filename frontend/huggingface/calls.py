@@ -17,7 +17,8 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, InputError, brief
 from shardwright.runtime.structure import flatten, map_leaves
 
-BATCH, SEQ, TARGET_SEQ = "batch", "seq", "target_seq"
+BATCH, SEQ, TARGET_SEQ, PAST, TOTAL = "batch", "seq", "target_seq", "past", "total"
 
-EXAMPLE_SIZES = {BATCH: 2, SEQ: 6, TARGET_SEQ: 10}
+EXAMPLE_SIZES = {BATCH: 2, SEQ: 6, TARGET_SEQ: 10, PAST: 3}
 """The sizes of the tensors that are traced. They do not depend on the first call, so that files
 made beforehand are those that a job asks for; and they differ, so that the tracer keeps them apart.
 """
@@ -58,6 +59,12 @@ FIRST = ("input_ids", "inputs_embeds", "encoder_outputs.last_hidden_state", "pix
 
 FIRST_TARGET = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
+NEW_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""The arguments that hold the tokens behind those that a cache has, by falling precedence."""
+
+CACHE = "past_key_values"
+"""The argument and the result of a model that has its keys and values so far."""
+
 READ_FROM_CONFIG = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 """What ``forward`` looks up in the model's config where the call does not say it."""
 
@@ -68,13 +75,15 @@ class Call:
 
     ``arguments``: those of one such call, by name. ``dims``: by path of a tensor, its dims that may
     vary. ``fixed``: the paths of inputs whose values are compiled in. ``key``: what programs are
-    told apart by.
+    told apart by. ``heads``: by path, how many heads the whole of keys and values has, of which the
+    call has a piece.
     """
 
     arguments: Mapping[str, Any]
     dims: Mapping[str, Mapping[int, str]]
     fixed: frozenset[str]
     key: str
+    heads: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,6 +94,7 @@ class Call:
         config: ComputeConfig,
         *,
         names_dims: bool,
+        heads: Mapping[str, int] = MappingProxyType({}),
     ) -> Call:
         """The kind of a call of ``module`` on ``device``. ``names_dims``: the dims that vary are
         those that ``config`` names, and no others.
@@ -94,7 +104,9 @@ class Call:
         symbols = config.dim_symbols()
         dims = _given(symbols, tensors) if names_dims else _varying(module, tensors)
         kinds = {
-            path: _kind(leaf, dims.get(path, {})) if isinstance(leaf, Tensor) else repr(leaf)
+            path: _kind(leaf, dims.get(path, {}), heads.get(path))
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
             for path, leaf in leaves.items()
         }
         own = getattr(module, "config", None)
@@ -102,18 +114,21 @@ class Call:
         if torch.is_autocast_enabled(device.type):
             kinds["autocast"] = str(torch.get_autocast_dtype(device.type))
         key = json.dumps(kinds, sort_keys=True)
-        return cls(arguments, dims, frozenset(config.constants), key)
+        return cls(arguments, dims, frozenset(config.constants), key, heads)
 
     def examples(self) -> dict[str, Any]:
         """Arguments of this kind, the same whatever sizes the first call had."""
+        tokens = next((path for path in NEW_TOKENS if path in self.dims), "")
+        length = EXAMPLE_SIZES.get(self.dims.get(tokens, {}).get(1, ""), 1)
+        sizes = {**EXAMPLE_SIZES, TOTAL: EXAMPLE_SIZES[PAST] + length}
 
         def example(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or path in self.fixed:
                 return leaf
             names = self.dims.get(path, {})
-            shape = [
-                EXAMPLE_SIZES.get(names.get(dim, ""), size) for dim, size in enumerate(leaf.shape)
-            ]
+            shape = [sizes.get(names.get(dim, ""), size) for dim, size in enumerate(leaf.shape)]
+            if path in self.heads:
+                shape[1] = self.heads[path]
             return torch.zeros(shape, dtype=leaf.dtype)
 
         made: dict[str, Any] = map_leaves(dict(self.arguments), example)
@@ -186,21 +201,42 @@ def _is_encoder_decoder(module: nn.Module) -> bool:
 
 
 def _varying(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
-    """The dims that are the batch and the sequence, by path."""
+    """The dims that are the batch and the sequence, by path. With a cache the sequence is that of
+    the new tokens, of which one alone is a program of its own.
+    """
     batch, length = _sizes_of(tensors, FIRST)
     target_batch, target = _sizes_of(tensors, FIRST_TARGET)
     batch = target_batch if batch is None else batch
     two_lengths = _is_encoder_decoder(module)
+    past = _length_of_cache(tensors)
     found: dict[str, dict[int, str]] = {}
     for path, tensor in tensors.items():
         dims = {0: BATCH} if tensor.ndim and tensor.shape[0] == batch else {}
-        if tensor.ndim > 1 and path in TOKENS:
+        if tensor.ndim == 4 and path.startswith(f"{CACHE}."):
+            # The batch of a piece is not that of the call.
+            dims = {0: BATCH, 2: SEQ if ".cross_attention_cache." in path else PAST}
+        elif tensor.ndim > 1 and path in TOKENS:
             is_target = two_lengths and (path.startswith("decoder_") or path == "labels")
-            if tensor.shape[1] == (target if is_target else length):
+            new = target if is_target else length
+            grows = past is not None and (is_target or not two_lengths)
+            if grows and path.endswith("attention_mask"):
+                # It covers the cache, too.
+                if new is not None and past is not None and tensor.shape[1] == past + new:
+                    dims[1] = TOTAL
+            elif tensor.shape[1] == new and not (grows and new == 1):
                 dims[1] = TARGET_SEQ if is_target else SEQ
         if dims:
             found[path] = dims
     return found
+
+
+def _length_of_cache(tensors: Mapping[str, Tensor]) -> int | None:
+    """The number of positions in a cache, ``None`` without one."""
+    for path, tensor in tensors.items():
+        own = path.startswith(f"{CACHE}.") and ".cross_attention_cache." not in path
+        if own and tensor.ndim == 4:
+            return tensor.shape[2]
+    return None
 
 
 def _sizes_of(
@@ -228,7 +264,9 @@ def _given(
     return found
 
 
-def _kind(tensor: Tensor, names: Mapping[int, str]) -> str:
+def _kind(tensor: Tensor, names: Mapping[int, str], heads: int | None) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     sizes = [names.get(dim, str(size)) for dim, size in enumerate(tensor.shape)]
+    if heads is not None:
+        sizes[1] = str(heads)
     return f"{dtype}[{', '.join(sizes)}]"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.frontend.huggingface.calls import Call, given_arguments
+from shardwright.frontend.huggingface.caches import has_known_cache, renew
+from shardwright.frontend.huggingface.calls import CACHE, Call, given_arguments
 from shardwright.frontend.huggingface.folders import check_pieces, save_merged, save_pieces
 from shardwright.frontend.huggingface.programs import Programs, place_in
 from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
@@ -66,7 +67,12 @@ class Calls:
             arguments = given_arguments(self._signatures[path], args, kwargs)
             settings = self.programs.settings
             call = Call.of(
-                model, arguments, main.device, settings.config, names_dims=settings.names_dims
+                model,
+                arguments,
+                main.device,
+                settings.config,
+                names_dims=settings.names_dims,
+                heads=self.programs.heads if arguments.get(CACHE) is not None else {},
             )
             program = self.programs.get(path, call)
             trains = torch.is_grad_enabled() and not settings.config.inference_only
@@ -77,6 +83,9 @@ class Calls:
             if main.training != model.training:
                 main.train(model.training)
         result = main.call_program(program, (), arguments)
+        if arguments.get(CACHE) is not None:
+            result = renew(arguments[CACHE], result)
+            self.programs.note_heads(program, arguments[CACHE])
         if trains and main.is_summed_elsewhere and not path and not _is_inside_ddp(model):
             _refuse_backward(result, type(model).__name__)
         return result
@@ -185,11 +194,12 @@ class InitializedModel(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens: those that the original model would.
 
-        Every token runs the whole sequence again, as there is no cache of keys and values. The
-        ranks that share a model pass the same inputs, and draw what the first of them draws.
+        The prompt has a program, and the next token another one, on the parameters there are. Each
+        rank keeps the cache of its own heads and samples. The ranks that share a model pass the
+        same inputs, and draw what the first of them draws.
 
-        Raises :class:`UsageError` for options that need a cache, or that may let ranks stop at
-        different tokens.
+        Raises :class:`UsageError` for options that need another cache, or that may let ranks stop
+        at different tokens.
         """
         calls: Calls = self.__dict__[CALLS]
         with calls.programs.main.ranks.world.telling_errors():
@@ -203,7 +213,25 @@ class InitializedModel(nn.Module):
             self._check_draws(kwargs)
             self._agree(args, kwargs)
         generate: Callable[..., Any] = super().generate  # type: ignore[misc]
-        return generate(*args, **{**kwargs, "use_cache": False})
+        if not self._may_cache(args, kwargs):
+            kwargs = {**kwargs, "use_cache": False}
+        return generate(*args, **kwargs)
+
+    def _may_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether keys and values can be kept from token to token. Where samples are dealt out,
+        beams would move them between ranks, and each rank must have one at least.
+        """
+        if not has_known_cache(self):
+            return False
+        calls: Calls = self.__dict__[CALLS]
+        if not calls.programs.settings.may_cut_batch:
+            return True
+        config = kwargs.get("generation_config") or getattr(self, "generation_config", None)
+        given = [*args[:1], *kwargs.values()]
+        batch = next((x.shape[0] for x in given if isinstance(x, Tensor) and x.ndim), 1)
+        ranks = self.parallel_module.ranks.mesh.size
+        beams = kwargs.get("num_beams", getattr(config, "num_beams", None)) or 1
+        return beams == 1 and batch >= ranks
 
     def _check_draws(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse to draw tokens where ranks are threads: all would draw from one generator, in
@@ -293,11 +321,9 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 """Methods of transformers that would do nothing here, or harm: why, and what to do instead."""
 
 _NOT_IN_GENERATE: Mapping[str, str] = {
-    "use_cache": "there is no cache of keys and values: every token runs the whole sequence",
-    "past_key_values": "there is no cache of keys and values: every token runs the whole sequence",
-    "cache_implementation": "there is no cache of keys and values",
-    "assistant_model": "candidates are checked with a cache of keys and values",
-    "prompt_lookup_num_tokens": "candidates are checked with a cache of keys and values",
+    "cache_implementation": "programs keep the cache that grows with every token alone",
+    "assistant_model": "how many candidates are kept differs from token to token",
+    "prompt_lookup_num_tokens": "how many candidates are kept differs from token to token",
     "max_time": "each rank looks at its own clock, and would stop at another token",
     "synced_gpus": "units of ranks generate each for itself",
 }

@@ -12,18 +12,19 @@ has it made.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.frontend.files.cache import generated_directory
 from shardwright.frontend.files.further_programs import make_program
 from shardwright.frontend.files.module_files import Order
 from shardwright.frontend.files.module_source import ModuleSource
-from shardwright.frontend.huggingface.calls import Call
+from shardwright.frontend.huggingface.caches import known_cuts, with_cache
+from shardwright.frontend.huggingface.calls import CACHE, Call
 from shardwright.frontend.huggingface.settings import Settings
 from shardwright.frontend.huggingface.whole_gradients import with_whole_gradients
 from shardwright.frontend.parallelize import parallelize
@@ -31,6 +32,7 @@ from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig,
 from shardwright.runtime.errors import format_error
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.module.scope import Place
+from shardwright.runtime.structure import flatten
 
 MANY = 8
 """A number of programs. Each further one is told of: calls may differ by mistake."""
@@ -52,6 +54,11 @@ class Programs:
         self._gen_savedir = gen_savedir
         self._reuse = reuse
         self._made: dict[tuple[str, str], ParallelModule] = {}
+        # How keys and values are cut, by path, once a program has returned any.
+        self._cuts: dict[str, str] = {}
+        # How many heads the whole of each has, of which this rank has some.
+        self.heads: dict[str, int] = {}
+        self._noted: list[ParallelModule] = []
 
     def compile(self, call: Call) -> None:
         """Make the files of the first program, and nothing else. No job is needed."""
@@ -61,9 +68,10 @@ class Programs:
         """Compile the program that decides how tensors are stored; its own have no values yet.
         Collective.
         """
+        self._first = self._directory("", call)
         self.main = self._parallelize(call)
         self._made["", call.key] = self.main
-        self._first = self._directory("", call)
+        self._cuts = known_cuts(self._first)
         return self.main
 
     def get(self, path: str, call: Call) -> ParallelModule:
@@ -77,6 +85,26 @@ class Programs:
             found = self.main.programs().add(self._make(path, call), path)
             self._made[path, call.key] = found
         return found
+
+    def note_heads(self, program: ParallelModule, cache: Any) -> None:
+        """Find out how many heads keys and values have, the first time that a program has returned
+        them. Collective.
+        """
+        if any(program is one for one in self._noted):
+            return
+        self._noted.append(program)
+        leaves = flatten(cache, CACHE)
+        held = {path: x for path, x in leaves.items() if isinstance(x, Tensor) and x.ndim == 4}
+        if held.keys() <= self.heads.keys():
+            return
+        sizes = torch.tensor([x.shape[1] for x in held.values()], device=self.main.device)
+        for axis in self.main.mesh.names:
+            is_cut = [axis in _axes_of_heads(self._cuts.get(path, "")) for path in held]
+            if any(is_cut):
+                group = self.main.ranks.group((axis,))
+                summed = group.all_reduce(sizes.clone(), "sum", phase="setup")
+                sizes = torch.where(torch.tensor(is_cut, device=sizes.device), summed, sizes)
+        self.heads = dict(zip(held, sizes.tolist(), strict=True))
 
     def _warn(self, call: Call) -> None:
         title = type(self.twin).__name__
@@ -96,7 +124,7 @@ class Programs:
             return parallelize(
                 self.twin,
                 call.examples(),
-                self._policy,
+                with_cache(self._policy, {}),
                 self._config(call),
                 gen_savedir=self._gen_savedir,
                 reuse=self._reuse,
@@ -107,22 +135,32 @@ class Programs:
 
     def _make(self, path: str, call: Call) -> type[ParallelModule]:
         """The class of another program for the tensors there are. Collective."""
+        directory = self._directory(path, call)
         order = Order(
             source=ModuleSource.of(self.twin.get_submodule(path), None),
             dummy_args=call.examples(),
-            policy=self._policy,
+            policy=with_cache(self._policy, self._cuts),
             config=self._config(call),
-            directory=self._directory(path, call),
+            directory=directory,
             reuse=ReuseType(self._reuse),
             like=self._first,
             path=path,
         )
         # Calls inside generate() come without gradients; a program for them serves training too.
         with torch.inference_mode(False), torch.enable_grad():
-            return make_program(order, BroadcastGenFilesStrategy.NONE)
+            made = make_program(order, BroadcastGenFilesStrategy.NONE)
+        self._cuts = {**known_cuts(directory), **self._cuts}
+        return made
 
     def _config(self, call: Call) -> ComputeConfig:
-        return replace(self.settings.config, dynamic_dims=call.dims)
+        config = replace(self.settings.config, dynamic_dims=call.dims)
+        taken = self._policy.options
+        options = {field.name for field in fields(taken)} if is_dataclass(taken) else set()
+        if self._made and "zigzag" in options:
+            # Axes deal what they cut as they do in the first program: all have one mesh.
+            chosen = {**config.pas_config, "zigzag": bool(self.main.mesh.zigzag)}
+            config = replace(config, pas_config=chosen)
+        return config
 
     def _name(self, path: str, call: Call) -> str:
         return f"call_{call.digest(self._config(call).digest(), self._policy.name, path)}"
@@ -138,6 +176,12 @@ class Programs:
         for one in self.main.declarations:
             if one.kind == "buffer" and one.is_initial_weight:
                 self.main.put_also_at(one.name, [place_in(model, name) for name in one.names])
+
+
+def _axes_of_heads(wish: str) -> list[str]:
+    """The axes over which a wish for keys or values cuts their heads."""
+    words = (word.split("/") for word in wish.split()[1:])
+    return next((axes for dim, *axes in words if dim == "1"), [])
 
 
 def place_in(model: nn.Module, name: str) -> Place:

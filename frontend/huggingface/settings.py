@@ -33,6 +33,11 @@ class Settings:
     config: ComputeConfig
     names_dims: bool
 
+    @property
+    def may_cut_batch(self) -> bool:
+        """Whether ranks that share a model may be dealt its samples."""
+        return self.config.plan_ngpus > 1 and self.policy.name not in ("tp", "cp")
+
     @classmethod
     def of(cls, given: ComputeConfig | Mapping[str, Any], world_size: int | None) -> Settings:
         """Read a config. ``world_size``: of the job; ``None`` where none runs, as the files are

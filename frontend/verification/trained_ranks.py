@@ -127,7 +127,7 @@ def _train(
             results = module.train_step([_sample(module, inputs) for inputs in samples])
         else:
             (inputs,) = samples
-            results = [module(**inputs)]
+            results = [module(**module.cut_inputs(**inputs))]
             loss_of(results[0]).backward()  # type: ignore[no-untyped-call]
         held.losses.append([loss_of(result).detach().clone() for result in results])
         if step == 0:

@@ -5,6 +5,7 @@ A generated class lists the leaves of its arguments by path, as
 
     inputs = {
         "input_ids": ("[batch, 128]", torch.int64),     # a name: this size may vary between calls
+        "keys": ("[batch, 8/tp, past, 64]", torch.float32), # this rank's piece, see ComputeConfig
         "grids": ("[1, 3]", torch.int64, [[1, 4, 4]]),  # constant values, or the digest of them
         "use_cache": True,                              # the trace took this value for granted
     }
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.errors import InputError, brief
-from shardwright.runtime.structure import flatten, values_digest
+from shardwright.runtime.layout import Atom, Coords, Layout, Mesh
+from shardwright.runtime.pieces import local_piece
+from shardwright.runtime.structure import flatten, map_leaves, values_digest
 
 
 class _Absent:
@@ -40,32 +43,99 @@ ABSENT: Final = _Absent()
 class TensorSpec:
     """The tensor expected at one path. A ``str`` in ``shape`` names a size that may vary between
     calls. ``values``: nested lists, or a digest, if they must be the same in every call.
+    ``layout``: of a tensor of which each rank is given a piece, with the same names for sizes.
     """
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
     values: Any = None
+    layout: Layout | None = None
 
     @classmethod
     def parse(cls, shape: str, dtype: torch.dtype, values: Any = None) -> TensorSpec:
         """The spec of a shape in words: ``"[batch, 128]"``."""
         sizes = [size.strip() for size in shape.strip("[] ").split(",") if size.strip()]
+        if any("/" in size for size in sizes):
+            layout = Layout.parse(shape)
+            return cls(layout.shape, dtype, values, layout)
         return cls(tuple(int(size) if size.isdecimal() else size for size in sizes), dtype, values)
 
+    def layout_for(self, sizes: Mapping[str, int]) -> Layout:
+        """The layout of a piece, with numbers for the sizes that vary."""
+        assert self.layout is not None
+        return Layout(
+            tuple(
+                tuple(
+                    Atom(tuple(sizes.get(s, s) for s in atom.segments), atom.axes) for atom in dim
+                )
+                for dim in self.layout.dims
+            )
+        )
+
     def __str__(self) -> str:
+        if self.layout is not None:
+            return f"{_dtype(self.dtype)}{self.layout}"
         return f"{_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
 class InputTable:
     """The arguments a class was compiled for. ``owner``: the name of the class, ``method``: what is
-    called; for messages.
+    called; for messages. ``mesh``, ``coords``: the mesh of the unit and this rank's place on it,
+    where arguments may be given in pieces.
     """
 
-    def __init__(self, owner: str, table: Mapping[str, Any], method: str = "forward") -> None:
+    def __init__(
+        self,
+        owner: str,
+        table: Mapping[str, Any],
+        method: str = "forward",
+        mesh: Mesh | None = None,
+        coords: Coords | None = None,
+    ) -> None:
         self.owner = f"{owner}.{method}"
+        self._mesh, self._coords = mesh or Mesh(()), coords or {}
         self.leaves = {
             path: TensorSpec.parse(*leaf) if _is_tensor(leaf) else leaf
             for path, leaf in table.items()
+        }
+        self.pieces = tuple(
+            path
+            for path, leaf in self.leaves.items()
+            if isinstance(leaf, TensorSpec) and leaf.layout is not None
+        )
+        """The paths of what is given in pieces."""
+
+    def cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, with this rank's pieces where it takes pieces of what is given
+        whole. Containers on the way to them are copied.
+
+        Raises :class:`InputError` for what is no tensor of that number of dims.
+        """
+        leaves = flatten(dict(given))
+        sizes: dict[str, int] = {}
+        for path, spec in self.leaves.items():
+            value = leaves.get(path)
+            if isinstance(spec, TensorSpec) and isinstance(value, Tensor):
+                if value.ndim != len(spec.shape):
+                    self._refuse_shape(path, spec, value, f"it has {value.ndim} dims")
+                named = zip(spec.shape, value.shape, strict=True)
+                sizes.update({name: size for name, size in named if isinstance(name, str)})
+
+        def piece(path: str, leaf: Any) -> Any:
+            spec = self.leaves.get(path)
+            if path not in self.pieces or not isinstance(leaf, Tensor):
+                return leaf
+            assert isinstance(spec, TensorSpec)
+            layout = spec.layout_for(sizes)
+            if tuple(leaf.shape) != layout.shape:
+                self._refuse_shape(path, spec, leaf, "the whole tensor is to be cut")
+            return local_piece(leaf, layout, self._mesh, self._coords).contiguous()
+
+        return {
+            name: map_leaves(value, piece, name)
+            if any(path == name or path.startswith(f"{name}.") for path in self.pieces)
+            else value
+            for name, value in given.items()
         }
 
     def check(self, given: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -111,7 +181,30 @@ class InputTable:
                     why=f"the dummy arguments had {', '.join(self.leaves) or 'nothing'}",
                     hint="leave it out, or compile again with it among the dummy arguments",
                 )
+        for path in self.pieces:
+            self._check_piece(
+                path, tensors[path], {name: size for name, (size, _) in sizes.items()}
+            )
         return tensors
+
+    def _check_piece(self, path: str, value: Tensor, sizes: Mapping[str, int]) -> None:
+        """Refuse a tensor that does not have the size of this rank's piece. ``sizes``: those that
+        vary, by name; whole inputs have told them.
+        """
+        spec = self.leaves[path]
+        assert isinstance(spec, TensorSpec)
+        layout = spec.layout_for(sizes)
+        expected = layout.local_shape(self._mesh, self._coords)
+        if tuple(value.shape) != tuple(expected):
+            self._refuse_shape(
+                path,
+                spec,
+                value,
+                f"it is given in pieces, and this rank's is {list(expected)} of "
+                f"{list(layout.shape)}",
+                "pass what an earlier call returned in pieces, or cut a whole one: "
+                "module.cut_inputs(...)",
+            )
 
     def _check_tensor(
         self, path: str, spec: TensorSpec, value: Any, sizes: dict[str, tuple[int, str]]
@@ -138,6 +231,8 @@ class InputTable:
             )
         # A number is fixed; a name is a size that varies, the same wherever it occurs.
         for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True)):
+            if spec.layout is not None and spec.layout.dim_axes(dim):
+                continue  # a piece: its size follows from those of the others
             if isinstance(expected, int):
                 if size != expected:
                     self._refuse_shape(path, spec, value, f"dim {dim} is {size}, not {expected}")
@@ -182,12 +277,15 @@ class InputTable:
             hint=f"pass {path}",
         )
 
-    def _refuse_shape(self, path: str, spec: TensorSpec, value: Tensor, why: str) -> None:
+    def _refuse_shape(
+        self, path: str, spec: TensorSpec, value: Tensor, why: str, hint: str = ""
+    ) -> None:
         raise InputError(
             f"{self.owner}: argument {path!r} has shape {list(value.shape)}, but was "
             f"compiled for {spec}",
             why=why,
-            hint="pass the compiled shape, or compile again and name the dims that vary in "
+            hint=hint
+            or "pass the compiled shape, or compile again and name the dims that vary in "
             "ComputeConfig.dynamic_dims",
         )
 

@@ -126,7 +126,7 @@ class ParallelModule(DeclaredModule):
         self._make_groups(world)
         self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
         self._device = world.device
-        self._input_table = InputTable(type(self).__name__, self.inputs)
+        self._make_input_table()
         self._declarations = {}
         self._places = {}
         self._parameters_declared = []
@@ -145,6 +145,18 @@ class ParallelModule(DeclaredModule):
         Raises :class:`LoadError` if the class is for other tensors.
         """
         self.programs().add(program_class)
+
+    def _make_input_table(self) -> None:
+        name, inputs = type(self).__name__, self.inputs
+        self._input_table = InputTable(name, inputs, "forward", self.mesh, self.ranks.coords)
+
+    def cut_inputs(self, **arguments: Any) -> dict[str, Any]:
+        """The arguments of a call, with this rank's pieces of what the module takes in pieces
+        (``ComputeConfig(inputs={...: "sharded"})``). ``arguments``: whole on every rank.
+
+        Raises :class:`InputError` for tensors of another shape.
+        """
+        return self._input_table.cut(arguments)
 
     def programs(self) -> Programs:
         """The programs of this module; see :mod:`shardwright.runtime.module.programs`."""
@@ -370,7 +382,8 @@ class ParallelModule(DeclaredModule):
         # Then, once, that all of them were given the same.
         if not self._inputs_compared:
             self._inputs_compared = True
-            compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)
+            same = {p: x for p, x in tensors.items() if p not in self._input_table.pieces}
+            compare_inputs(type(self).__name__, same, self._unit, self.ranks.num_units)
         if self.training:
             self.rng.next_microbatch()
 

@@ -31,7 +31,7 @@ from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.declared_module import directory_of_class
-from shardwright.runtime.module.inputs import ABSENT, InputTable
+from shardwright.runtime.module.inputs import ABSENT
 from shardwright.runtime.module.scope import Scope, place
 from shardwright.runtime.module.weights import WeightFiles
 
@@ -176,7 +176,7 @@ def _sharing(
     Scope.__init__(made)
     made.ranks, made._unit, made.rng = main.ranks, main._unit, main.rng
     made._stored_over_units, made._device = main._stored_over_units, main._device
-    made._input_table = InputTable(program_class.__name__, program_class.inputs)
+    made._make_input_table()
     made._declarations, made._places, made._parameters_declared = {}, {}, []
     made._gathering = WeightGathering()
     made._steps_without_sums = main._steps_without_sums

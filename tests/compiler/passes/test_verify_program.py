@@ -280,7 +280,7 @@ def test_parameters_stored_otherwise() -> None:
 def test_inputs_given_otherwise() -> None:
     program = program_of()
     layouts = {**program.input_layouts, "input_ids": Layout.parse("[4/tp, 8]")}
-    refused(replace(program, input_layouts=layouts), r"needs input_ids as \[4, 8\] and gets")
+    refused(replace(program, input_layouts=layouts), r"input_ids is taken as \[4/tp, 8\]")
 
 
 def test_cuts_that_do_not_fit() -> None:

@@ -51,6 +51,58 @@ def test_an_ordinary_optimizer_follows_whole_gradients(plan: str, tmp_path: Path
         assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
 
 
+def generate_with(rank: int, folder: Path, name: str, config: dict[str, Any]) -> Any:
+    """Greedy tokens, tokens of beams, and logits with a cache of the caller's own."""
+    with float64_casts():
+        return generate_in_float64(folder, name, config)
+
+
+def generate_in_float64(folder: Path, name: str, config: dict[str, Any]) -> Any:
+    model = make(name).eval()
+    shardwright.initialize(model, {"plan_ngpus": 2, **config}, gen_savedir=folder)
+    found = generated(model, name)
+    if name != "t5":
+        mine = transformers.DynamicCache(config=model.config)
+        ids = initialized.prompt(name)["input_ids"]
+        with torch.no_grad():
+            logits = [model(input_ids=ids[:, :3], past_key_values=mine).logits]
+            result = model(input_ids=ids[:, 3:], past_key_values=mine)
+        assert result.past_key_values is mine and mine.get_seq_length() == 4
+        found.append(torch.cat((*logits, result.logits), 1))
+    own = {id(one) for one in model.parameters()}
+    programs = model.parallel_module.programs().all
+    assert len(programs) > 1
+    assert all(id(one) in own for program in programs for one in program.parameters())
+    return found
+
+
+def generated(model: Any, name: str) -> list[Tensor]:
+    settings = {"do_sample": False, "max_new_tokens": 5}
+    return [model.generate(**initialized.prompt(name), **settings, num_beams=n) for n in (1, 2)]
+
+
+GENERATING = [
+    ("llama", {}),
+    ("llama", {"pas_policy": "data"}),
+    ("gpt2", {"pas_policy": "cp"}),
+    ("qwen3", {"pas_policy": "tensor", "pas_config": {"mode": "1d"}}),
+    ("t5", {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "config"), GENERATING, ids=str)
+def test_tokens_are_those_of_one_device(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """With a cache that the plan cuts, on the parameters of the training program."""
+    model = make(name).eval()
+    with float64_casts(), torch.no_grad():
+        expected = generated(model, name)
+        if name != "t5":
+            expected.append(model(input_ids=initialized.prompt(name)["input_ids"]).logits)
+    for found in run_ranks(2, generate_with, tmp_path, name, config):
+        assert_close_tree(dict(enumerate(found)), dict(enumerate(expected)))
+
+
 def save_uneven(rank: int, folder: Path) -> list[float]:
     with float64_casts():
         model, optimizer = parallel(4, folder / "gen", "gpt2", vocab_size=50257)
@@ -152,7 +204,7 @@ def errors_of(model: Any, folder: Path) -> dict[str, str]:
         "save_pretrained": lambda: model.save_pretrained(folder / "no"),
         "dtype": lambda: model.half(),
         "submodule": lambda: model.transformer(ids),
-        "cache": lambda: model.generate(ids, use_cache=True),
+        "cache": lambda: model.generate(ids, cache_implementation="static"),
         "draws": lambda: model.generate(ids, do_sample=True),
         "option": lambda: model.save_parallelized(folder / "no", what=1),
         "state": lambda: model.save_parallelized(folder / "no", merge_checkpoints=True, step=1),
@@ -238,9 +290,9 @@ ERRORS = {
     "submodule": "UsageError: a GPT2Model of an initialized model cannot be called by itself\n"
     "  why:   it holds this rank's pieces, and the model's program computes what it did\n"
     "  try:   call the model; ask it for output_hidden_states=True to see what is between",
-    "cache": "UsageError: generate cannot be given use_cache=True\n"
-    "  why:   there is no cache of keys and values: every token runs the whole sequence\n"
-    "  try:   leave out use_cache",
+    "cache": "UsageError: generate cannot be given cache_implementation='static'\n"
+    "  why:   programs keep the cache that grows with every token alone\n"
+    "  try:   leave out cache_implementation",
     "draws": "UsageError: generate cannot draw tokens where ranks are threads of one process\n"
     "  why:   they share torch's generator, and each would draw other tokens\n"
     "  try:   do_sample=False, or run the ranks as processes under torchrun",

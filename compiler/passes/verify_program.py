@@ -379,7 +379,9 @@ class _Walk:
                 continue
             original, wish = originals[path], self.program.plan.outputs.get(path, "whole")
             assert isinstance(original, IRValue)
-            wanted = wished_layout(wish, original.shape, self.held[value.name])
+            # A result that no operator makes is refused below, in words.
+            made = self.held.get(value.name, Layout.whole(original.shape))
+            wanted = wished_layout(wish, original.shape, made)
             self.require(value, original, wanted, f"output {path!r}")
 
     def check_updates(self) -> None:

@@ -75,7 +75,7 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
 
 
 def below(path: str, paths: Sequence[str]) -> list[str]:
-    """Those of ``paths`` that lie at ``path``, or in the container there."""
+    """The ones of ``paths`` that lie at ``path``, or in the container there."""
     return [one for one in paths if one == path or one.startswith(f"{path}.")]
 
 

@@ -93,7 +93,7 @@ GENERATING = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "config"), GENERATING, ids=str)
 def test_tokens_are_those_of_one_device(name: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """With a cache that the plan cuts, on the parameters of the training program."""
+    """Tokens and logits with a cache that the plan cuts, on the parameters that are trained."""
     model = make(name).eval()
     with float64_casts(), torch.no_grad():
         expected = generated(model, name)

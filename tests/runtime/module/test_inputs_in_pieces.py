@@ -124,7 +124,7 @@ def test_a_cache_is_held_in_pieces_between_calls(policy: str, tmp_path: Path) ->
 
 
 class Remembering(Decoder):
-    """The same with a cache of fixed length in buffers, which each call writes into."""
+    """A decoder whose cache has a fixed length, and lies in buffers that each call replaces."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.frontend.files.job import Job, exchange_about
+from shardwright.frontend.files.process_group import join_process_group
 from shardwright.frontend.huggingface.calls import Call, default_arguments
 from shardwright.frontend.huggingface.folders import load_whole, pretrained_folder
 from shardwright.frontend.huggingface.initialized_model import (
@@ -136,13 +137,7 @@ def _join_job(model: nn.Module) -> None:
             hint="torchrun --nproc_per_node=4 your_script.py; or pass load_module=False to "
             "compile only",
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
+    join_process_group()
 
 
 def _read(

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
+from shardwright.frontend.files.process_group import join_process_group
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.world import world_of_thread
 
@@ -92,13 +92,7 @@ def joined_job() -> Iterator[None]:
         )
     if started_by == "srun":
         os.environ.update(torchrun_variables(os.environ))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
+    join_process_group()
     try:
         yield
         dist.barrier()  # no rank leaves while another still talks to it

@@ -189,6 +189,9 @@ def _set_up(
         is_done = step >= num_steps
         job.every_rank_does(lambda: _check_export(settings, is_done=is_done))
         if is_done:
+            # It may have been killed after its last checkpoint, before the export was there.
+            if settings.export is not None:
+                job.first_rank_does(lambda: _written(settings, original, dtype))
             return RunResult(step, num_steps)
         evaluated = None
         if settings.evaluation.data is not None:
@@ -526,7 +529,7 @@ class _Window:
 
 
 def evaluate(run: Run) -> dict[str, Any]:
-    """The mean loss over the evaluation data, in evaluation mode. Collective.
+    """The mean loss over the global batches of the evaluation data, in evaluation mode. Collective.
 
     Samples that fill no global batch are left out, and counted in the record.
     """
@@ -624,13 +627,17 @@ def _export(run: Run) -> None:
     """
     if run.settings.export is None:
         return
-    out, folder = Path(run.settings.export), checkpoint_folder(run.settings)
     with Job("exporting the model", exchange_about("exporting the model")) as job:
-        job.first_rank_does(lambda: _written(run.original, folder, out, run.dtype))
-    run.loggers.write("export", step=run.step, folder=str(out))
+        job.first_rank_does(lambda: _written(run.settings, run.original, run.dtype))
+    run.loggers.write("export", step=run.step, folder=run.settings.export)
 
 
-def _written(original: MadeModel, folder: Path, out: Path, dtype: torch.dtype | None) -> str:
+def _written(settings: RunSettings, original: MadeModel, dtype: torch.dtype | None) -> str:
+    """The folder of the export, written if it is not there."""
+    assert settings.export is not None
+    folder, out = checkpoint_folder(settings), Path(settings.export)
+    if out.exists():
+        return str(out)
     if not original.is_transformers:
         return str(merge_checkpoint(folder, out))
     module: Any = original.module

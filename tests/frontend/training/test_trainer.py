@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,10 @@ def test_a_run_that_is_stopped_goes_on_under_another_plan(tmp_path: Path) -> Non
     # What is exported is the model that one device has trained.
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert_close_tree(exported, dict(model.state_dict()), "parameters")
-    # Complete already: nothing is done, and what was exported stays.
+    # Complete already: nothing is done but the export, where a kill has left it out.
+    shutil.rmtree(tmp_path / "out")
     assert run(1, last).step == 6 and len(records(chosen)) == 6
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_what_is_told_of_a_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ for an idle machine), each pair interleaved.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -74,7 +75,8 @@ def main() -> None:
     load = transformers.AutoModelForCausalLM.from_pretrained
     if size > 1:
         # It asks whether accelerate is installed, and uses nothing of it.
-        transformers.integrations.accelerate.is_accelerate_available = lambda: True
+        asked_here: Any = importlib.import_module("transformers.integrations.accelerate")
+        asked_here.is_accelerate_available = lambda: True
     theirs: Any = load(path) if size == 1 else load(path, tp_plan="auto")
     ours: Any = load(path)
     shardwright.initialize(ours, {"plan_ngpus": size}, gen_savedir=folder / "gen")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,10 @@ def run_once(
             run.mode.lift = None
 
 
+UPDATES_ARGUMENTS: ContextVar[bool] = ContextVar("updates_arguments", default=False)
+"""Whether whoever asks for the trace gives the caller's own objects what forward puts into them."""
+
+
 class _Run:
     def __init__(
         self,
@@ -118,7 +123,9 @@ class _Run:
         signature = tuple(
             (name, input_tree(self.recorder, value, name)) for name, value in arguments.items()
         )
+        before = structure.flatten(arguments)
         result = self._run_forward(arguments)
+        after = structure.flatten(arguments)
         # What forward has asked of dynamic sizes must hold for others than the example, too.
         self.dynamic.check()
         warn_of_unrolled(self.recorder.ops)
@@ -146,7 +153,7 @@ class _Run:
                 for path, module in self.module.named_modules(remove_duplicate=False)
             },
         )
-        self._warn_written_inputs()
+        self._warn_written_inputs(before, after)
         graph = merge_expert_lanes(graph)
         return Traced(graph, self.reads_training, self.constants, self.questions)
 
@@ -270,15 +277,27 @@ class _Run:
                     )
                 yield value, after
 
-    def _warn_written_inputs(self) -> None:
+    def _warn_written_inputs(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Warn of tensors that forward writes into, and of containers among the arguments in which
+        it has put others, such as a cache. ``before``, ``after``: the leaves of the arguments.
+        """
         written = [
             value.name
             for path, (value, variable) in self._input_variables.items()
             if variable.version
         ]
+        tensors = {path for path, leaf in after.items() if isinstance(leaf, torch.Tensor)}
+        put = [path for path in after if path in tensors and before.get(path) is not after[path]]
         if written:
             warnings.warn(
                 f"forward changes its arguments in place: {', '.join(written)}; "
                 "the compiled module leaves the caller's tensors as they are",
+                stacklevel=4,
+            )
+        if put and not UPDATES_ARGUMENTS.get():
+            named = ", ".join(put[:3]) + (f" and {len(put) - 3} more" if len(put) > 3 else "")
+            warnings.warn(
+                f"forward puts other tensors into its arguments: {named}; the compiled module "
+                "leaves the caller's object as it is. Return what was put there, and pass that on",
                 stacklevel=4,
             )

@@ -12,6 +12,8 @@ has it made.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.compiler.trace.run import UPDATES_ARGUMENTS
 from shardwright.frontend.files.cache import generated_directory
 from shardwright.frontend.files.further_programs import make_program
 from shardwright.frontend.files.module_files import Order
@@ -120,7 +123,7 @@ class Programs:
         )
 
     def _parallelize(self, call: Call, *, load_module: bool = True) -> Any:
-        with torch.inference_mode(False), torch.enable_grad():
+        with _compiling():
             return parallelize(
                 self.twin,
                 call.examples(),
@@ -146,8 +149,7 @@ class Programs:
             like=self._first,
             path=path,
         )
-        # Calls inside generate() come without gradients; a program for them serves training too.
-        with torch.inference_mode(False), torch.enable_grad():
+        with _compiling():
             made = make_program(order, BroadcastGenFilesStrategy.NONE)
         self._cuts = {**known_cuts(directory), **self._cuts}
         return made
@@ -176,6 +178,19 @@ class Programs:
         for one in self.main.declarations:
             if one.kind == "buffer" and one.is_initial_weight:
                 self.main.put_also_at(one.name, [place_in(model, name) for name in one.names])
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile for training too: calls inside generate() come without gradients. What forward puts
+    into a cache is put into the caller's own after the call.
+    """
+    token = UPDATES_ARGUMENTS.set(True)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        UPDATES_ARGUMENTS.reset(token)
 
 
 def _axes_of_heads(wish: str) -> list[str]:

@@ -160,6 +160,24 @@ def test_buffers_that_forward_updates_are_held_in_pieces(tmp_path: Path) -> None
             assert layout == "[4, 4/tp, 8, 4]" and shape == (4, 2, 8, 4)
 
 
+class Filling(Decoder):
+    """A decoder that puts its keys and values into the caller's dict."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        q, cache["keys"], cache["values"] = self.heads(x)
+        y = F.scaled_dot_product_attention(q, cache["keys"], cache["values"])
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_a_cache_that_the_caller_does_not_see_updated_is_said(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="into its arguments: cache.keys, cache.values; .* as it"):
+        parallelize(
+            Filling(), {"x": tokens(1), "cache": {}}, "tp",
+            ComputeConfig(plan_ngpus=2, runtime_ngpus=2, inference_only=True),
+            gen_savedir=tmp_path, load_module=False,
+        )  # fmt: skip
+
+
 def test_what_cannot_be_given_in_pieces_is_said(tmp_path: Path) -> None:
     args = {"x": tokens(1), "cache": Decoder()(tokens(5))["cache"]}
     with pytest.raises(PlanError, match="ComputeConfig.inputs names 'caches'"):

@@ -121,6 +121,11 @@ def _by_gradients(tensors: list[Tensor]) -> list[Found]:
     names = [(item, item.names_of_gradients()) for item in live]
     found: list[Found] = []
     for tensor in tensors:
+        if tensor is None:  # [p.grad for p in parameters], where a rank's p.grad is no tensor
+            if any(not item.leaves_gradients and not item.is_empty for item in live):
+                _refuse_scattered()
+            found.append(None)  # torch says what it says on one device
+            continue
         if gradients_of(tensor) is not None or hasattr(tensor, PART):
             _refuse_values()
         # A gradient is known by its memory: views and copies of the list do not matter.

@@ -1,11 +1,12 @@
-"""Steps of optimizers that ``build_optimizer`` has not
-made.
+"""Steps of optimizers that ``build_optimizer`` has not made.
 
 ``torch.optim.AdamW(model.parameters())`` updates each rank's parameters along what this rank has of
 their gradients. Where other ranks have summands of them that is wrong, and the copies of a
 parameter drift apart. torch calls a hook before every step of every optimizer, and there such a
 step is refused. Gradients that are sums already, such as those that ``train_step`` leaves behind,
-may be stepped along by anybody.
+may be stepped along by anybody, except by optimizers that send parameters from rank to rank: they
+take each rank's pieces for copies of one tensor, as wrappers of modules do
+(``runtime/module/wrappers.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from shardwright.runtime.training.clipping import PART, PartOfModel
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 
+SENDERS = frozenset({"ZeroRedundancyOptimizer"})
+"""The names of classes of optimizers that send each parameter from one rank to all others."""
+
+
 def watch_steps() -> None:
     """Look at every step of every optimizer from now on. A second call does nothing."""
     global _is_watching
@@ -35,10 +40,13 @@ def watch_steps() -> None:
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     if isinstance(optimizer, ParallelOptimizer):
         return
+    sender = next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SENDERS), None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Gradients that ranks have to sum, and that nobody has summed.
             mark = getattr(parameter, PART, None)
+            if mark is not None and sender is not None:
+                _refuse_sender(sender, mark)
             if mark is not None and parameter.grad is not None:
                 _check_state(optimizer, parameter, mark)
             if (
@@ -58,6 +66,16 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
                 hint="optimizer = shardwright.build_optimizer(model, "
                 f"torch.optim.{type(optimizer).__name__}, lr=...)",
             )
+
+
+def _refuse_sender(sender: str, mark: PartOfModel) -> None:
+    raise UsageError(
+        f"{sender} cannot update parameters of {mark.owner}, a parallel module",
+        why=f"every rank has pieces of its own, and one rank's {mark.name!r} would be sent over "
+        "those of all",
+        hint="optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...); "
+        "ComputeConfig(use_zero=1) splits its state over the ranks",
+    )
 
 
 def _check_state(optimizer: Optimizer, parameter: Tensor, mark: PartOfModel) -> None:

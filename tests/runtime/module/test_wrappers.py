@@ -12,6 +12,7 @@ from mlp_files import make_batch, make_model, write_files
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -91,6 +92,28 @@ def test_fully_shard(tmp_path, group, is_inside):
         fully_shard(
             Around(module) if is_inside else module, mesh=dist.init_device_mesh("cpu", (1,))
         )
+
+
+def test_an_optimizer_that_sends_parameters_over_those_of_others(tmp_path, group):
+    directory = write_files(tmp_path, make_model(), 1, 2)
+
+    def train(rank):
+        module = load_class(directory)()
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1)
+        module(*make_batch(0)).backward()
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        with pytest.raises(UsageError) as error:
+            optimizer.step()
+        assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+        return str(error.value)
+
+    assert set(run_ranks(2, train)) == {
+        "ZeroRedundancyOptimizer cannot update parameters of MLP, a parallel module\n"
+        "  why:   every rank has pieces of its own, and one rank's 'gain' would be sent "
+        "over those of all\n"
+        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...); "
+        "ComputeConfig(use_zero=1) splits its state over the ranks"
+    }
 
 
 def test_others_are_wrapped_as_ever(group):

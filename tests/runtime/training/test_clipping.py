@@ -236,12 +236,14 @@ def test_without_an_optimizer_it_is_refused(tmp_path, is_copy):
     )
 
 
+@pytest.mark.parametrize("are_none_left_out", [False, True])
 @pytest.mark.parametrize("is_synced", [False, True])
-def test_norms_of_scattered_gradients_are_refused(tmp_path, is_synced):
+def test_norms_of_scattered_gradients_are_refused(tmp_path, is_synced, are_none_left_out):
     def act(module, optimizer):
         if is_synced:
             optimizer.sync_shard_grad()
-        get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        gradients = [p.grad for p in module.parameters()]
+        get_total_norm([g for g in gradients if g is not None] if are_none_left_out else gradients)
 
     assert refused(tmp_path, act, use_zero=1, zero_use_reduce_scatter=True) == (
         "the norm of scattered gradients cannot be had from p.grad\n"

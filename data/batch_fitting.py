@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwright.data.cuts import Cut, take
 from shardwright.data.rank_roles import ALL_INPUTS, Role
+from shardwright.runtime.arguments import MOST_LEVELS
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.layout import piece
 from shardwright.runtime.structure import flatten, map_leaves
@@ -109,18 +110,22 @@ def other_size(batch: Any, num_samples: int) -> str | None:
     return "it made " + ", ".join(f"{path} {list(x.shape)}" for path, x in found)
 
 
-def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The tensors and numpy arrays in dicts, lists and tuples, with their paths."""
+def arrays_in(value: Any, path: str, level: int = 0) -> Iterator[tuple[str, Any]]:
+    """The tensors and numpy arrays in dicts, lists and tuples, with their paths; none where these
+    are nested too deeply, or in themselves. ``level``: how deep ``value`` lies.
+    """
     if isinstance(value, Tensor | np.ndarray):
         yield path, value
         return
     items: Iterable[tuple[Any, Any]] = ()
+    if level > MOST_LEVELS:
+        return
     if isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     for key, item in items:
-        yield from arrays_in(item, f"{path}.{key}" if path else str(key))
+        yield from arrays_in(item, f"{path}.{key}" if path else str(key), level + 1)
 
 
 def shapes_in_words(sample: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwright.runtime.arguments import checked_fields, checked_late
 from shardwright.runtime.errors import ConfigError, InputError
 from shardwright.runtime.layout import Atom, Dim, Layout, Mesh, piece
 
@@ -24,6 +25,7 @@ Runs = tuple[tuple[int, int], ...]
 CutKind = Literal["contiguous", "zigzag"]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class EvenCut:
     """Piece ``index`` of ``size`` of dim ``dim``; the first pieces get what is left over. ``kind``:
@@ -36,17 +38,13 @@ class EvenCut:
     kind: CutKind = "contiguous"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("contiguous", "zigzag"):
-            raise ConfigError(
-                f"a dim is cut 'contiguous' or 'zigzag', not {self.kind!r}",
-                hint="write EvenCut(dim=1, index=0, size=2, kind='zigzag')",
-            )
         if not 0 <= self.index < self.size or self.dim < 0:
             raise ConfigError(
                 f"there is no piece {self.index} of {self.size} of dim {self.dim}",
                 why="pieces count from 0, and so do dims",
             )
 
+    @checked_late
     def runs(self, length: int) -> Runs:
         """What is taken of a dim of ``length`` elements."""
         if self.kind == "contiguous":

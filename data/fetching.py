@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,7 @@ from shardwright.data.packing import Packing, pack_row, packable
 from shardwright.data.permutation import key
 from shardwright.data.rank_roles import Role
 from shardwright.data.sample_stream import Run
-from shardwright.runtime.errors import DataError, ShardwrightError, brief_text
+from shardwright.runtime.errors import ArgumentError, DataError, ShardwrightError, brief, brief_text
 from shardwright.runtime.structure import map_leaves
 
 MOST_TRIES = 20
@@ -80,6 +80,29 @@ def cause_of(error: Exception) -> str:
     if isinstance(error, ShardwrightError):
         return error.what + (f": {error.why}" if error.why else "")
     return f"{type(error).__name__}: {brief_text(error)}"
+
+
+def check_dataset(source: Any) -> None:
+    """Refuse what has no length or takes no index. Raises :class:`ArgumentError`."""
+    if isinstance(source, Mapping):
+        raise ArgumentError(
+            f"a {type(source).__name__} is no dataset: it takes names, not numbers",
+            why=f"its keys are {brief(list(source))}",
+            hint="pass one of its values (dataset['train']), or a list of samples",
+        )
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ArgumentError(
+            f"{brief(source)} is no dataset",
+            why="a map-style dataset has a length and takes an index",
+            hint="pass a torch dataset, a Hugging Face dataset, a list, or an iterable dataset "
+            "alone",
+        )
+    try:
+        len(source)
+    except TypeError as error:  # a tensor without dims has the method and no length
+        raise ArgumentError(
+            f"{brief(source)} is no dataset", why=f"it has no length: {brief_text(error)}"
+        ) from error
 
 
 @dataclass

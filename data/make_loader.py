@@ -5,18 +5,18 @@ together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
 from shardwright.data.cursor_loader import CursorLoader
-from shardwright.data.fetching import Fetcher, cause_of
+from shardwright.data.fetching import Fetcher, cause_of, check_dataset
 from shardwright.data.global_batches import Batching, SampleBatching, Share, Tail
 from shardwright.data.packing import PackedBatching, Packing, as_lengths
 from shardwright.data.permutation import Order, key
-from shardwright.data.rank_loader import Handing
+from shardwright.data.rank_loader import Handing, check_workers
 from shardwright.data.rank_roles import Roles, roles
 from shardwright.data.sample_stream import BlendedStream, SampleStream, SingleStream
 from shardwright.data.stream_loader import StreamFetcher, StreamLoader, check_stream
@@ -183,7 +183,7 @@ def _device(wanted: Any) -> torch.device:
         return torch.empty(0, device=wanted).device
     except Exception as error:  # torch raises an AssertionError where it was built without CUDA
         raise ConfigError(
-            f"batches cannot be moved to device={wanted!r}",
+            f"batches cannot be moved to device={brief(wanted)}",
             why=cause_of(error),
             hint="name a device that this rank has, such as 'cuda' or 'cpu'",
         ) from error
@@ -207,10 +207,7 @@ def _check_order(shuffle: bool, shuffle_block: int | None, drop_last: bool, wrap
 
 
 def _check_workers(num_workers: int, prefetch_factor: int, context: str | None) -> None:
-    if num_workers < 0:
-        raise ConfigError(f"num_workers={num_workers} is no number of workers")
-    if prefetch_factor < 1:
-        raise ConfigError(f"prefetch_factor={prefetch_factor} is no number of steps to read ahead")
+    check_workers(num_workers, prefetch_factor)
     if context is not None and not num_workers:
         raise ConfigError(
             f"multiprocessing_context={context!r} starts no process",
@@ -280,19 +277,7 @@ def _sources(dataset: Any, weights: Sequence[float] | None) -> list[Any]:
         )
     sources = [dataset] if weights is None else list(dataset)
     for source in sources:
-        if isinstance(source, Mapping):
-            raise ArgumentError(
-                f"a {type(source).__name__} is no dataset: it takes names, not numbers",
-                why=f"its keys are {brief(list(source))}",
-                hint="pass one of its values (dataset['train']), or a list of samples",
-            )
-        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-            raise ArgumentError(
-                f"{brief(source)} is no dataset",
-                why="a map-style dataset has a length and takes an index",
-                hint="pass a torch dataset, a Hugging Face dataset, a list, or an iterable dataset "
-                "alone",
-            )
+        check_dataset(source)
     return sources
 
 

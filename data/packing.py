@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shardwright.data.global_batches import GlobalBatch, Tail
 from shardwright.data.sample_stream import SampleStream
-from shardwright.runtime.arguments import checked_fields
-from shardwright.runtime.errors import ConfigError, DataError, brief
+from shardwright.runtime.arguments import checked, checked_fields
+from shardwright.runtime.errors import ConfigError, DataError, InputError, brief
 
 WINDOW = 512
 """Positions whose lengths are looked up at a time."""
@@ -247,10 +247,17 @@ def _filled(pieces: Sequence[Tensor], packing: Packing, padding: Any) -> Tensor:
     return torch.cat([*pieces, rest])
 
 
+@checked
 def document_mask(document_ids: Tensor, *, causal: bool = True) -> Tensor:
     """Which pairs of a packed row see each other: ``[rows, 1, length, length]``, true where they
     do. Padding sees itself alone. ``causal``: keys lie at or before their queries.
     """
+    if document_ids.ndim != 2:
+        raise InputError(
+            f"document_ids has {document_ids.ndim} dims",
+            why="it has a row for each packed row, and in it a number for each token",
+            hint="pass document_ids of a batch that was packed, [rows, length]",
+        )
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     length = document_ids.shape[1]
     diagonal = torch.eye(length, dtype=torch.bool, device=document_ids.device)

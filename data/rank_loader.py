@@ -22,7 +22,8 @@ from shardwright.data.fetching import Fetched, Fetcher
 from shardwright.data.global_batches import Share
 from shardwright.data.permutation import key
 from shardwright.data.state import VERSION, check_state
-from shardwright.runtime.errors import ConfigError, DataError, brief_text
+from shardwright.runtime.arguments import checked_late
+from shardwright.runtime.errors import ConfigError, DataError, brief, brief_text
 from shardwright.runtime.structure import map_leaves
 
 
@@ -59,6 +60,29 @@ class Handing:
 
     def _moved(self, path: str, leaf: Any) -> Any:
         return leaf.to(self.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+MOST_WORKERS = 4096
+MOST_AHEAD = 65_536
+"""Processes of a rank, and steps that each of them reads ahead. Nobody means more, and a mistyped
+number of either would fill the machine before anything could be said.
+"""
+
+
+def check_workers(num_workers: int, prefetch_factor: int = 1) -> None:
+    """Refuse numbers of worker processes and of steps that they read ahead which are none, or
+    beyond use. Raises :class:`ConfigError`.
+    """
+    if not 0 <= num_workers <= MOST_WORKERS:
+        raise ConfigError(
+            f"num_workers={brief(num_workers)} is no number of workers",
+            why=f"a rank has 0 to {MOST_WORKERS} processes that read",
+        )
+    if not 1 <= prefetch_factor <= MOST_AHEAD:
+        raise ConfigError(
+            f"prefetch_factor={brief(prefetch_factor)} is no number of steps to read ahead",
+            why=f"a worker reads 1 to {MOST_AHEAD} steps ahead",
+        )
 
 
 def read_ahead(source: Any, entries: Iterable[Any] | None, handing: Handing, seed: int) -> Any:
@@ -177,6 +201,7 @@ class RankLoader(ABC, Generic[Read]):
         """Where the loader is: the same on all ranks."""
         return {"kind": self.KIND, "version": VERSION, **self._place_in_words(), **self._identity}
 
+    @checked_late
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader of the same data was, on any number of ranks and workers,
         under any plan.

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.data.cuts import Cut, EvenCut, LayoutCut, even_piece, is_cut
+from shardwright.runtime.argument_kinds import is_path
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ArgumentError, ConfigError, UsageError, brief
 from shardwright.runtime.input_readers import InputReader
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import MOST_RANKS, Layout, Mesh
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
 from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.parallel_module import ParallelModule
@@ -271,6 +272,11 @@ def _explicit(replica: int | None, num_replicas: int | None) -> Roles:
             why="replicas count from 0, and both numbers are needed",
             hint="data.roles(replica=0, num_replicas=2)",
         )
+    if num_replicas > MOST_RANKS:
+        raise ConfigError(
+            f"num_replicas={brief(num_replicas)} is beyond all use",
+            why=f"a job has at most {MOST_RANKS} ranks",
+        )
     every = range(num_replicas)
     return Roles(tuple(Role(r, r, num_replicas, twins=(r,), saves=True) for r in every), replica)
 
@@ -396,9 +402,9 @@ def _of_module(module: ParallelModule) -> Roles:
 
 
 def _of_folder(folder: Path, rank: int | None, num_ranks: int | None) -> Roles:
-    if not folder.is_dir():
+    if not is_path(folder) or not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder of a compiled module",
+            f"{brief(str(folder))} is no folder of a compiled module",
             why=f"such a folder has a {MANIFEST_FILE}",
             hint="give the folder that `shardwright compile` prints",
         )

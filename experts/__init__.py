@@ -20,11 +20,17 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import ConfigError, InputError, brief
 from shardwright.runtime.ops import experts as on_one_device
+
+MOST_EXPERTS = 2**20
+"""More are a slip, and would fill the memory."""
 
 __all__ = ["combine", "dispatch", "grouped_linear"]
 
 
+@checked
 def dispatch(
     x: Tensor, chosen: Tensor, weights: Tensor | None = None, *, num_experts: int
 ) -> tuple[Any, ...]:
@@ -37,9 +43,17 @@ def dispatch(
     """
     if isinstance(x, FakeTensor):
         return _traced().dispatch(x, chosen, weights, num_experts=num_experts)  # type: ignore[no-any-return]
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise ConfigError(f"num_experts={brief(num_experts)} is no number of experts")
+    _check(x, "x", x.ndim == 2, "[tokens, hidden]")
+    _check(chosen, "chosen", chosen.ndim == 2 and len(chosen) == len(x), "[tokens, top_k]")
+    _check(chosen, "chosen", not (chosen.is_floating_point() or chosen.is_complex()), "integers")
+    if weights is not None:
+        _check(weights, "weights", weights.shape == chosen.shape, "[tokens, top_k], like chosen")
     return on_one_device.dispatch(x, chosen, weights, num_experts=num_experts)
 
 
+@checked
 def grouped_linear(
     rows: Tensor,
     weight: Tensor,
@@ -56,13 +70,40 @@ def grouped_linear(
     """
     options = {"transposed": transposed, "autocast": autocast}
     module = _traced() if isinstance(rows, FakeTensor) else on_one_device
+    if module is on_one_device:
+        num_experts, num_rows = _sizes(routing)
+        _check(rows, "rows", rows.ndim == 2 and len(rows) == num_rows, f"[{num_rows}, in]")
+        fits = weight.ndim == 3 and len(weight) == num_experts
+        fits = fits and weight.shape[1 if transposed else 2] == rows.shape[1]
+        order = "[experts, in, out]" if transposed else "[experts, out, in]"
+        _check(weight, "weight", fits, f"{order} of {num_experts} experts and rows [rows, in]")
+        if bias is not None:
+            out = weight.shape[2 if transposed else 1]
+            _check(bias, "bias", bias.shape == (num_experts, out), f"[{num_experts}, {out}]")
     return module.grouped_linear(rows, weight, routing, bias, **options)  # type: ignore[no-any-return]
 
 
+@checked
 def combine(rows: Tensor, routing: Any) -> Tensor:
     """The sum of the rows of each token, ``[tokens, hidden]``."""
     module = _traced() if isinstance(rows, FakeTensor) else on_one_device
+    if module is on_one_device:
+        num_rows = _sizes(routing)[1]
+        _check(rows, "rows", rows.ndim > 0 and len(rows) == num_rows, f"[{num_rows}, ...]")
     return module.combine(rows, routing)  # type: ignore[no-any-return]
+
+
+def _sizes(routing: Any) -> tuple[int, int]:
+    """The numbers of experts and of rows."""
+    found = on_one_device.checked_routing(routing)
+    return len(found.counts), len(found.token)
+
+
+def _check(x: Tensor, name: str, fits: bool, expected: str) -> None:
+    if not fits:
+        raise InputError(
+            f"experts: {name} is {expected}", why=f"it is {x.dtype} of shape {list(x.shape)}"
+        )
 
 
 def _traced() -> Any:

@@ -55,10 +55,18 @@ def kind_of(annotation: Any) -> Kind | None:
     if origin in (Union, types.UnionType):
         # A string in the place of a path or a device must be the text of one.
         special = next(
-            (part for part in parts if part is Path or getattr(part, "__name__", "") == "device"),
+            (
+                part
+                for part in parts
+                if part is Path
+                or get_origin(part) is os.PathLike
+                or getattr(part, "__name__", "") == "device"
+            ),
             str,
         )
         return _any_of([kind_of(special if part is str else part) for part in parts])
+    if origin is os.PathLike:
+        return _SIMPLE[Path]
     if origin is Literal:
         return Kind(lambda value: _is_one_of(value, parts), " or ".join(map(repr, parts)))
     if origin is type:
@@ -114,7 +122,8 @@ def is_too_long(value: Any) -> bool:
     return isinstance(value, int) and value.bit_length() > MOST_BITS
 
 
-def _is_path(value: Any) -> bool:
+def is_path(value: Any) -> bool:
+    """Whether a value is a path, or the text of one, that a file system could have."""
     if not isinstance(value, str | os.PathLike):
         return False
     try:
@@ -167,7 +176,10 @@ def _sequence_of(element: Kind | None, accepted: type[Any], words: str) -> Kind:
             or not isinstance(value, collections.abc.Sized)
         ):
             return True
-        items: Iterable[Any] = itertools.islice(iter(cast(Any, value)), MOST_ELEMENTS)
+        try:
+            items: Iterable[Any] = itertools.islice(iter(cast(Any, value)), MOST_ELEMENTS)
+        except TypeError:  # a tensor without dims has the method and no elements
+            return False
         return all(element.accepts(item) for item in items)
 
     return Kind(accepts, words if element is None else f"{words}, each element {element.words}")
@@ -227,7 +239,7 @@ _SIMPLE: Mapping[Any, Kind | None] = {
     float: Kind(lambda value: isinstance(value, Real) and _is_number(value), "a number"),
     str: Kind(lambda value: isinstance(value, str), "a string"),
     dict: Kind(lambda value: isinstance(value, Mapping), "a dict"),
-    Path: Kind(lambda value: _is_path(value), "a path"),
+    Path: Kind(lambda value: is_path(value), "a path"),
     collections.abc.Callable: Kind(callable, "a function"),
 }
 

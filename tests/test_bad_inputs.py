@@ -4,15 +4,19 @@ kind, never for long.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import bad_inputs
 import pytest
 import torch
 
+import shardwright
 from shardwright import ArgumentError, ComputeConfig, Mesh
 from shardwright.compiler.ops.prover import prove
 from shardwright.compiler.schedule.files import from_csv
@@ -48,6 +52,21 @@ ONCE_RAW = {
         ("config", "cyclic dict"),
     ],
     "verify": [("optimizer", "lambda *a, **k: None")],
+    "loader": [
+        ("dataset", "cyclic list"),
+        ("dataset", "scalar tensor"),
+        ("roles_or_plan", "'x'*5000"),
+        ("num_workers", "10**30"),
+        ("prefetch_factor", "10**30"),
+        ("device", "odd"),
+    ],
+    "roles": [("num_replicas", "10**30")],
+    "SavableDataset": [("batch_size", "10**30"), ("source", "None")],
+    "TarShards": [("paths", "generator"), ("paths", "'x'*5000")],
+    "write_token_file": [("documents", "[None]"), ("dtype", "odd")],
+    "document_mask": [("document_ids", "[]")],
+    "combine": [("routing", "None"), ("rows", "scalar tensor")],
+    "dispatch": [("chosen", "tensor"), ("num_experts", "10**30")],
 }
 """Calls that ended in an exception of another kind once: argument and value, by function."""
 
@@ -60,6 +79,9 @@ ONCE_RAW = {
         ("optimizers", ["scale_grads"]),
         ("checkpoints", ["save_checkpoint", "export_pretrained"]),
         ("compile", ["verify"]),
+        ("data", ["loader", "roles", "SavableDataset", "TarShards", "write_token_file"]),
+        ("data", ["document_mask"]),
+        ("experts", ["combine", "dispatch"]),
     ],
 )
 def test_inputs_that_were_not_refused_once(
@@ -70,6 +92,32 @@ def test_inputs_that_were_not_refused_once(
     counts = bad_inputs.run(group, names=names, calls=wanted)
     assert counts.refused or counts.accepted
     assert [str(trouble) for trouble in counts.troubles] == []
+
+
+NO_TARGETS = {
+    # made by others, and tried where these are
+    "CursorLoader", "IRGraph", "ParallelModule", "Role", "Roles", "SavableLoader", "StreamLoader",
+    # other names, or the same arguments
+    "energon_worker_config", "get_train_dataset", "get_val_dataset", "load_merged_state_dicts",
+    # a library reads the files
+    "Tables",
+    # without arguments, or a choice of names
+    "BroadcastGenFilesStrategy", "ReuseType", "count_communication",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", [shardwright, shardwright.data, shardwright.experts])
+def test_everything_public_is_tried(package: ModuleType) -> None:
+    source = inspect.getsource(bad_inputs)
+    callables = [
+        name
+        for name in package.__all__
+        if callable(value := getattr(package, name))
+        and not (isinstance(value, type) and issubclass(value, BaseException))
+    ]
+    assert [
+        n for n in callables if n not in NO_TARGETS and not re.search(rf"\b{n}\b", source)
+    ] == []
 
 
 @checked

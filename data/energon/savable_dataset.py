@@ -20,10 +20,14 @@ from shardwright.data.energon.metadataset import (
 from shardwright.data.energon.source_mix import SourceMix
 from shardwright.data.energon.worker_config import WorkerConfig
 from shardwright.data.energon.worker_stream import Split
+from shardwright.data.fetching import check_dataset
 from shardwright.data.formats.tar_shards import TarShards
 from shardwright.data.sample_stream import Pattern
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import ConfigError, DataError, brief
+
+MOST_SAMPLES = 2**24
+"""The most samples of a batch of one rank: more are a slip, and would be read for days."""
 
 SplitName = Literal["train", "val", "test"]
 
@@ -53,14 +57,16 @@ class SavableDataset:
     on_error: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size} is no number of samples")
+        if not 1 <= self.batch_size <= MOST_SAMPLES:
+            raise ConfigError(f"batch_size={brief(self.batch_size)} is no number of samples")
         if self.max_samples_per_sequence is not None and self.max_samples_per_sequence < 1:
             raise ConfigError(
                 f"max_samples_per_sequence={self.max_samples_per_sequence} is no number of samples"
             )
         if self.weights is not None:
             self._check_weights(self.weights)
+        for source in self.sources:
+            check_dataset(source)
         workers = self.worker_config.num_global_workers
         for split in self.splits:
             if split.num_samples < workers:

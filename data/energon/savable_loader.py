@@ -18,11 +18,11 @@ from shardwright.data.energon.savable_dataset import SavableDataset
 from shardwright.data.energon.worker_config import WorkerConfig
 from shardwright.data.energon.worker_stream import KIND, blended, worker_streams
 from shardwright.data.fetching import Fetched, Fetcher, Wanted
-from shardwright.data.rank_loader import Handing, end_workers, next_of, read_ahead
+from shardwright.data.rank_loader import Handing, check_workers, end_workers, next_of, read_ahead
 from shardwright.data.rank_roles import Role
 from shardwright.data.sample_stream import SampleStream
 from shardwright.data.state import VERSION, check_state
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked, checked_late
 from shardwright.runtime.errors import ConfigError, DataError, UsageError, brief
 
 
@@ -35,6 +35,7 @@ class SavableLoader:
     def __init__(
         self, dataset: SavableDataset, prefetch_factor: int = 2, redistributes: bool = False
     ) -> None:
+        check_workers(dataset.worker_config.num_workers, prefetch_factor)
         self.dataset = dataset
         self.worker_config: WorkerConfig = dataset.worker_config
         self.skipped: list[tuple[str, str]] = []
@@ -150,6 +151,7 @@ class SavableLoader:
             "fingerprint": [getattr(source, "fingerprint", None) for source in dataset.sources],
         }
 
+    @checked_late
     def restore_state_rank(self, state: dict[str, Any] | None) -> None:
         """Go on where a rank was. ``None``: from the start.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwright.data.rank_loader import check_workers
 from shardwright.data.rank_roles import Roles, roles
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import ConfigError, UsageError
@@ -53,8 +54,7 @@ class WorkerConfig:
                 why="ranks count from 0",
                 hint="rank is that within the data-parallel group, not that of the job",
             )
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers={self.num_workers} is no number of workers")
+        check_workers(self.num_workers)
 
     @staticmethod
     @checked

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwright.data.formats.source_files import (
     Arrays,
+    Paths,
     SourceFiles,
     fingerprint_of,
     listed,
@@ -29,7 +30,7 @@ class JsonLines:
     """The values of JSON-lines files, by index. ``paths``: a file, a folder, or a list."""
 
     @checked
-    def __init__(self, paths: Any) -> None:
+    def __init__(self, paths: Paths) -> None:
         found = listed(paths, (".jsonl", ".ndjson"), "file of JSON lines")
         self._files = SourceFiles(found, "lines")
         self._indexes = [read_index(path, KIND, build) for path in found]

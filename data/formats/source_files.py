@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from shardwright.runtime.errors import DataError
+from shardwright.runtime.argument_kinds import is_path
+from shardwright.runtime.errors import DataError, brief
 from shardwright.runtime.swap import write_file
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -91,12 +92,19 @@ class SourceFiles:
             self.close()
 
 
-def listed(paths: Any, suffixes: tuple[str, ...], name: str) -> tuple[Path, ...]:
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A file, a folder, or several of either."""
+
+
+def listed(paths: Paths, suffixes: tuple[str, ...], name: str) -> tuple[Path, ...]:
     """The files that ``paths`` stands for: a file, a folder, or several of either, in order.
 
     Raises :class:`DataError` if one is missing, or there is none.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    for path in given:
+        if not is_path(path):
+            raise DataError(f"{brief(path)} is no path of a {name}")
     found: list[Path] = []
     for item in map(Path, given):
         if item.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from shardwright.data.formats.source_files import fingerprint_of, listed
+from shardwright.data.formats.source_files import Paths, fingerprint_of, listed
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, DataError, brief_text
 
@@ -18,7 +18,7 @@ class Tables:
     """
 
     @checked
-    def __init__(self, paths: Any, *, columns: list[str] | None = None) -> None:
+    def __init__(self, paths: Paths, *, columns: list[str] | None = None) -> None:
         found = listed(paths, (".parquet", ".arrow"), "parquet or arrow file")
         kinds = {path.suffix for path in found}
         if len(kinds) > 1:

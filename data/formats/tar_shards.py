@@ -21,6 +21,7 @@ import torch
 
 from shardwright.data.formats.source_files import (
     Arrays,
+    Paths,
     SourceFiles,
     fingerprint_of,
     listed,
@@ -63,7 +64,7 @@ class TarShards:
     @checked
     def __init__(
         self,
-        paths: Any,
+        paths: Paths,
         *,
         decode: Mapping[str, Callable[[bytes], Any]] | None = None,
         keys: tuple[str, ...] | list[str] | None = None,

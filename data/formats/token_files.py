@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardwright.data.formats.source_files import identity
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import ConfigError, DataError
+from shardwright.runtime.errors import ConfigError, DataError, brief, brief_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -175,15 +175,30 @@ def write_token_file(
     id that ``dtype`` cannot hold.
     """
     base = os.fspath(prefix).removesuffix(".bin")
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except Exception as error:  # numpy asks whatever it is given
+        raise ConfigError(
+            f"token files have no dtype {brief(dtype)}", hint="int32, uint16 or int64"
+        ) from error
     code = next((number for number, known in DTYPES.items() if np.dtype(known) == kind), None)
     if code is None:
         raise ConfigError(f"token files have no dtype {kind}", hint="int32, uint16 or int64")
+    try:
+        given = iter(documents)
+    except TypeError as error:  # a tensor without dims
+        raise DataError("documents is no list of documents", why=str(error)) from error
     lengths: list[int] = []
     with _both_written(base) as (tokens_file, index_file):
-        for number, document in enumerate(documents):
-            tokens = np.asarray(document)
-            stored = tokens.astype(kind)
+        for number, document in enumerate(given):
+            try:
+                tokens = np.asarray(document)
+                stored = tokens.astype(kind)
+            except Exception as error:  # numpy asks whatever it is given
+                raise DataError(
+                    f"document {number} is no list of token ids",
+                    why=f"{type(error).__name__}: {brief_text(error)}",
+                ) from error
             if tokens.ndim != 1 or not np.array_equal(stored, tokens):
                 raise DataError(
                     f"document {number} is no list of token ids that fit into {kind}",

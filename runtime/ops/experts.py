@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.runtime.arguments import shown
+from shardwright.runtime.errors import ArgumentError
 from shardwright.runtime.layout import piece
 from shardwright.runtime.ops.axes import Axes, communicating
 from shardwright.runtime.ops.indices import check_indices
@@ -119,7 +121,7 @@ def combine(
     ``exchange``, ``token_dim``: as in :func:`dispatch`; each rank then gets the sums of its own
     tokens.
     """
-    _check(routing)
+    checked_routing(routing)
     exchange = communicating(exchange)
     if exchange:
         return _returned(rows, routing, exchange[0], token_dim)
@@ -146,7 +148,7 @@ def grouped_linear(
     out]``. ``autocast``: whether it follows autocast as ``F.linear`` does. Otherwise rows are
     converted to the dtype of the weight.
     """
-    _check(routing)
+    checked_routing(routing)
     device = rows.device.type
     dtype = weight.dtype
     if autocast and torch.is_autocast_enabled(device):
@@ -184,9 +186,14 @@ def grouped_mm(
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def _check(routing: Any) -> None:
+def checked_routing(routing: Any) -> Routing:
+    """``routing``, if it is what :func:`dispatch` returned. Raises :class:`ArgumentError`."""
     if not isinstance(routing, Routing):
-        raise TypeError(f"the routing of rows is what dispatch returned, not a {type(routing)}")
+        raise ArgumentError(
+            "the routing of rows is what dispatch returned",
+            why=f"it is {shown(routing)}",
+        )
+    return routing
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from shardwright.runtime.errors import UsageError
 from shardwright.runtime.training.clipping import PART, PartOfModel
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
-
 SENDERS = frozenset({"ZeroRedundancyOptimizer"})
 """The names of classes of optimizers that send each parameter from one rank to all others."""
 
@@ -40,7 +39,9 @@ def watch_steps() -> None:
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     if isinstance(optimizer, ParallelOptimizer):
         return
-    sender = next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SENDERS), None)
+    sender = next(
+        (cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SENDERS), None
+    )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Gradients that ranks have to sum, and that nobody has summed.

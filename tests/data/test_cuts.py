@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.data.cuts import EvenCut, LayoutCut, even_piece, joined, take
-from shardwright.runtime.errors import ConfigError, InputError
+from shardwright.runtime.errors import ArgumentError, ConfigError, InputError
 from shardwright.runtime.layout import Layout, Mesh
 
 MESH = Mesh((("cp", 2), ("tp", 2)))
@@ -82,5 +82,5 @@ def test_runs_are_joined():
 
 @pytest.mark.parametrize("arguments", [(0, 2, 2), (-1, 0, 2), (0, -1, 2), (0, 0, 2, "striped")])
 def test_wrong_cuts_are_refused(arguments):
-    with pytest.raises(ConfigError):
+    with pytest.raises((ArgumentError, ConfigError)):
         EvenCut(*arguments)

@@ -73,7 +73,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         return step_seconds(program, config, options.hardware, ranks)
 
     chosen = plan(cheapest_modes(graph, axes, seconds, options.sequence))
-    return in_pieces(graph, chosen, options, "cp")
+    return in_pieces(graph, chosen, options, config, "cp")
 
 
 def files(config: ComputeConfig) -> list[Path]:

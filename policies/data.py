@@ -22,7 +22,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     builder = graph.builder(mesh={"dp": config.plan_ngpus})
     if config.plan_ngpus > 1:
         split_dims(builder, "dp", batch_classes(graph))
-    return replace(graph, plan=in_pieces(graph, builder.plan("data"), options, "data"))
+    return replace(graph, plan=in_pieces(graph, builder.plan("data"), options, config, "data"))
 
 
 POLICY = Policy("data", apply, PieceOptions, built_in=True)

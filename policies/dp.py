@@ -22,7 +22,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
             "split the batch inside a unit",
         )
     plan = graph.builder(mesh={}).plan("dp")
-    return replace(graph, plan=in_pieces(graph, plan, options, "dp"))
+    return replace(graph, plan=in_pieces(graph, plan, options, config, "dp"))
 
 
 POLICY = Policy("dp", apply, PieceOptions, built_in=True)

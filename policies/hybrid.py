@@ -87,7 +87,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         check_sequence(graph, shared, "hybrid", options.sequence)
     stage = _Stage.of(graph, config, options, tp, axes)
     plan = add_stages(graph, config, stage.plan({"pp": num_stages}), options, num_stages)
-    return in_pieces(graph, plan, options, "hybrid")
+    return in_pieces(graph, plan, options, config, "hybrid")
 
 
 @dataclass(frozen=True)

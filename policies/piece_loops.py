@@ -12,7 +12,7 @@ to their gradient; with ``loss_pieces=32`` one piece of them is there at a time,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.communication import estimate
@@ -24,6 +24,7 @@ from shardwright.compiler.passes.loops import MEANS, runs_in_pieces
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan, PlannedLoop
 from shardwright.policies.weight_operands import PRODUCTS
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
 LOSS, MLP = "loss", "mlp"
@@ -41,8 +42,11 @@ class PieceOptions:
     mlp_pieces: int = 1
 
 
-def in_pieces(graph: PlannableGraph, plan: Plan, options: PieceOptions, policy: str) -> Plan:
-    """The plan with the loops that the options ask for.
+def in_pieces(
+    graph: PlannableGraph, plan: Plan, options: PieceOptions, config: ComputeConfig, policy: str
+) -> Plan:
+    """The plan with the loops that the options ask for. Where the config leaves outputs to the
+    plan, a training step leaves out what would have to be joined of its pieces, such as logits.
 
     Raises :class:`PlanError` for a number below 1, or where the model has no such part that can run
     in so many pieces.
@@ -61,7 +65,22 @@ def in_pieces(graph: PlannableGraph, plan: Plan, options: PieceOptions, policy: 
             taken = {op for loop in loops.values() for op in loop.strategies}
             free = [ops for ops in parts(graph) if taken.isdisjoint(op.name for op in ops)]
             loops[name] = _loop(graph, free, count, name, policy)
-    return replace(plan, loops=loops)
+    return replace(plan, loops=loops, outputs={**_joined(graph, loops, config), **plan.outputs})
+
+
+def _joined(
+    graph: PlannableGraph, loops: Mapping[str, PlannedLoop], config: ComputeConfig
+) -> dict[str, str]:
+    """The outputs that loops make, but for numbers, as left out of training steps."""
+    if config.outputs != "auto" or config.inference_only:
+        return {}
+    inside = {name for loop in loops.values() for name in loop.strategies}
+    made = {v.name for op in graph.ops if op.name in inside for v in op.results if v.shape}
+    return {
+        path: "eval"
+        for path, value in graph.output.leaves()
+        if isinstance(value, IRValue) and value.name in made
+    }
 
 
 def _loop(

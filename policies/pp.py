@@ -31,7 +31,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         )
     plan = graph.builder(mesh={"pp": config.plan_ngpus}).plan("pp")
     plan = add_stages(graph, config, plan, options, config.plan_ngpus)
-    return in_pieces(graph, plan, options, "pp")
+    return in_pieces(graph, plan, options, config, "pp")
 
 
 def files(config: ComputeConfig) -> list[Path]:

@@ -102,7 +102,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         plan = add_stages(graph, config, plan, options, num_stages)
     else:
         plan = replace(plan, recompute=options.recompute)
-    return in_pieces(graph, plan, options, "tensor")
+    return in_pieces(graph, plan, options, config, "tensor")
 
 
 def _check_no_pipeline(options: TensorOptions) -> None:

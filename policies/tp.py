@@ -81,7 +81,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     plan = _plan(graph, config, options, 1.0)
     if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
         plan = _fastest(graph, config, options, plan)
-    return replace(graph, plan=in_pieces(graph, plan, options, "tp"))
+    return replace(graph, plan=in_pieces(graph, plan, options, config, "tp"))
 
 
 def _with_experts(
@@ -93,7 +93,7 @@ def _with_experts(
     mesh = {axis.name: axis.size for axis in axes} or {"tp": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
     split_on_expert_axes(builder, axes, "tp", choose_dims(graph, ranks), options.positions)
-    plan = in_pieces(graph, builder.plan("tp"), options, "tp")
+    plan = in_pieces(graph, builder.plan("tp"), options, config, "tp")
     return replace(graph, plan=plan)
 
 

@@ -50,6 +50,7 @@ from shardwright.compiler.plan.repeated_blocks import (
     Item,
     Run,
     Update,
+    weight_path,
 )
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.structure import values_digest
@@ -238,7 +239,8 @@ class StatementWriter:
             if value.name not in taken and value.kind is ValueKind.ACTIVATION:
                 scope.name(value)
         for take in loop.takes:
-            wish = "" if take.step.kind == "narrow" else identifier(take.of.fqn or take.of.name)
+            name = weight_path(take.of, scope.block) or take.of.fqn or take.of.name
+            wish = "" if take.step.kind == "narrow" else identifier(name)
             scope.define(take.result, wish)
             arguments.append(scope.name(take.result))
         piece = self._axis_variables(program)[loop.axis,]

@@ -281,6 +281,8 @@ class _Lowering:
                     step = self._along_loop(value, without_axis(goal, axis), goal)
                     copies[goal, None] = whole
                     if step is not None:
+                        if step.kind not in LOOP_WORDS:
+                            raise _added_once(value, op, loop)
                         takes.append(self._step(whole, value, step, op))
                         copies[goal, None] = takes[-1].result
                     inner.routes[value.name] = {**inner.routes[value.name], goal: Route(goal, ())}
@@ -579,6 +581,16 @@ def without_axis(layout: Layout, axis: str) -> Layout:
         ),
         partial=tuple(a for a in layout.partial if a != axis),
         grad_partial=tuple(a for a in layout.grad_partial if a != axis),
+    )
+
+
+def _added_once(value: IRValue, op: IROp, loop: LoopOps) -> PlanError:
+    return PlanError(
+        f"loop {loop.axis!r} cannot take {value.fqn or value.name} in its pieces",
+        where=op.place,
+        why=f"operator {op.name} ({op.target}) adds it to what is summed over the pieces, where it "
+        "must be added once",
+        hint="run along a dim that the operator does not sum over, or leave it out of the loop",
     )
 
 

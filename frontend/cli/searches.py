@@ -288,6 +288,9 @@ def _plan(options: argparse.Namespace) -> int:
     if plan.batch is not None:
         where = ", ".join(f"dim {dim} of {path}" for path, dim in plan.batch.dims.items())
         console.print(f"a step of a unit: {plan.batch} samples ({where})", soft_wrap=True)
+    for note in plan.notes:
+        if note.axis in plan.loops:
+            console.print(note.reason, soft_wrap=True)
     if plan.zero_stage is not None:
         console.print(
             f"stage of ZeRO: {plan.zero_stage} (use_zero='auto' takes it from the plan)",

@@ -115,6 +115,8 @@ def _settings(plan: Plan) -> dict[str, str]:
         settings["imbalance of experts"] = imbalance_text(plan.imbalance)
     if plan.recompute:
         settings["recompute"] = ", ".join(plan.recompute)
+    for name, loop in plan.loops.items():
+        settings[f"loop {name}"] = f"{len(loop.strategies)} operators in {loop.count} pieces"
     return settings
 
 

@@ -221,6 +221,8 @@ def _about_operators(plan: Plan) -> str:
         text += (
             f" Computed again in the backward: {first}{f' and {more} more' if more > 0 else ''}."
         )
+    for name, loop in plan.loops.items():
+        text += f" Loop {name} runs {len(loop.strategies)} operators in {loop.count} pieces."
     return text
 
 

@@ -52,6 +52,9 @@ class AutodistOptions:
     **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none.
     Left out, layers are computed again as far as the memory asks for it.
 
+    **Pieces.** ``loss_pieces``: whether the loss may run in pieces, one after the other, where a
+    plan does not fit without.
+
     **Experts.** ``imbalance``: how many times its even share of rows the busiest rank is assumed to
     get where experts are split: a number, or numbers by module.
 
@@ -80,6 +83,7 @@ class AutodistOptions:
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
+    loss_pieces: bool = True
     imbalance: float | Mapping[str, float] = IMBALANCE
     time_limit_s: float = 120.0
     save_plan: str | None = None

@@ -267,6 +267,7 @@ def _space(
         memory_bytes=limit,
         mixed=options.mesh is None,
         simple=True,
+        pieces=options.loss_pieces,
         tolerance=LAYERS_WORTH,
         constraints=lambda mesh: constraints_on(mesh, graph, options),
         pp_place=None if config.rank_order is None else _pp_place(config.rank_order),

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from verified import verify_zoo
 
 from shardwright.compiler.compile import Compiled
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.plan.program import Compute, Loop
 from shardwright.frontend.verification.verify import verify
@@ -112,6 +114,10 @@ def test_logits_are_never_whole(tmp_path: Any) -> None:
     predicted, before = (
         program_memory(made.program, config).peak_bytes for made in (compiled, whole)
     )
+    # The cost of computing the pieces once more.
+    hardware = load_hardware("a100-80gb", 2)
+    costs = [audit(made.program, config, hardware) for made in (compiled, whole)]
+    assert costs[0].compute_s > costs[1].compute_s
     logits = 2 * 32 * 256 * 4
     assert predicted < before - 2 * logits  # the logits, their softmax or gradient
     measured = measured_peaks(tmp_path, compiled, model, sample, config)

@@ -138,12 +138,15 @@ def _axes_lines(
 
 
 def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
-    """The ranks of all groups along ``axes``, as an array ``[groups, ranks of a group]``."""
+    """The ranks of all groups along ``axes``, as an array ``[groups, ranks of a group]``. Along a
+    loop, an axis of time, the same ranks communicate once for each piece, and count once here.
+    """
     grid = np.array(ranks, dtype=np.int64).reshape([size for _, size in mesh.axes])
     last = range(-len(axes), 0)
-    return np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last).reshape(
+    rows = np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last).reshape(
         -1, mesh.num_ranks(axes)
     )
+    return np.unique(rows, axis=0) if len(set(ranks)) < len(ranks) else rows
 
 
 def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:

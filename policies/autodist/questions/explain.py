@@ -272,9 +272,11 @@ def _explained(
             )
     rows.sort(key=lambda row: (row.step_s, not row.chosen))
     constrained = _constrained(request, fastest, names)
+    plan = request.best.plan
+    loops = [note.reason for note in plan.notes if note.axis in plan.loops]
     return Explanation(
         tuple(rows),
-        "; ".join([*constrained, *_faster(request, rows)]) or NOTHING_BINDS,
+        "; ".join([*constrained, *loops, *_faster(request, rows)]) or NOTHING_BINDS,
         len(waiting[most:]),
     )
 
@@ -316,7 +318,11 @@ def _audited(request: Request, names: Sequence[str], other: _Other) -> Choice:
     found = []
     # All operators as the new plan has them, or only these: the better one is told.
     for plan in (whole, alone):
-        cost = request.audited(_in_place(request, names[0], plan))
+        try:
+            cost = request.audited(_in_place(request, names[0], plan))
+        except PlanError:  # its pieces would be too small for a loop of the plan
+            found.append(Choice(other.name, math.inf, fits=False))
+            continue
         found.append(
             Choice(
                 other.name,

@@ -85,7 +85,7 @@ class Auditor:
 
 class Audits:
     """Audits of the candidates of a search. ``sure``: candidates that were placed to fit, where
-    time is short.
+    time is short. ``too_large``: those that take too much memory, with their costs.
     """
 
     def __init__(self, state: SearchState, audited: Callable[[Plan], PlanCost]) -> None:
@@ -93,6 +93,7 @@ class Audits:
         self.result, self.clock = state.result, state.clock
         self.space, self.cutter = state.space, state.cutter
         self.sure: list[Candidate] = []
+        self.too_large: list[tuple[Candidate, PlanCost]] = []
         self._seen: list[Candidate] = []  # what was audited
         self._needed: dict[str, float] = {}  # the bytes of what does not fit, by title
 
@@ -163,6 +164,8 @@ class Audits:
             self.result.audited.sort(key=lambda candidate: candidate.step_s)
         else:
             self._refuse(candidate.title, cost.peak_bytes)
+            if not candidate.plan.loops:
+                self.too_large.append((candidate, cost))
             self.result.least = min(self.result.least, least_of(cost, candidate.title))
         return cost
 

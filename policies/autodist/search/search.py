@@ -40,6 +40,7 @@ from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.search.auditing import Auditor, Audits
 from shardwright.policies.autodist.search.certificate import raise_bounds
 from shardwright.policies.autodist.search.leanest_plans import LeastMemory
+from shardwright.policies.autodist.search.loss_pieces import LossPieces
 from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.mixed_stages import MixedStages
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
@@ -126,6 +127,10 @@ class Search:
         # Where nothing fits: what takes least memory, on every mesh.
         if not self.result.audited and not self._another_has_a_plan():
             LeastMemory(self.state, self.audits).run(meshes.placed)
+
+        # Where plans were too large: the same with the loss in pieces, if they are faster.
+        if self.space.pieces:
+            LossPieces(self.state, self.audits).run()
 
         # Variations of what was found: the pipeline axis further inside, and stages that differ.
         if not self.state.is_late():

@@ -67,6 +67,15 @@ def test_what_cannot_run_in_pieces_is_refused(names: tuple[str, ...], what: str,
     assert refused.value.what.startswith(what) and why in str(refused.value.why)
 
 
+def test_what_is_added_once_is_refused() -> None:
+    """The bias of a product that sums over the dim of the loop."""
+    graph = plans.annotated(plans.traced(Model(), {"x": torch.randn(7, 6)}))
+    loops = {"inner": PlannedLoop(2, {"down": "split:k"})}
+    with pytest.raises(PlanError) as refused:
+        plans.compile_plan(graph, Plan(Mesh(), loops=loops))
+    assert refused.value.what == "loop 'inner' cannot take down.bias in its pieces"
+
+
 @pytest.mark.parametrize(
     ("loops", "what"),
     [

@@ -1,0 +1,106 @@
+"""Where memory binds: plans that are fast and too large, with the loss computed in pieces.
+
+Logits of a long sequence over a large vocabulary may take more memory than all layers. Computed in
+pieces they are never whole, for one more forward of the last product
+(``policies/piece_loops.py``). That is often less than what recomputed layers, or a placement for
+less memory, take.
+
+Example: a plan of 2.0 s needs 90 GB of the 80 GB there are, and one that fits takes 2.3 s. In 4
+pieces the first needs 78 GB and 2.05 s: it is the answer. In 4 pieces it might need 82 GB; then 16
+are tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.cost.local_calls import estimated_size
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.ir.size import product
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Note
+from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.search.auditing import Audits
+from shardwright.policies.autodist.search.state import AUDIT, SearchState
+from shardwright.policies.piece_loops import LOSS, PieceOptions, in_pieces, losses
+from shardwright.runtime.errors import PlanError
+
+COUNTS = (4, 16, 64)
+"""The numbers of pieces that are tried, until a plan fits."""
+
+COPIES = 4
+"""How many tensors as large as the logits a step holds at most: in a wide dtype, their softmax and
+gradient.
+"""
+
+MOST = 4
+"""The most plans for which it is tried."""
+
+
+@dataclass(frozen=True)
+class LossPieces:
+    """The part of a search that comes where plans were too large."""
+
+    state: SearchState
+    audits: Audits
+
+    def run(self) -> None:
+        """Try plans that are predicted to be faster than the best one, the fastest first."""
+        logits_bytes = self._logits_bytes()
+        too_large = sorted(self.audits.too_large, key=lambda item: item[1].step_s)
+        for candidate, cost in too_large[:MOST]:
+            clock = self.state.clock
+            if clock.is_over or clock.spent(clock.longest_s(AUDIT)) > 1.0:
+                return self.state.end_by_time()
+            over = cost.peak_bytes - self.state.space.memory_bytes
+            is_wanted = not self.state.result.audited or cost.step_s < self.state.best_s()
+            if over < COPIES * logits_bytes and is_wanted:
+                self._try(candidate, cost)
+        return None
+
+    def _try(self, candidate: Candidate, cost: PlanCost) -> None:
+        """Audit the plan in more and more pieces, until it fits or needs no less."""
+        needed = cost.peak_bytes
+        for count in COUNTS:
+            try:
+                options = PieceOptions(loss_pieces=count)
+                plan = in_pieces(
+                    self.state.graph, candidate.plan, options, self.state.config, "autodist"
+                )
+            except PlanError:
+                return  # no dim of the loss is that long
+            note = _note(self.state, count, cost.peak_bytes)
+            made = replace(
+                candidate,
+                title=f"{candidate.title}, loss in {count} pieces",
+                plan=replace(plan, notes=(*plan.notes, *note)),
+                cut_request=None,
+            )
+            found = self.audits.audit(made)
+            if found is None or found.peak_bytes <= self.state.space.memory_bytes:
+                return
+            if found.peak_bytes >= needed:
+                return
+            needed = found.peak_bytes
+
+    def _logits_bytes(self) -> float:
+        """The bytes of the largest values that a loss makes on the way from the last product."""
+        made = (v for ops in losses(self.state.graph) for op in ops for v in op.results)
+        sizes = (product(map(estimated_size, v.shape)) * max(4, v.dtype.itemsize) for v in made)
+        return float(max(sizes, default=0.0))
+
+
+def _note(state: SearchState, count: int, needed_bytes: float) -> list[Note]:
+    """What a person may want to know of it."""
+    (first, *_), *_ = losses(state.graph)
+    limit = amount(state.space.memory_bytes, "B")
+    return [
+        Note(
+            first.name,
+            first.module_path,
+            first.source.portable if first.source else "",
+            LOSS,
+            f"the loss runs in {count} pieces: whole, the plan needs "
+            f"{amount(needed_bytes, 'B')} of {limit}",
+        )
+    ]

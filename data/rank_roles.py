@@ -298,20 +298,21 @@ def _with_cuts(made: Roles, cuts: Mapping[str, Sequence[Any]]) -> Roles:
 def _of_table(table: RoleTable, rank: int) -> Roles:
     """The roles of all ranks of an MPU of ours, which knows the coordinates of everybody."""
     num_replicas = len(table.groups["data"][0])
-    every = [
-        _of_coordinates(
+    every = []
+    for member in sorted(itertools.chain(*table.positions)):
+        piece = (0, 1)  # a compiled model cuts positions itself, and takes whole samples
+        if not table.takes_wholes:
+            piece = table.index("context", member), len(table.groups["context"][0])
+        role = _of_coordinates(
             member,
             table.index("data", member),
             num_replicas,
             is_first=member in table.first,
             is_last=member in table.last,
             tensor=table.index("tensor", member),
-            context=(0, 1)
-            if table.takes_wholes
-            else (table.index("context", member), len(table.groups["context"][0])),
+            context=piece,
         )
-        for member in sorted(itertools.chain(*table.positions))
-    ]
+        every.append(role)
     replicas: dict[int, list[Role]] = {}
     for role in every:
         replicas.setdefault(role.replica, []).append(role)

@@ -75,24 +75,27 @@ def redistribute(
     # By source, then by worker.
     pieces = [_dealt(own, total) for own in left]
     per_rank = max(1, num_workers)
-    return [
-        {
-            **first,
-            "rank": rank,
-            "world_size": world_size,
-            "num_workers": num_workers,
-            "batch_size": batch_size or first["batch_size"],
-            "position": 0,
-            "dealt": {
-                "first_epoch": next_epochs,
-                "segments": [
-                    [[list(segment) for segment in by_worker[worker]] for by_worker in pieces]
-                    for worker in range(rank * per_rank, (rank + 1) * per_rank)
-                ],
-            },
-        }
-        for rank in range(world_size)
-    ]
+
+    def segments_of(worker: int) -> list[list[list[int]]]:
+        """What a worker reads first, of each source. A state is JSON, which has lists only."""
+        return [[list(segment) for segment in by_worker[worker]] for by_worker in pieces]
+
+    moved = []
+    for rank in range(world_size):
+        workers = range(rank * per_rank, (rank + 1) * per_rank)
+        dealt = {"first_epoch": next_epochs, "segments": list(map(segments_of, workers))}
+        moved.append(
+            {
+                **first,
+                "rank": rank,
+                "world_size": world_size,
+                "num_workers": num_workers,
+                "batch_size": batch_size or first["batch_size"],
+                "position": 0,
+                "dealt": dealt,
+            }
+        )
+    return moved
 
 
 def _dealt(left: Sequence[Segment], num_workers: int) -> list[list[Segment]]:

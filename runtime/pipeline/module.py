@@ -349,17 +349,12 @@ class PipelineModule(ParallelModule):
         left_out = {path: self.left_out(path) for path in self.left_out_of_training if self.trains}
         wanted = getattr(self, f"output_sizes{self._body.ending}", ())
         # One result for each sample, on all ranks.
-        return [
-            output(
-                _Result(leaves | left_out),
-                **{
-                    name: size
-                    for name, size in zip(self.sizes, sizes, strict=True)
-                    if name in wanted
-                },
-            )
-            for leaves, sizes in zip(self._delivered(made), self._sizes, strict=True)
-        ]
+        results = []
+        for leaves, sizes in zip(self._delivered(made), self._sizes, strict=True):
+            by_name = dict(zip(self.sizes, sizes, strict=True))
+            asked = {name: size for name, size in by_name.items() if name in wanted}
+            results.append(output(_Result(leaves | left_out), **asked))
+        return results
 
     def _choose_body(self) -> None:
         """Run what the model does in its present mode from now on."""

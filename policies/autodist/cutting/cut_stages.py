@@ -199,20 +199,15 @@ class Cutter:
                 self._costs_of(lowered.walk, starts, layers) for lowered in cut_request.placements
             ]
             messages, memory = self._messages_of(cut_request, starts), self.space.memory_bytes
-            placements = [
-                Least(
-                    StageCosts(placement, count, False),
-                    messages.relief_by_side_s(number),
-                    _inputs_s(lowered.walk, starts),
-                    alone,
-                    memory,
-                )
-                for number, (lowered, placement) in enumerate(
-                    zip(
-                        cut_request.placements, self._placed_blocks(cut_request, costs), strict=True
-                    )
-                )
-            ]
+            placed_blocks = self._placed_blocks(cut_request, costs)
+            placements = []
+            for number, (lowered, placement) in enumerate(
+                zip(cut_request.placements, placed_blocks, strict=True)
+            ):
+                inputs_s = _inputs_s(lowered.walk, starts)
+                stage_costs = StageCosts(placement, count, False)
+                relief_s = messages.relief_by_side_s(number)
+                placements.append(Least(stage_costs, relief_s, inputs_s, alone, memory))
             bound = least_step_s(
                 self._waits[key],
                 placements,

@@ -194,21 +194,16 @@ class AllOpChoices:
         letters are given per axis.
         """
         densities = rule.densities[side] if rule.densities else (None,) * len(values)
-        return tuple(
-            self.tensor(
-                value,
-                refs,
-                rule,
-                [
-                    (letter[i], cut_factor(rule, strategy, side, i))
-                    for letter, strategy in zip(letters, combination, strict=True)
-                ],
-                densities[i],
-            )
-            for i, (value, refs) in enumerate(
-                zip(values, (rule.operands, rule.results)[side], strict=True)
-            )
-        )
+        refs_of = (rule.operands, rule.results)[side]
+        numbers = []
+        for i, (value, refs) in enumerate(zip(values, refs_of, strict=True)):
+            # Along each axis: the letter, and the factor that it cuts if the letter is S.
+            placed = [
+                (letter[i], cut_factor(rule, strategy, side, i))
+                for letter, strategy in zip(letters, combination, strict=True)
+            ]
+            numbers.append(self.tensor(value, refs, rule, placed, densities[i]))
+        return tuple(numbers)
 
     def tensor(
         self,

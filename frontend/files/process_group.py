@@ -27,7 +27,7 @@ def join_process_group() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def _store_of_restart() -> dist.Store | None:
+def _store_of_restart() -> dist.distributed_c10d.Store | None:
     """A part of torchrun's key-value store for this start of the ranks alone.
 
     After a restart on one node (``--max-restarts``) torch 2.13 gives ranks the store that those
@@ -39,7 +39,9 @@ def _store_of_restart() -> dist.Store | None:
     shares = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shares or given.get("GROUP_WORLD_SIZE") != "1":
         return None
-    store = dist.TCPStore(
+    # torch's stubs do not know the name.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         given["MASTER_ADDR"], int(given["MASTER_PORT"]), int(given["WORLD_SIZE"]), is_master=False
     )
-    return dist.PrefixStore(f"start {given.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    count = given.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.distributed_c10d.PrefixStore(f"start {count}", store)

@@ -19,9 +19,19 @@ _BACKBONE = {
     "backbone_config.num_hidden_layers": 4,
     "backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"],
 }
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "hybrid_layer_ids": [1, 3],
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+    "num_key_value_heads": 4,
+}
 _PINPOINTS = {"image_grid_pinpoints": [[64, 64]], "vision_config.image_size": 32}
 
 CLASSES: Mapping[str, str] = {
+    "musicgen": "MusicgenForCausalLM",
+    "musicgen_melody": "MusicgenMelodyForCausalLM",
     "decision_transformer": "DecisionTransformerModel",
     "ernie4_5_vl_moe": "Ernie4_5_VL_MoeTextModel",
     "glm_image": "GlmImageTextModel",
@@ -45,6 +55,10 @@ SETTINGS: Mapping[str, Settings] = {
     "decision_transformer": {"state_dim": 6, "act_dim": 3},
     "depth_anything": _BACKBONE,
     "deepseek_v2": _EXPERTS,
+    "dia": {
+        "decoder_config.cross_num_key_value_heads": 4,
+        "decoder_config.cross_num_attention_heads": 4,
+    },
     "diffusion_gemma": {
         "text_config.num_experts": 4,
         "text_config.top_k_experts": 2,
@@ -87,6 +101,26 @@ SETTINGS: Mapping[str, Settings] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "sapiens2": {
+        "head_config.upsample_out_channels": [16, 16],
+        "head_config.upsample_kernel_sizes": [4, 4],
+        "head_config.conv_out_channels": [16],
+        "head_config.conv_kernel_sizes": [3],
+        "num_key_value_heads_per_layer": [4, 4],
+    },
+    "seggpt": {"image_size": [64, 32], "pretrain_image_size": 32, "patch_size": 8},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 5, "no_token_index": 6},
+    "switch_transformers": {"num_experts": 2, "expert_capacity": 16},
+    "t5gemma2": {"encoder.mm_tokens_per_image": 4},
+    "time_series_transformer": {**_SERIES, "num_time_features": 2},
+    "tipsv2_dpt": _BACKBONE,
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    "vitpose": {"backbone_config.out_features": ["stage2"]},
+    "vitpose_backbone": {"out_features": ["stage2"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": _HYBRID,
+    "zamba2": {**_HYBRID, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
+    "zoedepth": {**_BACKBONE, "bottleneck_features": 32},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (4, 4)},
 }
 """Settings by folder. A dot leads to a part of the config."""
@@ -141,6 +175,12 @@ def _flat_patches(config: Any) -> dict[str, Any]:
     return {"flattened_patches": torch.cat([places, torch.randn(BATCH, 8, size)], -1)}
 
 
+def _codebooks(config: Any) -> dict[str, Any]:
+    """Sounds as ids, one row for each of the codebooks of each sample."""
+    rows = BATCH * getattr(config, "decoder", config).num_codebooks
+    return {"input_ids": torch.randint(3, 80, (rows, 16)), "attention_mask": None, "labels": None}
+
+
 ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "audio_spectrogram_transformer": lambda c: {
         "input_values": torch.randn(BATCH, c.max_length, c.num_mel_bins)
@@ -181,9 +221,19 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "context_hidden_states": torch.randn(BATCH, 8, 2 * c.hidden_size),
     },
     "nemotron3_5_asr": lambda c: {"labels": None},
+    "musicgen": _codebooks,
+    "musicgen_melody": _codebooks,
     "neomme": lambda c: {"pixel_values": None},
     "pe_audio": lambda c: {"input_values": torch.randn(BATCH, 1, 3840)},
     "pix2struct": _flat_patches,
+    "seggpt": lambda c: {
+        name: torch.rand(BATCH, 3, c.image_size[0] // 2, c.image_size[1])
+        for name in ("pixel_values", "prompt_pixel_values", "prompt_masks", "labels")
+    },
+    "shieldgemma2": lambda c: {"labels": None},
+    "speech_encoder_decoder": lambda c: {"input_features": None},
+    "superglue": _pairs,
+    "time_series_transformer": _past,
     "pop2piano": lambda c: {"input_features": None},
 }
 """Arguments by folder, made from the config; without those that are ``None``."""

@@ -472,6 +472,7 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
         ),
         "because sizes follow from their values.",
         "",
+        *_unsplit(rows),
         "## Equal",
         "",
         "| folder | model | FLOPs, tp | FLOPs, data | compile | constants |",
@@ -491,6 +492,22 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
     if missing := groups.get("not run"):
         lines += ["## Not run", "", ", ".join(missing), ""]
     return "\n".join(lines)
+
+
+UNSPLIT = 1.3 / RANKS
+"""The share of one device's products from which a folder is named as split too little."""
+
+
+def _unsplit(rows: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The folders that are equal, and of which a rank computes far more than its part."""
+    equal = [row for row in rows.values() if outcome_of(row) == "equal"]
+    lines = [f"The busiest rank computes more than {UNSPLIT} of one device's products in", ""]
+    for policy in POLICIES:
+        found = sorted(
+            row["folder"] for row in equal if row[policy].get("flops_share", 0) > UNSPLIT
+        )
+        lines.append(f"- {len(found)} of {len(equal)} under `{policy}`: {', '.join(found) or '-'}")
+    return [*lines, ""]
 
 
 def _equal_line(folder: str, row: Mapping[str, Any]) -> str:

@@ -63,6 +63,9 @@ def test_the_page() -> None:
     text = families.page(rows, families.Counter(outcomes), 2)
     assert "| a | A | 0.50 | 0.50 | 1.2 s | grid |" in text
     assert "| b | B | no / way (b.py:3) |" in text
+    assert "- 0 of 1 under `tp`: -" in text
+    rows["a"]["data"] = rows["a"]["data"] | {"flops_share": 0.9}
+    assert "- 1 of 1 under `data`: a" in families.page(rows, families.Counter(outcomes), 2)
     assert "Of the 2 that one device runs, 50% are equal." in text and text.endswith(
         "## Not run\n\nc\n"
     )

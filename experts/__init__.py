@@ -15,8 +15,11 @@ be traced; written so it can.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -27,7 +30,7 @@ from shardwright.runtime.ops import experts as on_one_device
 MOST_EXPERTS = 2**20
 """More are a slip, and would fill the memory."""
 
-__all__ = ["combine", "dispatch", "grouped_linear"]
+__all__ = ["combine", "dispatch", "grouped_linear", "within_capacity"]
 
 
 @checked
@@ -104,6 +107,61 @@ def _check(x: Tensor, name: str, fits: bool, expected: str) -> None:
         raise InputError(
             f"experts: {name} is {expected}", why=f"it is {x.dtype} of shape {list(x.shape)}"
         )
+
+
+@checked
+def within_capacity(
+    chosen: Tensor,
+    weights: Tensor,
+    *,
+    num_experts: int,
+    factor: float,
+    min_capacity: int = 1,
+    drop: Literal["probability", "position"] = "probability",
+    groups: int = 1,
+) -> Tensor:
+    """The weights of choices, 0 for those beyond the capacity of their expert.
+
+    ``chosen``, ``weights [tokens, top_k]``, as :func:`dispatch` takes them. Each of ``num_experts``
+    experts keeps ``tokens * top_k / num_experts * <factor>`` choices, rounded up, at least
+    ``min_capacity``: those of the largest weights, or with ``drop="position"`` those of the first
+    tokens.
+
+    Tokens are those of the whole batch. With ``groups`` they are cut in so many equal parts, each
+    of which is counted by itself: as many groups as data-parallel ranks is how Megatron-LM counts.
+    The groups are a part of the model, so that results do not depend on the plan.
+
+    Raises :class:`InputError` for tokens that the groups do not divide, or a capacity of 0.
+    """
+    _check(chosen, "chosen", chosen.ndim == 2, "whole numbers of shape [tokens, top_k]")
+    _check(weights, "weights", weights.shape == chosen.shape, "of the shape of chosen")
+    num_tokens, top_k = chosen.shape
+    if groups < 1 or num_tokens % groups:
+        raise InputError(
+            f"{num_tokens} tokens cannot be counted in {groups} groups",
+            why="all groups have the same capacity, and so as many tokens",
+            hint="a number of groups that divides the tokens of a batch",
+        )
+    size = num_tokens // groups
+    capacity = max(min_capacity, math.ceil(size * top_k / num_experts * factor))
+    if factor <= 0 or capacity < 1:
+        raise InputError(
+            f"experts with a capacity factor of {factor} would drop every token",
+            why=f"it keeps {capacity} of {size * top_k} choices for each of {num_experts} experts",
+            hint="a factor above 0, about 1 to 2",
+        )
+    # [groups, tokens of a group, experts]: a cut of the batch into so many pieces cuts groups only.
+    wanted = F.one_hot(chosen, num_experts).sum(1).view(groups, size, num_experts)
+    if drop == "position":
+        kept = wanted * (wanted.cumsum(1) <= capacity)
+    else:
+        # What no token chose comes last, and is not wanted where it is among the best all the same.
+        scores = weights.new_full((num_tokens, num_experts), -math.inf)
+        scores = scores.scatter(1, chosen, weights.detach()).view(groups, size, num_experts)
+        best = scores.topk(min(capacity, size), dim=1).indices
+        kept = wanted * torch.zeros_like(wanted).scatter(1, best, 1)
+    kept = kept.reshape(num_tokens, num_experts).gather(1, chosen)
+    return weights * kept.to(weights.dtype)
 
 
 def _traced() -> Any:

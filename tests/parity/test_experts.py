@@ -20,6 +20,7 @@ import expert_models
 import plans
 import pytest
 import torch
+import torch.nn.functional as F
 from expert_models import BY_HAND, verify_experts
 from parity import Reference, assert_close_tree, reference_run, tensors_of
 from precision import float64_casts
@@ -30,10 +31,11 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import allowed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.experts import combine, dispatch, grouped_linear, within_capacity
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.frontend.verification.trained_ranks import train_plan
-from shardwright.frontend.verification.verify import compile_into
+from shardwright.frontend.verification.verify import compile_into, verify
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.checkpoint.merged import merge_state_dicts
 from shardwright.runtime.config import ComputeConfig
@@ -171,6 +173,34 @@ def test_experts_that_are_modules_lie_on_their_ranks(
     assert report.ok, str(report)
     (path,) = tmp_path.rglob("gencode0.py")
     assert f'expert_2.wi.weight", "[2 of 3/{axis} * ' in path.read_text()
+
+
+class Limited(nn.Module):
+    """Four experts of which each keeps few choices of every quarter of the tokens."""
+
+    def __init__(self, drop: Any) -> None:
+        super().__init__()
+        self.drop, self.router = drop, nn.Linear(8, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 8)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        weights = within_capacity(
+            chosen, weights, num_experts=4, factor=0.75, drop=self.drop, groups=4
+        )
+        rows, gains, routing = dispatch(tokens, chosen, weights, num_experts=4)
+        rows = grouped_linear(rows, self.up, routing) * gains.unsqueeze(-1)
+        return F.mse_loss(combine(rows, routing).reshape(*x.shape[:2], 16), y)
+
+
+@pytest.mark.parametrize("drop", ["position", pytest.param("probability", marks=slow)])
+def test_capacity_by_groups_is_that_of_one_device(drop: str) -> None:
+    """As many groups as ranks is how Megatron-LM counts; here fewer ranks give the same."""
+    inputs = {"x": torch.randn(8, 3, 8).double(), "y": torch.randn(8, 3, 16).double()}
+    for num_ranks in (2, 4):
+        report = verify(Limited(drop).double(), inputs, "ep", by_ep(num_ranks))
+        assert report.ok, str(report)
 
 
 def test_one_expert_is_none_to_split() -> None:

@@ -5,6 +5,8 @@ values and gradients, whatever the ranks hold and wherever a router sends tokens
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from op_ranks import on_mesh
 from torch import Tensor
 
-from shardwright.experts import combine, dispatch, grouped_linear
+from shardwright.experts import combine, dispatch, grouped_linear, within_capacity
 from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError
@@ -543,3 +545,41 @@ def test_the_module_itself_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mutant("", "", monkeypatch)
     gradients_and_values(made)
     volumes(made)
+
+
+def kept_by_a_loop(
+    chosen: Tensor, weights: Tensor, *, factor: float, drop: str, groups: int
+) -> Tensor:
+    """The weights of 5 experts within their capacity, choice by choice."""
+    num_tokens, top_k = chosen.shape
+    size, kept = num_tokens // groups, torch.zeros_like(weights)
+    capacity = max(1, math.ceil(size * top_k / 5 * factor))
+    for group, expert in itertools.product(range(groups), range(5)):
+        own = range(group * size, (group + 1) * size)
+        choices = [(t, k) for t in own for k in range(top_k) if chosen[t, k] == expert]
+        if drop == "probability":
+            choices.sort(key=lambda choice: -weights[choice].item())
+        for choice in choices[:capacity]:
+            kept[choice] = weights[choice]
+    return kept
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+def test_choices_within_capacity(drop: Any) -> None:
+    for groups, factor in itertools.product((1, 2, 4), (0.01, 0.75, 1.0, 3.0)):
+        weights, chosen = torch.randn(24, 5).softmax(-1).topk(2)
+        found = within_capacity(
+            chosen, weights, num_experts=5, factor=factor, drop=drop, groups=groups
+        )
+        expected = kept_by_a_loop(chosen, weights, factor=factor, drop=drop, groups=groups)
+        assert torch.equal(found, expected), (groups, factor)
+
+
+def test_capacities_that_cannot_be() -> None:
+    weights, chosen = torch.randn(24, 5).softmax(-1).topk(2)
+    for options, text in (
+        ({"factor": 1.0, "groups": 5}, "24 tokens cannot be counted in 5 groups"),
+        ({"factor": 0.0}, "experts with a capacity factor of 0.0 would drop every token"),
+    ):
+        with pytest.raises(InputError, match=text):
+            within_capacity(chosen, weights, num_experts=5, **options)

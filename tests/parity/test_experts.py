@@ -196,7 +196,7 @@ class Limited(nn.Module):
 
 @pytest.mark.parametrize("drop", ["position", pytest.param("probability", marks=slow)])
 def test_capacity_by_groups_is_that_of_one_device(drop: str) -> None:
-    """As many groups as ranks is how Megatron-LM counts; here fewer ranks give the same."""
+    """The numbers do not depend on the ranks, though there are as many groups as the most."""
     inputs = {"x": torch.randn(8, 3, 8).double(), "y": torch.randn(8, 3, 16).double()}
     for num_ranks in (2, 4):
         report = verify(Limited(drop).double(), inputs, "ep", by_ep(num_ranks))

@@ -27,7 +27,7 @@ from shardwright.compiler.trace import trace
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.layout import dealt
-from shardwright.runtime.ops.visible_keys import earlier_keys, pairs
+from shardwright.runtime.visible_keys import earlier_keys, pairs
 
 WAYS: dict[str, dict[str, Any]] = {
     "gather": {"cp_mode": "gather", "zigzag": False},

@@ -18,6 +18,7 @@ from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import AnyPass, CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.attention_marks import with_marks
 from shardwright.compiler.passes.decide import Decide, PolicyFunction
 from shardwright.compiler.passes.draws import check_draws, draw_pieces
 from shardwright.compiler.passes.gathers import GatherTogether
@@ -120,11 +121,12 @@ def _in_both_modes(function: Callable[[IRGraph], IRGraph]) -> Callable[[IRGraph]
 
 ANNOTATE: tuple[AnyPass, ...] = (
     FunctionPass("identities", _in_both_modes(without_identities)),
+    FunctionPass("attention", _in_both_modes(with_marks)),
     FunctionPass("rules", _in_both_modes(attach_rules)),
     FunctionPass("dims", lambda graph: PlannableGraph.of(_in_both_modes(infer_dims)(graph))),
 )
-"""The passes that leave out what computes nothing, and say of every operator what its dims are:
-what policies see.
+"""The passes that leave out what computes nothing, read masks of attention, and say of every
+operator what its dims are: what policies see.
 """
 
 

@@ -21,14 +21,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.rule import ATTENTION
+from shardwright.compiler.ops.seen_keys import grows
 from shardwright.compiler.ops.strategy import Strategy, placements, split_factor
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.policies.labels import label, num_bytes
 from shardwright.policies.positions import cut_of_free
 from shardwright.policies.sequences import (
-    ATTENTION,
     attends,
     heads_factor,
     heads_of,
@@ -107,7 +109,11 @@ def dealt_in_zigzag(
     causal attention is as much work for all. ``wanted=None``: where attention is causal. Where
     heads are cut, every rank has all positions.
     """
-    causal = any(op.target == ATTENTION and op.arg("is_causal", False) for op in graph.ops)
+    causal = any(
+        op.target in ATTENTION
+        and grows(op, *(estimated_size(x.shape[-2]) for x in op.operands[:2]))
+        for op in graph.ops
+    )
     if not (causal if wanted is None else wanted):
         return ()
     return tuple(axis.name for axis in axes if axis.mode != "ulysses")
@@ -159,7 +165,7 @@ def kind_of(op: IROp, graph: IRGraph, sequence: set[int]) -> Kind:
     assert op.rule is not None and graph.dims is not None
     classes = (graph.dims.factors.get((op.name, factor.name)) for factor in op.rule.factors)
     positions = sorted({index for index in classes if index in sequence})
-    is_kernel = op.target == ATTENTION
+    is_kernel = op.target in ATTENTION
     return (*positions, *((len(op.operands), int(op.arg("is_causal", False))) if is_kernel else ()))
 
 
@@ -189,7 +195,7 @@ def _split_body(
                 # What is computed from positions alone, as a mask is, has no heads.
                 if split is None and op.name not in masks:
                     raise _no_heads(op, graph, heads, axis, cut)
-            elif mode == "ring" and op.target in (ATTENTION, "softmax"):
+            elif mode == "ring" and op.target in (*ATTENTION, "softmax"):
                 split = _ring(op)
         # Everything but attention treats positions one by one, or says so by its edges.
         split = split or position_split(op, graph, sequence, axis.size, cut)
@@ -263,7 +269,7 @@ def _ring(op: IROp) -> Strategy:
     found = ring_of(op)
     if found is None:
         why = "its keys cannot travel in blocks"
-        if op.target != ATTENTION:
+        if op.target not in ATTENTION:
             why = "this is attention written out, in operators of which each needs all keys"
         elif op.rule is not None and op.rule.random:
             why = "its weights have dropout, which is drawn for all keys of a query at once"

@@ -20,7 +20,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.rule import TensorRefs
+from shardwright.compiler.ops.rule import ATTENTION, TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.passes.chosen_rows import stored_shares
 from shardwright.compiler.passes.dim_names import EXPERTS, is_data
@@ -244,7 +244,7 @@ def _products(op: IROp) -> list[frozenset[str]]:
     def factors(refs: TensorRefs) -> frozenset[str]:
         return frozenset(ref.factor for dim in refs for ref in dim)
 
-    if op.target == "scaled_dot_product_attention":
+    if op.target in ATTENTION:
         query, key, value = (factors(refs) for refs in rule.operands[:3])
         return [query | key, factors(rule.results[0]) | value]
     multiplied = (

@@ -15,12 +15,10 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.rule import Exchange, FactorRef
+from shardwright.compiler.ops.rule import ATTENTION, Exchange, FactorRef
 from shardwright.compiler.ops.strategy import Strategy, has_factor
 from shardwright.policies.batches import batch_classes
 from shardwright.runtime.errors import PlanError, did_you_mean
-
-ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ def ring_of(op: IROp) -> Exchange | None:
     from the positions of keys to those of queries.
     """
     assert op.rule is not None
-    if op.target != ATTENTION:
+    if op.target not in ATTENTION:
         return None
     queries, keys = (_outermost(op.rule.operands[i][-2]) for i in (0, 1))
     return next((pair for pair in op.rule.exchanges if pair == (keys, queries)), None)
@@ -236,7 +234,7 @@ def positional(graph: IRGraph) -> set[str]:
 
 def _scores(op: IROp) -> list[tuple[tuple[IRValue, int], tuple[IRValue, int]]]:
     """The values and dims along which an operator has the positions of queries and of keys."""
-    if op.target == ATTENTION:
+    if op.target in ATTENTION:
         query, key = op.operands[:2]
         return [((query, query.ndim - 2), (key, key.ndim - 2))]
     if op.target == "softmax":  # attention written out: [batch, heads, queries, keys]

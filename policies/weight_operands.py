@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.rule import ATTENTION
 
 PRODUCTS = frozenset(
     [
@@ -25,7 +26,7 @@ PRODUCTS = frozenset(
         "conv_transpose1d",
         "conv_transpose2d",
         "conv_transpose3d",
-        "scaled_dot_product_attention",
+        *ATTENTION,
         "grouped_linear",
         "grouped_mm",
         "bilinear",

@@ -95,6 +95,20 @@ def _front_halves(count: int, num_pieces: int, index: int) -> int:
     return longer * ((base + 2) // 2) + (index - longer) * ((base + 1) // 2)
 
 
+def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Runs in ascending order, those that touch or overlap as one."""
+    found: list[Run] = []
+    for start, size in sorted(runs):
+        if not size:
+            continue
+        if found and start <= sum(found[-1]):
+            begin = found[-1][0]
+            found[-1] = begin, max(sum(found[-1]), start + size) - begin
+        else:
+            found.append((start, size))
+    return tuple(found)
+
+
 def within(runs: Iterable[Run], inner: Iterable[Run]) -> tuple[Run, ...]:
     """What ``inner``, runs of the things that ``runs`` hold together, are of the whole."""
     found: list[Run] = []

@@ -31,6 +31,12 @@ from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, num_held, product
 from shardwright.runtime.layout import Density
 
+KERNEL_ATTENTION = "scaled_dot_product_attention"
+"""torch's operator of attention."""
+
+ATTENTION = (KERNEL_ATTENTION, "attention_where")
+"""The operators that are attention: query, key and value are their first operands."""
+
 
 class FactorKind(Enum):
     """How far a factor may be split."""

@@ -7,6 +7,7 @@ call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,26 @@ def combine(rows: Tensor, routing: Tensor) -> Tensor:
         result: Tensor = handle_torch_function(combine, (rows, routing), rows, routing)
         return result
     return rows.view(*routing.shape, *rows.shape[1:]).sum(0)
+
+
+def attention_where(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_marks: Sequence[Tensor | int] = (),
+    key_marks: Sequence[Tensor | int] = (),
+    comparisons: Sequence[str] = (),
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Stands for :func:`shardwright.runtime.ops.attention_where`."""
+    marks = [mark for mark in (*query_marks, *key_marks) if isinstance(mark, Tensor)]
+    given = [query, key, value, *marks, *([] if sinks is None else [sinks])]
+    arguments = (query, key, value, query_marks, key_marks, comparisons, sinks)
+    if has_torch_function(given):
+        result: Tensor = handle_torch_function(attention_where, given, *arguments, **options)
+        return result
+    return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
 def _dispatched(function: Any, input: Tensor, *args: Any) -> Tensor:

@@ -17,13 +17,15 @@ import torch
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.rule import ATTENTION
 
+_KERNEL_DIMS = (
+    ("query", ("heads", "query_seq", "head_dim")),
+    ("key", ("kv_heads", "key_seq", "head_dim")),
+    ("value", ("kv_heads", "key_seq", "value_dim")),
+)
 _ATTENTION_DIMS = {
-    "scaled_dot_product_attention": (
-        ("query", ("heads", "query_seq", "head_dim")),
-        ("key", ("kv_heads", "key_seq", "head_dim")),
-        ("value", ("kv_heads", "key_seq", "value_dim")),
-    ),
+    **dict.fromkeys(ATTENTION, _KERNEL_DIMS),
     "softmax": (("input", ("heads", "query_seq", "key_seq")),),  # attention written out
 }
 EXPERTS = "experts"
@@ -97,7 +99,7 @@ def _name_by_operators(
     graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]
 ) -> None:
     for op in graph.ops:
-        if op.target == "scaled_dot_product_attention":
+        if op.target in ATTENTION:
             queries, keys = (dims.values[op.arg(name).name][-2] for name in ("query", "key"))
             if queries == keys:  # a sequence that attends to itself
                 give(queries, "seq")

@@ -48,6 +48,33 @@ def fold_constants(graph: IRGraph) -> IRGraph:
     )
 
 
+class FoldedValues:
+    """The values of a graph that depend on no input and no weight, computed when they are asked
+    for.
+    """
+
+    def __init__(self, graph: IRGraph) -> None:
+        self._computed: dict[str, torch.Tensor] = {v.name: tensor for v, tensor in graph.constants}
+        self._producers: dict[str, IROp] = {}
+        for op in graph.ops:
+            known = all(self.known(value) for value in op.operands)
+            if known and _is_foldable(op):
+                self._producers |= {result.name: op for result in op.results}
+
+    def known(self, value: IRValue) -> bool:
+        """Whether a value depends on no input and no weight."""
+        return value.name in self._computed or value.name in self._producers
+
+    def of(self, value: IRValue) -> torch.Tensor | None:
+        """The numbers of a value; ``None`` of one that is not known."""
+        if value.name not in self._computed and value.name in self._producers:
+            op = self._producers[value.name]
+            for operand in op.operands:
+                self.of(operand)
+            self._computed |= _results(op, self._computed)
+        return self._computed.get(value.name)
+
+
 def _folded(graph: IRGraph, taken: set[str]) -> IRGraph:
     # First compute all that follows from constants. Then, from the end, keep what is still needed.
     known: dict[str, torch.Tensor] = {value.name: tensor for value, tensor in graph.constants}

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Device, Hardware, Tier
-from shardwright.compiler.cost.time.arithmetic import ATTENTION
+from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.frontend.calibrate.effort import Effort, effort_for, expected_s
 from shardwright.frontend.calibrate.fit import (
@@ -275,14 +275,16 @@ def describe(measured: dict[str, Any]) -> Hardware:
 
 def _describe_program(device: Device, measured: dict[str, Any]) -> tuple[Device, dict[str, float]]:
     fetch_bytes_per_s, error = fit_fetches(measured["fetches"])
-    attention = next(point for point in measured["references"] if point["operator"] == ATTENTION)
+    attention = next(
+        point for point in measured["references"] if point["operator"] == KERNEL_ATTENTION
+    )
     alone = attention_s(device)
     found = replace(
         device,
         host_s=fit_host(measured["host"], device.launch_s),
         fetch_bytes_per_s=fetch_bytes_per_s,
         rates=fit_rates(
-            point for point in measured["references"] if point["operator"] != ATTENTION
+            point for point in measured["references"] if point["operator"] != KERNEL_ATTENTION
         ),
         attention_efficiency=(
             alone.forward_s / attention["forward_s"],

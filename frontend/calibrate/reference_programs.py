@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from shardwright.compiler.cost.local_calls import local_call
 from shardwright.compiler.cost.machine.device import Device
-from shardwright.compiler.cost.time.arithmetic import ATTENTION
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.operator_time import roofline
 from shardwright.compiler.cost.time.operator_traffic import call_bytes
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.calibrate.effort import Effort
@@ -119,7 +119,7 @@ def measure_references(world: World, effort: Effort) -> list[Point]:
 
 def attention_s(device: Device) -> OpTime:
     """What the products of the reference's attention take by themselves on a device."""
-    return roofline(local_call(_reference_ops()[ATTENTION], {}, Mesh()), device)
+    return roofline(local_call(_reference_ops()[KERNEL_ATTENTION], {}, Mesh()), device)
 
 
 def measure_fetches(world: World, effort: Effort) -> list[Point]:
@@ -213,6 +213,6 @@ def _reference_ops() -> dict[str, IROp]:
         ops = _traced()
     found: dict[str, IROp] = {}
     for op in ops:
-        if op.target in (*REFERENCES, "cross_entropy", ATTENTION):
+        if op.target in (*REFERENCES, "cross_entropy", KERNEL_ATTENTION):
             found.setdefault(op.target, op)
     return found

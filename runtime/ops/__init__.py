@@ -8,6 +8,7 @@ does.
 """
 
 from shardwright.runtime.ops.attention import scaled_dot_product_attention
+from shardwright.runtime.ops.attention_where import attention_where
 from shardwright.runtime.ops.batch_norm import batch_norm
 from shardwright.runtime.ops.convolution import (
     conv1d,
@@ -111,6 +112,7 @@ __all__ = [
     "adaptive_max_pool3d",
     "all_chosen",
     "alpha_dropout",
+    "attention_where",
     "avg_pool1d",
     "avg_pool2d",
     "avg_pool3d",

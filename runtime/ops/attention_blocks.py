@@ -35,7 +35,9 @@ class Block:
     """Queries, keys and values, and what the queries see. ``causal``: query ``i`` sees the first
     ``i + 1`` keys. ``flipped``: it sees all but the first ``i``. ``bias``: what is added to the
     scores, with dims that may be 1, and minus infinity where a key is not seen. ``alike``: what of
-    it concerns all keys of a query, and is taken off the sum.
+    it concerns all keys of a query, and is taken off the sum. ``cap``: scores ``s`` become ``cap *
+    tanh(s / cap)`` before the bias is added. ``flat``: all keys count alike, as where a number was
+    added to all scores beside which they are lost in rounding. Gradients reach them all the same.
     """
 
     query: Tensor
@@ -46,11 +48,13 @@ class Block:
     flipped: bool = False
     bias: Tensor | None = None
     alike: Tensor | None = None
+    cap: float | None = None
+    flat: bool = False
 
     def turned(self) -> Block:
         """A flipped block read backwards, which is a causal one."""
         query, key, value = (x.flip(2) for x in (self.query, self.key, self.value))
-        return Block(query, key, value, self.scale, causal=True)
+        return Block(query, key, value, self.scale, causal=True, cap=self.cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,14 @@ class Kernel(Protocol):
         """
 
 
-def kernel_for(query: Tensor, value: Tensor, mask: Tensor | None) -> Kernel:
-    """The kernel for tensors like these. No kernel gives the gradient of a floating mask, or an lse
-    that can be merged where it hides all keys of a query.
+def kernel_for(
+    query: Tensor, value: Tensor, mask: Tensor | None, cap: float | None = None
+) -> Kernel:
+    """The kernel for tensors like these. No kernel caps scores, gives the gradient of a floating
+    mask, or an lse that can be merged where it hides all keys of a query.
     """
     is_floating = mask is not None and mask.is_floating_point()
-    if is_floating or query.shape[-1] != value.shape[-1]:
+    if cap is not None or is_floating or query.shape[-1] != value.shape[-1]:
         return WrittenOut()
     if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
         return CpuFlash()
@@ -96,6 +102,8 @@ def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
     if block.flipped:
         out, lse = kernel.forward(block.turned())
         return out.flip(2), lse.flip(2)
+    if block.flat:
+        kernel = WrittenOut()
     out, lse = kernel.forward(block)
     if block.bias is None:
         return out, lse
@@ -109,6 +117,8 @@ def attend_backward(
     """The gradients of a block; see :meth:`Kernel.backward`. An lse is finite, whatever it stands
     for where a query sees no key at all.
     """
+    if block.flat:
+        kernel = WrittenOut()
     if not block.flipped:
         return kernel.backward(block, grad, out, lse, delta)
     turned = (x.flip(2) for x in (grad, out, lse, delta))
@@ -209,7 +219,7 @@ class WrittenOut:
     """Scores as a tensor ``[batch, key heads, r, queries, keys]``, where no kernel serves."""
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        scores = self._scores(block)
+        scores = self._scores(block, self._products(block))
         lse = scores.logsumexp(-1)
         weights = (scores - _finite(lse)[..., None]).exp().to(block.value.dtype)
         out = torch.einsum("bgrqk,bgkd->bgrqd", weights, block.value)
@@ -222,10 +232,14 @@ class WrittenOut:
         query, grad, lse, delta = (
             torch.unflatten(x, 1, (heads, -1)) for x in (block.query, grad, lse, delta)
         )
-        weights = (self._scores(block) - lse[..., None]).exp()
+        products = self._products(block)
+        weights = (self._scores(block, products) - lse[..., None]).exp()
         of_weights = torch.einsum("bgrqd,bgkd->bgrqk", grad, block.value)
         of_scores = weights * (of_weights - delta[..., None])
-        scaled = (of_scores * block.scale).to(query.dtype)
+        of_products = of_scores
+        if block.cap is not None:
+            of_products = of_scores * (1 - (products / block.cap).tanh().square())
+        scaled = (of_products * block.scale).to(query.dtype)
         return BlockGrads(
             torch.einsum("bgrqk,bgkd->bgrqd", scaled, block.key).flatten(1, 2),
             torch.einsum("bgrqk,bgrqd->bgkd", scaled, query),
@@ -233,11 +247,17 @@ class WrittenOut:
             of_scores.flatten(1, 2),
         )
 
-    def _scores(self, block: Block) -> Tensor:
-        heads = block.key.shape[1]
-        query = torch.unflatten(block.query, 1, (heads, -1))
-        scores = torch.einsum("bgrqd,bgkd->bgrqk", query, block.key)
-        scores = scores.to(merging_dtype(query.dtype)) * block.scale
+    def _products(self, block: Block) -> Tensor:
+        query = torch.unflatten(block.query, 1, (block.key.shape[1], -1))
+        products = torch.einsum("bgrqd,bgkd->bgrqk", query, block.key)
+        return products.to(merging_dtype(query.dtype)) * block.scale
+
+    def _scores(self, block: Block, products: Tensor) -> Tensor:
+        heads, scores = block.key.shape[1], products
+        if block.flat:
+            return torch.zeros_like(scores)
+        if block.cap is not None:
+            scores = block.cap * (scores / block.cap).tanh()
         if block.bias is not None:
             scores = scores + _by_group(block.bias, heads)
         if block.alike is not None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Run, within
+from shardwright.runtime.layout import Run, joined, within
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 
@@ -25,20 +25,6 @@ Axes = tuple[AxisGroup, ...]
 def communicating(axes: Axes) -> Axes:
     """The axes that have several ranks."""
     return tuple(axis for axis in axes if axis.size > 1)
-
-
-def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Runs in ascending order, those that touch or overlap as one."""
-    found: list[Run] = []
-    for start, size in sorted(runs):
-        if not size:
-            continue
-        if found and start <= sum(found[-1]):
-            begin = found[-1][0]
-            found[-1] = begin, max(sum(found[-1]), start + size) - begin
-        else:
-            found.append((start, size))
-    return tuple(found)
 
 
 class Dealing(Protocol):

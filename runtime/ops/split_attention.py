@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.layout import Run, dealt
+from shardwright.runtime.layout import Run, dealt, joined
+from shardwright.runtime.marks import Marks, Seen
 from shardwright.runtime.ops.attention_blocks import (
     Block,
     as_bias,
@@ -35,8 +36,11 @@ from shardwright.runtime.ops.attention_blocks import (
     merge,
     merging_dtype,
 )
-from shardwright.runtime.ops.axes import Axes, communicating, joined, piece_runs
-from shardwright.runtime.ops.visible_keys import (
+from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.ranks.pending import PendingRows
+from shardwright.runtime.visible_keys import (
     Bands,
     Tile,
     all_keys,
@@ -44,9 +48,6 @@ from shardwright.runtime.ops.visible_keys import (
     place,
     tiles_between,
 )
-from shardwright.runtime.ranks.counters import Phase
-from shardwright.runtime.ranks.groups import AxisGroup
-from shardwright.runtime.ranks.pending import PendingRows
 
 
 def split_attention(
@@ -78,30 +79,71 @@ def split_attention(
             query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
         )
     num_dims = max(query.ndim, key.ndim, value.ndim)
-    query, key, value = _same_heads(_cast(query), _cast(key), _cast(value), enable_gqa)
+    query, key, value = _same_heads(
+        autocasted(query), autocasted(key), autocasted(value), enable_gqa
+    )
     leads = _common([x.shape[:-3] for x in (query, key, value)])
     mask = None
     if attn_mask is not None:
         mask = attn_mask[(None,) * max(0, 4 - attn_mask.ndim)]
         if mask.ndim > 4:
             mask = _one_batch(mask, leads)
-    axis = ring[0] if ring else None
-    places = tuple(_Place(a.size, a.index, a.zigzag, a is axis) for a in query_axes)
     bands = (earlier_keys if is_causal else all_keys)(lengths[0] * query_unit, lengths[1])
-    out = cast(
-        Tensor,
-        _SplitAttention.apply(  # type: ignore[no-untyped-call]
-            *(_one_batch(x, leads) for x in (query, key, value)),
-            mask,
-            axis,
-            _steps(places, lengths, query_unit, bands),
-            1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        ),
+    one_batch = [_one_batch(x, leads) for x in (query, key, value)]
+    out = attention_in_tiles(
+        one_batch[0],
+        one_batch[1],
+        one_batch[2],
+        (Seen((0, math.prod(leads)), bands),),
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        Where(query_axes, ring[0] if ring else None, lengths, query_unit),
+        mask=mask,
     )
     return out.view(*leads, *out.shape[1:]) if num_dims > 2 else out.view(out.shape[-2:])
 
 
-def _cast(x: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where the queries and keys of a rank lie. ``query_axes``: the axes that cut the queries,
+    major to minor, in units of ``query_unit`` queries. ``ring``: one of these, if it cuts keys and
+    values, too. ``lengths``: how many units of queries, and how many keys, there are without these
+    cuts.
+    """
+
+    query_axes: Axes
+    ring: AxisGroup | None
+    lengths: tuple[int, int]
+    query_unit: int = 1
+
+
+def attention_in_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: tuple[Seen, ...],
+    scale: float,
+    where: Where,
+    *,
+    mask: Tensor | None = None,
+    marks: Marks | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Attention of this rank's queries, ``[samples, heads, L, E]``, of which ``seen`` says what
+    they see; key and value ``[samples, key heads, S, ...]``.
+
+    ``mask``: ``[samples or 1, heads or 1, L or 1, keys of all ranks]``. ``marks``: what tells which
+    keys are seen where ``seen`` is not exact. ``sinks``: by head, a score that takes its part of
+    the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
+    """
+    places = tuple(_Place(a.size, a.index, a.zigzag, a is where.ring) for a in where.query_axes)
+    steps = _steps(places, where.lengths, where.query_unit, seen)
+    attention = _Attention(where.ring, steps, scale, marks, cap)
+    out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
+
+
+def autocasted(x: Tensor) -> Tensor:
     """What autocast makes of an operand, as of one of torch's operator."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
@@ -143,28 +185,38 @@ def _same_heads(
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A tile as a rank has it: ``queries`` among its own, ``keys`` among those at hand in a step.
-    ``key_start``: the position of the first of these keys in the sequence.
+    ``samples``: those that see alike. ``asks``: the marks say which keys of the tile are seen.
     """
 
     tile: Tile
+    samples: Run
     queries: Run
     keys: Run
-    key_start: int
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a step does for samples that see alike. ``num_keys``: how many keys come. ``given``:
+    which of this rank's own go.
+    """
+
+    samples: Run
+    num_keys: int
+    given: tuple[Run, ...]
+    parts: tuple[_Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What a rank does in one step. ``source``, ``target``: the ranks whose keys come, and to which
-    its own go. ``num_keys``: how many come. ``given``: which of its own go. ``is_idle``: no rank
-    of the axis sends any.
+    its own go. ``is_idle``: no rank of the axis sends any.
     """
 
     source: int
     target: int
-    num_keys: int
-    given: tuple[Run, ...]
     is_idle: bool
-    parts: tuple[_Part, ...]
+    shares: tuple[_Share, ...]
 
 
 Steps = tuple[_Step, ...]
@@ -186,7 +238,7 @@ class _Place:
 
 @lru_cache(maxsize=256)
 def _steps(
-    places: tuple[_Place, ...], lengths: tuple[int, int], query_unit: int, bands: Bands
+    places: tuple[_Place, ...], lengths: tuple[int, int], query_unit: int, seen: tuple[Seen, ...]
 ) -> Steps:
     """What the rank at ``places`` does; the first step is with its own keys."""
     ring = next((place for place in places if place.is_ring), _Place(1, 0, False, True))
@@ -198,35 +250,55 @@ def _steps(
     ]
     keys = [joined(member.runs(lengths[1])) for member in members]
 
-    def seen(by: int, of: int) -> tuple[Run, ...]:
+    def needed(bands: Bands, by: int, of: int) -> tuple[Run, ...]:
         """The keys of rank ``of`` that queries of rank ``by`` see."""
         return joined(tile.keys for tile in tiles_between(bands, queries[by], keys[of]))
 
-    steps = []
-    for step in range(size):
+    def share(some: Seen, step: int) -> _Share:
         source, target = (index - step) % size, (index + step) % size
-        here = keys[index] if step == 0 else seen(index, source)
+        here = keys[index] if step == 0 else needed(some.bands, index, source)
         parts = tuple(
             _Part(
                 tile,
+                some.samples,
                 (place(queries[index], tile.queries[0]), tile.queries[1]),
                 (place(here, tile.keys[0]), tile.keys[1]),
-                tile.keys[0],
+                not some.exact,
             )
-            for tile in tiles_between(bands, queries[index], keys[source])
+            for tile in tiles_between(some.bands, queries[index], keys[source])
         )
-        given = () if step == 0 else seen(target, index)
-        steps.append(
-            _Step(
-                source,
-                target,
-                sum(count for _, count in here),
-                tuple((place(keys[index], start), count) for start, count in given),
-                step == 0 or not any(seen((of + step) % size, of) for of in range(size)),
-                parts,
-            )
+        given = () if step == 0 else needed(some.bands, target, index)
+        return _Share(
+            some.samples,
+            sum(count for _, count in here),
+            tuple((place(keys[index], start), count) for start, count in given),
+            parts,
         )
-    return tuple(steps)
+
+    def is_idle(step: int) -> bool:
+        pairs = (((of + step) % size, of) for of in range(size))
+        return not any(needed(some.bands, by, of) for by, of in pairs for some in seen)
+
+    return tuple(
+        _Step(
+            (index - step) % size,
+            (index + step) % size,
+            step == 0 or is_idle(step),
+            tuple(share(some, step) for some in seen),
+        )
+        for step in range(size)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """What the operator is told beside its tensors; see :func:`attention_in_tiles`."""
+
+    axis: AxisGroup | None
+    steps: Steps
+    scale: float
+    marks: Marks | None
+    cap: float | None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -234,8 +306,8 @@ def _steps(
 
 
 class _SplitAttention(torch.autograd.Function):
-    """query ``[batch, heads, L, E]``, key and value ``[batch, key heads, S, ...]``, mask with dims
-    that may be 1 but for the last.
+    """query ``[samples, heads, L, E]``, key and value ``[samples, key heads, S, ...]``, mask with
+    dims that may be 1 but for the last.
     """
 
     @staticmethod
@@ -245,31 +317,34 @@ class _SplitAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        axis: AxisGroup | None,
-        steps: Steps,
-        scale: float,
+        sinks: Tensor | None,
+        attention: _Attention,
     ) -> Tensor:
-        kernel = kernel_for(query, value, mask)
-        blocks = _Blocks(query, mask, scale)
+        kernel = kernel_for(query, value, mask, attention.cap)
+        blocks = _Blocks(query, mask, attention)
         dtype = merging_dtype(query.dtype)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
-        lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
+        if sinks is None:
+            lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
+        else:
+            # A sink is a key that all queries see, whose value is zero.
+            lse = sinks.to(dtype).view(1, -1, 1).expand(query.shape[:3]).contiguous()
         with torch.autocast(query.device.type, enabled=False):
-            for step, keys, values in _arriving(axis, steps, key, value, "forward"):
-                for part, block in blocks.of(step, keys, values):
-                    here = [x.narrow(2, *part.queries) for x in (out, lse)]
+            for step, arrived in _arriving(attention, key, value, "forward"):
+                for part, block in blocks.of(step, arrived):
+                    here = [_own(x, part) for x in (out, lse)]
                     merge(here[0], here[1], *attend(kernel, block))
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
-        ctx.axis, ctx.steps, ctx.scale, ctx.kernel = axis, steps, scale, kernel
+        ctx.save_for_backward(query, key, value, mask, sinks, out, lse)
+        ctx.attention, ctx.kernel = attention, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
-        axis, kernel, steps = ctx.axis, ctx.kernel, ctx.steps
-        blocks = _Blocks(query, mask, ctx.scale)
+        query, key, value, mask, sinks, out, lse = ctx.saved_tensors
+        attention, kernel = ctx.attention, ctx.kernel
+        blocks = _Blocks(query, mask, attention)
         dtype = lse.dtype
         delta = (grad.to(dtype) * out).sum(-1)
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # of queries that see no key at all
@@ -279,56 +354,76 @@ class _SplitAttention(torch.autograd.Function):
             if mask is not None and ctx.needs_input_grad[3]
             else None
         )
-        home = _Home(axis, key, value, dtype)
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[4]:
+            weights = (sinks.to(dtype).view(1, -1, 1) - lse).exp()
+            of_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype).view_as(sinks)
+        home = _Home(attention, key, value, dtype)
         with torch.autocast(query.device.type, enabled=False):
-            for step, keys, values in _arriving(axis, steps, key, value, "backward"):
-                of_keys, of_values = home.room(keys, values)
-                for part, block in blocks.of(step, keys, values):
-                    own = (x.narrow(2, *part.queries) for x in (grad, out, lse, delta))
+            for step, arrived in _arriving(attention, key, value, "backward"):
+                rooms = home.rooms(arrived)
+                for part, block in blocks.of(step, arrived):
+                    own = (_own(x, part) for x in (grad, out, lse, delta))
                     grads = attend_backward(kernel, block, *own)
-                    of_query.narrow(2, *part.queries).add_(grads.query)
+                    _own(of_query, part).add_(grads.query)
+                    of_keys, of_values = rooms[part.samples]
                     of_keys.narrow(2, *part.keys).add_(grads.key)
                     of_values.narrow(2, *part.keys).add_(grads.value)
                     if of_mask is not None and grads.bias is not None:
                         at = _mask_of(of_mask, part)
                         at.add_(grads.bias.sum_to_size(at.shape))
-                home.send(step, of_keys, of_values)
+                home.send(step, rooms)
             of_key, of_value = home.all_here()
         return (
             of_query.to(query.dtype),
             of_key.to(key.dtype),
             of_value.to(value.dtype),
             of_mask,
-            None,
-            None,
+            of_sinks,
             None,
         )
+
+
+Arrived = dict[Run, tuple[Tensor, Tensor]]
+"""Keys and values, by the samples that they are of."""
+
+
+def _own(x: Tensor, part: _Part) -> Tensor:
+    """The queries of a part, of a tensor ``[samples, heads, L, ...]``."""
+    return x.narrow(0, *part.samples).narrow(2, *part.queries)
 
 
 class _Blocks:
     """What kernels are given, of this rank's queries."""
 
-    def __init__(self, query: Tensor, mask: Tensor | None, scale: float) -> None:
-        self._query, self._mask, self._scale = query, mask, scale
+    def __init__(self, query: Tensor, mask: Tensor | None, attention: _Attention) -> None:
+        self._query, self._mask, self._attention = query, mask, attention
         self._alike = None if mask is None else hidden_alike(mask)
 
-    def of(self, step: _Step, keys: Tensor, values: Tensor) -> Iterator[tuple[_Part, Block]]:
+    def of(self, step: _Step, arrived: Arrived) -> Iterator[tuple[_Part, Block]]:
         """The blocks of a step."""
-        if not (self._query.numel() and keys.numel() and values.numel()):
+        if not self._query.numel():
             return
-        for part in step.parts:
+        for part in (part for share in step.shares for part in share.parts):
+            keys, values = arrived[part.samples]
+            if not (keys.numel() and values.numel()):
+                continue
             kind, alike = part.tile.kind, self._alike
-            if alike is not None and alike.shape[2] > 1:
-                alike = alike.narrow(2, *part.queries)
+            if alike is not None:
+                alike = _mask_rows(alike, part)
+            bias = self._bias(part)
             block = Block(
-                self._query.narrow(2, *part.queries),
+                _own(self._query, part),
                 keys.narrow(2, *part.keys),
                 values.narrow(2, *part.keys),
-                self._scale,
-                causal=kind == "causal",
-                flipped=kind == "flipped",
-                bias=self._bias(part),
+                self._attention.scale,
+                # The marks tell all that there is to know of a tile.
+                causal=kind == "causal" and not part.asks,
+                flipped=kind == "flipped" and not part.asks,
+                bias=bias,
                 alike=alike,
+                cap=self._attention.cap,
+                flat=kind == "flat",
             )
             yield part, block
 
@@ -336,6 +431,10 @@ class _Blocks:
         dtype = merging_dtype(self._query.dtype)
         if self._mask is not None:
             return as_bias(_mask_of(self._mask, part), dtype)
+        if part.asks and part.tile.kind != "flat":
+            assert self._attention.marks is not None
+            seen = self._attention.marks.mask(part.samples, part.tile.queries, part.tile.keys)
+            return as_bias(seen, dtype)
         if part.tile.kind != "masked":
             return None
         rows, columns = (
@@ -349,41 +448,78 @@ class _Blocks:
 
 def _mask_of(mask: Tensor, part: _Part) -> Tensor:
     """The part of a mask ``[..., queries or 1, all keys]`` for a tile, as a view."""
-    mask = mask.narrow(3, part.key_start, part.keys[1])
+    return _mask_rows(mask, part).narrow(3, *part.tile.keys)
+
+
+def _mask_rows(mask: Tensor, part: _Part) -> Tensor:
+    """The part of a mask for the samples and queries of a tile, as a view."""
+    if mask.shape[0] > 1:
+        mask = mask.narrow(0, *part.samples)
     return mask.narrow(2, *part.queries) if mask.shape[2] > 1 else mask
 
 
 def _arriving(
-    axis: AxisGroup | None, steps: Steps, key: Tensor, value: Tensor, phase: Phase
-) -> Iterator[tuple[_Step, Tensor, Tensor]]:
+    attention: _Attention, key: Tensor, value: Tensor, phase: Phase
+) -> Iterator[tuple[_Step, Arrived]]:
     """The steps, each with the keys and values that it needs. Those of the next step are on their
     way while the caller computes.
     """
     coming: PendingRows | None = None
+    steps, shapes = attention.steps, _Shapes(key, value)
     for number, step in enumerate(steps):
-        here = (key, value) if number == 0 else _received(coming, key, value, step.num_keys)
+        if number == 0:
+            arrived = {
+                share.samples: (key.narrow(0, *share.samples), value.narrow(0, *share.samples))
+                for share in step.shares
+            }
+        else:
+            flat = key.new_empty(0) if coming is None else coming.wait()
+            counts = [(share.samples, share.num_keys) for share in step.shares]
+            arrived = shapes.unpacked(flat, counts)
         following = steps[number + 1] if number + 1 < len(steps) else None
         coming = None
         if following is not None and not following.is_idle:
-            message = _message((key, value), following.given)
-            width = _width(key, value)
-            coming = _start(
-                axis, message, following.target, following.source, following.num_keys * width, phase
-            )
-        yield step, *here
+            parts = [
+                part
+                for share in following.shares
+                for x in (key, value)
+                for part in _taken(x.narrow(0, *share.samples), share.given)
+            ]
+            message = _end_to_end(parts, key)
+            count = sum(shapes.width(share.samples) * share.num_keys for share in following.shares)
+            axis, to, source = attention.axis, following.target, following.source
+            coming = _start(axis, message, to, source, count, phase)
+        yield step, arrived
 
 
-def _width(key: Tensor, value: Tensor) -> int:
-    """The elements of one key and its value, of all heads and samples."""
-    return key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """How keys and values of some samples lie in a message: share by share, keys before values."""
+
+    key: Tensor
+    value: Tensor
+
+    def width(self, samples: Run) -> int:
+        """The elements of one key and its value, of all heads."""
+        return samples[1] * self.key.shape[1] * (self.key.shape[3] + self.value.shape[3])
+
+    def unpacked(self, flat: Tensor, counts: Sequence[tuple[Run, int]]) -> Arrived:
+        """What a message holds: ``counts`` keys of these samples."""
+        shapes = [
+            (samples[1], x.shape[1], count, x.shape[3])
+            for samples, count in counts
+            for x in (self.key, self.value)
+        ]
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        pairs = zip(views[::2], views[1::2], strict=True)
+        return {samples: pair for (samples, _), pair in zip(counts, pairs, strict=True)}
 
 
-def _message(tensors: Sequence[Tensor], runs: Sequence[Run]) -> Tensor:
-    """Runs along dim 2 of the tensors, end to end."""
-    parts = [x.narrow(2, *run).reshape(-1) for x in tensors for run in runs]
-    if len(runs) > 1:
-        parts = [torch.cat([x.narrow(2, *run) for run in runs], 2).reshape(-1) for x in tensors]
-    return torch.cat(parts) if parts else tensors[0].new_empty(0)
+def _taken(x: Tensor, runs: Sequence[Run]) -> list[Tensor]:
+    """Runs along dim 2, as one tensor; none if there are none."""
+    parts = [x.narrow(2, *run) for run in runs]
+    return parts if len(parts) < 2 else [torch.cat(parts, 2)]
 
 
 def _start(
@@ -396,57 +532,62 @@ def _start(
     return axis.communicator.all_to_all_rows_async(message, send, receive, phase=phase)
 
 
-def _received(
-    coming: PendingRows | None, key: Tensor, value: Tensor, num_keys: int
-) -> tuple[Tensor, Tensor]:
-    """What has come, as keys and values."""
-    shapes = [(*x.shape[:2], num_keys, x.shape[3]) for x in (key, value)]
-    flat = key.new_empty(0) if coming is None else coming.wait()
-    sizes = [math.prod(shape) for shape in shapes]
-    keys, values = (
-        part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)
-    )
-    return keys, values
-
-
 class _Home:
     """Gradients of keys and values on their way to the rank that has these. They are added in the
     order of the steps.
     """
 
     def __init__(
-        self, axis: AxisGroup | None, key: Tensor, value: Tensor, dtype: torch.dtype
+        self, attention: _Attention, key: Tensor, value: Tensor, dtype: torch.dtype
     ) -> None:
-        self._axis, self._key, self._value, self._dtype = axis, key, value, dtype
-        self._own: list[Tensor] = []
+        self._axis, self._shapes = attention.axis, _Shapes(key, value)
+        self._own = [
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+            for x in (key, value)
+        ]
+        self._dtype = dtype
+        self._has_begun = False
         self._coming: list[tuple[_Step, PendingRows]] = []
 
-    def room(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros for the gradients of one step."""
-        keys, values = (
-            torch.zeros_like(x, dtype=self._dtype, memory_format=torch.contiguous_format)
-            for x in (keys, values)
-        )
-        return keys, values
+    def rooms(self, arrived: Arrived) -> Arrived:
+        """Where the gradients of the next step are added: zeros; for the first step, those of this
+        rank's own keys.
+        """
+        if not self._has_begun:
+            key, value = self._own
+            return {at: (key.narrow(0, *at), value.narrow(0, *at)) for at in arrived}
 
-    def send(self, step: _Step, of_keys: Tensor, of_values: Tensor) -> None:
-        """Begin to send the gradients of a step home; the first are those of this rank."""
-        if not self._own:
-            self._own = [of_keys, of_values]
-        elif not step.is_idle:
-            message = torch.cat([of_keys.reshape(-1), of_values.reshape(-1)])
-            count = sum(size for _, size in step.given) * _width(self._key, self._value)
-            self._coming.append(
-                (step, _start(self._axis, message, step.source, step.target, count, "backward"))
-            )
+        def zeros(x: Tensor) -> Tensor:
+            return torch.zeros(x.shape, dtype=self._dtype, device=x.device)
+
+        return {at: (zeros(keys), zeros(values)) for at, (keys, values) in arrived.items()}
+
+    def send(self, step: _Step, rooms: Arrived) -> None:
+        """Begin to send the gradients of a step home; those of the first are there."""
+        if self._has_begun and not step.is_idle:
+            message = _end_to_end([x for pair in rooms.values() for x in pair], self._own[0])
+            count = sum(self._shapes.width(s.samples) * _length(s.given) for s in step.shares)
+            sent = _start(self._axis, message, step.source, step.target, count, "backward")
+            self._coming.append((step, sent))
+        self._has_begun = True
 
     def all_here(self) -> list[Tensor]:
         """The gradients of this rank's keys and values, when all have come."""
         for step, coming in self._coming:
-            count = sum(size for _, size in step.given)
-            grads = _received(coming, self._key, self._value, count)
-            for total, grad in zip(self._own, grads, strict=True):
-                sizes = [size for _, size in step.given]
-                for run, part in zip(step.given, torch.split(grad, sizes, 2), strict=False):
-                    total.narrow(2, *run).add_(part)
+            counts = [(share.samples, _length(share.given)) for share in step.shares]
+            arrived = self._shapes.unpacked(coming.wait(), counts)
+            for share in step.shares:
+                for total, grad in zip(self._own, arrived[share.samples], strict=True):
+                    sizes = [size for _, size in share.given]
+                    for run, part in zip(share.given, torch.split(grad, sizes, 2), strict=False):
+                        total.narrow(0, *share.samples).narrow(2, *run).add_(part)
         return self._own
+
+
+def _end_to_end(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The elements of all parts in one message, which may be empty."""
+    return torch.cat([x.reshape(-1) for x in parts]) if parts else like.new_empty(0)
+
+
+def _length(runs: Sequence[Run]) -> int:
+    return sum(size for _, size in runs)

@@ -16,6 +16,7 @@ from torch import nn
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.stand_ins import (
     all_chosen,
+    attention_where,
     combine,
     dispatch,
     grouped_linear,
@@ -233,6 +234,31 @@ def attention() -> list[Call]:
         (sdpa, (_randn(6, 3), _randn(5, 3), _randn(5, 3))),
         (sdpa, (q, k, v), {"dropout_p": 0.5}),
         (sdpa, (q, q, q), {"dropout_p": 0.5, "is_causal": True}),
+        *attention_where_calls(),
+    ]
+
+
+def attention_where_calls() -> list[Call]:
+    q, k, v = _randn(3, 4, 9, 3), _randn(3, 2, 9, 3), _randn(3, 2, 9, 3)
+    place = torch.arange(9)
+    rows, columns = place[:, None], place[None, :]
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9, [0, 1, 1, 1, 1, 1, 1, 2, 2]])
+    counts = torch.tensor([[1] * 9, [0, 0] + [1] * 7, [1, 1, 0, 1, 1, 1, 1, 1, 0]]).bool()
+    within = (documents[:, None, :, None], documents[:, None, None, :])
+    window = (3, 5, 1, 4, 1, 1), (5, 9, 3, 9, 1, 0)
+    return [
+        # windows, packed documents, documents of all samples, padding with a hole
+        (attention_where, (q, k, v, (rows, rows - 3), (columns, columns), ("le", "gt"))),
+        (attention_where, (q, k, v, (within[0], rows), (within[1], columns), ("eq", "le"))),
+        (attention_where, (q, k, k, (rows // 4,), (columns // 4,), ("eq",)), {"scale": 0.3}),
+        (attention_where, (q, q, q, (rows, 1), (columns, counts[:, None, None]), ("le", "eq"))),
+        # what follows from sizes, sinks, capped scores
+        (attention_where, (q, k, v), {"bands": ((0, 3, 0, 1, 0, 1), *window)}),
+        (
+            attention_where,
+            (q, k, v, (rows,), (columns,), ("le",), _randn(4)),
+            {"cap": 2.0, "bands": ((0, 9, 0, 9, 0, 0),)},
+        ),
     ]
 
 

@@ -1,14 +1,16 @@
-"""Models whose sequence is split: those of the zoo that have one, and Gemma 3, in which layers with
-a window alternate with full ones.
+"""Models whose sequence is split: those of the zoo that have one, and some whose masks say more:
+windows that alternate with full attention (Gemma 3), scores that are capped (Gemma 2), sinks
+(GPT-OSS), and rows of packed documents.
 
     report = sequence_models.verify_sequences("llama", "cp", {"plan_ngpus": 2, "runtime_ngpus": 2})
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import zoo
 from traces import shared_traces
 
@@ -28,6 +30,23 @@ _GEMMA3 = {
     "max_position_embeddings": 32,
 }
 
+LENGTH = 11
+PACKED_POSITIONS = ((0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3), (0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9))
+"""Where the tokens of each row lie in their documents: three of 5, 2 and 4, and two of 1 and 10."""
+
+
+def inputs(**more: torch.Tensor) -> Callable[..., zoo.Inputs]:
+    """Tokens with labels, in 2 rows."""
+
+    def make(batch: int, seq: int, generator: torch.Generator) -> dict[str, Any]:
+        tokens = torch.randint(32, (2, LENGTH), generator=generator)
+        return {"input_ids": tokens, "labels": tokens, "use_cache": False, **more}
+
+    return make
+
+
+_PADDED = torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[3], [0]])
+
 MODELS: dict[str, zoo.ZooModel] = {
     name: zoo.get(name)
     for name in (
@@ -38,7 +57,31 @@ MODELS: dict[str, zoo.ZooModel] = {
 } | {
     "gemma3": zoo.ZooModel(
         "gemma3", zoo.hf("Gemma3ForCausalLM", "Gemma3TextConfig", **_GEMMA3), zoo.causal_lm(32)
-    )
+    ),
+    "llama-packed": zoo.ZooModel(
+        "llama-packed",
+        zoo.hf("LlamaForCausalLM", "LlamaConfig", **zoo.LLAMA),
+        inputs(position_ids=torch.tensor(PACKED_POSITIONS)),
+    ),
+    "gemma2": zoo.ZooModel(
+        "gemma2", zoo.hf("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA3), inputs()
+    ),
+    "gemma2-padded": zoo.ZooModel(
+        "gemma2-padded",
+        zoo.hf("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA3),
+        inputs(attention_mask=_PADDED.long()),
+    ),
+    "gpt-oss": zoo.ZooModel(
+        "gpt-oss",
+        zoo.hf(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            **_GEMMA3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        inputs(attention_mask=_PADDED.long()),
+    ),
 }  # fmt: skip
 
 

@@ -16,7 +16,9 @@ import torch
 from shardwright.compiler.cost.local_calls import LocalCall, LocalTensor, estimated_size
 from shardwright.compiler.cost.machine.hardware import Device
 from shardwright.compiler.ir.op import IROp, leaves
-from shardwright.compiler.ops.rule import TensorRefs
+from shardwright.compiler.ops.rule import ATTENTION, TensorRefs
+from shardwright.compiler.ops.seen_keys import seen_bands
+from shardwright.runtime.visible_keys import MOST_MASKED, pairs
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {
     "linear": (0, 1),
@@ -37,8 +39,6 @@ PRODUCTS: Mapping[str, tuple[int, int]] = {
 CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
 
 LINEAR_LOSS = "linear_cross_entropy"
-
-ATTENTION = "scaled_dot_product_attention"
 
 RECURRENT = frozenset(
     (
@@ -80,7 +80,7 @@ def may_multiply(op: IROp) -> bool:
     sizes.
     """
     known = (
-        op.target in (ATTENTION, LINEAR_LOSS)
+        op.target in (*ATTENTION, LINEAR_LOSS)
         or op.target in RECURRENT
         or op.target in CONVOLUTIONS
         or op.target in PRODUCTS
@@ -96,7 +96,7 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
     dtype = _compute_dtype(call)
     if dtype is None:
         return 0.0, 0.0
-    if target == ATTENTION:
+    if target in ATTENTION:
         products_s = sum(product.seconds(device, dtype) for product in _attention_products(call))
         forward, backward = device.attention_efficiency
         # Flash attention keeps no scores: its backward computes them again, five products for two.
@@ -233,6 +233,8 @@ def _seen_share(call: LocalCall) -> float:
     is masked, which is half; if a rank has the last of several runs of queries, these see most of
     the keys, and with two runs in zigzag half again.
     """
+    if call.op.target == "attention_where":
+        return _seen_by_marks(call)
     if not call.op.arg("is_causal", False):
         return 1.0
     whole, local = estimated_size(call.op.operands[0].shape[-2]), call.operands[0].shape[-2]
@@ -241,6 +243,26 @@ def _seen_share(call: LocalCall) -> float:
     if not local or queries & call.in_zigzag:
         return 0.5
     return 1 - local / (2 * max(local, whole))
+
+
+def _seen_by_marks(call: LocalCall) -> float:
+    """The share of all keys that the busiest rank computes with, where bands or marks tell what is
+    seen.
+    """
+    op, local = call.op, call.operands[0].shape[-2]
+    num_queries, num_keys = (estimated_size(x.shape[-2]) for x in op.operands[:2])
+    assert op.rule is not None
+    queries = {ref.factor for ref in op.rule.operands[0][-2]}
+    is_plain = not op.has_arg("sinks") and not op.has_arg("cap") and not op.has_arg("blind")
+    if local == num_queries and is_plain and num_queries * num_keys <= MOST_MASKED:
+        return 1.0  # torch's operator with a mask
+    bands = seen_bands(op, num_queries, num_keys)
+    if not local or not num_keys or queries & call.in_zigzag:
+        everything = ((0, num_queries),)
+        return pairs(bands, everything) / max(1, num_queries * num_keys)
+    starts = range(0, num_queries, local)
+    work = [pairs(bands, ((start, min(local, num_queries - start)),)) for start in starts]
+    return max(work) / (local * num_keys)
 
 
 def _recurrent_products(call: LocalCall) -> dict[int, _Product]:

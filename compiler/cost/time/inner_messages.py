@@ -16,7 +16,6 @@ from shardwright.compiler.cost.local_calls import (
 )
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.time.arithmetic import (
-    ATTENTION,
     LINEAR_LOSS,
     arithmetic_s,
     factors_of,
@@ -24,9 +23,11 @@ from shardwright.compiler.cost.time.arithmetic import (
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule import ATTENTION, OpRule
+from shardwright.compiler.ops.seen_keys import seen_bands
 from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Mesh, Run, dealt
+from shardwright.runtime.visible_keys import keys_seen
 
 _MESSAGES: Mapping[str, tuple[float, float, float]] = {
     # (all-reduces of the forward, of the backward, elements of each relative to the reduced shape)
@@ -137,7 +138,7 @@ def _exchanges(
     assert call.op.rule is not None
     if call.op.rule.parallel is None:
         return ()
-    goes_round = call.op.target == ATTENTION
+    goes_round = call.op.target in ATTENTION
     if goes_round or call.op.rule.densities is not None:
         sent = _keys_sent if goes_round else _tokens_sent
         return tuple(
@@ -193,8 +194,7 @@ def _keys_sent(
     """
     num_ranks = mesh.axis_size(axis)
     _, key, value = call.operands[:3]
-    pruned = call.op.arg("is_causal", False) and axis in mesh.zigzag
-    block = (key.num_elements + value.num_elements) * (IN_ZIGZAG if pruned else 1.0)
+    block = (key.num_elements + value.num_elements) * _share_sent(call, axis, mesh)
     differentiated = bool(call.differentiated)
     forward_s, backward_s = (
         seconds / num_ranks for seconds in arithmetic_s(call, call.differentiated, hardware.device)
@@ -221,6 +221,27 @@ def _keys_sent(
         steps * keys_bytes,
         steps * (keys_bytes + home_bytes) if differentiated else 0.0,
     )
+
+
+def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:
+    """The share of the keys of other ranks that come to the rank that needs the most of them."""
+    if call.op.target == "scaled_dot_product_attention":
+        pruned = call.op.arg("is_causal", False) and axis in mesh.zigzag
+        return IN_ZIGZAG if pruned else 1.0
+    num_queries, num_keys = (estimated_size(x.shape[-2]) for x in call.op.operands[:2])
+    bands, num_ranks = seen_bands(call.op, num_queries, num_keys), mesh.axis_size(axis)
+
+    def runs(count: int, rank: int) -> tuple[Run, ...]:
+        return dealt(count, num_ranks, rank, zigzag=axis in mesh.zigzag)
+
+    received = [
+        keys_seen(bands, runs(num_queries, by), runs(num_keys, of))
+        for by in range(num_ranks)
+        for of in range(num_ranks)
+        if of != by
+    ]
+    by_rank = [sum(received[i : i + num_ranks - 1]) for i in range(0, len(received), num_ranks - 1)]
+    return min(1.0, max(by_rank) / max(1.0, num_keys * (num_ranks - 1) / num_ranks))
 
 
 def _tokens_sent(

@@ -9,10 +9,10 @@ from shardwright.compiler.cost.local_calls import (
     LocalTensor,
 )
 from shardwright.compiler.cost.time.arithmetic import (
-    ATTENTION,
     CONVOLUTIONS,
     PRODUCTS,
 )
+from shardwright.compiler.ops.rule import ATTENTION
 
 VIEWS = frozenset(
     (
@@ -150,7 +150,7 @@ def traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tuple
         forward += 2 * sum(x.num_elements for x in operands) * call.op.autocast.itemsize
     if not wanted:
         return forward, 0.0
-    if target in PRODUCTS or target in CONVOLUTIONS or target == ATTENTION:
+    if target in PRODUCTS or target in CONVOLUTIONS or target in ATTENTION:
         return forward, len(wanted) * made + _bytes(operands) + gradients
     if target in PASSES_ON:
         broadcast = [

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention."""
+"""Attention: torch's operator, and attention whose mask follows from marks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import Arg, AxisRef, IROp
 from shardwright.compiler.ir.size import divides, product, quotient
+from shardwright.compiler.ops import stand_ins
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
@@ -21,6 +22,7 @@ from shardwright.compiler.ops.rule import (
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import (
     DRAWN,
+    RUNTIME,
     annotation,
     broadcast,
     define_form,
@@ -109,6 +111,47 @@ def _attention(op: IROp) -> OpRule:
     )
 
 
+def _attention_where(op: IROp) -> OpRule:
+    """Attention whose mask follows from marks. These are whole on every rank, also where queries
+    are cut or keys go round, so that each knows what the others see.
+    """
+    # ``query`` [B, H, S, D], ``key`` and ``value`` [B, Hkv, T, D].
+    query, key, value = op.operands[:3]
+    terms, (batch,) = broadcast([tensor.shape[:1] for tensor in (query, key, value)])
+    heads, groups = query.shape[1], key.shape[1]
+    grouped = heads != groups
+    sizes = {"g": groups, "r": quotient(heads, groups)} if grouped else {}
+    names = ["(g r)", "g", "g"] if grouped else ["h", "h", "h"]
+    if heads == 1:
+        names = ["1", "1", "1"]
+    elif groups == 1:
+        names, sizes = ["r", "1", "1"], {}
+    operands = [
+        [*terms[0], names[0], "q^", "d^"],
+        [*terms[1], names[1], "k^", "d"],
+        [*terms[2], names[2], "k", "e"],
+    ]
+    for mark, parameter in zip(op.operands[3:], op.operand_names[3:], strict=True):
+        if parameter == "sinks":
+            operands.append([names[0]])
+            continue
+        position = "m^" if parameter.startswith("query_marks") else "n^"
+        dims = [batch, "1", *((position, "1") if position == "m^" else ("1", position))]
+        aligned = zip(mark.shape, dims[4 - mark.ndim :], strict=True)
+        operands.append(["1" if size == 1 else name for size, name in aligned])
+    rule = parse_rule(
+        annotation(operands, [[batch, names[0], "q", "e"]]),
+        op,
+        sizes=sizes,
+        linear_sets=linear_sets(op, ("value",)),
+    )
+    queries = {"q": ParallelFactor(empty=True)}
+    form = ParallelForm("attention_where", queries, {}, _places, knows_runs=True)
+    known = {factor.name for factor in rule.factors}
+    exchanges = (("k", "q"),) if {"k", "q"} <= known else ()
+    return replace(rule, parallel=form, exchanges=exchanges, nonempty=True)
+
+
 def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     """Where in the sequence the queries of a rank lie, if causal attention has them split or keys
     go round.
@@ -117,7 +160,8 @@ def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     queries, keys = op.rule.operands[0][-2], op.rule.operands[1][-2]
     exchange = local.exchange
     is_split = local.is_split(*(ref.factor for ref in queries))
-    if not is_split or not (op.arg("is_causal", False) or exchange):
+    places_count = op.target == "attention_where" or op.arg("is_causal", False)
+    if not is_split or not (places_count or exchange):
         return {}
     outermost, unit = queries[0].factor, product(local.full[ref.factor] for ref in queries[1:])
     return {
@@ -133,6 +177,14 @@ def _weights(rule: OpRule) -> TensorRefs:
     return (*rule.results[0][:-1], rule.operands[1][-2])
 
 
+define(
+    "attention_where",
+    "query, key, value, query_marks=(), key_marks=(), comparisons=(), sinks=None, *, bands=None, "
+    "scale=None, cap=None, blind='zeros', query_axes=(), key_axes=(), lengths=None, query_unit=1",
+    f"{RUNTIME}.attention_where",
+    _attention_where,
+    stand_ins.attention_where,
+)
 define(
     "scaled_dot_product_attention",
     _SIGNATURE,

@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.layout import Mesh, dealt
+from shardwright.runtime.layout import Mesh, dealt, joined
 from shardwright.runtime.ops import split_attention
 from shardwright.runtime.ops.attention_blocks import WrittenOut
-from shardwright.runtime.ops.axes import joined
-from shardwright.runtime.ops.visible_keys import earlier_keys, pairs
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.visible_keys import earlier_keys, pairs
 
 LENGTH = 24
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwright.runtime.ops import visible_keys
-from shardwright.runtime.ops.visible_keys import (
+from shardwright.runtime import visible_keys
+from shardwright.runtime.visible_keys import (
     Band,
     Bands,
     Tile,

@@ -10,7 +10,8 @@ interval stands still or moves on by one:
 
 Where a run of queries meets a run of keys, a band is cut into **tiles**, rectangles that attention
 kernels know: all is seen (``full``), query ``i`` sees the first ``i + 1`` keys (``causal``), or all
-but the first ``i`` (``flipped``: causal, if both are read backwards). A window narrower than
+but the first ``i`` (``flipped``: causal, if both are read backwards), or all count alike
+(``flat``). A window narrower than
 :data:`NARROW` is not worth the many small tiles that it would take: it is one tile with a mask.
 Every query of a tile sees a key of it, as kernels disagree about queries that see none.
 """
@@ -23,18 +24,22 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from shardwright.runtime.layout import Run
+from shardwright.runtime.layout import Run, joined
 
 NARROW = 64
 """The width from which on a window is computed in tiles without a mask."""
 
-Kind = Literal["full", "causal", "flipped", "masked"]
+MOST_MASKED = 2**24
+"""The most pairs of a query and a key for which one rank makes a mask: 4096 x 4096."""
+
+Kind = Literal["full", "causal", "flipped", "masked", "flat"]
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
     """Queries ``start`` to ``stop``. Query ``start`` sees the keys from ``low`` up to, but without,
     ``end``; from one query to the next these grow by ``low_step`` and ``end_step``, 0 or 1.
+    ``flat``: all of these keys count alike, whatever their scores.
     """
 
     start: int
@@ -43,6 +48,7 @@ class Band:
     end: int
     low_step: int = 0
     end_step: int = 0
+    flat: bool = False
 
 
 Bands = tuple[Band, ...]
@@ -135,14 +141,16 @@ def _clipped(band: Band, start: int, stop: int, first_key: int, key_stop: int) -
         if stop - start > 1 and last_low < last_end:
             return _clipped(band, start + 1, stop, first_key, key_stop)
         return None
-    return Band(start, stop, low, end, int(last_low > low), int(last_end > end))
+    return Band(start, stop, low, end, int(last_low > low), int(last_end > end), band.flat)
 
 
 def _rectangles(band: Band) -> Iterator[Tile]:
     """A band between two turns as tiles."""
     size, width = band.stop - band.start, band.end - band.low
+    if band.flat:
+        yield Tile((band.start, size), (band.low, width), "flat")
     # No bound moves: every query sees the same keys.
-    if size == 1 or (not band.low_step and not band.end_step):
+    elif size == 1 or (not band.low_step and not band.end_step):
         yield Tile((band.start, size), (band.low, width), "full")
     # The last key moves with the query: a rectangle and a triangle below the diagonal.
     elif not band.low_step:
@@ -191,6 +199,12 @@ def tiles_between(
     return tuple(tile for run in queries for other in keys for tile in tiles(bands, run, other))
 
 
+def keys_seen(bands: Bands, queries: tuple[Run, ...], keys: tuple[Run, ...]) -> int:
+    """How many of the keys some of the queries see."""
+    runs = joined(tile.keys for tile in tiles_between(bands, queries, keys))
+    return sum(size for _, size in runs)
+
+
 def pairs(bands: Bands, queries: Iterable[Run]) -> int:
     """How many pairs of a query and a key that it sees there are."""
     everything = max((band.end + band.stop for band in bands), default=0)
@@ -199,6 +213,6 @@ def pairs(bands: Bands, queries: Iterable[Run]) -> int:
 
 def _pairs_in(tile: Tile) -> int:
     rows, columns = tile.queries[1], tile.keys[1]
-    if tile.kind == "full":
+    if tile.kind in ("full", "flat"):
         return rows * columns
     return rows * (tile.end - tile.low) if tile.kind == "masked" else rows * (rows + 1) // 2

@@ -1,0 +1,101 @@
+"""Attention of queries to the keys that they see by their marks: windows, documents, padding.
+
+Short sequences on one rank take torch's operator with a mask, which all layers share. Where the
+queries are cut, keys go round, or the sequence is long, blocks of what is seen are computed, and no
+mask of all pairs is made.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.runtime.marks import Mark, Marks, Seen, marks_of, remembered, seen
+from shardwright.runtime.ops.axes import Axes, communicating
+from shardwright.runtime.ops.split_attention import Where, attention_in_tiles, autocasted
+from shardwright.runtime.visible_keys import MOST_MASKED, Band
+
+
+def attention_where(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_marks: Sequence[Mark] = (),
+    key_marks: Sequence[Mark] = (),
+    comparisons: Sequence[str] = (),
+    sinks: Tensor | None = None,
+    *,
+    bands: Sequence[tuple[int, int, int, int, int, int]] | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    blind: str = "zeros",
+    query_axes: Axes = (),
+    key_axes: Axes = (),
+    lengths: tuple[int, int] | None = None,
+    query_unit: int = 1,
+) -> Tensor:
+    """Attention in which query ``i`` sees key ``j`` where ``key_marks[n]`` of the key, compared by
+    ``comparisons[n]``, holds against ``query_marks[n]`` of the query, for all ``n``.
+
+    query ``[samples, heads, L, E]``, key ``[samples, key heads, S, E]``, value ``[samples, key
+    heads, S, Ev]``; each key head serves a run of query heads. Marks are of the whole sequence,
+    ``[samples or 1, 1, L or 1, 1]`` and ``[samples or 1, 1, 1, S or 1]``, or numbers.
+    ``bands``: what is seen besides by sizes alone, as fields of
+    :class:`~shardwright.runtime.visible_keys.Band`. ``sinks`` ``[heads]``: a score that takes
+    its part of the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
+    ``blind``: what a query that sees no key gives, ``"zeros"`` or the ``"mean"`` of all values, as
+    a large number added to all scores has it. ``query_axes``, ``key_axes``, ``lengths``,
+    ``query_unit``: as in :func:`~shardwright.runtime.ops.split_attention`, if the rank has a part
+    of the queries.
+    """
+    query_axes, ring = communicating(query_axes), communicating(key_axes)
+    if lengths is None or not query_axes:
+        lengths, query_unit = (query.shape[-2], key.shape[-2]), 1
+    positions = (lengths[0] * query_unit, lengths[1])
+    static = None if bands is None else tuple(Band(*fields) for fields in bands)
+    given, question = (*query_marks, *key_marks), (tuple(comparisons), static, positions)
+
+    def found() -> Marks:
+        return marks_of(query_marks, key_marks, comparisons, static, positions, query.device)
+
+    heads, key_heads = query.shape[1], key.shape[1]
+    pairs = math.prod(positions)
+    is_plain = sinks is None and cap is None and blind == "zeros"
+    if not query_axes and is_plain and pairs <= MOST_MASKED:
+
+        def whole_mask() -> Tensor:
+            return found().mask((0, query.shape[0]), (0, positions[0]), (0, positions[1]))
+
+        mask = remembered(given, ("mask", *question), whole_mask)
+        key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    samples = query.shape[0]
+
+    def found_seen() -> tuple[tuple[Seen, ...], Marks | None]:
+        if not given and static is not None and blind == "zeros":
+            return (Seen((0, samples), static),), None
+        marks = found()
+        return seen(marks, samples, blind_see_all=blind == "mean"), marks
+
+    sees, marks = remembered(given, ("seen", samples, blind, *question), found_seen)
+    if pairs > MOST_MASKED and not all(some.exact for some in sees):
+        warnings.warn(
+            "attention makes masks for parts of its scores: what a query sees is no interval of "
+            "keys, so that kernels cannot skip what it does not see",
+            stacklevel=2,
+        )
+    return attention_in_tiles(
+        autocasted(query),
+        autocasted(key),
+        autocasted(value),
+        sees,
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        Where(query_axes, ring[0] if ring else None, lengths, query_unit),
+        marks=marks,
+        sinks=sinks,
+        cap=cap,
+    )

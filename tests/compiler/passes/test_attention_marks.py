@@ -1,0 +1,94 @@
+"""Attention whose mask is read: what becomes ``attention_where``, and what stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import plans
+import pytest
+import torch
+import torch.nn.functional as F
+from sequence_models import get
+from torch import Tensor, nn
+
+from shardwright.compiler.ir.op import IROp
+
+WINDOW = ((0, 3, 0, 1, 0, 1), (3, 11, 1, 4, 1, 1))
+CAUSAL = ((0, 11, 0, 1, 0, 1),)
+
+
+def attention(name: str) -> list[IROp]:
+    graph = plans.annotated(plans.traced(get(name).build(), get(name).inputs()))
+    return [op for op in graph.ops if op.target == "attention_where"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bands", "others"),
+    [
+        ("gemma2", [WINDOW, CAUSAL], {"cap": 50.0}),
+        ("gemma2-padded", [WINDOW, CAUSAL], {"cap": 50.0, "blind": "mean"}),
+        ("gpt-oss", [WINDOW, CAUSAL], {"blind": None}),
+        ("llama-packed", [None, None], {"comparisons": ("eq", "le"), "blind": None}),
+    ],
+)
+def test_masks_of_models_are_read(
+    name: str, bands: list[object], others: dict[str, object]
+) -> None:
+    found = attention(name)
+    assert [op.arg("bands") for op in found] == bands
+    for op in found:
+        assert {key: op.arg(key) for key in others} == others
+        assert op.operands[1].shape[1] == 2  # heads of keys as they were before they were repeated
+        assert op.has_arg("sinks") == (name == "gpt-oss")
+
+
+class Attention(nn.Module):
+    def __init__(self, attend: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, counts: Tensor) -> object:
+        return self.attend(x * self.scale, counts)
+
+
+def earlier(x: Tensor) -> Tensor:
+    place = torch.arange(x.shape[-2])
+    return place[None, :] <= place[:, None]
+
+
+def written_out(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    scores = x @ x.transpose(2, 3) * 0.5 + torch.where(mask, 0.0, -1e38)
+    weights = scores.softmax(-1)
+    return weights @ x, weights
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda x, counts: F.scaled_dot_product_attention(x, x, x, earlier(x) | counts),
+        lambda x, counts: F.scaled_dot_product_attention(x, x, x, earlier(x), dropout_p=0.1),
+        lambda x, counts: F.scaled_dot_product_attention(x, x, x, torch.randn(6, 6).to(x.dtype)),
+        lambda x, counts: written_out(x, earlier(x)),  # the weights are an output
+        lambda x, counts: ((x @ x.transpose(2, 3)).softmax(-1) @ x,),  # nothing is masked
+    ],
+)
+def test_other_attention_stays(attend: Callable[[Tensor, Tensor], object]) -> None:
+    inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+    graph = plans.annotated(plans.traced(Attention(attend), inputs))
+    assert not [op for op in graph.ops if op.target == "attention_where"]
+
+
+def test_a_mask_by_size_is_read_whatever_makes_it() -> None:
+    """Two sides of a window, by a difference that no comparison of vectors has."""
+
+    def attend(x: Tensor, counts: Tensor) -> Tensor:
+        place = torch.arange(6)
+        near = (place[None, :] - place[:, None]).abs() <= 1
+        return F.scaled_dot_product_attention(x, x, x, near & counts)
+
+    inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+    graph = plans.annotated(plans.traced(Attention(attend), inputs))
+    (op,) = (op for op in graph.ops if op.target == "attention_where")
+    assert op.arg("bands") == ((0, 2, 0, 2, 0, 1), (2, 5, 1, 4, 1, 1), (5, 6, 4, 6, 0, 0))
+    assert op.arg("comparisons") == ("eq",)

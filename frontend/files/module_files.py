@@ -237,12 +237,17 @@ def _stored_like(plan: Plan, like: Path, path: str) -> Plan:
     Raises :class:`PlanError` for another mesh, and for pipelines.
     """
     first = read_plan(like)
-    if plan.stages or first.stages or plan.mesh != first.mesh:
+    if plan.stages or first.stages:
         raise PlanError(
-            "several programs of one module need plans on one mesh, without stages",
-            why="a pipeline's programs have schedules of their own"
-            if plan.stages or first.stages
-            else f"the plan for these dummy arguments is on {plan.mesh}, the first one's on "
+            "a pipeline has one program, and several sets of dummy arguments were given",
+            why="every program would have stages of its own, with other parameters on a rank",
+            hint="name the sizes that vary in ComputeConfig(dynamic_dims=...), compile each set "
+            "under an instance_name of its own, or take a policy without stages",
+        )
+    if plan.mesh != first.mesh:
+        raise PlanError(
+            "several programs of one module need plans on one mesh",
+            why=f"the plan for these dummy arguments is on {plan.mesh}, the first one's on "
             f"{first.mesh}",
             hint="name the mesh in pas_config, or take another policy",
         )

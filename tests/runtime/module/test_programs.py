@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright import parallelize
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import InputError
+from shardwright.runtime.errors import InputError, PlanError
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pieces import local_piece
 from shardwright.runtime.ranks.threads import run_ranks
@@ -133,4 +133,37 @@ def test_ranks_that_need_different_programs(tmp_path: Path) -> None:
         "the arguments of this call of Grids need different programs on different ranks\n"
         "  why:   this rank needs program 1 of 2; ranks that send to each other run the same one\n"
         "  try:   give all ranks of a unit the same values of grid"
+    )
+
+
+class Layers(nn.Module):
+    """Layers that two stages share out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_a_pipeline_has_one_program(tmp_path: Path) -> None:
+    config = ComputeConfig(
+        plan_ngpus=2, runtime_ngpus=2, use_end2end=True, pas_config={"num_microbatches": 2}
+    )
+    with pytest.raises(PlanError) as error:
+        parallelize(
+            Layers(),
+            {"x": torch.zeros(2, 4)},
+            "pp",
+            config,
+            gen_savedir=tmp_path,
+            load_module=False,
+            more_dummy_args=[{"x": torch.zeros(3, 4)}],
+        )
+    assert str(error.value) == (
+        "a pipeline has one program, and several sets of dummy arguments were given\n"
+        "  why:   every program would have stages of its own, with other parameters on a rank\n"
+        "  try:   name the sizes that vary in ComputeConfig(dynamic_dims=...), compile each set "
+        "under an instance_name of its own, or take a policy without stages"
     )

@@ -1,0 +1,279 @@
+"""Published plans of mixtures of experts beside what autodist finds, both by the audit of the
+program emitted.
+
+    python benchmarks/published_experts.py [ROW ...] [--limit 120]
+
+``published_experts.csv`` has the rows: NVIDIA's tables of Megatron-Bridge (github.com/NVIDIA-NeMo/
+Megatron-Bridge, docs/performance-summary-archive.md, containers 25.09 and 25.11), pretraining, no
+context parallelism, ZeRO-1. Routing is forced to be balanced there, so that ``imbalance`` is 1 on
+both sides. Rows whose plan, sizes and machine are those of an earlier row are left out, as what
+differs (precision, container) is not priced: everything here is bfloat16.
+
+A unit has the ranks of one copy of all experts. The search gets the same ranks per unit, the same
+size and number of microbatches and the same stage of ZeRO, and may choose everything else. Of the
+published plan all forms are audited, with no, full, or the attention's recomputation, and with and
+without sequence parallelism where there is tensor parallelism; the best that fits is named. Where
+none fits, the one with the least memory is, in brackets. Everything is priced, nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    logging,
+)
+
+from shardwright.compiler.compile import annotate, pass_manager
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.passes.chosen_rows import with_imbalance
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages
+from shardwright.compiler.passes.recompute_regions import mark_recompute
+from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.passes.unused_outputs import needed
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.trace.entry import trace
+from shardwright.policies.autodist.candidates.results import Candidate
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search, settled
+from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+
+logging.set_verbosity_error()  # nothing is said of random weights
+
+ROWS = Path(__file__).with_suffix(".csv")
+MACHINES = {"H100": "h100", "GB200": "gb200-nvl72"}
+"""The hardware file of each GPU of the tables that has one."""
+LIMIT_S = 120.0
+RECOMPUTED = {"no": (), "attention": ("model.layers.*.self_attn",), "full": ("model.layers.*",)}
+
+
+def qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
+    """A Qwen3-MoE of 128 experts."""
+    config = Qwen3MoeConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        moe_intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Qwen3_30B_a3B": lambda: qwen3(48, 2048, 32, 768),
+    "Qwen3_235B_a22B": lambda: qwen3(94, 4096, 64, 1536),
+    "DeepSeekV3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config()),
+    "GPT OSS 120B": lambda: GptOssForCausalLM(GptOssConfig()),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run. ``chunks``: stages of each pipeline rank; ``microbatch``: samples of one
+    data-parallel rank; ``batch``: those of a step.
+    """
+
+    name: str
+    model: str
+    gpu: str
+    gpus: int
+    tp: int
+    pp: int
+    ep: int
+    chunks: int
+    microbatch: int
+    batch: int
+    seq: int
+
+    @classmethod
+    def read(cls, row: dict[str, str]) -> Row:
+        names = ("gpus", "tp", "pp", "ep", "vp", "mbs", "gbs", "seq")
+        return cls(row["id"], row["model"], row["gpu"], *(int(row[name]) for name in names))
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a pipeline stage that hold all experts once."""
+        return max(self.tp, self.ep)
+
+    @property
+    def dp(self) -> int:
+        """The ranks of a unit's stage that share a microbatch."""
+        return self.stage_ranks // self.tp
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.batch * self.tp * self.pp // (self.gpus * self.microbatch)
+
+    @property
+    def config(self) -> ComputeConfig:
+        """Without the options of a policy."""
+        return ComputeConfig(
+            plan_ngpus=self.pp * self.stage_ranks,
+            runtime_ngpus=self.gpus,
+            use_end2end=True,
+            outputs="loss",
+            use_zero=1,
+        )
+
+    @property
+    def plan_text(self) -> str:
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        text = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        return text + (f" x{self.chunks}" if self.chunks > 1 else "")
+
+
+def known_rows() -> list[Row]:
+    """The rows on machines that are known, one for each plan."""
+    with ROWS.open() as file:
+        rows = [Row.read(row) for row in csv.DictReader(file)]
+    kept: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        if row.gpu in MACHINES:
+            kept.setdefault((row.model, row.gpu, row.gpus, row.plan_text, row.microbatch), row)
+    return list(kept.values())
+
+
+def hardware_of(row: Row) -> Hardware:
+    """The machine of a row. Jobs take 64 GPUs of each rack of 72, so that a stage of 32 ranks does
+    not lie in two racks.
+    """
+    hardware = load_hardware(MACHINES[row.gpu], row.gpus)
+    if row.gpu != "GB200" or row.gpus < 64:
+        return hardware
+    nvlink, *others = hardware.tiers
+    return replace(hardware, tiers=(replace(nvlink, sizes=(64,) * (row.gpus // 64)), *others))
+
+
+def graph_of(row: Row) -> PlannableGraph:
+    """The model for a microbatch of one unit, of which the loss is wanted; its tokens are chosen
+    evenly.
+    """
+    with torch.device("meta"):
+        model = MODELS[row.model]().to(torch.bfloat16)
+    tokens = torch.zeros(row.microbatch * row.dp, row.seq, dtype=torch.long)
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    graph = annotate(trace(model, inputs), pass_manager())
+    return PlannableGraph.of(needed(with_imbalance(graph, 1.0), row.config))
+
+
+def published_plans(row: Row, graph: PlannableGraph) -> Iterator[tuple[str, Plan]]:
+    """The published plan in all its forms."""
+    for sequence_parallel in (True, False) if row.tp > 1 else (False,):
+        for name, again in RECOMPUTED.items():
+            options = {
+                "num_stages": row.pp,
+                "dp": row.dp,
+                "tp": row.tp,
+                "ep": row.ep,
+                "num_microbatches": row.num_microbatches,
+                "hardware": MACHINES[row.gpu],
+                "recompute": again,
+                "sequence_parallel": sequence_parallel,
+            }
+            if row.chunks > 1:
+                options |= {"schedule": "1f1b_interleaved", "chunks": row.chunks}
+            config = replace(row.config, pas_config=options)
+            title = f"{name} recomputation" + (", sequence parallel" if sequence_parallel else "")
+            yield title, find_policy("hybrid").apply(graph, config)
+
+
+def audited(row: Row, graph: PlannableGraph, plan: Plan, hardware: Hardware) -> PlanCost:
+    """The cost of a plan from the program that is emitted for it."""
+    stages = stage_of_ops(graph, plan) if plan.stages else {}
+    marked = mark_recompute(graph, plan.recompute, stages) if plan.recompute else graph
+    program = lower_stages(marked, plan) if plan.stages else lower(marked, plan)
+    return audit(program, row.config, hardware, num_microbatches=row.num_microbatches)
+
+
+def best_known(row: Row, graph: PlannableGraph, hardware: Hardware) -> tuple[str, PlanCost, bool]:
+    """The fastest form of the published plan that fits the memory, else the one with the least; and
+    whether it fits.
+    """
+    costs = []
+    for title, plan in published_plans(row, graph):
+        costs.append((title, audited(row, graph, plan, hardware)))
+    fitting = [item for item in costs if item[1].peak_bytes <= hardware.device.memory_bytes]
+    if fitting:
+        return *min(fitting, key=lambda item: item[1].step_s), True
+    return *min(costs, key=lambda item: item[1].peak_bytes), False
+
+
+def compare(row: Row, limit_s: float) -> str:
+    """A row of the table."""
+    cells = [row.name, row.model, f"{row.gpus} {row.gpu}"]
+    graph, hardware = graph_of(row), hardware_of(row)
+    title, known, fits = best_known(row, graph, hardware)
+    step = f"{known.step_s:.2f}"
+    cells += [f"{row.plan_text}, {title}", step if fits else f"({step})"]
+    cells += [f"{known.peak_bytes / 1e9:.0f}"]
+    began = time.process_time()
+    options = AutodistOptions(
+        num_microbatches=row.num_microbatches,
+        time_limit_s=limit_s,
+        imbalance=1.0,
+        hardware=MACHINES[row.gpu],
+    )
+    try:
+        found = search(graph, row.config, options, hardware)
+        certificate = settled(found, row.config, hardware).certificate
+    except PlanError as error:
+        return line([*cells, f"none: {error.what}", "", "", "", "", ""])
+    assert found.best is not None and certificate is not None
+    cells += cells_of(found.best, known if fits else None)
+    return line([*cells, f"{certificate.gap:.0%}", f"{time.process_time() - began:.0f}"])
+
+
+def cells_of(best: Candidate, known: PlanCost | None) -> list[str]:
+    """Autodist's plan, its seconds and gigabytes, and how much faster it is than the known one."""
+    assert best.cost is not None
+    cells = [best.title, f"{best.cost.step_s:.2f}", f"{best.cost.peak_bytes / 1e9:.0f}"]
+    return [*cells, f"{best.cost.step_s / known.step_s - 1:+.1%}" if known else ""]
+
+
+def line(cells: list[str]) -> str:
+    """Cells as a line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="by number (default: all)")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each search")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    heads = ["row", "model", "GPUs", "published plan", "s", "GB"]
+    print(line([*heads, "autodist's plan", "s", "GB", "", "gap", "CPU s"]))
+    print("|---" * 12 + "|", flush=True)
+    rows = {row.name: row for row in known_rows()}
+    for name in arguments.rows or rows:
+        print(compare(rows[name], arguments.limit), flush=True)
+
+
+if __name__ == "__main__":
+    main()

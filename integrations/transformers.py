@@ -1,0 +1,349 @@
+"""Hugging Face's ``Trainer``, for models that several ranks share.
+
+    trainer = ShardwrightTrainer(
+        model=model,
+        args=TrainingArguments("out", per_device_train_batch_size=4),
+        train_dataset=dataset,
+        parallel={"model_parallelism": {"enable": True, "tensor_parallel_size": 2}},
+    )
+    trainer.train()
+
+The stock ``Trainer`` asks accelerate to wrap the model, to deal batches to single ranks, to clip
+gradients and to gather predictions: all of it wrong where a rank has pieces of a model. Here
+nothing wraps the model. The ranks that share one get the same batches, gradients are summed and
+clipped by :func:`shardwright.build_optimizer`, and checkpoints are ours, so that a run goes on under
+another plan. What is logged, evaluated, kept and saved, and when, is the Trainer's affair as
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.frontend.huggingface.initialize import initialize
+from shardwright.frontend.huggingface.initialized_model import InitializedModel
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, UsageError, brief
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+
+try:
+    from accelerate.data_loader import prepare_data_loader
+    from transformers import Trainer
+except ImportError as error:
+    raise ConfigError(
+        "Hugging Face's Trainer is not installed",
+        why=str(error),
+        hint="pip install transformers accelerate",
+    ) from error
+
+PIECES = "shardwright"
+"""The folder of a checkpoint (``checkpoint-500/shardwright``) that has the pieces."""
+
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "fp16": (
+        "torch's GradScaler looks at the gradients of one rank",
+        "bf16=True, or your own loop with shardwright.LossScaler",
+    ),
+    "fsdp": ("shardwright splits the state itself", "parallel={..., 'use_zero': 1}"),
+    "deepspeed": ("shardwright splits the state itself", "parallel={..., 'use_zero': 1}"),
+    "torch_compile": ("forward runs the files of the plan", "leave it out"),
+    "auto_find_batch_size": (
+        "a rank that is out of memory leaves the others waiting",
+        "give per_device_train_batch_size",
+    ),
+    "neftune_noise_alpha": (
+        "it is a hook on the embedding, which the program does not call",
+        "leave it out",
+    ),
+    "gradient_checkpointing": (
+        "the programs are compiled with what the model had",
+        "call model.gradient_checkpointing_enable() before the trainer is made, or let the plan "
+        "recompute",
+    ),
+    "bf16_full_eval": ("the programs are compiled for the model's dtype", "bf16=True"),
+    "fp16_full_eval": ("the programs are compiled for the model's dtype", "bf16=True"),
+}
+"""Options of ``TrainingArguments`` that cannot be honoured: why, and what to do instead."""
+
+
+class ShardwrightMixin:
+    """What makes a ``Trainer`` train models that several ranks share: put it in front of one.
+
+        class Ours(ShardwrightMixin, SFTTrainer): ...
+
+    ``model``: a model of transformers, or one that was initialized already. ``parallel``: the
+    config of :func:`shardwright.initialize` for the former. ``initialize_options``: its other
+    arguments. Gradients are averaged over the units (``grad_reduction="mean"``), as the Trainer
+    has it everywhere.
+
+    Raises :class:`ConfigError` for options that cannot be honoured.
+    """
+
+    # What Trainer has.
+    args: Any
+    model: Any
+    model_wrapped: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    processing_class: Any
+    state: Any
+    gather_function: Callable[..., Any]
+    create_scheduler: Callable[..., Any]
+    get_decay_parameter_names: Callable[..., list[str]]
+    get_optimizer_cls_and_kwargs: Callable[..., tuple[Any, Any]]
+    optimizer_cls_and_kwargs: tuple[Any, Any] | None
+    _created_lr_scheduler: bool
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        *rest: Any,
+        parallel: ComputeConfig | Mapping[str, Any] | None = None,
+        initialize_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            raise ConfigError(
+                "args are missing", hint="args=TrainingArguments('out', ...), as for Trainer"
+            )
+        _check_arguments(args, kwargs)
+        if model is None:
+            raise ConfigError(
+                "model is missing",
+                why="a model that is made anew for each trial (model_init) would need new programs",
+                hint="model=AutoModelForCausalLM.from_pretrained(...)",
+            )
+        # accelerate makes the process group, with its own choice of backend, before anything else.
+        _ = args.device
+        super().__init__(
+            _made_parallel(model, parallel, dict(initialize_options or {})), args, *rest, **kwargs
+        )
+
+    @property
+    def _ranks(self) -> RankMesh:
+        ranks: RankMesh = self.model.parallel_module.ranks
+        return ranks
+
+    # Batches and metrics, by unit
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.prepare_data_loader = self._dealt_by_unit
+        self.accelerator.gather_for_metrics = self.gather_function = self._gathered
+
+    def _dealt_by_unit(self, loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """A loader of this rank's unit: ranks that share a model get the same batches."""
+        accelerator, ranks = self.accelerator, self._ranks
+        return prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=ranks.num_units,
+            process_index=ranks.unit,
+            split_batches=accelerator.split_batches,
+            put_on_device=True,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+        )
+
+    def _gathered(self, tensors: Any, use_gather_object: bool = False) -> Any:
+        """Tensors of all units, one after another. Samples that fill up the last batch go away."""
+        seen = self.accelerator.gradient_state
+        units = self._ranks.group((), across_units=True)
+
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            whole = units.all_gather_cat(x.reshape(-1) if not x.ndim else x)
+            if seen.end_of_dataloader and seen.remainder > 0:
+                return whole[: seen.remainder]
+            return whole
+
+        return torch.utils._pytree.tree_map_only(torch.Tensor, gathered, tensors)
+
+    def get_tp_size(self) -> int:
+        """The ranks that get the same batch."""
+        return self._ranks.unit_size
+
+    # The optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if isinstance(self.optimizer, ParallelOptimizer):
+            return self._in_use(self.optimizer)
+        if self.optimizer is not None:
+            raise ConfigError(
+                f"a {type(self.optimizer).__name__} was passed to the trainer",
+                why="it would update the pieces of this rank with gradients that nobody sums",
+                hint="optimizers=(shardwright.build_optimizer(model, ...), None), or "
+                "optimizer_cls_and_kwargs=",
+            )
+        decayed = set(self.get_decay_parameter_names(self.model))
+        make, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self.model
+        )
+        if {"params", "model", "optimizer_dict"} & kwargs.keys() or not (
+            isinstance(make, type) and issubclass(make, torch.optim.Optimizer)
+        ):
+            raise ConfigError(
+                f"optim={str(self.args.optim)!r} is made for whole parameters",
+                why="it takes the parameters of a model apart by itself, and ranks have pieces",
+                hint="optim='adamw_torch', or optimizer_cls_and_kwargs=(a class, its arguments)",
+            )
+
+        def groups(name: str, parameter: nn.Parameter) -> dict[str, float]:
+            return {"weight_decay": self.args.weight_decay if name in decayed else 0.0}
+
+        return self._in_use(build_optimizer(self.model, make, param_groups=groups, **kwargs))
+
+    def _in_use(self, optimizer: ParallelOptimizer) -> ParallelOptimizer:
+        self.optimizer = optimizer
+        # The loop clears gradients by the model, and asks it for no_sync while it accumulates.
+        self.model.__dict__["zero_grad"] = optimizer.zero_grad
+        self.model.__dict__["no_sync"] = optimizer.no_sync
+        return optimizer
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        """What stands in for ``accelerator.prepare``."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.accelerator._models:  # it would call accelerator.prepare_model
+            self.accelerator._models.append(self.model)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss_context_manager(self) -> Any:
+        if self.args.bf16:
+            return torch.autocast(self.args.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self.optimizer.clip_gnorm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        return float(self.optimizer.clip_gnorm() if grad_norm is None else grad_norm)
+
+    # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save what ``from_pretrained`` reads, from all ranks; within a checkpoint, the pieces with
+        the state of the optimizer.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if _internal_call:
+            state: dict[str, Any] = {"step": self.state.global_step}
+            if not self.args.save_only_model:
+                state |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            self.model.save_parallelized(folder / PIECES, **state)
+            return
+        self.model.save_parallelized(folder, merge_checkpoints=True)
+        if self.args.should_save and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """They are saved with the pieces."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The pieces are loaded with the optimizer, which is not made yet."""
+        _check_checkpoint(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.model.from_parallelized(
+                Path(checkpoint) / PIECES, optimizer=self.optimizer, scheduler=self.lr_scheduler
+            )
+
+    def _load_best_model(self) -> None:
+        self.model.from_parallelized(Path(self.state.best_model_checkpoint) / PIECES)
+
+
+class ShardwrightTrainer(ShardwrightMixin, Trainer):
+    """Hugging Face's ``Trainer`` for a model that several ranks share. See the top of this file for
+    an example, and :class:`ShardwrightMixin` for what it takes besides.
+    """
+
+
+def _check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
+    for name, (why, hint) in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"TrainingArguments({name}={brief(getattr(args, name))}) is not for models that "
+                "several ranks share",
+                why=why,
+                hint=hint,
+            )
+    if kwargs.get("model_init") is not None:
+        raise ConfigError(
+            "model_init is not for models that several ranks share",
+            why="the trainer would make the model anew, and it would need new programs",
+            hint="pass model=",
+        )
+
+
+def _made_parallel(model: nn.Module, parallel: Any, options: dict[str, Any]) -> InitializedModel:
+    """The model, initialized."""
+    if isinstance(model, InitializedModel):
+        if parallel is not None:
+            raise UsageError(
+                "parallel= was passed with a model that was initialized already",
+                hint="leave it out, or pass the model as transformers made it",
+            )
+        config, ranks = model.parallel_module.compute_config, model.parallel_module.ranks
+        assert config is not None
+        if ranks.num_units > 1 and config.grad_reduction != "mean":
+            raise _not_a_mean(config.grad_reduction)
+        return model
+    if parallel is None:
+        raise ConfigError(
+            "parallel= is missing",
+            why="it says how many ranks share the model",
+            hint="parallel={'model_parallelism': {'enable': True, 'tensor_parallel_size': 2}}",
+        )
+    if isinstance(parallel, ComputeConfig):
+        if parallel.runtime_ngpus > parallel.plan_ngpus and parallel.grad_reduction != "mean":
+            raise _not_a_mean(parallel.grad_reduction)
+        found: InitializedModel = initialize(model, parallel, **options)
+        return found
+    if parallel.get("grad_reduction", "mean") != "mean":
+        raise _not_a_mean(parallel["grad_reduction"])
+    made: InitializedModel = initialize(model, {**parallel, "grad_reduction": "mean"}, **options)
+    return made
+
+
+def _not_a_mean(reduction: str) -> ConfigError:
+    return ConfigError(
+        f"the model is made parallel with grad_reduction={reduction!r}",
+        why="the Trainer counts on gradients that are averaged over the units",
+        hint="grad_reduction='mean'; parallel= has it by default",
+    )
+
+
+def _check_checkpoint(folder: str) -> None:
+    if not (Path(folder) / PIECES).is_dir():
+        raise UsageError(
+            f"{folder} is no checkpoint of this trainer",
+            why=f"it has no folder {PIECES!r}, but {', '.join(sorted(os.listdir(folder))[:5])}",
+            hint="load weights with from_pretrained before the trainer is made; go on from a "
+            "checkpoint that ShardwrightTrainer has saved",
+        )

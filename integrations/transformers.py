@@ -11,8 +11,8 @@
 The stock ``Trainer`` asks accelerate to wrap the model, to deal batches to single ranks, to clip
 gradients and to gather predictions: all of it wrong where a rank has pieces of a model. Here
 nothing wraps the model. The ranks that share one get the same batches, gradients are summed and
-clipped by :func:`shardwright.build_optimizer`, and checkpoints are ours, so that a run goes on under
-another plan. What is logged, evaluated, kept and saved, and when, is the Trainer's affair as
+clipped by :func:`shardwright.build_optimizer`, and checkpoints are ours, so that a run goes on
+under another plan. What is logged, evaluated, kept and saved, and when, is the Trainer's affair as
 before.
 """
 
@@ -126,9 +126,8 @@ class ShardwrightMixin:
             )
         # accelerate makes the process group, with its own choice of backend, before anything else.
         _ = args.device
-        super().__init__(
-            _made_parallel(model, parallel, dict(initialize_options or {})), args, *rest, **kwargs
-        )
+        made = _made_parallel(model, parallel, dict(initialize_options or {}))
+        super().__init__(made, args, *rest, **kwargs)  # type: ignore[call-arg]
 
     @property
     def _ranks(self) -> RankMesh:
@@ -278,7 +277,7 @@ class ShardwrightMixin:
         self.model.from_parallelized(Path(self.state.best_model_checkpoint) / PIECES)
 
 
-class ShardwrightTrainer(ShardwrightMixin, Trainer):
+class ShardwrightTrainer(ShardwrightMixin, Trainer):  # type: ignore[misc]
     """Hugging Face's ``Trainer`` for a model that several ranks share. See the top of this file for
     an example, and :class:`ShardwrightMixin` for what it takes besides.
     """

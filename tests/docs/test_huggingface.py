@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 from spawn import run_script
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_folder import tiny_gpt2
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/huggingface.md").read_text()
 
@@ -20,29 +20,6 @@ with pytest.raises(shardwright.UsageError, match="would sum gradients of GPT2LM"
 with pytest.raises(shardwright.UsageError, match="DistributedDataParallel has not"):
     model_in_ddp(**inputs, labels=inputs["input_ids"]).loss.backward()
 """
-
-
-def tiny_gpt2(folder: Path) -> None:
-    """A folder with a tokenizer of few words and a model of random weights."""
-    words = {
-        word: i for i, word in enumerate(["<|endoftext|>", "the", "cat", "sat", "on", "mat", "a"])
-    }
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|endoftext|>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
-    config = transformers.GPT2Config(
-        vocab_size=101,
-        n_positions=32,
-        n_embd=16,
-        n_layer=1,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""Hugging Face's Trainer over models that ranks share: equal to the stock one on one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import assert_close_tree
+from safetensors.torch import load_file
+from spawn import run_script
+from trainer_runs import SCRIPT, tiny
+
+import shardwright
+
+
+def trained(
+    folder: Path, ranks: int, *arguments: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """What was logged, and the weights, of a run in processes of their own."""
+    out = folder / f"run{len(list(folder.glob('run*')))}"
+    out.mkdir()
+    name, batch, parallel, *resume = arguments
+    lines = f"import sys; sys.path[:0] = {sys.path!r}\n"
+    call = SCRIPT.format(arguments=(name, str(out), batch, parallel, *resume))
+    (folder / "job.py").write_text(lines + call)
+    run_script(ranks, folder, "job.py")
+    history = json.loads((out / "history.json").read_text())
+    return history, load_file(out / "final" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_runs_equal_the_stock_trainer_and_go_on_under_another_plan(tmp_path: Path) -> None:
+    expected, weights = trained(tmp_path, 1, "gpt2", 4, None)
+    split = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}
+    history, found = trained(tmp_path, 2, "gpt2", 4, split)
+    assert [set(entry) for entry in history] == [set(entry) for entry in expected]
+    assert len(history) > 8
+    assert_close_tree(found, weights, "weights of tp")
+    assert_close_tree(history, expected, "what tp logs")
+    # The last two steps again, on two units with half of each batch.
+    checkpoint = str(tmp_path / "run1" / "checkpoint-6")
+    history, found = trained(tmp_path, 2, "gpt2", 2, {"plan_ngpus": 1, "use_zero": 1}, checkpoint)
+    assert_close_tree(found, weights, "weights of dp")
+    assert_close_tree(history[-3:], expected[-3:], "what dp logs")
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    transformers = pytest.importorskip("shardwright.integrations.transformers")
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    ours = transformers.ShardwrightTrainer
+    parallel = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}
+    plain = arguments("unused", use_cpu=True, report_to=[])
+    with pytest.raises(shardwright.ConfigError, match="parallel= is missing"):
+        ours(model=tiny("llama"), args=plain)
+    with pytest.raises(shardwright.ConfigError, match="model_init is not for models"):
+        ours(args=plain, model_init=lambda: tiny("llama"), parallel=parallel)
+    with pytest.raises(shardwright.ConfigError, match="grad_reduction='sum'"):
+        ours(model=tiny("llama"), args=plain, parallel={**parallel, "grad_reduction": "sum"})
+    hooked = arguments("unused", use_cpu=True, report_to=[], neftune_noise_alpha=5.0)
+    with pytest.raises(shardwright.ConfigError, match="neftune_noise_alpha=5.0"):
+        ours(model=tiny("llama"), args=hooked, parallel=parallel)

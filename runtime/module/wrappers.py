@@ -4,7 +4,8 @@ module they are refused.
 ``DistributedDataParallel`` sends rank 0's parameters to all ranks: its pieces lie over everybody's,
 and losses are wrong from the first step. (Around a model of :func:`shardwright.initialize` it may
 stand, over the ranks that hold the same pieces: that is how its users average gradients.) Trainers
-(``accelerate.prepare``, Hugging Face's ``Trainer``, Lightning) put their models into one of these.
+(``accelerate.prepare``, Hugging Face's ``Trainer``, Lightning) put their models into one of these;
+``shardwright.integrations`` has what does not.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> No
         "torch.optim.AdamW, ...) sums gradients "
         "over all ranks, those of ordinary parts too, and ComputeConfig(use_zero=1 to 3) "
         "splits what FSDP would. Trainers "
-        "that wrap models by themselves (accelerate, transformers.Trainer, Lightning) need a "
-        "loop of your own instead",
+        "that wrap models by themselves have one in shardwright.integrations (transformers, "
+        "fabric); other loops go without accelerate.prepare",
     )
 
 

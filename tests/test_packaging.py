@@ -13,6 +13,7 @@ TOP_FOLDERS = (
     "data",
     "experts",
     "frontend",
+    "integrations",
     "compiler",
     "runtime",
     "policies",

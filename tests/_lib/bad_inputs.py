@@ -1031,6 +1031,8 @@ def expert_targets(folder: Path) -> list[Target]:
         Target("experts", "grouped_linear", experts.grouped_linear,
             lambda: {"rows": rows, "weight": weight, "routing": routing}),
         Target("experts", "combine", experts.combine, lambda: {"rows": rows, "routing": routing}),
+        Target("experts", "within_capacity", experts.within_capacity,
+            lambda: {"chosen": chosen, "weights": gains, "num_experts": 3, "factor": 1.0}),
     ]  # fmt: skip
 
 

@@ -431,6 +431,8 @@ def losses() -> list[Call]:
         (F.multilabel_soft_margin_loss, (x, p), {"weight": _rand(4, 1)}),
         *_reductions_of(F.nll_loss, (logits, classes), weight=_rand(7)),
         (F.nll_loss, (images, labels), {"ignore_index": -100, "weight": _rand(6)}),
+        (registry.get("row_weights"), (classes, _rand(7))),
+        (registry.get("row_weights"), (labels,), {"ignore_index": 3}),
         *_reductions_of(F.cross_entropy, (logits, classes), weight=_rand(7), label_smoothing=0.1),
         *_reductions_of(F.cross_entropy, (logits, classes)),
         *_reductions_of(F.cross_entropy, (images, labels)),

@@ -77,6 +77,7 @@ OTHER_SETTINGS: dict[str, Any] = {
     "user_config": {"mine": 1},
     "rank_order": "dp-tp",
     "outputs": "loss",
+    "inputs": {"x": "sharded"},
     "dynamic_dims": {"x": {0: "batch"}},
     "grad_reduction": "mean",
     "rng": "plan_independent",
@@ -131,6 +132,7 @@ OTHER_OPS: dict[str, Any] = {
     "autocast": torch.bfloat16,
     "grad_enabled": False,
     "only_in": "train",
+    "updates_buffers": True,
 }
 OTHER_GRAPHS: dict[str, Any] = {
     "name": "Other",

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, InputError, brief
 from shardwright.runtime.ops import experts as on_one_device
+from shardwright.runtime.ops.indices import check_indices
 
 MOST_EXPERTS = 2**20
 """More are a slip, and would fill the memory."""
@@ -46,8 +47,7 @@ def dispatch(
     """
     if isinstance(x, FakeTensor):
         return _traced().dispatch(x, chosen, weights, num_experts=num_experts)  # type: ignore[no-any-return]
-    if not 1 <= num_experts <= MOST_EXPERTS:
-        raise ConfigError(f"num_experts={brief(num_experts)} is no number of experts")
+    _check_number(num_experts)
     _check(x, "x", x.ndim == 2, "[tokens, hidden]")
     _check(chosen, "chosen", chosen.ndim == 2 and len(chosen) == len(x), "[tokens, top_k]")
     _check(chosen, "chosen", not (chosen.is_floating_point() or chosen.is_complex()), "integers")
@@ -102,6 +102,11 @@ def _sizes(routing: Any) -> tuple[int, int]:
     return len(found.counts), len(found.token)
 
 
+def _check_number(num_experts: int) -> None:
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise ConfigError(f"num_experts={brief(num_experts)} is no number of experts")
+
+
 def _check(x: Tensor, name: str, fits: bool, expected: str) -> None:
     if not fits:
         raise InputError(
@@ -135,6 +140,9 @@ def within_capacity(
     """
     _check(chosen, "chosen", chosen.ndim == 2, "whole numbers of shape [tokens, top_k]")
     _check(weights, "weights", weights.shape == chosen.shape, "of the shape of chosen")
+    _check_number(num_experts)
+    if not isinstance(chosen, FakeTensor):
+        check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
     num_tokens, top_k = chosen.shape
     if groups < 1 or num_tokens % groups:
         raise InputError(
@@ -143,10 +151,11 @@ def within_capacity(
             hint="a number of groups that divides the tokens of a batch",
         )
     size = num_tokens // groups
-    capacity = max(min_capacity, math.ceil(size * top_k / num_experts * factor))
-    if factor <= 0 or capacity < 1:
+    share = size * top_k / num_experts * factor
+    capacity = max(min_capacity, math.ceil(share) if math.isfinite(share) else 0)
+    if factor <= 0 or not math.isfinite(factor) or capacity < 1:
         raise InputError(
-            f"experts with a capacity factor of {factor} would drop every token",
+            f"experts with a capacity factor of {factor} would drop every token, or none",
             why=f"it keeps {capacity} of {size * top_k} choices for each of {num_experts} experts",
             hint="a factor above 0, about 1 to 2",
         )

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.layout import Cut, Run, dealt, piece
+from shardwright.runtime.layout import Cut, PlaceOnAxis
 from shardwright.runtime.ops.axes import accumulation_dtype
 from shardwright.runtime.ops.random import Moment, RngState
 from shardwright.runtime.pieces import put_piece, take_piece, whole_cut
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(PlaceOnAxis):
     """The piece that a loop is at: number ``index`` of ``size``. Like the group of an axis it says
     which part of ``count`` things belongs to it.
     """
@@ -41,22 +41,6 @@ class Piece:
     name: str
     size: int
     index: int
-
-    def local_size(self, count: int) -> int:
-        """How many of ``count`` things are in this piece."""
-        return piece(count, self.size, self.index)[1]
-
-    def offset(self, count: int) -> int:
-        """Where this piece of ``count`` things begins."""
-        return piece(count, self.size, self.index)[0]
-
-    def holds(self, index: int, count: int) -> int:
-        """1 if thing ``index`` of ``count`` is in this piece, else 0."""
-        return int(any(start <= index < start + size for start, size in self.runs(count)))
-
-    def runs(self, count: int) -> tuple[Run, ...]:
-        """Where this piece of ``count`` things lies."""
-        return dealt(count, self.size, self.index, zigzag=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -88,6 +88,46 @@ def dealt(count: int, num_pieces: int, index: int, *, zigzag: bool) -> tuple[Run
     return (in_front, half), (count - behind, size - half)
 
 
+class PlaceOnAxis:
+    """A place among the ``size`` places of an axis, and so which part of what the axis deals is
+    there: that of a rank, or of a turn of a loop.
+    """
+
+    __slots__ = ()
+
+    @property
+    def size(self) -> int:
+        """The number of places."""
+        raise NotImplementedError
+
+    @property
+    def index(self) -> int:
+        """Which of them this is."""
+        raise NotImplementedError
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether the axis deals in zigzag."""
+        return False
+
+    def local_size(self, count: int) -> int:
+        """How many of ``count`` things are here when the axis cuts them."""
+        return piece(count, self.size, self.index)[1]
+
+    def offset(self, count: int) -> int:
+        """Where this place's piece of ``count`` things begins; it is one run."""
+        assert not self.zigzag, f"a piece along {self} is two runs"
+        return piece(count, self.size, self.index)[0]
+
+    def holds(self, index: int, count: int) -> int:
+        """1 if thing ``index`` of ``count`` is here when the axis cuts them, else 0."""
+        return int(any(start <= index < start + size for start, size in self.runs(count)))
+
+    def runs(self, count: int) -> tuple[Run, ...]:
+        """Where this place's piece of ``count`` things lies."""
+        return dealt(count, self.size, self.index, zigzag=self.zigzag)
+
+
 def _front_halves(count: int, num_pieces: int, index: int) -> int:
     """How many things lie in the front halves of the first ``index`` pieces."""
     base, extra = divmod(count, num_pieces)

@@ -47,7 +47,7 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.arguments import checked, wrong_argument
 from shardwright.runtime.errors import AnnotationError, malformed
-from shardwright.runtime.layout import ZIGZAG, Layout, Mesh, piece
+from shardwright.runtime.layout import ZIGZAG, Layout, Mesh, PlaceOnAxis
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -477,21 +477,11 @@ class OperatorCall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(PlaceOnAxis):
     """Stands for the axis group in calls that only ask for sizes."""
 
     size: int
     index: int
-
-    def local_size(self, count: int) -> int:
-        return piece(count, self.size, self.index)[1]
-
-    def offset(self, count: int) -> int:
-        return piece(count, self.size, self.index)[0]
-
-    def holds(self, index: int, count: int) -> int:
-        start, size = piece(count, self.size, self.index)
-        return int(start <= index < start + size)
 
 
 def _resolve(

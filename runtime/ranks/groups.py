@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.layout import Coords, Mesh, Run, dealt, piece
+from shardwright.runtime.layout import Coords, Mesh, PlaceOnAxis
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World, current_world
 
@@ -21,7 +21,7 @@ UNITS = "units"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AxisGroup:
+class AxisGroup(PlaceOnAxis):
     """The ranks that differ from this one along one mesh axis only, or along several, and this
     rank's index among them. ``zigzag``: whether the axis deals in zigzag.
     """
@@ -39,23 +39,6 @@ class AxisGroup:
     def index(self) -> int:
         """Which of them this rank is."""
         return self.communicator.index
-
-    def local_size(self, count: int) -> int:
-        """How many of ``count`` things are this rank's when the axis cuts them."""
-        return piece(count, self.size, self.index)[1]
-
-    def offset(self, count: int) -> int:
-        """Where this rank's piece of ``count`` things begins; it is one run."""
-        assert not self.zigzag, f"a piece along {self.name} is two runs"
-        return piece(count, self.size, self.index)[0]
-
-    def holds(self, index: int, count: int) -> int:
-        """1 if this rank has thing ``index`` of ``count`` when the axis cuts them, else 0."""
-        return int(any(start <= index < start + size for start, size in self.runs(count)))
-
-    def runs(self, count: int) -> tuple[Run, ...]:
-        """Where this rank's piece of ``count`` things lies."""
-        return dealt(count, self.size, self.index, zigzag=self.zigzag)
 
     def __repr__(self) -> str:
         return f"{self.name}={self.index}/{self.size}"

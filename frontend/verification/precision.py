@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import itertools
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -57,17 +58,41 @@ buffers keep that dtype.
 _WIDER_DTYPES = {torch.float32: torch.float64}
 
 
+_LOCK = threading.RLock()
+_UNDO = contextlib.ExitStack()
+"""What is undone when the last context is left."""
+_num_active = 0
+
+
 @contextlib.contextmanager
 @checked
 def float64_casts(*models: nn.Module) -> Iterator[None]:
     """While active, ``torch.float32``, ``torch.float``, ``Tensor.float`` and the default dtype are
     float64, and ``torch.cfloat`` is complex128.
 
-    The rebinding is global to the process: enter it before starting threads, never inside one of
-    them. Contexts nest. Code that took its own reference before (``from torch import float32``,
-    ``def f(x, dtype=torch.float32)``) is reached in the files that the classes of ``models`` come
-    from, and nowhere else; C++ code is not, apart from the default dtype.
+    The rebinding is global to the process, and lasts until the last of several contexts is left, in
+    whichever order threads leave theirs. Code that took its own reference before (``from torch
+    import float32``, ``def f(x, dtype=torch.float32)``) is reached in the files that the classes of
+    ``models`` come from, and nowhere else; C++ code is not, apart from the default dtype.
     """
+    global _num_active
+    with _LOCK:
+        if not _num_active:
+            _UNDO.enter_context(_torch_wider())
+        _UNDO.enter_context(_own_references_wider(models))
+        _num_active += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _num_active -= 1
+            if not _num_active:
+                _UNDO.close()
+
+
+@contextlib.contextmanager
+def _torch_wider() -> Iterator[None]:
+    """Rebind torch's own names."""
     names = {name: getattr(torch, name) for name in _WIDER}
     default = torch.get_default_dtype()
     grouped_mm = F.grouped_mm
@@ -79,8 +104,7 @@ def float64_casts(*models: nn.Module) -> Iterator[None]:
         setattr(torch.Tensor, "float", _to_float64)  # noqa: B010 (a method is not assigned to, says mypy)
         torch.set_default_dtype(torch.float64)
         setattr(F, "grouped_mm", _grouped_mm)  # noqa: B010
-        with _own_references_wider(models):
-            yield
+        yield
     finally:
         setattr(F, "grouped_mm", grouped_mm)  # noqa: B010
         torch.set_default_dtype(default)

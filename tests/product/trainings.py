@@ -193,7 +193,9 @@ def stops(folder: Path, jobs: Sequence[tuple[int, tuple[str, ...], Any, int]]) -
     steps = jobs[-1][-1]
     (folder / "run.yaml").write_text(RUN)
     (folder / "trainings_hooks.py").write_text(HOOKS)
-    path = os.pathsep.join((str(folder), str(ROOT / "tests" / "_lib"), os.environ["PYTHONPATH"]))
+    path = os.pathsep.join(
+        (str(folder), str(ROOT / "tests" / "_lib"), os.environ.get("PYTHONPATH", ""))
+    )
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     chosen = settings(folder / "out")
     ok = True

@@ -313,9 +313,9 @@ def compile_and_train(folder: Path, job: Job, fault: Fault | None) -> None:
 PLACES = {
     "world": "shardwright.runtime.ranks.world.DistributedWorld.__init__",
     "arguments": "shardwright.frontend.parallelize.find_policy",
-    "compile": "shardwright.frontend.parallelize.generate",
+    "compile": "shardwright.frontend.files.further_programs.generate",
     "packing": "shardwright.frontend.files.broadcast_files.Parcel.pack",
-    "loading": "shardwright.frontend.parallelize.load_class",
+    "loading": "shardwright.frontend.files.further_programs.load_class",
     "weights": "shardwright.runtime.module.parallel_module.ParallelModule._make_tensors",
     "groups": "shardwright.runtime.module.parallel_module.ParallelModule._make_groups",
 }

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
+import safetensors.torch  # noqa: F401  (its table of dtypes, too)
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

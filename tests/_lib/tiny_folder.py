@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import transformers
+import transformers.modeling_utils  # (tables of dtypes are made before any test rebinds them)
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 

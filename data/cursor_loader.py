@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.data.fetching import Fetched, Fetcher, Wanted
+from shardwright.data.fetching import Fetched, Fetcher, Wanted, wanted
 from shardwright.data.global_batches import Batching, GlobalBatch, Share
 from shardwright.data.rank_loader import Handing, RankLoader, read_ahead
 from shardwright.data.sample_stream import SampleStream
@@ -118,6 +118,6 @@ class CursorLoader(RankLoader[Fetched]):
             batch = self._at(position)
             position = batch.after
             yield tuple(
-                Wanted(self._stream.runs(rows[0], rows[-1]), rows if is_packed else None)
+                wanted(self._stream.runs(rows[0], rows[-1]), rows if is_packed else None)
                 for rows in self._share.microbatches(batch)
             )

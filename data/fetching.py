@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
@@ -34,13 +34,16 @@ MOST_TRIES = 20
 _UNWATCHED = nullcontext()
 
 
-class Wanted(NamedTuple):
-    """A microbatch that is to be read. ``runs``: its samples. ``rows``: the bounds of packed rows
-    among them, as the stream counts.
-    """
+Wanted = tuple[list[tuple[int, int, list[int]]], Microbatch | None]
+"""A microbatch that is to be read: its samples, each run as :class:`Run` has it, and the bounds of
+packed rows among them, as the stream counts. Plain tuples: to send a class of ours to a worker
+takes as long as a cheap sample.
+"""
 
-    runs: list[Run]
-    rows: Microbatch | None = None
+
+def wanted(runs: list[Run], rows: Microbatch | None = None) -> Wanted:
+    """What a worker is told of a microbatch."""
+    return [(run.source, run.epoch, run.indices) for run in runs], rows
 
 
 @dataclass
@@ -152,13 +155,13 @@ class Fetcher:
 
     def _step(self, microbatches: tuple[Wanted, ...]) -> Fetched:
         fetched = Fetched()
-        for wanted in microbatches:
+        for plain_runs, rows in microbatches:
             # Uneven replicas may have nothing of a short batch.
-            fetched.microbatches.append(self._microbatch(wanted, fetched) if wanted.runs else None)
+            runs = [Run(*run) for run in plain_runs]
+            fetched.microbatches.append(self._microbatch(runs, rows, fetched) if runs else None)
         return fetched
 
-    def _microbatch(self, wanted: Wanted, fetched: Fetched) -> Any:
-        runs, rows = wanted
+    def _microbatch(self, runs: list[Run], rows: Microbatch | None, fetched: Fetched) -> Any:
         parts = [self._samples(*run, fetched) for run in runs]
         samples = parts[0] if len(parts) == 1 else list(itertools.chain.from_iterable(parts))
         if self.packing is not None and rows is not None:

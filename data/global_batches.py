@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from shardwright.data.rank_roles import Role
 from shardwright.runtime.errors import ConfigError, DataError
@@ -26,8 +26,7 @@ Microbatch = Sequence[int]
 """The bounds of neighbouring rows: row ``i`` is positions ``bounds[i]`` to ``bounds[i + 1]``."""
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """One step of all ranks. ``epoch``: in which it begins. ``bounds``: of its rows. ``after``: the
     position at which the next one may begin.
     """

@@ -17,7 +17,7 @@ from shardwright.data.energon.redist import redistribute
 from shardwright.data.energon.savable_dataset import SavableDataset
 from shardwright.data.energon.worker_config import WorkerConfig
 from shardwright.data.energon.worker_stream import KIND, blended, worker_streams
-from shardwright.data.fetching import Fetched, Fetcher, Wanted
+from shardwright.data.fetching import Fetched, Fetcher, Wanted, wanted
 from shardwright.data.rank_loader import Handing, check_workers, end_workers, next_of, read_ahead
 from shardwright.data.rank_roles import Role
 from shardwright.data.sample_stream import SampleStream
@@ -122,7 +122,7 @@ class SavableLoader:
             stop = (turn + 1) * size
             if not self.dataset.repeat and batches + workers >= len(self):
                 stop = stream.epoch_size  # the last batch of a worker has what is left
-            yield (Wanted(stream.runs(turn * size, stop)),)
+            yield (wanted(stream.runs(turn * size, stop)),)
             batches += 1
 
     # States

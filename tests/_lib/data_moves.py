@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwright
 from shardwright import data
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.data.global_generators import generator_states, moved
+from shardwright.data.global_generators import Generators
 from shardwright.data.rank_roles import Role
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -128,7 +128,7 @@ def steps(loader: Any, count: int) -> list[Any]:
 
 def move(num_moves: int, seed: int, *, moves_each: int = 25, log: Any = None) -> int:
     """Make that many moves, over several kinds of data; return how many steps were compared."""
-    draw, before, compared = random.Random(seed), generator_states(), 0
+    draw, before, compared = random.Random(seed), Generators.now(), 0
     done = 0
     while done < num_moves:
         dataset, options = some_data(draw)
@@ -162,7 +162,7 @@ def move(num_moves: int, seed: int, *, moves_each: int = 25, log: Any = None) ->
             done += 1
             if log is not None and done % 50 == 0:
                 log(f"{done} moves, {compared} steps")
-    assert moved(before) == [], "no global generator moves"
+    assert before.moved() == [], "no global generator moves"
     return compared
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import shardwright
 from shardwright import data
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.data.global_generators import generator_states, moved
+from shardwright.data.global_generators import Generators
 from shardwright.data.rank_roles import Role, Roles
 from shardwright.runtime.errors import ArgumentError, ConfigError, DataError, InputError
 from shardwright.runtime.layout import Layout, Mesh
@@ -99,14 +99,14 @@ def test_a_state_taken_within_a_step_counts_it():
 
 
 def test_no_global_generator_moves():
-    before = generator_states()
+    before = Generators.now()
     loader = one(Numbers(20), global_batch=5, shuffle=True, transform=augmented, num_workers=1)
     plain = one(Numbers(20), global_batch=5, shuffle=True, transform=augmented)
     assert [b[1].tolist() for b in loader] == [b[1].tolist() for b in plain]
     loader.close()
     noisy = one(Noisy(20), global_batch=5, seed_samples=True)
     assert len(list(noisy)) == 4
-    assert moved(before) == []
+    assert before.moved() == []
 
 
 @pytest.mark.parametrize("seeded", [{"seed_samples": True}, {"transform": augmented}])
@@ -135,10 +135,10 @@ def test_augmentations_follow_from_the_sample(seeded):
 
 
 def test_a_dataset_that_draws_from_global_generators_is_refused():
-    before = generator_states()
+    before = Generators.now()
     with pytest.raises(DataError, match="global generator of torch and numpy and random"):
         next(iter(one(Noisy(12), global_batch=4)))
-    assert moved(before) == []
+    assert before.moved() == []
 
 
 def test_blends_keep_their_weights_and_go_on_exactly():

@@ -11,7 +11,7 @@ from datasets_by_hand import Counting, CountingWithStates, global_batches, on_re
 
 from shardwright import data
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.data.global_generators import generator_states, moved
+from shardwright.data.global_generators import Generators
 from shardwright.data.sample_digest import sample_digest
 from shardwright.runtime.errors import ConfigError, DataError
 from shardwright.runtime.layout import Mesh
@@ -159,11 +159,11 @@ class Drawing(Counting):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stream_that_draws_from_global_generators_is_refused(num_workers):
-    before = generator_states()
+    before = Generators.now()
     (loader,) = on_replicas(Drawing(20), 1, global_batch=4, num_workers=num_workers)
     with pytest.raises(DataError, match="global generator of random\n.*\n.*set_epoch"):
         next(iter(loader))
-    assert moved(before) == []
+    assert before.moved() == []
 
 
 def test_digests_tell_samples_apart():

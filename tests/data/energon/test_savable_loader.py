@@ -18,7 +18,7 @@ import shardwright
 from shardwright import data
 from shardwright.data.energon import savable_loader
 from shardwright.data.energon.source_mix import SourceMix
-from shardwright.data.global_generators import generator_states, moved
+from shardwright.data.global_generators import Generators
 from shardwright.frontend.cli.main import main
 from shardwright.runtime.errors import ConfigError, DataError, UsageError
 
@@ -72,7 +72,7 @@ def test_each_worker_reads_its_own_samples_in_turn(options):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_restored_stream_is_the_uninterrupted_one(workers):
-    before = generator_states()
+    before = Generators.now()
     options = {"batch_size": 3, **SHUFFLED}
     (whole,) = loaders(20, 1, workers, **options)
     expected = read(whole, 16)
@@ -87,7 +87,7 @@ def test_a_restored_stream_is_the_uninterrupted_one(workers):
     (again,) = loaders(20, 1, workers, **options)
     again.restore_state_rank(torch.load(buffer))
     assert found + read(again, 11) == expected
-    assert moved(before) == []
+    assert before.moved() == []
     with pytest.raises(UsageError, match="while batches are being read"):
         again.restore_state_rank(None)
     for loader in (whole, first, again):

@@ -65,7 +65,7 @@ def _numpy_mark() -> bytes:
     """The memory of numpy's global generator: its 624 words and its place among them. numpy's own
     ``get_state`` makes a number of each word, which takes sixty times as long.
     """
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, not in __all__
     if type(generator).__name__ == "MT19937":
         return ctypes.string_at(generator.ctypes.state_address, _MERSENNE_TWISTER_BYTES)
     return repr(generator.state).encode()  # the user has set another kind

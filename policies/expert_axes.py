@@ -20,6 +20,7 @@ from typing import Literal
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import exchange_strategy
 from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.runtime.errors import PlanError
 
@@ -130,10 +131,10 @@ def exchange_of(op: IROp, graph: IRGraph, tokens: Set[int], experts: Set[int]) -
     """The strategy that exchanges a dim of the tokens for the experts, if the operator has one."""
     assert op.rule is not None and graph.dims is not None
     factors = graph.dims.factors
-    for pair in op.rule.exchanges:
-        classes = {factors.get((op.name, factor)) for factor in pair}
+    for exchange in op.rule.exchanges:
+        classes = {factors.get((op.name, factor)) for factor in exchange.pair}
         if classes & tokens and classes & experts:
-            return f"exchange:{pair[0]}>{pair[1]}"
+            return exchange_strategy(exchange.pair)
     return None
 
 

@@ -15,8 +15,8 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.rule import ATTENTION, Exchange, FactorRef
-from shardwright.compiler.ops.strategy import Strategy, has_factor
+from shardwright.compiler.ops.rule import ATTENTION, Exchange, ExchangeKind, FactorRef
+from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, has_factor
 from shardwright.policies.batches import batch_classes
 from shardwright.runtime.errors import PlanError, did_you_mean
 
@@ -79,9 +79,9 @@ def _continuations(op: IROp, graph: IRGraph) -> list[dict[str, int]]:
     if not any(value.dtype.is_floating_point for value in op.results):
         return []
     return [
-        {factor: factors[op.name, factor] for factor in pair}
-        for pair in op.rule.exchanges
-        if op.rule.continues(pair)
+        {factor: factors[op.name, factor] for factor in exchange.pair}
+        for exchange in op.rule.exchanges
+        if exchange.is_one_dim
     ]
 
 
@@ -193,8 +193,11 @@ def position_split(
     if found:
         return f"split:{min(found, key=order.index)}"
     # A dim that changes its length: ranks exchange edges.
-    pairs = (pair for pair in _continuations(op, graph) if set(pair.values()) <= sequence)
-    return next((f"exchange:{'>'.join(pair)}" for pair in pairs), None)
+    for classes in _continuations(op, graph):
+        if set(classes.values()) <= sequence:
+            source, target = classes
+            return exchange_strategy((source, target))
+    return None
 
 
 def ring_of(op: IROp) -> Exchange | None:
@@ -202,10 +205,8 @@ def ring_of(op: IROp) -> Exchange | None:
     from the positions of keys to those of queries.
     """
     assert op.rule is not None
-    if op.target not in ATTENTION:
-        return None
-    queries, keys = (_outermost(op.rule.operands[i][-2]) for i in (0, 1))
-    return next((pair for pair in op.rule.exchanges if pair == (keys, queries)), None)
+    rings = (each for each in op.rule.exchanges if each.kind is ExchangeKind.RING)
+    return next(rings, None)
 
 
 def least(segments: Iterable[Size], num_pieces: int) -> float:

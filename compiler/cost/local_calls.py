@@ -146,9 +146,10 @@ def _local_tensors(
 
 def _takes_the_target(rule: OpRule, index: int, of_operands: Cuts, of_results: Cuts) -> bool:
     """Whether an operand is cut as results are, under a strategy that exchanges two factors."""
+    if any(index in exchange.follows_target for exchange in rule.exchanges):
+        return True
     given = [factor for factor in of_operands if factor not in of_results]
-    has_given = any(has_factor(rule.operands[index], factor) for factor in given)
-    return index in rule.keeps or not has_given
+    return not any(has_factor(rule.operands[index], factor) for factor in given)
 
 
 @once

@@ -17,6 +17,8 @@ from shardwright.compiler.ir.op import Arg, AxisRef, IROp
 from shardwright.compiler.ir.size import Size, product
 from shardwright.compiler.ops.rule import (
     DimRefs,
+    Exchange,
+    ExchangeKind,
     FactorKind,
     LocalSizes,
     OpRule,
@@ -41,7 +43,7 @@ def with_edges(rule: OpRule, target: str, ways: Sequence[Way]) -> OpRule:
     form cannot cut, are left as they are.
     """
     same: dict[str, ParallelFactor] = {}
-    pairs: list[tuple[str, str]] = []
+    exchanges: list[Exchange] = []
     used = []
     for way in ways:
         before, after = rule.operands[0][way.dim], rule.results[0][way.result_dim]
@@ -53,7 +55,8 @@ def with_edges(rule: OpRule, target: str, ways: Sequence[Way]) -> OpRule:
         if source == target_factor:
             same[source] = ParallelFactor(empty=True)
         else:
-            pairs.append((source, target_factor))
+            edges = Exchange(source, target_factor, ExchangeKind.EDGES, is_one_dim=True)
+            exchanges.append(edges)
         used.append(way)
     if not used:
         return rule
@@ -66,7 +69,7 @@ def with_edges(rule: OpRule, target: str, ways: Sequence[Way]) -> OpRule:
     return replace(
         rule,
         parallel=ParallelForm(target, same, {}, local_args),
-        exchanges=(*rule.exchanges, *pairs),
+        exchanges=(*rule.exchanges, *exchanges),
     )
 
 

@@ -82,7 +82,7 @@ def rule_text(rule: OpRule) -> str:
                 rule.updates,
             ),
             *(rule.nonempty, rule.localise and function_digest(rule.localise), parallel),
-            *(rule.exchanges, rule.keeps, rule.densities),
+            *(rule.exchanges, rule.densities),
         )
     )
 

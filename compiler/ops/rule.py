@@ -174,10 +174,41 @@ class LocalSizes:
         return any(self.axes.get(factor) for factor in factors)
 
 
-Exchange = tuple[str, str]
-"""Two factors that change places along an axis: operands are cut in the first, results in the
-second.
-"""
+FactorPair = tuple[str, str]
+"""The two factors of an exchange, as a strategy names them."""
+
+
+class ExchangeKind(Enum):
+    """What ranks send each other in an exchange."""
+
+    TOKENS = "tokens"
+    """Each row goes to the rank that holds its part of the target: tokens to their experts."""
+    RING = "ring"
+    """Blocks of the source go round: keys and values, past the queries."""
+    EDGES = "edges"
+    """Neighbours in a dim that changes its length send what the other reads beyond its cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Two factors that change places along an axis: operands are cut in ``source``, results in
+    ``target``. All that is particular to one exchange is said here.
+
+    ``follows_target``: operand positions that are cut in the target, though they have the source.
+    ``is_one_dim``: both factors are one dim of the model, before the operator and after it.
+    """
+
+    source: str
+    target: str
+    kind: ExchangeKind
+    follows_target: tuple[int, ...] = ()
+    is_one_dim: bool = False
+
+    @property
+    def pair(self) -> FactorPair:
+        """The two factors."""
+        return self.source, self.target
+
 
 Densities = tuple[tuple[Density | None, ...], tuple[Density | None, ...]]
 """Which rows are stored of every operand and every result; ``None`` where all are."""
@@ -201,10 +232,8 @@ class OpRule:
     need communication (or a global size) inside the operator. ``random``: draws random numbers.
     ``updates``: operand positions changed in place (running statistics). ``nonempty``: the function
     refuses empty tensors, so no rank may be left without a piece.
-    ``exchanges``: pairs of factors of which the parallel form may exchange the cut: along one axis
-    operands are cut in the first, results in the second. Frozen factors among them are dims of one
-    tensor that changes its length, of which ranks exchange edges (``edges.py``), or keys that go
-    round. ``keeps``: operand positions that are cut in the second, though they have the first.
+    ``exchanges``: what the parallel form may exchange along an axis, so that operands are cut in
+    one factor and results in another.
     ``densities``: of operands and of results, which rows are stored, where not all are.
     """
 
@@ -221,7 +250,6 @@ class OpRule:
     updates: tuple[int, ...] = ()
     nonempty: bool = False
     exchanges: tuple[Exchange, ...] = ()
-    keeps: tuple[int, ...] = ()
     densities: Densities | None = None
     known: bool = True  # False: no rule was found, the operator is replicated
 
@@ -247,14 +275,7 @@ class OpRule:
         )
         key = (
             *(self.factors, self.operands, self.results, self.additive, self.linear_sets),
-            *(
-                self.grad_linear,
-                self.nonempty,
-                parallel,
-                self.exchanges,
-                self.keeps,
-                self.densities,
-            ),
+            *(self.grad_linear, self.nonempty, parallel, self.exchanges, self.densities),
         )
         # The cache of strategies is by form. The rules of a thousand layers share a few forms.
         return _FORMS.setdefault(key, RuleForm(self))
@@ -272,9 +293,9 @@ class OpRule:
         """Whether the factor must be whole, but for what a parallel form does."""
         return self.factor(name).kind is FactorKind.FROZEN
 
-    def continues(self, pair: Exchange) -> bool:
-        """Whether an exchange is of one dim before and after it changes its length."""
-        return all(map(self.frozen, pair))
+    def exchange_of(self, pair: FactorPair) -> Exchange | None:
+        """The exchange of these two factors, if the rule has it."""
+        return next((exchange for exchange in self.exchanges if exchange.pair == pair), None)
 
     def _reaches_all(self, factor: Factor, num_pieces: int) -> bool:
         """Whether each of so many ranks gets a piece: of every segment if a tensor has a single

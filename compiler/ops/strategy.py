@@ -14,10 +14,16 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
-from shardwright.compiler.ops.rule import Exchange, OpRule, RuleForm, TensorRefs
+from shardwright.compiler.ops.rule import (
+    ExchangeKind,
+    FactorPair,
+    OpRule,
+    RuleForm,
+    TensorRefs,
+)
 from shardwright.runtime.layout import Atom, Density, Layout, Mesh
 
 Strategy = str
@@ -41,7 +47,7 @@ def _strategies(form: RuleForm) -> tuple[Strategy, ...]:
     found = ["R", "G"] if rule.grad_linear else ["R"]
     found += [f"split:{factor.name}" for factor in rule.factors if rule.splittable(factor.name)]
     found += [f"linear:{i}" for i in range(len(rule.linear_sets))]
-    return (*found, *(f"exchange:{a}>{b}" for a, b in rule.exchanges))
+    return (*found, *(exchange_strategy(exchange.pair) for exchange in rule.exchanges))
 
 
 def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
@@ -58,8 +64,9 @@ def _allowed(form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh
         return False
     exchanging = [axis for axis in mesh.names if exchange(assignment.get(axis, "R"))]
     pairs = {pair for s in assignment.values() if (pair := exchange(s))}
+    exchanges = [found for found in rule.exchanges if found.pair in pairs]
     for side in (0, 1):
-        exchanged = {pair[side] for pair in pairs}
+        exchanged = {found.pair[side]: found.kind for found in exchanges}
         for factor, axes in factor_axes(assignment, mesh, side).items():
             if not _may_cut(rule, factor, axes, exchanging, exchanged, mesh):
                 return False
@@ -69,10 +76,8 @@ def _allowed(form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh
                 return False
     # Tokens go to experts along one axis, and keys go round on one. Dims of which edges are
     # exchanged may be several, and several axes may cut one.
-    parallel = rule.parallel
-    goes_round = parallel is not None and parallel.knows_runs
-    has_edges = not goes_round and all(rule.frozen(source) for source, _ in pairs)
-    return len(exchanging) <= 1 or has_edges
+    all_edges = all(found.kind is ExchangeKind.EDGES for found in exchanges)
+    return len(exchanging) <= 1 or all_edges
 
 
 def _may_cut(
@@ -80,11 +85,11 @@ def _may_cut(
     factor: str,
     axes: tuple[str, ...],
     exchanging: list[str],
-    exchanged: Collection[str],
+    exchanged: Mapping[str, ExchangeKind],
     mesh: Mesh,
 ) -> bool:
     """Whether axes may cut a factor of one side. ``exchanged``: the factors of this side that are
-    exchanged: a form that does so takes any piece of them, also of a frozen one.
+    exchanged, and how: a form that does so takes any piece of them, also of a frozen one.
     """
     free = list(axes) == exchanging or (rule.frozen(factor) and factor in exchanged)
     if not free and not rule.splittable(factor, mesh.num_ranks(axes)):
@@ -95,7 +100,7 @@ def _may_cut(
     # The form may ask where in the factor its piece begins, which says all of a single run only. So
     # do edges.
     own = form.factors.get(factor)
-    has_edges = rule.frozen(factor) and factor in exchanged
+    has_edges = exchanged.get(factor) is ExchangeKind.EDGES
     return list(axes) != exchanging and not has_edges and (own is None or own.anywhere)
 
 
@@ -119,7 +124,12 @@ def cut_factor(rule: OpRule, strategy: Strategy, side: int, index: int) -> str |
     return _exchanged(rule, index, pair) if pair and side == 0 else split_factor(strategy, side)
 
 
-def exchange(strategy: Strategy) -> Exchange | None:
+def exchange_strategy(pair: FactorPair) -> Strategy:
+    """The strategy that exchanges two factors; :func:`exchange` is the reverse."""
+    return f"exchange:{pair[0]}>{pair[1]}"
+
+
+def exchange(strategy: Strategy) -> FactorPair | None:
     """The two factors that a strategy exchanges, if it does."""
     if not strategy.startswith("exchange:"):
         return None
@@ -167,12 +177,12 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
     return (parallel and parallel.operands) or operands, (parallel and parallel.results) or results
 
 
-def _exchanged(rule: OpRule, index: int, pair: Exchange) -> str | None:
+def _exchanged(rule: OpRule, index: int, pair: FactorPair) -> str | None:
     """The factor that an exchange wants an operand cut in, if it has one of the two."""
-    found = [factor for factor in pair if has_factor(rule.operands[index], factor)]
-    if index in rule.keeps:
-        found = [factor for factor in found if factor == pair[1]]
-    return found[0] if found else None
+    found = rule.exchange_of(pair)
+    follows_target = found is not None and index in found.follows_target
+    wanted = pair[1:] if follows_target else pair
+    return next((factor for factor in wanted if has_factor(rule.operands[index], factor)), None)
 
 
 def has_factor(tensor: TensorRefs, factor: str) -> bool:

@@ -27,6 +27,8 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import Size, divides, product, quotient
 from shardwright.compiler.ops.rule import (
     DimRefs,
+    Exchange,
+    ExchangeKind,
     Factor,
     FactorKind,
     FactorRef,
@@ -334,14 +336,17 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
             names = [n for n in names[:1] if len(by_name[n].segments) == 1]
         return names
 
-    # An exchange of two dims is one of their pieces, each with each.
-    # A form that is told where pieces lie is told of factors in one piece.
+    def in_one_piece(exchange: Exchange) -> bool:
+        return all(len(renamed[name]) == 1 for name in exchange.pair)
+
+    # An exchange of two dims is one of their pieces, each with each. A ring is told where in the
+    # sequence its blocks lie, which can be said of factors in one piece only.
     exchanges = tuple(
-        (a, b)
-        for source, target in rule.exchanges
-        for a in exchanged(source)
-        for b in exchanged(target)
-        if form is None or not form.knows_runs or len(renamed[source]) == len(renamed[target]) == 1
+        replace(exchange, source=source, target=target)
+        for exchange in rule.exchanges
+        for source in exchanged(exchange.source)
+        for target in exchanged(exchange.target)
+        if exchange.kind is not ExchangeKind.RING or in_one_piece(exchange)
     )
     sizes = {factor.name: factor.size for factor in factors}
     return replace(

@@ -21,7 +21,12 @@ from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.printer import print_graph
-from shardwright.compiler.ops.strategy import allowed, factor_axes, split_factor
+from shardwright.compiler.ops.strategy import (
+    allowed,
+    exchange_strategy,
+    factor_axes,
+    split_factor,
+)
 from shardwright.compiler.plan.check import (
     check_assignment,
     check_gathers,
@@ -211,10 +216,10 @@ class PlanBuilder:
         if not op.rule.exchanges and (op.name, now) in self._expert_factors:
             return
         for exchange in op.rule.exchanges:
-            if now in exchange and set(exchange) - {now} <= set(factors):
+            if now in exchange.pair and set(exchange.pair) - {now} <= set(factors):
                 assignment = {
                     **self._strategies.get(op.name, {}),
-                    axis: f"exchange:{exchange[0]}>{exchange[1]}",
+                    axis: exchange_strategy(exchange.pair),
                 }
                 if allowed(op.rule, assignment, self.mesh):
                     self._strategies[op.name] = assignment
@@ -239,10 +244,11 @@ class PlanBuilder:
             on_rows = {op.name: op.rule for op in body.ops if op.rule and op.rule.densities}
             classes = set()
             for name, rule in on_rows.items():
-                for before, behind in rule.exchanges:
+                for exchange in rule.exchanges:
                     # Dispatch exchanges tokens for experts, combine experts for tokens.
                     dispatches = rule.densities is not None and not any(rule.densities[0])
-                    classes.add(factors.get((name, behind if dispatches else before)))
+                    experts = exchange.target if dispatches else exchange.source
+                    classes.add(factors.get((name, experts)))
             found |= {
                 key for key, index in factors.items() if key[0] in on_rows and index in classes
             }

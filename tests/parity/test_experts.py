@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from traces import shared_traces
 
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.strategy import allowed
+from shardwright.compiler.ops.strategy import allowed, exchange_strategy
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.experts import combine, dispatch, grouped_linear, within_capacity
@@ -514,8 +514,7 @@ def _inside(op: IROp, inside: str, rng: random.Random) -> str:
     if inside == "exchange":
         # Of dispatch and combine each may do it, or find tokens whole.
         if op.rule.exchanges and rng.random() < 0.7:
-            source, target = rng.choice(op.rule.exchanges)
-            return f"exchange:{source}>{target}"
+            return exchange_strategy(rng.choice(op.rule.exchanges).pair)
         inside = "experts"
     side = op.rule.results if op.target != "combine" else op.rule.operands
     # [experts, tokens of two dims], in one dim of a tensor or in two.

@@ -23,7 +23,7 @@ from shardwright.compiler.cost.time.arithmetic import (
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.collectives import axes_collective_s
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.rule import ATTENTION, OpRule
+from shardwright.compiler.ops.rule import ExchangeKind, OpRule
 from shardwright.compiler.ops.seen_keys import seen_bands
 from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
 from shardwright.runtime.layout import Mesh, Run, dealt
@@ -138,15 +138,16 @@ def _exchanges(
     assert call.op.rule is not None
     if call.op.rule.parallel is None:
         return ()
-    goes_round = call.op.target in ATTENTION
-    if goes_round or call.op.rule.densities is not None:
-        sent = _keys_sent if goes_round else _tokens_sent
-        return tuple(
-            sent(call, axis, mesh, hardware, on)
-            for axis, strategy in assignment.items()
-            if exchange(strategy) and mesh.axis_size(axis) > 1
-        )
-    return tuple(
+    found = []
+    for axis, strategy in assignment.items():
+        pair = exchange(strategy)
+        exchanged = pair and call.op.rule.exchange_of(pair)
+        sent = exchanged and _SENT.get(exchanged.kind)
+        if sent and mesh.axis_size(axis) > 1:
+            found.append(sent(call, axis, mesh, hardware, on))
+    # What exchanges tokens or keys has no edges. Edges are told by the call itself, as a dim that
+    # keeps its length is not exchanged and has some, too.
+    return tuple(found) or tuple(
         _edges_sent(call, message, mesh, hardware, on)
         for message in edge_messages(call.op, assignment, mesh)
     )
@@ -279,6 +280,9 @@ def _tokens_sent(
     backward = bool(call.differentiated)
     time = OpTime(rows_s + numbers_s, rows_s if backward else 0.0)
     return Exchange(axis, time, rows_bytes + numbers_bytes, rows_bytes if backward else 0.0)
+
+
+_SENT = {ExchangeKind.RING: _keys_sent, ExchangeKind.TOKENS: _tokens_sent}
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:

@@ -13,6 +13,8 @@ from shardwright.compiler.ops import stand_ins
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
+    Exchange,
+    ExchangeKind,
     LocalSizes,
     OpRule,
     ParallelFactor,
@@ -92,9 +94,9 @@ def _attention(op: IROp) -> OpRule:
     queries = {"q": ParallelFactor(empty=not random)} if is_causal else {}
     if not random:
         form = ParallelForm(_SPLIT_FORM, queries, {}, _places, knows_runs=True)
-        known = {factor.name for factor in rule.factors}
-        exchanges = (("k", "q"),) if {"k", "q"} <= known else ()
-        return replace(rule, parallel=form, exchanges=exchanges, keeps=(3,))
+        # A mask has rows for queries and columns for keys: each rank needs the rows of its own
+        # queries, for all keys that come round.
+        return replace(rule, parallel=form, exchanges=_ring(rule, follows_queries=(3,)))
     # Dropout draws the same numbers however it is split.
     rule = drawn(rule, _FORM, _weights)
     drawn_form = rule.parallel
@@ -147,9 +149,18 @@ def _attention_where(op: IROp) -> OpRule:
     )
     queries = {"q": ParallelFactor(empty=True)}
     form = ParallelForm("attention_where", queries, {}, _places, knows_runs=True)
-    known = {factor.name for factor in rule.factors}
-    exchanges = (("k", "q"),) if {"k", "q"} <= known else ()
-    return replace(rule, parallel=form, exchanges=exchanges, nonempty=True)
+    return replace(rule, parallel=form, exchanges=_ring(rule), nonempty=True)
+
+
+def _ring(rule: OpRule, follows_queries: tuple[int, ...] = ()) -> tuple[Exchange, ...]:
+    """The exchange by which keys and values go round, unless keys or queries are one only.
+    ``follows_queries``: the operands that stay with the queries.
+    """
+    if not {"k", "q"} <= {factor.name for factor in rule.factors}:
+        return ()
+    # Where it matters which position a query has, keys are counted from the same start.
+    is_one_dim = rule.frozen("k") and rule.frozen("q")
+    return (Exchange("k", "q", ExchangeKind.RING, follows_queries, is_one_dim),)
 
 
 def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:

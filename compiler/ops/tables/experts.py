@@ -23,7 +23,15 @@ from shardwright.compiler.ir.size import product
 from shardwright.compiler.ops import stand_ins
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
-from shardwright.compiler.ops.rule import DimRefs, LocalSizes, OpRule, ParallelFactor, ParallelForm
+from shardwright.compiler.ops.rule import (
+    DimRefs,
+    Exchange,
+    ExchangeKind,
+    LocalSizes,
+    OpRule,
+    ParallelFactor,
+    ParallelForm,
+)
 from shardwright.compiler.ops.rule_builder import linear_sets
 from shardwright.compiler.ops.terms import RUNTIME, indices
 from shardwright.runtime.layout import Density
@@ -73,7 +81,7 @@ def _dispatch(op: IROp) -> OpRule:
     results = (rows, rows, routing) if weighted else (rows, routing)
     return replace(
         rule,
-        exchanges=_pairs(rule, "t", "e"),
+        exchanges=_tokens(rule, "t", "e"),
         densities=((None,) * len(op.operands), results),
     )
 
@@ -99,13 +107,14 @@ def _combine(op: IROp) -> OpRule:
     rule = parse_rule(
         "(e+ t) h, e t -> t h", op, linear_sets=linear_sets(op, ("rows",)), parallel=form
     )
-    return replace(rule, exchanges=_pairs(rule, "e", "t"), densities=((_ROWS, _ROUTING), (None,)))
+    return replace(rule, exchanges=_tokens(rule, "e", "t"), densities=((_ROWS, _ROUTING), (None,)))
 
 
-def _pairs(rule: OpRule, source: str, target: str) -> tuple[tuple[str, str], ...]:
+def _tokens(rule: OpRule, source: str, target: str) -> tuple[Exchange, ...]:
     """The exchange of two factors, unless one of them has size 1 and is none."""
-    known = {factor.name for factor in rule.factors}
-    return ((source, target),) if {source, target} <= known else ()
+    if not {source, target} <= {factor.name for factor in rule.factors}:
+        return ()
+    return (Exchange(source, target, ExchangeKind.TOKENS),)
 
 
 define(

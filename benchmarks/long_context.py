@@ -26,7 +26,7 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.trace import trace
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import ShardwrightError
-from shardwright.runtime.layout import dealt
+from shardwright.runtime.runs import dealt
 from shardwright.runtime.visible_keys import earlier_keys, pairs
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from shardwright.data.cuts import Cut, take
 from shardwright.data.rank_roles import ALL_INPUTS, Role
 from shardwright.runtime.arguments import MOST_LEVELS
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.layout import piece
+from shardwright.runtime.runs import piece
 from shardwright.runtime.structure import flatten, map_leaves
 
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.arguments import checked_fields, checked_late
+from shardwright.runtime.atoms import Atom, Dim
 from shardwright.runtime.errors import ConfigError, InputError
-from shardwright.runtime.layout import Atom, Dim, Layout, Mesh, piece
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.runs import piece
 
 Runs = tuple[tuple[int, int], ...]
 """Ascending ``(start, stop)`` of what is taken."""

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from shardwright.data.rank_roles import Role
 from shardwright.runtime.errors import ConfigError, DataError
-from shardwright.runtime.layout import piece
+from shardwright.runtime.runs import piece
 
 Tail = Literal["drop", "short", "wrap"]
 """What becomes of the samples at the end of an epoch that make no whole batch."""

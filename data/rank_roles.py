@@ -33,8 +33,9 @@ from shardwright.runtime.argument_kinds import is_path
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ArgumentError, ConfigError, UsageError, brief
 from shardwright.runtime.input_readers import InputReader
-from shardwright.runtime.layout import MOST_RANKS, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
+from shardwright.runtime.mesh import MOST_RANKS
 from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.mpu import MPU

@@ -19,7 +19,7 @@ from typing import Any
 from shardwright.runtime.arguments import MOST_LEVELS, checked, checked_late, is_too_deep
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean, malformed
-from shardwright.runtime.layout import MOST_RANKS
+from shardwright.runtime.mesh import MOST_RANKS
 from shardwright.runtime.named_fields import named_fields
 
 OUTPUT_MODES = ("whole", "eval", "sharded", "drop")

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.layout import Cut, PlaceOnAxis
+from shardwright.runtime.layout import Cut
 from shardwright.runtime.ops.axes import accumulation_dtype
 from shardwright.runtime.ops.random import Moment, RngState
 from shardwright.runtime.pieces import put_piece, take_piece, whole_cut
+from shardwright.runtime.runs import PlaceOnAxis
 
 
 @dataclass(frozen=True, slots=True)

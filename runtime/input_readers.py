@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwright.runtime.layout import Run
+from shardwright.runtime.runs import Run
 from shardwright.runtime.visible_keys import Band, Bands, all_keys
 
 Mark = Tensor | int | bool

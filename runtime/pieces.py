@@ -2,7 +2,7 @@
 movement, no communication.
 
 A dim of ``cut.length`` elements is ``cut.outer`` repeats of ``cut.segments``, each element of a
-segment ``cut.inner`` long. Every segment is cut by :func:`~shardwright.runtime.layout.dealt`; a
+segment ``cut.inner`` long. Every segment is cut by :func:`~shardwright.runtime.runs.dealt`; a
 member holds its part of every segment of every repeat, in ascending order. Pieces may be empty.
 """
 
@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Coords, Cut, Layout, Mesh
+from shardwright.runtime.layout import Cut, Layout, Mesh
+from shardwright.runtime.mesh import Coords
 
 
 def whole_cut(length: int) -> Cut:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Coords, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import Coords
 
 Runs = tuple[tuple[int, int], ...]
 """Ascending, disjoint ``(start, stop)`` along one dim of the whole."""

@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from shardwright.runtime.layout import Run, joined
+from shardwright.runtime.runs import Run, joined
 
 NARROW = 64
 """The width from which on a window is computed in tiles without a mask."""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwright.runtime.layout import piece
+from shardwright.runtime.runs import piece
 
 Span = tuple[int, int]
 """The places from a start up to a stop that is not one of them."""

@@ -48,7 +48,8 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.runtime.layout import Atom, Layout, merge_atoms
+from shardwright.runtime.atoms import Atom, merge_atoms
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.structure import join
 from shardwright.runtime.transfer import Box, end_of
 

@@ -4,7 +4,7 @@ edges.
 A dim of one length before and after (a convolution with padding) is one factor of the rule, frozen
 but for the form: ``split:y``. A dim that changes its length (a stride, a slice, padding) is two
 factors, and ``exchange:y>z`` cuts the operand in the one and the result in the other. The pieces of
-both are those that :func:`~shardwright.runtime.layout.piece` cuts.
+both are those that :func:`~shardwright.runtime.runs.piece` cuts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Coords, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import Coords
 
 
 class DisagreementError(Exception):

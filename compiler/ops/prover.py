@@ -47,10 +47,12 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.arguments import checked, wrong_argument
 from shardwright.runtime.errors import AnnotationError, malformed
-from shardwright.runtime.layout import ZIGZAG, Layout, Mesh, PlaceOnAxis
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import ZIGZAG
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.runs import PlaceOnAxis
 
 Operator = Callable[..., Any] | OpDef
 """A function that has a rule, or an entry of the registry."""

@@ -24,7 +24,8 @@ from shardwright.compiler.ops.rule import (
     RuleForm,
     TensorRefs,
 )
-from shardwright.runtime.layout import Atom, Density, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Density, Layout, Mesh
 
 Strategy = str
 Assignment = Mapping[str, Strategy]

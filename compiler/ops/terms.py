@@ -18,8 +18,9 @@ from shardwright.compiler.ops.rule import (
     ParallelForm,
     TensorRefs,
 )
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import Atom, Layout
+from shardwright.runtime.layout import Layout
 
 RUNTIME = "shardwright.runtime.ops"
 

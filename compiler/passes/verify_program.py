@@ -29,7 +29,8 @@ from shardwright.compiler.plan.outputs import wished_layout
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program, steps
 from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import ZERO, Layout
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.mesh import ZERO
 
 # (kind, backward) -> the placement letters it may go between
 TABLE = {

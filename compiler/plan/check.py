@@ -25,7 +25,8 @@ from shardwright.compiler.ops.strategy import (
 from shardwright.compiler.plan.plan import AGAIN, KEEP, Plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import ZERO
 
 NAMES_SHOWN = 5
 """The most names that an error shows, of those that contain the wrong name or are nearest to it."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from shardwright.compiler.ir.size import Size, element_in, local_size, num_held, product, quotient
 from shardwright.compiler.plan.layout_cuts import Place, PlaceKey, cut_places
 from shardwright.compiler.plan.layout_moves import Move, State, moves
+from shardwright.runtime.atoms import Atom, Dim
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import Atom, Density, Dim, Layout, Mesh
+from shardwright.runtime.layout import Density, Layout, Mesh
 
 GATHERS, SLICES = ("all_gather", "pad"), ("narrow", "reduce_scatter")
 REGROUP = "regroup"

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.ir.size import Size, divides, product
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 
 PlaceKey = tuple[int, Size, tuple[Size, ...], tuple[int, ...]]
 """A place, whichever axes cut it: dim, size outside, segments, element."""

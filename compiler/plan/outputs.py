@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue
+from shardwright.runtime.atoms import Atom, Size
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
-from shardwright.runtime.layout import Atom, Layout, Size
+from shardwright.runtime.layout import Layout
 
 Wishes = dict[str, Layout | str | None]
 """What is wanted of each output, by its path: a layout, ``"whole"``, ``"sharded"``, ``"cut 0/dp

@@ -23,8 +23,9 @@ from shardwright.compiler.plan.check import (
     output_paths,
 )
 from shardwright.compiler.plan.plan import Plan, StagePlan
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.errors import PlanError, did_you_mean, on_lines
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 
 DATA_AXES = ("dp",)
 """The axes that take up a change in the number of ranks where nothing else is said: copies of the

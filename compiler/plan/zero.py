@@ -21,7 +21,8 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import ZERO
 
 LARGE_VECTOR = 2**16
 """The fewest elements of a vector that is cut. Norms and biases are a thousandth of a model, and

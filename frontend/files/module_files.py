@@ -49,8 +49,9 @@ from shardwright.policies.policy import Policy, PolicyFunction
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.input_readers import InputReader, plain_sizes
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, sha256
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.declarations import Declaration, Kind
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.errors import InputError, UsageError, format_error
-from shardwright.runtime.layout import ZERO
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.compiled import CompiledModule
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.scope import Place

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.file_digests import ChunkDigests
-from shardwright.runtime.layout import ZERO, Layout
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.call_checks import (
     DeclaredParameter,
     StepsWithoutSums,

@@ -22,8 +22,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.errors import InputError, brief
-from shardwright.runtime.layout import Atom, Coords, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import Coords
 from shardwright.runtime.pieces import local_piece
 from shardwright.runtime.structure import flatten, map_leaves, values_digest
 

@@ -45,8 +45,9 @@ from shardwright.runtime.errors import (
     format_error,
 )
 from shardwright.runtime.gathered_weights import WeightGathering
-from shardwright.runtime.layout import ZERO, Cut
+from shardwright.runtime.layout import Cut
 from shardwright.runtime.left_out import LeftOut
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.call_checks import (
     check_devices,
     check_parameters,

@@ -21,7 +21,8 @@ from torch import Tensor
 from shardwright.runtime.checkpoint.tensor_files import byte_ranges, header_bytes
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.file_digests import CheckedFile, ChunkDigests
-from shardwright.runtime.layout import Coords, Mesh
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.mesh import Coords
 from shardwright.runtime.module.declarations import Declaration
 
 WEIGHTS_FILE = "weights.safetensors"

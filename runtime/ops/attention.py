@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.layout import Run
 from shardwright.runtime.ops.axes import Axes, piece_runs
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.ops.random import NamedSizes, RngState
+from shardwright.runtime.runs import Run
 
 
 def scaled_dot_product_attention(

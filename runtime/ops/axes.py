@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Run, joined, within
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.runs import Run, joined, within
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -35,11 +35,11 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.arguments import shown
 from shardwright.runtime.errors import ArgumentError
-from shardwright.runtime.layout import piece
 from shardwright.runtime.ops.axes import Axes, communicating
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
+from shardwright.runtime.runs import piece
 
 TokenDim = tuple[int, int, int]
 """The dim of tokens as ``outer x size x inner``, of which an axis cuts the middle."""

@@ -23,8 +23,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwright.runtime.atoms import AXIS, Atom
 from shardwright.runtime.errors import LoadError
-from shardwright.runtime.layout import AXIS, Atom, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.pieces import local_piece
 
 RngMode = Literal["fast", "plan_independent"]

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.layout import Run, dealt, joined
 from shardwright.runtime.marks import Marks, Seen
 from shardwright.runtime.ops.attention_blocks import (
     Block,
@@ -40,6 +39,7 @@ from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingRows
+from shardwright.runtime.runs import Run, dealt, joined
 from shardwright.runtime.visible_keys import (
     Bands,
     Tile,

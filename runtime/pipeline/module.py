@@ -50,8 +50,9 @@ from torch import Tensor, nn
 
 from shardwright.runtime.arguments import checked_late
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.layout import ZERO, Mesh
+from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.call_checks import check_parameters
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.declared_module import directory_of_class

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.layout import Coords, Mesh, PlaceOnAxis
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.mesh import Coords
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World, current_world
+from shardwright.runtime.runs import PlaceOnAxis
 
 UNITS = "units"
 """The name under which communication between units is counted."""

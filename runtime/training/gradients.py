@@ -14,7 +14,8 @@ from shardwright.runtime.bucket import Bucket, DtypeRule, GradientSum, hold_grad
 from shardwright.runtime.config import CHECK_RANKS_EVERY, ComputeConfig
 from shardwright.runtime.dealing import in_use_order
 from shardwright.runtime.errors import ConfigError, UsageError
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.compiled import compiled_parts
 from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator

@@ -9,7 +9,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 
 
 def atom_indices(atom: Atom, mesh: Mesh, coords: dict[str, int]) -> list[int]:

@@ -23,8 +23,9 @@ from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime import structure
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwright.runtime.layout import Layout, Mesh, piece
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, code_file, sha256
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.pipeline.segment import Segment, Stage, Transfer
+from shardwright.runtime.runs import piece
 from shardwright.runtime.transfer import Box
 
 WORDS, WIDTH, HIDDEN, BATCH = 9, 6, 10, 4

@@ -29,9 +29,10 @@ from shardwright.frontend.files.module_files import declared
 from shardwright.frontend.files.weight_files import initial_values
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.policy import PolicyFunction
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.checkpoint.tensor_files import write_tensors
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest, sha256
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE

@@ -23,7 +23,8 @@ from shardwright.compiler.ops.annotation import instantiate
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.strategy import Assignment, layouts, strategies
-from shardwright.runtime.layout import Layout, Mesh, piece
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.runs import piece
 
 Tensors = dict[str, torch.Tensor]
 

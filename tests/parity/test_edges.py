@@ -17,7 +17,8 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ops.strategy import allowed, layouts, strategies
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.place import Placement, place
-from shardwright.runtime.layout import Mesh, piece
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.runs import piece
 
 
 class Residual(nn.Module):

@@ -18,7 +18,7 @@ from sequence_models import LENGTH, PACKED_POSITIONS, get, verify_sequences
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.program import Compute
 from shardwright.runtime.errors import ConfigError, PlanError
-from shardwright.runtime.layout import dealt
+from shardwright.runtime.runs import dealt
 
 slow = pytest.mark.slow
 B, S, H, L = 4, 8, 16, 2

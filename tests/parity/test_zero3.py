@@ -24,8 +24,8 @@ from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime import gathered_weights
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import ZERO
 from shardwright.runtime.loader import load_class
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication, current_world

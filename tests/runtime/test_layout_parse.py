@@ -2,8 +2,9 @@
 
 import pytest
 
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.errors import LoadError
-from shardwright.runtime.layout import Atom, Layout
+from shardwright.runtime.layout import Layout
 
 
 @pytest.mark.parametrize(

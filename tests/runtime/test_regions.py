@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import decode, dim_indices, encode
 
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.regions import Region, cells, copy_shared, num_covered, untiled
 
 MESHES = [Mesh(), Mesh((("a", 2),)), Mesh((("a", 3),)), Mesh((("a", 2), ("b", 3)))]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from layouts import encode
 
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.transfer import Holding, pieces
 
 MESHES = [{}, {"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp": 2, "tp": 2}]

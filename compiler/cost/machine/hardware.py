@@ -33,7 +33,7 @@ from shardwright.compiler.cost.machine.json_fields import Fields
 from shardwright.runtime.arguments import checked, checked_fields
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 from shardwright.runtime.json_text import parse_json
-from shardwright.runtime.layout import MOST_RANKS
+from shardwright.runtime.mesh import MOST_RANKS
 
 FORMAT = 1
 """The version of the JSON form."""

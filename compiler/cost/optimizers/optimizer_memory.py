@@ -17,7 +17,8 @@ from shardwright.compiler.cost.local_calls import estimated_size, local_shape
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_step import STEP_TEMPORARIES, StepProduct
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.zero.settings import ReductionSettings
 
 

@@ -31,7 +31,8 @@ from shardwright.compiler.cost.time.operator_time import optimizer_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.program import Declaration
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import ZERO, Mesh
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.zero.settings import ReductionSettings
 
 UNITS, STAGES = "units", "stages"

@@ -26,7 +26,8 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import ExchangeKind, OpRule
 from shardwright.compiler.ops.seen_keys import seen_bands
 from shardwright.compiler.ops.strategy import Assignment, exchange, factor_axes, split_factor
-from shardwright.runtime.layout import Mesh, Run, dealt
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.runs import Run, dealt
 from shardwright.runtime.visible_keys import keys_seen
 
 _MESSAGES: Mapping[str, tuple[float, float, float]] = {

@@ -34,8 +34,8 @@ from shardwright.compiler.schedule.planned import dataflow_of, schedule_of_step
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import Span, StageTimes, simulate
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Atom
 from shardwright.runtime.schedule_actions import ActionKind
 from shardwright.runtime.transfer import Holding, pieces
 from shardwright.runtime.zero.settings import ReductionSettings

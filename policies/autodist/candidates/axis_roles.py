@@ -21,8 +21,9 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.meshes import meshes
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.errors import ConfigError, did_you_mean
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 
 ROLES: Sequence[tuple[str, frozenset[str]]] = (
     ("dp", frozenset({"batch"})),

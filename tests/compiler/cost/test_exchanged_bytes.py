@@ -22,8 +22,9 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.known_policies import find_policy
+from shardwright.runtime.atoms import Atom
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication

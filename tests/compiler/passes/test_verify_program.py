@@ -18,7 +18,8 @@ from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import ZERO, Layout
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.mesh import ZERO
 
 
 @functools.cache

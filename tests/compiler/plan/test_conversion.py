@@ -13,7 +13,8 @@ from shardwright.compiler.cost.communication import step_elements
 from shardwright.compiler.ir.size import DynamicSize, to_python
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes, canonical, convert
 from shardwright.runtime import adapters
-from shardwright.runtime.layout import Atom, Cut, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Cut, Layout, Mesh
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world

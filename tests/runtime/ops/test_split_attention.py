@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.layout import Mesh, dealt, joined
+from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ops import split_attention
 from shardwright.runtime.ops.attention_blocks import WrittenOut
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.runs import dealt, joined
 from shardwright.runtime.visible_keys import earlier_keys, pairs
 
 LENGTH = 24

@@ -12,7 +12,8 @@ from placements import Sharded
 
 from shardwright.runtime import ops
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.layout import Cut, Mesh, piece
+from shardwright.runtime.layout import Cut, Mesh
+from shardwright.runtime.runs import piece
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 

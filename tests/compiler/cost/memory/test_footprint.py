@@ -13,7 +13,8 @@ from shardwright.compiler.cost.memory.footprint import Footprints, TensorForm
 from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.program import Adapt, Compute
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 
 ALONE, TP = Footprints(Mesh()), Footprints(Mesh((("tp", 2),)))
 

@@ -11,7 +11,8 @@ from planning import mesh_of, slow_machine
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.policies.autodist.placement.conversions import Conversions, ValueType
 from shardwright.policies.autodist.placement.strategies import LayoutTable
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.atoms import Atom
+from shardwright.runtime.layout import Layout, Mesh
 
 SHAPES = [[(8,), (6,)], [(4, 3), (7,), (2, 8)], [(1,), (12,)], [(5,), (4, 4)], [(2, 1, 8)]]
 

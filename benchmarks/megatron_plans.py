@@ -38,12 +38,12 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
+from shardwright.policies.autodist.autodist_policy import search_each, settled
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search_each, settled
 from shardwright.policies.autodist.search.batch_sizes import batches
 from shardwright.policies.autodist.search.subsearches import Subsearches
-from shardwright.policies.pipelines import PipelineOptions, add_stages
+from shardwright.policies.pipeline_mesh import PipelineOptions, add_stages
 from shardwright.runtime.config import ComputeConfig
 
 

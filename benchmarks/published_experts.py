@@ -50,9 +50,9 @@ from shardwright.compiler.passes.unused_outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.entry import trace
+from shardwright.policies.autodist.autodist_policy import search, settled
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search, settled
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError

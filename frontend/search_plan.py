@@ -19,15 +19,15 @@ from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
 from shardwright.frontend.files.module_source import ModuleSource, in_dtype
-from shardwright.policies.autodist.candidates.results import SearchResult
-from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import (
+from shardwright.policies.autodist.autodist_policy import (
     check_save,
     options_of,
     save,
     search_each,
     settled,
 )
+from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.search.batch_sizes import batch_dims, batches
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options

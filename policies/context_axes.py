@@ -29,7 +29,7 @@ from shardwright.compiler.ops.seen_keys import grows
 from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, placements, split_factor
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.policies.labels import label, num_bytes
-from shardwright.policies.positions import cut_of_free
+from shardwright.policies.sequence_cut import cut_of_free
 from shardwright.policies.sequences import (
     attends,
     heads_factor,

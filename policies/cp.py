@@ -18,7 +18,7 @@ from shardwright.policies.context_axes import (
     split_context,
 )
 from shardwright.policies.piece_loops import PieceOptions, in_pieces
-from shardwright.policies.pipelines import hardware_files
+from shardwright.policies.pipeline_mesh import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import check_sequence
 from shardwright.policies.step_seconds import lowered, step_seconds

@@ -23,7 +23,7 @@ from shardwright.policies.context_axes import (
 )
 from shardwright.policies.expert_axes import ExpertAxis, expert_axes
 from shardwright.policies.piece_loops import in_pieces
-from shardwright.policies.pipelines import (
+from shardwright.policies.pipeline_mesh import (
     PipelineOptions,
     add_stages,
     check_end2end,

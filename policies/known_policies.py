@@ -20,7 +20,7 @@ BUILT_IN: Mapping[str, str] = {
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
     "tensor": "shardwright.policies.tensor",
-    "autodist": "shardwright.policies.autodist.policy",
+    "autodist": "shardwright.policies.autodist.autodist_policy",
     "saved": "shardwright.policies.saved_plan",
 }
 """Name to the module whose ``POLICY`` it is; imported when asked for."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.piece_loops import in_pieces
-from shardwright.policies.pipelines import (
+from shardwright.policies.pipeline_mesh import (
     PipelineOptions,
     add_stages,
     check_end2end,

@@ -17,7 +17,7 @@ from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chosen, choose_axes, choose_dims
 from shardwright.policies.expert_axes import ExpertAxis, exchange_of, experts_of, runs_experts
 from shardwright.policies.labels import label
-from shardwright.policies.positions import cut_of_free
+from shardwright.policies.sequence_cut import cut_of_free
 from shardwright.policies.sequences import Positions, position_split
 from shardwright.policies.weight_operands import PRODUCTS
 

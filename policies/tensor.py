@@ -39,7 +39,7 @@ from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.labels import label
 from shardwright.policies.piece_loops import in_pieces
-from shardwright.policies.pipelines import (
+from shardwright.policies.pipeline_mesh import (
     PipelineOptions,
     add_stages,
     check_end2end,

@@ -30,7 +30,7 @@ from shardwright.compiler.plan.program import Program
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.expert_axes import expert_axes
 from shardwright.policies.piece_loops import PieceOptions, in_pieces
-from shardwright.policies.pipelines import hardware_files
+from shardwright.policies.pipeline_mesh import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.sequences import Positions, check_sequence, positions_of
 from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes

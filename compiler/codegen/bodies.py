@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.compiler.codegen.layer_loops import Loop, loop_at, readers_of
+from shardwright.compiler.codegen.layer_loops import LayerLoop, loop_at, readers_of
 from shardwright.compiler.codegen.literals import range_text
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path
 from shardwright.compiler.codegen.statements import StatementWriter
@@ -116,7 +116,7 @@ class BodyWriter(StatementWriter):
         return [Line(f"{targets} = {call}" if targets else call, module=module)]
 
     def _call_loop(
-        self, loop: Loop, instances: list[Run], scope: Scope, program: Program
+        self, loop: LayerLoop, instances: list[Run], scope: Scope, program: Program
     ) -> list[Line]:
         """Layers one after another as a loop: first the variables that each layer hands to the next
         get their values, then comes the call of one layer.

@@ -32,7 +32,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.terms import RUNTIME
 from shardwright.compiler.passes.verify_program import TABLE
-from shardwright.compiler.plan.inputs import size_sources
+from shardwright.compiler.plan.input_layouts import size_sources
 from shardwright.compiler.plan.program import Program
 from shardwright.runtime.layout import Mesh
 

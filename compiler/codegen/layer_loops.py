@@ -12,7 +12,7 @@ from shardwright.compiler.plan.repeated_blocks import Item, Run, reads
 
 
 @dataclass(frozen=True)
-class Loop:
+class LayerLoop:
     """Layers called one after another. ``carried``: for the position of an input, the output of the
     layer before that it is. All other inputs are the same values for all layers.
     """
@@ -35,7 +35,7 @@ def loop_at(
     position: int,
     readers: Mapping[str, set[int]],
     interrupted: Container[int],
-) -> Loop | None:
+) -> LayerLoop | None:
     """The longest loop that begins at an item; ``None`` if it has fewer than two layers.
     ``interrupted``: positions after which something else is to be done.
     """
@@ -59,7 +59,7 @@ def loop_at(
         ):
             break
         runs, carried = [*runs, item], found
-    return Loop(tuple(runs), carried) if carried is not None else None
+    return LayerLoop(tuple(runs), carried) if carried is not None else None
 
 
 def _is_next(run: Run, last: Run) -> bool:

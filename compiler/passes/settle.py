@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.inputs import input_layouts
+from shardwright.compiler.plan.input_layouts import input_layouts
 from shardwright.compiler.plan.outputs import settled_wishes
 from shardwright.compiler.plan.zero import settled_config, units_of_storage
 from shardwright.runtime.config import ComputeConfig

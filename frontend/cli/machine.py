@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwright import __version__
 from shardwright.compiler.plan.amounts import amount
-from shardwright.frontend.training.joining import launcher
+from shardwright.frontend.training.joining_ranks import launcher
 from shardwright.frontend.training.launching import rank_variables
 from shardwright.runtime.commands import ALIASES, HELP
 

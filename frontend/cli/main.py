@@ -1,5 +1,5 @@
 """The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of
-:mod:`shardwright.frontend.cli.searches`, :mod:`shardwright.frontend.cli.plans`,
+:mod:`shardwright.frontend.cli.searches`, :mod:`shardwright.frontend.cli.given_plans`,
 :mod:`shardwright.frontend.cli.data`, :mod:`shardwright.frontend.calibrate.command` and
 :mod:`shardwright.runtime.cli`.
 
@@ -22,8 +22,8 @@ from shardwright.data.rank_roles import roles
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import forms as cli_forms
+from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli import machine as cli_machine
-from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli import training as cli_training
 from shardwright.frontend.cli.model_arguments import (
@@ -113,7 +113,7 @@ def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
         **cli_forms.COMMANDS,
         **cli_training.COMMANDS,
         **cli_search.COMMANDS,
-        **cli_plans.COMMANDS,
+        **given_plans.COMMANDS,
         **calibrate_command.COMMANDS,
         **cli_data.COMMANDS,
         **cli_machine.COMMANDS,

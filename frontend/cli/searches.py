@@ -28,8 +28,8 @@ from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch
+from shardwright.policies.autodist.autodist_policy import save
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
-from shardwright.policies.autodist.policy import save
 from shardwright.policies.autodist.questions.explain import (
     MOST,
     Choice,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.frontend.training.joining import joined_job, launcher
+from shardwright.frontend.training.joining_ranks import joined_job, launcher
 from shardwright.frontend.training.launching import start_ranks
 from shardwright.frontend.training.read_settings import read_run
 from shardwright.frontend.training.run_settings import RunSettings

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.frontend.files.job import Job, exchange_about
-from shardwright.frontend.files.process_group import join_process_group
+from shardwright.frontend.files.make_process_group import join_process_group
 from shardwright.frontend.huggingface.calls import Call, default_arguments
-from shardwright.frontend.huggingface.folders import load_whole, pretrained_folder
+from shardwright.frontend.huggingface.initialize_settings import Settings
 from shardwright.frontend.huggingface.initialized_model import (
     CALLS,
     Calls,
     guard_submodules,
     initialized_class,
 )
-from shardwright.frontend.huggingface.pieces import check_can_be_cut, cut
-from shardwright.frontend.huggingface.programs import Programs
-from shardwright.frontend.huggingface.settings import Settings
+from shardwright.frontend.huggingface.model_folders import load_whole, pretrained_folder
+from shardwright.frontend.huggingface.model_pieces import check_can_be_cut, cut
+from shardwright.frontend.huggingface.model_programs import Programs
 from shardwright.frontend.huggingface.twin import twin_of
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.frontend.huggingface.caches import has_known_cache, renew
 from shardwright.frontend.huggingface.calls import CACHE, Call, given_arguments
-from shardwright.frontend.huggingface.folders import check_pieces, save_merged, save_pieces
-from shardwright.frontend.huggingface.programs import Programs, place_in
+from shardwright.frontend.huggingface.model_folders import check_pieces, save_merged, save_pieces
+from shardwright.frontend.huggingface.model_programs import Programs, place_in
 from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from shardwright.runtime.errors import ConfigError, UsageError, brief
 from shardwright.runtime.module.call_checks import (

@@ -17,7 +17,7 @@ from shardwright.data.formats.token_files import TokenWindows
 from shardwright.data.make_loader import Loader, loader
 from shardwright.data.rank_roles import roles
 from shardwright.frontend.files.named_object import load_target
-from shardwright.frontend.training.models import MadeModel, call_target
+from shardwright.frontend.training.run_model import MadeModel, call_target
 from shardwright.frontend.training.run_settings import DataSettings
 from shardwright.runtime.errors import ConfigError, DataError, brief, brief_text
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.data.rank_roles import Roles, roles
 from shardwright.frontend.training.datasets import IGNORED
 from shardwright.frontend.training.fake_runs import CannotRunError, depends_on
-from shardwright.frontend.training.models import MadeModel
+from shardwright.frontend.training.run_model import MadeModel
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.world import World

@@ -26,16 +26,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwright.data.make_loader import Loader
 from shardwright.frontend.files.job import Job, exchange_about
-from shardwright.frontend.huggingface.folders import load_whole, write_config
+from shardwright.frontend.huggingface.model_folders import load_whole, write_config
 from shardwright.frontend.parallelize import parallelize
-from shardwright.frontend.training.batch_sizes import Batches, batches_of, options_of, policy_of
 from shardwright.frontend.training.datasets import example_of, make_dataset, make_loader
 from shardwright.frontend.training.hooks import Hook, Hooks
+from shardwright.frontend.training.learning_rates import make_scheduler
 from shardwright.frontend.training.loggers import Loggers
 from shardwright.frontend.training.loss_weights import LossWeights
-from shardwright.frontend.training.models import MadeModel, make_model
 from shardwright.frontend.training.observing import Observer
-from shardwright.frontend.training.optimizers import make_optimizer
 from shardwright.frontend.training.predictions import Prediction, predict
 from shardwright.frontend.training.read_settings import settings_json
 from shardwright.frontend.training.records import peak_memory_bytes
@@ -45,8 +43,10 @@ from shardwright.frontend.training.resuming import (
     checkpoint_to_resume,
     saved_extra,
 )
+from shardwright.frontend.training.run_model import MadeModel, make_model
+from shardwright.frontend.training.run_optimizer import make_optimizer
 from shardwright.frontend.training.run_settings import DataSettings, RunSettings
-from shardwright.frontend.training.schedules import make_scheduler
+from shardwright.frontend.training.step_samples import Batches, batches_of, options_of, policy_of
 from shardwright.frontend.training.stopping import StopRequest
 from shardwright.policies.policy import Policy
 from shardwright.runtime.checkpoint.load import load_checkpoint

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from shardwright.data.make_loader import loader
 from shardwright.data.rank_roles import roles
+from shardwright.frontend.training.learning_rates import part_of_rate
 from shardwright.frontend.training.read_settings import read_run
 from shardwright.frontend.training.run_settings import RunSettings
-from shardwright.frontend.training.schedules import part_of_rate
 from shardwright.frontend.training.trainer import RunResult, train
 from shardwright.runtime.ranks.threads import run_ranks
 

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

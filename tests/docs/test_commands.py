@@ -14,9 +14,9 @@ import pytest
 from shardwright.frontend.calibrate import command as calibrate
 from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import forms as cli_forms
+from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli import machine as cli_machine
 from shardwright.frontend.cli import main as cli
-from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli import training as cli_training
 from shardwright.frontend.cli.searches import read_batch_dims, read_sizes, read_sizes_listed
@@ -51,7 +51,7 @@ def commands() -> dict[str, tuple[object, object, str]]:
         cli_forms.COMMANDS,
         cli_machine.COMMANDS,
         cli_training.COMMANDS,
-        cli_plans.COMMANDS,
+        given_plans.COMMANDS,
         calibrate.COMMANDS,
         cli_data.COMMANDS,
         runtime_cli.COMMANDS,

@@ -12,7 +12,7 @@ import pytest
 import tiny_gpt
 import torch
 import zoo
-from loss_scaling import overflow
+from overflows import overflow
 from precision import float64_casts
 from torch import Tensor
 from traces import shared_traces

@@ -15,7 +15,7 @@ from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule_actions import ActionKind

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.compiler.plan.amounts import amount
 from shardwright.policies.autodist.candidates.results import SearchResult
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.runtime.layout import Mesh
 

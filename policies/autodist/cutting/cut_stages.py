@@ -20,7 +20,7 @@ from shardwright.compiler.schedule.live_microbatches import held_together, peak_
 from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.candidates.titles import (
     recompute_title,

@@ -13,11 +13,11 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.imbalance import Imbalance, imbalance_text, scaled
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.axis_roles import ROLES, forbidden, role_of
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.titles import refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.questions.explain import GIGABYTE, TIE, Choice, Request
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, on_lines

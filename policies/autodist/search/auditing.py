@@ -27,7 +27,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.axis_roles import renamed
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.titles import memory_words
-from shardwright.policies.autodist.search.state import AUDIT, SearchState
+from shardwright.policies.autodist.search.search_state import AUDIT, SearchState
 from shardwright.policies.autodist.stages.split_chain import NoGain
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError

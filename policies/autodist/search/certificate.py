@@ -16,7 +16,7 @@ from shardwright.compiler.plan.plan import Certificate
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, SearchResult
 from shardwright.policies.autodist.candidates.titles import first_of
-from shardwright.policies.autodist.search.state import SearchState
+from shardwright.policies.autodist.search.search_state import SearchState
 
 EVERY = "every plan of so many ranks"
 """The space of a bound that is the arithmetic alone."""

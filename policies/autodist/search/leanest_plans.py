@@ -15,7 +15,7 @@ from shardwright.policies.autodist.candidates.results import CutRequest
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.placement.least_memory import MemoryWeight
 from shardwright.policies.autodist.search.auditing import Audits
-from shardwright.policies.autodist.search.state import SearchState
+from shardwright.policies.autodist.search.search_state import SearchState
 
 MOMENTARY, HEAVY, LIGHT, STEPS = (0.0, 0.05, 1.0), 1e6, 1e-3, 6
 """The shares of what is momentary that are weighed; the weights of memory between which placements

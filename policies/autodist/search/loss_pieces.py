@@ -21,7 +21,7 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Note
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.search.auditing import Audits
-from shardwright.policies.autodist.search.state import AUDIT, SearchState
+from shardwright.policies.autodist.search.search_state import AUDIT, SearchState
 from shardwright.policies.piece_loops import LOSS, PieceOptions, in_pieces, losses
 from shardwright.runtime.errors import PlanError
 

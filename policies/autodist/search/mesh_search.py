@@ -29,10 +29,10 @@ from shardwright.policies.autodist.candidates.meshes import (
     position_ranks,
 )
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Audits
-from shardwright.policies.autodist.search.state import (
+from shardwright.policies.autodist.search.search_state import (
     TRIED,
     TRYING_SHARE,
     SearchState,

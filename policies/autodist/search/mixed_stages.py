@@ -25,7 +25,7 @@ from shardwright.policies.autodist.candidates.meshes import stage_sizes
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Audits
-from shardwright.policies.autodist.search.state import SearchState
+from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.stages.chain import layer_blocks
 from shardwright.policies.autodist.stages.frontier import Array
 

@@ -43,8 +43,8 @@ from shardwright.policies.autodist.search.leanest_plans import LeastMemory
 from shardwright.policies.autodist.search.loss_pieces import LossPieces
 from shardwright.policies.autodist.search.mesh_search import MeshSearch
 from shardwright.policies.autodist.search.mixed_stages import MixedStages
+from shardwright.policies.autodist.search.search_state import SearchState
 from shardwright.policies.autodist.search.simple_policies import SimplePolicies
-from shardwright.policies.autodist.search.state import SearchState
 from shardwright.runtime.config import ComputeConfig
 
 MESH_SHARES = (0.3, 0.5, 0.7)

@@ -16,16 +16,16 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
 )
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.search.auditing import Auditor, least_of
+from shardwright.policies.autodist.search.search_state import AUDIT, SearchState
 from shardwright.policies.autodist.search.simple_plans import (
     SIMPLE_SLACK,
     Rules,
     SimplePlan,
     simple_plans,
 )
-from shardwright.policies.autodist.search.state import AUDIT, SearchState
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 

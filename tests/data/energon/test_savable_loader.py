@@ -12,7 +12,7 @@ import torch
 from datasets_by_hand import Numbers, ids_of, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import numbered_shards, write_tar
+from sample_files import numbered_shards, write_tar
 
 import shardwright
 from shardwright import data

@@ -3,7 +3,7 @@
 from itertools import chain
 
 import pytest
-from shards import numbered_shards
+from sample_files import numbered_shards
 from spawn import run_processes
 
 

@@ -7,7 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from shards import numbered_shards, write_tar
+from sample_files import numbered_shards, write_tar
 
 from shardwright import data
 from shardwright.data.formats.source_files import MOST_OPEN_FILES, index_path

@@ -15,9 +15,9 @@ import shardwright
 from shardwright.frontend.calibrate import command as calibrate_command
 from shardwright.frontend.cli import data as cli_data
 from shardwright.frontend.cli import forms as cli_forms
+from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli import machine as cli_machine
 from shardwright.frontend.cli import main as cli
-from shardwright.frontend.cli import plans as cli_plans
 from shardwright.frontend.cli import searches as cli_search
 from shardwright.frontend.cli import training as cli_training
 from shardwright.frontend.cli.main import main
@@ -466,7 +466,7 @@ def test_the_lines_of_help_are_those_of_the_commands():
         **cli_forms.COMMANDS,
         **cli_training.COMMANDS,
         **cli_search.COMMANDS,
-        **cli_plans.COMMANDS,
+        **given_plans.COMMANDS,
     }
     of_machines = {
         **calibrate_command.COMMANDS,

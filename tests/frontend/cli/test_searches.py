@@ -212,7 +212,7 @@ def test_what_cannot_be_answered_or_written_is_refused_before_the_search(
         raise AssertionError("the search began")
 
     monkeypatch.setattr(PlanSearch, "run", searched)
-    monkeypatch.setattr("shardwright.policies.autodist.policy.search_each", searched)
+    monkeypatch.setattr("shardwright.policies.autodist.autodist_policy.search_each", searched)
     explain, folder = "explain plan_models:make --plan-ngpus 2", tmp_path / "folder"
     folder.mkdir()
     for line, words in (

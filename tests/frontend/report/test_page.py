@@ -18,7 +18,7 @@ from shardwright.compiler.cost.plan_cost import PlanCost, RankCost
 from shardwright.compiler.cost.time.pipeline_time import transfer_seconds
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.frontend.cli import plans as cli_plans
+from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.report.page import Section, _parts_of_step, page
 from shardwright.runtime.config import ComputeConfig
@@ -213,10 +213,10 @@ def test_the_command(
     assert cost.step_s > 0 and len(cost.memory) == 2
     machine = load_hardware("h100", 2)
     small = replace(machine, device=replace(machine.device, memory_bytes=1000.0))
-    monkeypatch.setattr(cli_plans, "load_hardware", lambda name, num_devices: small)
+    monkeypatch.setattr(given_plans, "load_hardware", lambda name, num_devices: small)
     assert main(request) == 0 and capsys.readouterr().out.endswith(
         "\ndoes not fit: a device has 1 kB\n"
     )
-    monkeypatch.setattr(cli_plans, "load_hardware", load_hardware)
+    monkeypatch.setattr(given_plans, "load_hardware", load_hardware)
     assert main([*request[:-1], "h1000"]) == 1
     assert "h100" in capsys.readouterr().err

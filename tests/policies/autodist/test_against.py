@@ -35,11 +35,11 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace import trace
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedModel
 from shardwright.policies.autodist.candidates.results import Candidate
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search.search import Search
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig

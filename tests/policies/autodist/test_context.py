@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.questions.explain import (
     NOTHING_BINDS,
     Request,

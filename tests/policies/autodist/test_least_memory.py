@@ -21,9 +21,9 @@ from shardwright.compiler.cost.memory.rank_memory import CATEGORIES
 from shardwright.compiler.passes.without_gradients import without_gradients
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import search, settled
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search, settled
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 

@@ -15,10 +15,10 @@ from plans import annotated, zoo_graph
 
 from shardwright.compiler.trace import trace
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import apply, search, settled
 from shardwright.policies.autodist.candidates.meshes import stage_sizes
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import apply, search, settled
 from shardwright.policies.autodist.questions.explain import (
     Request,
     explain_module,

@@ -1,11 +1,11 @@
 """Loss scaling: the course of torch's scaler on one device, and every rank decides alike."""
 
-import loss_scaling
+import overflows
 import pytest
 import torch
-from loss_scaling import OPTIONS, STEPS, assert_same_course
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import adamw, piece_of
+from overflows import OPTIONS, STEPS, assert_same_course
 from pipeline_files import Net
 from pipeline_training import samples_of, write
 from pipelines import make_pipe
@@ -51,7 +51,7 @@ def reference(num_units, accumulate, element, factory=adamw):
         ]
         scaler.scale(torch.stack(losses).sum()).backward()
 
-    return loss_scaling.train(
+    return overflows.train(
         model, factory(model.parameters()), scaler, backward, (model.layers[0].weight, element)
     )
 
@@ -70,7 +70,7 @@ def train_rank(rank, files, config, accumulate, poisoned_rank, factory):
 
     poisoned = (module.layers[0].weight, 3) if rank == poisoned_rank else None
     return {
-        **loss_scaling.train(module, optimizer, scaler, backward, poisoned),
+        **overflows.train(module, optimizer, scaler, backward, poisoned),
         "state": module.state_dict(),
     }
 
@@ -148,7 +148,7 @@ def train_pipe(rank, files, config, steps=range(STEPS), folder=None):
     weights = dict(module.named_parameters())
     # Of the first stage, of one unit.
     poisoned = (weights["blocks.0.norm.bias"], 2) if rank == 0 else None
-    record = loss_scaling.train(module, optimizer, scaler, backward, poisoned, steps)
+    record = overflows.train(module, optimizer, scaler, backward, poisoned, steps)
     if folder is not None:
         save_checkpoint(folder, module, optimizer, extra={"scaler": scaler.state_dict()})
     return record
@@ -163,7 +163,7 @@ def pipe_reference(pipe, num_units):
                 scaler.scale(model(sample)[0]).backward()
 
     weights = dict(model.named_parameters())
-    return loss_scaling.train(
+    return overflows.train(
         model, adamw(model.parameters()), scaler, backward, (weights["blocks.0.norm.bias"], 2)
     )
 
@@ -232,7 +232,7 @@ def test_not_a_number_skips_too_and_ranks_without_parameters_take_part():
 def test_a_skipped_step_leaves_everything_as_it_was(tmp_path):
     module = load_class(write_files(tmp_path, make_model(), dp=1, tp=1))()
     optimizer, scaler = build_optimizer(module, adamw), LossScaler()
-    with loss_scaling.overflow(module.layers[0].weight, 0):
+    with overflows.overflow(module.layers[0].weight, 0):
         scaler.scale(module(*make_batch(0))).backward()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     assert scaler.step(optimizer) is None

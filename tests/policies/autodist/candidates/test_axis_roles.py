@@ -10,9 +10,9 @@ from planning import slow_machine
 
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.axis_roles import check_degrees, meshes_with, role_of
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.questions.explain import Request
 from shardwright.policies.autodist.questions.what_if import levers
 from shardwright.runtime.config import ComputeConfig

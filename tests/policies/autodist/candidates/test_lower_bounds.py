@@ -21,11 +21,11 @@ from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.frontend.cli.searches import candidate_rows
+from shardwright.policies.autodist.autodist_policy import search, search_each, settled
 from shardwright.policies.autodist.candidates.lower_bounds import ARITHMETIC, arithmetic_bound_s
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search, search_each, settled
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.simple_policies import NO_BOUND
 from shardwright.policies.autodist.search.subsearches import Subsearches

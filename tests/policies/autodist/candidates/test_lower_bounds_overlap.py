@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.lower_bounds import share_despite_overlap
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.runtime.config import ComputeConfig
 

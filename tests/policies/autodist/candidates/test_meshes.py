@@ -16,10 +16,10 @@ from plans import zoo_graph
 
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import apply, search
 from shardwright.policies.autodist.candidates.meshes import position_ranks, with_pp
 from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import apply, search
 from shardwright.policies.autodist.stages.boundaries import tier_groups
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh

@@ -17,7 +17,7 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import Candidate, CutRequest, LoweredPlacement
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.placement.place import place

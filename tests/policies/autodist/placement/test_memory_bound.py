@@ -23,7 +23,7 @@ from shardwright.compiler.passes.recompute_regions import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import generate
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.placement.formulation import OpNode
 from shardwright.policies.autodist.placement.memory_bound import _Draft, least_step_s
 from shardwright.policies.autodist.placement.place import Placement, place

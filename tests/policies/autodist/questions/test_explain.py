@@ -7,8 +7,8 @@ from dataclasses import replace
 import plans
 from planning import slow_machine
 
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.questions.explain import (
     NOTHING_BINDS,
     REST_FOR_SPEED,

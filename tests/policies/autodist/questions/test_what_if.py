@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwright import ComputeConfig
 from shardwright.compiler.plan.outputs import returns_more_than_loss
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.questions.explain import Request
 from shardwright.policies.autodist.questions.what_if import levers
 

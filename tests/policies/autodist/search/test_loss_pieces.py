@@ -12,8 +12,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.autodist.autodist_policy import POLICY, search
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import POLICY, search
 from shardwright.policies.autodist.questions.explain import Request, explain_operator
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError

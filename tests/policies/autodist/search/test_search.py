@@ -22,15 +22,15 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import settled
 from shardwright.policies.autodist.candidates.axis_roles import named, renamed
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedModel
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
-from shardwright.policies.autodist.candidates.schedules import named_schedules
+from shardwright.policies.autodist.candidates.scheduled_plans import named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.cutting import cut_stages as cutting
-from shardwright.policies.autodist.policy import settled
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.search.certificate import certificate

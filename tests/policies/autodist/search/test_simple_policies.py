@@ -21,6 +21,7 @@ from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.published import SCHEDULES
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.mesh_requests import (
     MeshRequest,
@@ -29,11 +30,10 @@ from shardwright.policies.autodist.candidates.mesh_requests import (
 )
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, position_ranks
 from shardwright.policies.autodist.candidates.results import SearchResult
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search import mesh_search
 from shardwright.policies.autodist.search import search as outer_search
 from shardwright.policies.autodist.search.auditing import Auditor

@@ -7,7 +7,7 @@ import pytest
 from planning import slow_machine
 
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.search.auditing import Auditor
 from shardwright.policies.autodist.search.simple_plans import simple_plans

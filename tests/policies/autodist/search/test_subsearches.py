@@ -29,10 +29,10 @@ from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan, resized, search_plan
 from shardwright.frontend.verification.sample_inputs import in_float64
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan

@@ -16,7 +16,7 @@ from shardwright.compiler.cost.time.body_time import body_time
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute_regions import mark_recompute
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule, staged
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.stages.block_costs import block_costs
 from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
 from shardwright.policies.autodist.stages.stage_costs import StageCosts

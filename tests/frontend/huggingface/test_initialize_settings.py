@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.frontend.huggingface.settings import Settings
+from shardwright.frontend.huggingface.initialize_settings import Settings
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 

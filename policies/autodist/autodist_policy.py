@@ -32,7 +32,7 @@ from shardwright.policies.autodist.search.subsearches import (
     Subsearch,
     Subsearches,
 )
-from shardwright.policies.pipelines import hardware_files
+from shardwright.policies.pipeline_mesh import hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved_plan import SavedOptions, load_plan
 from shardwright.policies.stage_places import starts_at

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from shardwright.frontend.training.joining import (
+from shardwright.frontend.training.joining_ranks import (
     first_host,
     launcher,
     tasks_by_node,
     torchrun_variables,
 )
+from shardwright.frontend.training.learning_rates import part_of_rate
 from shardwright.frontend.training.run_settings import ScheduleSettings
-from shardwright.frontend.training.schedules import part_of_rate
 
 SLURM = {
     "SLURM_PROCID": "5",

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwright.frontend.files.module_source import RealTables
 from shardwright.frontend.files.named_object import load_target
-from shardwright.frontend.huggingface.folders import pretrained_folder
+from shardwright.frontend.huggingface.model_folders import pretrained_folder
 from shardwright.frontend.training.run_settings import ModelSettings
 from shardwright.runtime.errors import ConfigError, brief, brief_text, did_you_mean
 

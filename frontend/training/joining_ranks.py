@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from shardwright.frontend.files.process_group import join_process_group
+from shardwright.frontend.files.make_process_group import join_process_group
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.world import world_of_thread
 

@@ -35,11 +35,11 @@ from shardwright.compiler.trace import trace
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.verification.verify import verify
+from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search import placer as placer_module
 from shardwright.policies.autodist.search.certificate import certificate
 from shardwright.policies.autodist.search.placer import LARGE, TARGET_GAP, Placer

@@ -28,7 +28,7 @@ from shardwright.frontend.files.module_files import Order
 from shardwright.frontend.files.module_source import ModuleSource
 from shardwright.frontend.huggingface.caches import known_cuts, with_cache
 from shardwright.frontend.huggingface.calls import CACHE, Call
-from shardwright.frontend.huggingface.settings import Settings
+from shardwright.frontend.huggingface.initialize_settings import Settings
 from shardwright.frontend.huggingface.whole_gradients import with_whole_gradients
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType

@@ -1,8 +1,8 @@
 """How long autodist takes to plan, and how far from optimal its plan can be: a Llama of the 8B
 shape on one mesh, and searched.
 
-    python benchmarks/planning.py [--quick] [--search] [--three-axes]
-    python benchmarks/planning.py --short [LAYERS-RANKS-LIMIT ...]
+    python benchmarks/planning_time.py [--quick] [--search] [--three-axes]
+    python benchmarks/planning_time.py --short [LAYERS-RANKS-LIMIT ...]
 
 The model is traced on meta, bfloat16, one sequence of 4096 tokens for every rank along the first
 axis; the machine is A100-80GB nodes of eight. Times are CPU seconds of this process; tracing is not
@@ -31,10 +31,10 @@ from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.trace import trace
+from shardwright.policies.autodist.autodist_policy import search, settled
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.policy import search, settled
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh

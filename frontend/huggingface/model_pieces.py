@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from shardwright.frontend.huggingface.programs import place_in
+from shardwright.frontend.huggingface.model_programs import place_in
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pieces import local_piece

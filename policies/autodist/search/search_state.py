@@ -29,7 +29,7 @@ from shardwright.policies.autodist.candidates.results import (
     LoweredPlacement,
     SearchResult,
 )
-from shardwright.policies.autodist.candidates.schedules import NamedSchedule, named_schedules
+from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, named_schedules
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.candidates.titles import memory_words
 from shardwright.policies.autodist.cutting.cut_stages import Cutter

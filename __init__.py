@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from shardwright.runtime.ranks.rank_groups import rank_groups
     from shardwright.runtime.ranks.threads import run_ranks
     from shardwright.runtime.ranks.world import count_communication
+    from shardwright.runtime.training.build_optimizer import build_optimizer
     from shardwright.runtime.training.loss_scaling import LossScaler
-    from shardwright.runtime.training.optimizer import build_optimizer
 
 __version__ = "0.1.0"
 
@@ -144,7 +144,7 @@ _MODULES = {
     "TraceError": "shardwright.runtime.errors",
     "UsageError": "shardwright.runtime.errors",
     "broadcast_weights": "shardwright.runtime.module.broadcast",
-    "build_optimizer": "shardwright.runtime.training.optimizer",
+    "build_optimizer": "shardwright.runtime.training.build_optimizer",
     "count_communication": "shardwright.runtime.ranks.world",
     "deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
     "export_pretrained": "shardwright.runtime.checkpoint.pretrained",

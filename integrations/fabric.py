@@ -28,7 +28,7 @@ from shardwright.runtime.checkpoint.save import save_checkpoint
 from shardwright.runtime.errors import CheckpointError, ConfigError, UsageError
 from shardwright.runtime.module.compiled import compiled_parts
 from shardwright.runtime.ranks.groups import RankMesh
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 
 def _fabric(module: str) -> Any:

@@ -32,7 +32,8 @@ from shardwright.frontend.huggingface.initialized_model import InitializedModel
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError, brief
 from shardwright.runtime.ranks.groups import RankMesh
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 try:
     from accelerate.data_loader import prepare_data_loader

@@ -12,7 +12,8 @@ from shardwright.frontend.files.named_object import load_target
 from shardwright.frontend.training.run_settings import OptimizerSettings
 from shardwright.runtime.errors import ConfigError, did_you_mean
 from shardwright.runtime.module.parallel_module import ParallelModule
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 
 def make_optimizer(module: ParallelModule, settings: OptimizerSettings) -> ParallelOptimizer:

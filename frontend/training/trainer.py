@@ -60,7 +60,7 @@ from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.structure import flatten, map_leaves
 from shardwright.runtime.swap import write_file
 from shardwright.runtime.training.loss_scaling import LossScaler
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 _MODULE_DTYPES = {
     "float64": torch.float64,

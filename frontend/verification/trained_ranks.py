@@ -19,7 +19,7 @@ from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 Samples = Sequence[Sequence[Mapping[str, Any]]]

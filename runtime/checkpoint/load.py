@@ -41,7 +41,7 @@ from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.undo import taking, undone_on_error
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.world import World, current_world
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 from shardwright.runtime.zero.state_masters import MASTER, load_masters
 
 

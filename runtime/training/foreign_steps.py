@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwright.runtime.bucket import is_reduced
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.training.clipping import PART, PartOfModel
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 SENDERS = frozenset({"ZeroRedundancyOptimizer"})
 """The names of classes of optimizers that send each parameter from one rank to all others."""

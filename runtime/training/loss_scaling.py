@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, UsageError, malformed
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 _LARGEST = torch.finfo(torch.float32).max
 

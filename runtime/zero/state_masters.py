@@ -15,7 +15,7 @@ from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.whole_tensors import WHOLE, WholeParameter
 
 if TYPE_CHECKING:
-    from shardwright.runtime.training.optimizer import ParallelOptimizer
+    from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 MASTER = "shardwright.master"
 """The key of a parameter's master beside the optimizer's own state of it."""

@@ -21,7 +21,7 @@ import shardwright
 from shardwright.runtime.checkpoint.owner import release_all
 from shardwright.runtime.checkpoint.save import CheckpointSave
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 class Net(nn.Module):

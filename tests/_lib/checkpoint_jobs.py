@@ -18,7 +18,8 @@ from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 
 def save_and_resume(files: str, directory: str) -> dict[str, bool]:

@@ -23,7 +23,7 @@ import shardwright
 import shardwright.runtime.checkpoint.save
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 Plan = tuple[str, int, int]
 """Policy, ranks of the plan, ranks in all. ``"tp+zero1"``: policy ``tp``, optimizer state split;

@@ -26,7 +26,7 @@ from shardwright.frontend.verification.one_device import adamw
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 def collectives() -> tuple[str, dict[str, Any]]:

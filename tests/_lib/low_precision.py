@@ -24,7 +24,8 @@ from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 STEPS = 4
 SAMPLES = 2

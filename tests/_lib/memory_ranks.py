@@ -15,7 +15,7 @@ from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 def measured_peaks(

@@ -29,7 +29,7 @@ from shardwright.frontend.parallelize import parallelize
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 SIZES = {
     "n_embd": 64,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 STEPS = 3
 

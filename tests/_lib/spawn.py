@@ -20,7 +20,7 @@ PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
     "shardwright.runtime.loader",
-    "shardwright.runtime.training.optimizer",
+    "shardwright.runtime.training.build_optimizer",
     "shardwright.frontend.parallelize",
     "transformers.models.gpt2.modeling_gpt2",
 ]

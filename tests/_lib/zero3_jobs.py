@@ -12,7 +12,7 @@ from shardwright.frontend.verification.one_device import adamw
 from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 def train(directory: Path, name: str, steps: int = 3) -> dict[str, Tensor]:

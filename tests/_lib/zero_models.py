@@ -14,7 +14,7 @@ from verified import verify_zoo
 from zero_training import OPTIMIZERS
 
 from shardwright.frontend.verification.verify import VerifyReport
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 FACTORS: dict[str, list[Any]] = {
     "model": ["gpt2", "resnet"],

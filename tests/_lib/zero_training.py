@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 STEPS = 3

@@ -10,7 +10,7 @@ from mlp_training import adamw
 import shardwright
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 

@@ -20,7 +20,7 @@ from shardwright.policies.hybrid import HybridOptions
 from shardwright.policies.known_policies import BUILT_IN, find_policy
 from shardwright.policies.policy import read_options
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/coming-from.md").read_text()
 

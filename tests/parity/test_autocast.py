@@ -24,8 +24,8 @@ from shardwright.frontend.verification.verify import _num_samples, compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.training.loss_scaling import LossScaler
-from shardwright.runtime.training.optimizer import build_optimizer
 
 
 class Cast(nn.Module):

@@ -18,7 +18,7 @@ from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.pieces import local_piece
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 DIMS = {name: {0: "batch", 1: "seq"} for name in ("input_ids", "labels")}
 SIZES = [(4, 8), (6, 5), (3, 15)]

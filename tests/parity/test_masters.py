@@ -25,7 +25,8 @@ import shardwright
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 from shardwright.runtime.zero.remainders import is_rounded
 

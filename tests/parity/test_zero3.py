@@ -29,7 +29,7 @@ from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication, current_world
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 Case = tuple[str, str, int, int, dict[str, Any]]
 """Model, policy, ranks of a unit, units, further fields of the config."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.frontend.parallelize import parallelize
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 X = torch.linspace(-1.3, 2.1, 24).view(4, 6)
 

@@ -29,7 +29,7 @@ from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 RATES = dict.fromkeys(("float64", "float32"), 1e9)
 HARDWARE = Hardware("toy", Device("toy", 10**9, RATES, 1e9, 1e-6), (Tier("link", (8,), 1e-5, 1e8),))

@@ -28,7 +28,7 @@ from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 FOUR = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
 

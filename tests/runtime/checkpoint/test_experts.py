@@ -24,7 +24,7 @@ from shardwright.frontend.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 TOLERANCE = 1e-10
 

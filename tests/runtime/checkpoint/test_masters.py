@@ -15,7 +15,8 @@ import shardwright
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 REMAINDERS = {"distributed_optimizer": {"store_param_remainders": True}}
 FIRST = Case("gpt2", "dp", 1, 2)

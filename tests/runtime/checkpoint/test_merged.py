@@ -19,7 +19,7 @@ from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 TOLERANCE = 1e-10
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwright
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 TOLERANCE = 1e-11
 # All have four stages, and so are pipelines of one model, tied or not.

@@ -19,7 +19,7 @@ from shardwright.runtime.checkpoint.state_place import state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.zero.state_masters import MASTER
 
 TOLERANCE = 1e-10

@@ -11,7 +11,7 @@ from shardwright.runtime.errors import InputError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module.end2end import arguments_of
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 @pytest.fixture

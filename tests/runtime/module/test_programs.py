@@ -18,7 +18,7 @@ from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pieces import local_piece
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 class Grids(nn.Module):

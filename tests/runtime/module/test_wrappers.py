@@ -21,7 +21,7 @@ import shardwright
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 
 @pytest.fixture

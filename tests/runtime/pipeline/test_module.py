@@ -12,7 +12,7 @@ from shardwright.runtime.errors import CheckpointError, DistributedError, InputE
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module.end2end import reducer_of
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 SAMPLES = [make_sample(m) for m in range(3)]
 

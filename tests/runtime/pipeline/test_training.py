@@ -13,7 +13,7 @@ from shardwright.compiler.schedule.published import SCHEDULES
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import ThreadMessages, _Posted, run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 TRAINING = [name for name in SCHEDULES if name != "infer_pipe"]
 

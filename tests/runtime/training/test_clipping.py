@@ -22,8 +22,8 @@ from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.all_gradients import AllGradients
+from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.training.clipping import watch_clipping
-from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.training.reducer import Reducer
 from shardwright.runtime.zero.gathering import gathered_gradients
 

@@ -19,8 +19,8 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.training.loss_scaling import LossScaler
-from shardwright.runtime.training.optimizer import build_optimizer
 
 ZERO = [
     {"use_zero": 1},

@@ -11,7 +11,8 @@ from spawn import run_processes
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 
 def compiled(tmp_path, dp=1, tp=2):

@@ -17,7 +17,7 @@ from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
 
 ASYNC = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_async_reducer": True}
 

@@ -15,7 +15,8 @@ from shardwright.runtime.errors import CheckpointError, ConfigError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 STAGES = [{"use_zero": 1}, {"use_zero": 1, "zero_use_reduce_scatter": True}, {"use_zero": 2}]

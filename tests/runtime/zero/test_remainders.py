@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
+from shardwright.runtime.training.build_optimizer import build_optimizer
+from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 from shardwright.runtime.zero import shards
 from shardwright.runtime.zero.remainders import Remainder, is_rounded
 from shardwright.runtime.zero.state_masters import MASTER

@@ -20,6 +20,7 @@ from ortools.sat.python import cp_model
 
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
 from shardwright.policies.dim_options import Option, Sizes, Travel, options_of, weight_classes
 from shardwright.policies.weight_operands import (
     PRODUCTS,
@@ -116,17 +117,16 @@ class Chooser:
         queries and keys.
         """
         classes = self.dims.factors
+
+        def is_shared(op: IROp) -> bool:
+            factors = [factor.name for factor in op.rule.factors] if op.rule else []
+            chosen_here = (f for f in factors if classes.get((op.name, f)) in chosen.classes)
+            return any(self.whole.work(op, factor) for factor in chosen_here)
+
         products = (op for op in self.graph.ops if op.target in PRODUCTS)
-        return all(
-            any(
-                classes.get((op.name, factor.name)) in chosen.classes
-                and self.whole.work(op, factor.name)
-                for factor in (op.rule.factors if op.rule else ())
-            )
-            # Products with weights are counted elsewhere.
-            for op in products
-            if not weights_of(op, self.sources) and self.whole.work(op)
-        )
+        # Products with weights are counted elsewhere.
+        without_weights = (op for op in products if not weights_of(op, self.sources))
+        return all(is_shared(op) for op in without_weights if self.whole.work(op))
 
     def _is_short(self, index: int) -> bool:
         return 1 < estimate(self.dims.classes[index].size) < self.num_ranks

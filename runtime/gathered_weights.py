@@ -304,6 +304,8 @@ class WeightGathering:
             axis, dim, cut_of(axis, cut, x.shape[dim] * axis.size), backward == "reduce_scatter"
         )
         known, is_kept = self._use_of(x), then == "keep"
+        # Cut along several axes, a parameter is gathered along one after the other. Backward starts
+        # from the innermost pieces, so that what was gathered in between need not be kept.
         if known is not None:
             before, member = known
             grad_dtype = before.grad_dtypes[member]

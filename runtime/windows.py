@@ -151,17 +151,12 @@ def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
         last = axis == len(edge.nums_ranks) - 1
         # Before the last hop a rank takes what all ranks want that it passes something on to. In
         # the last one each takes its own, in the order in which it reads it.
-        need = {
-            rank: wanted[rank]
-            if last
-            else merged(
-                span
-                for other in ranks
-                if other[: axis + 1] == rank[: axis + 1]
-                for span in wanted[other]
-            )
-            for rank in ranks
-        }
+        need = wanted
+        if not last:
+            need = {}
+            for rank in ranks:
+                behind = (other for other in ranks if other[: axis + 1] == rank[: axis + 1])
+                need[rank] = merged(span for other in behind for span in wanted[other])
         after = {}
         for rank in ranks:
             members = [(*rank[:axis], i, *rank[axis + 1 :]) for i in range(num_ranks)]

@@ -222,6 +222,7 @@ class OperatorCall:
             )
             for i, x in enumerate(operands)
         )
+        # The values take the places of the tensors, in one order with ``operands``.
         named = map_leaves(
             tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf
         )
@@ -368,16 +369,14 @@ class OperatorCall:
             # Threads cost more than most calls, so only calls that communicate get them.
             if any(isinstance(leaf, AxisRef) for _, arg in local.args for leaf in leaves(arg)):
                 return run_ranks(mesh.size, run_thread)
-            return [
-                run(
-                    rank,
-                    {
-                        axis_variable(name): _Place(mesh.axis_size(name), coords[name])
-                        for name in mesh.names
-                    },
-                )
-                for rank, coords in enumerate(mesh.all_coords())
-            ]
+            outcomes = []
+            for rank, coords in enumerate(mesh.all_coords()):
+                # What the call asks of an axis is a size and an index: a stand-in has both.
+                places = {
+                    axis_variable(name): _Place(size, coords[name]) for name, size in mesh.axes
+                }
+                outcomes.append(run(rank, places))
+            return outcomes
         except Exception as error:  # whatever a wrong rule makes of the call
             return error
 

@@ -221,18 +221,12 @@ def _layouts(
     sides = []
     for side, tensors in enumerate((rule.operands, rule.results)):
         densities = rule.densities[side] if rule.densities else (None,) * len(tensors)
-        sides.append(
-            tuple(
-                tensor_layout(
-                    rule,
-                    refs,
-                    {axis: cut_factor(rule, s, side, i) or "" for axis, s in assignment.items()},
-                    {axis: p[side][i] for axis, p in per_axis.items()},
-                    density,
-                )
-                for i, (refs, density) in enumerate(zip(tensors, densities, strict=True))
-            )
-        )
+        found = []
+        for i, (refs, density) in enumerate(zip(tensors, densities, strict=True)):
+            cut = {axis: cut_factor(rule, s, side, i) or "" for axis, s in assignment.items()}
+            placement = {axis: p[side][i] for axis, p in per_axis.items()}
+            found.append(tensor_layout(rule, refs, cut, placement, density))
+        sides.append(tuple(found))
     return sides[0], sides[1]
 
 

@@ -197,6 +197,8 @@ class _Finder:
         products, mask = self._hidden(hidden)
         if products is None or mask is None:
             return None
+        # From the mask backwards: a cap, ``cap * tanh(s / cap)``, then any number of scales, then
+        # the product of queries and turned keys.
         scale, cap = 1.0, None
         capped = self._step(products, "mul")
         curved = self._step(capped.arg("input"), "tanh") if capped else None
@@ -219,6 +221,7 @@ class _Finder:
         transposed = self._reader.made_by(turned, "transpose")
         if transposed is None or query.ndim != 4:
             return None
+        # Only the last two dims may be turned: positions and width.
         if sorted(transposed.arg(name) % 4 for name in ("dim0", "dim1")) != [2, 3]:
             return None
         key = transposed.operands[0]

@@ -171,6 +171,7 @@ class MaskReader:
             return False
         op = self._producers[value.name][0] if value.name in self._producers else None
         of_queries, of_keys = _positions(value)
+        # Truth along queries alone or keys alone, as padding has it, is a mark by itself.
         if not (of_queries and of_keys):
             if op is not None and op.target == "ones":
                 return True
@@ -183,6 +184,7 @@ class MaskReader:
         if op.target in ("bitwise_and", "logical_and"):
             sides = (op.arg("input"), op.arg("other"))
             return all(self._collect(side, found, bands) for side in sides)
+        # Casts, copies and new dims leave truth as it is: look behind them.
         (operand, *_) = op.operands
         if op.target in _PASSED_ON and operand.dtype == torch.bool:
             return self._collect(operand, found, bands)

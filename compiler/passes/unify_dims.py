@@ -233,16 +233,12 @@ def infer_dims(graph: IRGraph) -> IRGraph:
         for dim, indices_ in enumerate(values[value.name]):
             for index in indices_:
                 parameters.setdefault(index, []).append(f"{value.fqn}:{dim}")
-    classes = tuple(
-        DimClass(
-            i,
-            f"dim{i}",
-            tuple(p.size for p in node.parts) or (node.size,),
-            tuple(parameters.get(i, ())),
-        )
-        for i, node in enumerate(roots)
-    )
-    dims = ModelDims(classes, factors, values, tuple(unifier.conflicts))
+    classes = []
+    for i, node in enumerate(roots):
+        # A concatenation has the sizes of its parts, as each of them is cut by itself.
+        segments = tuple(part.size for part in node.parts) or (node.size,)
+        classes.append(DimClass(i, f"dim{i}", segments, tuple(parameters.get(i, ()))))
+    dims = ModelDims(tuple(classes), factors, values, tuple(unifier.conflicts))
     refined = graph.with_ops(tuple(ops))
     return replace(refined, dims=name_classes(refined, dims))
 

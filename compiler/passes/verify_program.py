@@ -203,6 +203,8 @@ class _Walk:
         if planned is None or planned.count != loop.count or self.loop is not None:
             raise InternalError(f"the plan has no loop {loop.axis} of {loop.count} pieces here")
         outside = dict(self.held)
+        # Only doors may go along the axis of the loop, each in its own direction: pieces in, whole
+        # or summed results out.
         for doors, kinds in ((loop.takes, TAKES), (loop.gives, GIVES)):
             for door in doors:
                 if door.step.axes != (loop.axis,) or door.step.kind not in kinds:

@@ -287,17 +287,14 @@ class ScheduleMethod:
             )
 
 
-SCHEDULES: Mapping[str, ScheduleMethod] = {
-    method.name: method
-    for method in (
-        ScheduleMethod("gpipe", _gpipe),
-        ScheduleMethod("1f1b", _1f1b, max_chunks=1),
-        ScheduleMethod("1f1b_interleaved", _1f1b_interleaved, min_chunks=2, whole_rounds=True),
-        ScheduleMethod("zb_h1", _zb_h1, max_chunks=1, splits_backward=True),
-        ScheduleMethod(
-            "zb_v", _zb_v, min_chunks=2, max_chunks=2, v_shaped=True, splits_backward=True
-        ),
-        ScheduleMethod("infer_pipe", _infer_pipe, trains=False),
-    )
-}
+_METHODS = (
+    ScheduleMethod("gpipe", _gpipe),
+    ScheduleMethod("1f1b", _1f1b, max_chunks=1),
+    ScheduleMethod("1f1b_interleaved", _1f1b_interleaved, min_chunks=2, whole_rounds=True),
+    ScheduleMethod("zb_h1", _zb_h1, max_chunks=1, splits_backward=True),
+    ScheduleMethod("zb_v", _zb_v, min_chunks=2, max_chunks=2, v_shaped=True, splits_backward=True),
+    ScheduleMethod("infer_pipe", _infer_pipe, trains=False),
+)
+
+SCHEDULES: Mapping[str, ScheduleMethod] = {method.name: method for method in _METHODS}
 """The schedules by the names that users choose them with."""

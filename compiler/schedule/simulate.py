@@ -125,6 +125,8 @@ def simulate(
         raise PlanError(f"times of {len(by_stage)} stages for a schedule of {schedule.num_stages}")
     run = _Run(schedule, by_stage, transfer_s, waits_of(schedule, dataflow), begins_s or {})
     order = run_order(schedule, run.waits)
+    # Ranks that share no cores run at one speed, so that one pass in the order of waits finds all
+    # times. Beside others a rank's speed changes with what they do, event by event.
     if machines is None:
         run.alone(order)
     else:

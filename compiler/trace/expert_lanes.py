@@ -151,6 +151,7 @@ def _in_order(lanes: list[Lane], graph: IRGraph) -> list[Lane]:
     before it.
     """
     first = lanes[0].asked
+    # A model that leaves out an expert, or asks one twice, is no sum over all of them.
     experts = sorted(lane.question.expert for lane in lanes)
     if experts != list(range(len(lanes))):
         shown = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
@@ -167,6 +168,8 @@ def _in_order(lanes: list[Lane], graph: IRGraph) -> list[Lane]:
         for value in (r for op in (lane.asked, *lane.body) for r in op.results):
             if value.name in returned:
                 _refuse(lane.asked, f"forward returns {value.name}, which has rows of one expert")
+    # Each lane must add to the sum of the lane before it, and nobody else may look at a partial
+    # sum: it does not exist once all experts run at once.
     position = {op.name: index for index, op in enumerate(graph.ops)}
     ordered = sorted(lanes, key=lambda lane: position[lane.end.name])  # type: ignore[union-attr]
     for lane, following in itertools.pairwise(ordered):
@@ -361,12 +364,15 @@ class _Merge:
     def _merge(self, op: IROp, position: int) -> None:
         """Write one operator of the first lane for the rows of all experts."""
         index = _row_index(op, *self.first.rows)
+        # Reading rows of the running sum belongs to adding a result to it, which is done once at
+        # the end; reading rows of tokens is what the dispatch does.
         if index is not None:
             if op.arg("input") is not self.first.before:
                 self._take_rows(op)
             return
         if op is self._added() or self._drops_a_dim(op):
             return
+        # What differs from lane to lane and is not a row is a weight of the expert.
         varying = [
             (leaf, self._others(position, number))
             for number, leaf in enumerate(op.operands)

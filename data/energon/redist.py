@@ -56,21 +56,12 @@ def redistribute(
     found = _checked(states)
     first = found[0]
     total = world_size * max(1, num_workers)
-    splits = [
-        Split(
-            num_samples,
-            first["seed_offset"],
-            first["shuffle"],
-            first["max_samples_per_sequence"],
-            number,
-        )
-        for number, num_samples in enumerate(first["num_samples"])
-    ]
-    for split in splits:
-        if split.num_samples < total:
-            raise ConfigError(
-                f"{split.num_samples} samples do not give each of {total} workers one"
-            )
+    order = (first["seed_offset"], first["shuffle"], first["max_samples_per_sequence"])
+    splits = []
+    for number, num_samples in enumerate(first["num_samples"]):
+        if num_samples < total:
+            raise ConfigError(f"{num_samples} samples do not give each of {total} workers one")
+        splits.append(Split(num_samples, *order, number))
     left, next_epochs = _left(found, splits)
     # By source, then by worker.
     pieces = [_dealt(own, total) for own in left]

@@ -53,15 +53,13 @@ def order_like(order: Order, given: Mapping[str, Any]) -> Order:
             "more_dummy_args lists the arguments of forward, by name", why=f"it has {brief(given)}"
         )
     leaves = flatten(dict(given))
-    facts = [
-        (
-            path,
-            (list(leaf.shape), str(leaf.dtype), _values(path, leaf, order.config))
-            if isinstance(leaf, Tensor)
-            else repr(leaf),
-        )
-        for path, leaf in sorted(leaves.items())
-    ]
+
+    def fact(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return list(leaf.shape), str(leaf.dtype), _values(path, leaf, order.config)
+        return repr(leaf)
+
+    facts = [(path, fact(path, leaf)) for path, leaf in sorted(leaves.items())]
     constants = {
         path: leaves[path].tolist() if isinstance(leaves[path], Tensor) else values
         for path, values in order.config.constants.items()

@@ -42,16 +42,12 @@ class Calls:
     def __init__(self, model: nn.Module, programs: Programs) -> None:
         self.programs = programs
         self._signatures = {"": inspect.signature(model.forward)}
-        self._parameters = [
-            DeclaredParameter(
-                place_in(model, name),
-                parameter_of(model, declaration.name),
-                declaration.requires_grad,
-            )
-            for declaration in programs.main.declarations
-            if declaration.kind == "parameter"
-            for name in declaration.names
-        ]
+        self._parameters = []
+        for declared in programs.main.declarations:
+            # A tied parameter has several names, and so several places in the model.
+            for name in declared.names if declared.kind == "parameter" else ():
+                place, parameter = place_in(model, name), parameter_of(model, declared.name)
+                self._parameters.append(DeclaredParameter(place, parameter, declared.requires_grad))
 
     def add(self, path: str, module: nn.Module) -> None:
         """Let the submodule at ``path`` be called by itself, too."""

@@ -97,16 +97,12 @@ def ordered_groups(groups: Groups, first: Groups, order: Sequence[str]) -> Group
     """United ``groups`` with names in ``order``, the original one, unless the ``first`` rank has
     all of a group: its order is what the user's function made it.
     """
-    kept = [names for names, _ in first]
-    return tuple(
-        (
-            names
-            if position < len(kept) and kept[position] == names
-            else tuple(reordered(names, order)),
-            options,
-        )
-        for position, (names, options) in enumerate(groups)
-    )
+    ordered = []
+    for position, (names, options) in enumerate(groups):
+        # The last groups may be on other ranks alone.
+        is_kept = position < len(first) and first[position][0] == names
+        ordered.append((names if is_kept else tuple(reordered(names, order)), options))
+    return tuple(ordered)
 
 
 def alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

@@ -105,16 +105,14 @@ def _optimizer_record(
     optimizer: Optimizer, holdings: Holdings, piece_of: AddPiece
 ) -> OptimizerRecord:
     named = named_state(optimizer, holdings)
-    groups = tuple(
-        (
-            names,
-            {
-                key: encode(value, f"the option {key!r} of the optimizer")
-                for key, value in options.items()
-            },
-        )
-        for names, options in named.groups
-    )
+
+    def encoded(options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: encode(value, f"the option {key!r} of the optimizer")
+            for key, value in options.items()
+        }
+
+    groups = tuple((names, encoded(options)) for names, options in named.groups)
     tensors: dict[str, dict[str, TensorRecord]] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, place in state_places(optimizer, holdings).items():

@@ -64,6 +64,7 @@ def attention_where(
 
     heads, key_heads = query.shape[1], key.shape[1]
     pairs = math.prod(positions)
+    # A mask of all pairs costs little while they are few, and torch's kernel is then the fastest.
     is_plain = sinks is None and cap is None and blind == "zeros"
     if not query_axes and is_plain and pairs <= MOST_MASKED:
 
@@ -75,6 +76,7 @@ def attention_where(
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     samples = query.shape[0]
 
+    # Layers of a model share their marks, so what is seen is found once for all of them.
     def found_seen() -> tuple[tuple[Seen, ...], Marks | None]:
         if not given and static is not None and blind == "zeros":
             return (Seen((0, samples), static),), None

@@ -45,6 +45,8 @@ def batch_norm(
             why=f"the input is {list(input.shape)}",
         )
     result, mean, var = _BatchNorm.apply(input, weight, bias, axes, count, eps)  # type: ignore[no-untyped-call]
+    # Normalising divides by ``count``, running statistics by ``count - 1``, as torch does (Bessel's
+    # correction); ``count`` is that of all ranks.
     if training and running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)

@@ -75,6 +75,7 @@ def linear_cross_entropy(
     rows: Tensor = _Chunked.apply(input, linear_weight, linear_bias, target, rows_of, chunk_rows)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return rows
+    # Sums over many rows lose digits in half precision, and ranks would lose different ones.
     wide = accumulation_dtype(rows.dtype)
     total = rows.sum(dtype=wide)
     if reduction == "mean" and target.is_floating_point():

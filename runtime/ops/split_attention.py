@@ -78,6 +78,8 @@ def split_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
         )
+    # The tiles below have the dims [samples, heads, positions, width]. So leading dims become one,
+    # and are taken apart again at the end.
     num_dims = max(query.ndim, key.ndim, value.ndim)
     query, key, value = _same_heads(
         autocasted(query), autocasted(key), autocasted(value), enable_gqa
@@ -243,6 +245,8 @@ def _steps(
     """What the rank at ``places`` does; the first step is with its own keys."""
     ring = next((place for place in places if place.is_ring), _Place(1, 0, False, True))
     size, index = ring.size, ring.index
+    # Every rank computes what all of them need of each other, so that sender and receiver agree on
+    # the size of each message without asking.
     members = [replace(ring, index=rank) for rank in range(size)]
     queries = [
         piece_runs([member if place.is_ring else place for place in places], lengths[0], query_unit)
@@ -255,6 +259,7 @@ def _steps(
         return joined(tile.keys for tile in tiles_between(bands, queries[by], keys[of]))
 
     def share(some: Seen, step: int) -> _Share:
+        # In step ``s`` keys travel ``s`` ranks at once: from rank ``i`` to rank ``i + s``.
         source, target = (index - step) % size, (index + step) % size
         here = keys[index] if step == 0 else needed(some.bands, index, source)
         parts = tuple(
@@ -276,6 +281,7 @@ def _steps(
         )
 
     def is_idle(step: int) -> bool:
+        # Idle on all ranks or on none: an all-to-all needs everybody.
         pairs = (((of + step) % size, of) for of in range(size))
         return not any(needed(some.bands, by, of) for by, of in pairs for some in seen)
 
@@ -467,6 +473,7 @@ def _arriving(
     coming: PendingRows | None = None
     steps, shapes = attention.steps, _Shapes(key, value)
     for number, step in enumerate(steps):
+        # The first step is with the rank's own keys; nothing has to come.
         if number == 0:
             arrived = {
                 share.samples: (key.narrow(0, *share.samples), value.narrow(0, *share.samples))
@@ -476,6 +483,8 @@ def _arriving(
             flat = key.new_empty(0) if coming is None else coming.wait()
             counts = [(share.samples, share.num_keys) for share in step.shares]
             arrived = shapes.unpacked(flat, counts)
+        # The next message leaves before this step's keys are given to the caller: it travels while
+        # the caller computes.
         following = steps[number + 1] if number + 1 < len(steps) else None
         coming = None
         if following is not None and not following.is_idle:

@@ -147,15 +147,11 @@ class Executor:
         trains = step.reducer is not None and not step.dummies[microbatch]
         # What comes in is a leaf of this microbatch's graph: gradients stop there, and are sent
         # back.
-        received = [
-            (
-                transfer,
-                self._exchange.receive(arrival, transfer)
-                .detach()
-                .requires_grad_(trains and transfer.differentiable),
-            )
-            for arrival, transfer in self._routes[microbatch].needs(action)
-        ]
+        received = []
+        for arrival, transfer in self._routes[microbatch].needs(action):
+            leaf = self._exchange.receive(arrival, transfer).detach()
+            leaf.requires_grad_(trains and transfer.differentiable)
+            received.append((transfer, leaf))
         arguments = [
             *(step.samples[microbatch][path] for path in segment.reads),
             *(x for _, x in received),

@@ -326,15 +326,13 @@ class PipelineModule(ParallelModule):
         self._trains = mode == "train" and self.training
         if self._has_stale_copies:  # trained by other means than an optimizer of build_optimizer
             self.refresh_copies()
-        actions = {
-            # A microbatch that only fills up the step has no backward, on no rank.
-            rank: [
-                action
-                for action in listed
-                if action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]
-            ]
-            for rank, listed in self._parsed[mode].items()
-        }
+
+        def runs(action: ScheduleAction) -> bool:
+            # A microbatch that only fills up the step has no backward, on no rank: messages of a
+            # backward that one rank leaves out would never come.
+            return action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]
+
+        actions = {rank: list(filter(runs, listed)) for rank, listed in self._parsed[mode].items()}
         # The routes depend on the sizes of the sample.
         routes = [self._body.routes(sizes) for sizes in self._sizes]
         exchange = Exchange(self.rank, routes, actions, self._messages, self._to_world, self.device)

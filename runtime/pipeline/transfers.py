@@ -189,15 +189,13 @@ class Exchange:
             )
             for peer in senders
         }
+
+        def numbers(listed: Sequence[ScheduleAction]) -> dict[tuple[Payload, int, int], int]:
+            receiving = [(n, a) for n, a in enumerate(listed) if a.kind in PAYLOADS]
+            return {(PAYLOADS[a.kind], a.stage, a.microbatch): n for n, a in receiving}
+
         # By peer: the numbers of its actions by what they receive.
-        self._used_by = {
-            peer: {
-                (PAYLOADS[a.kind], a.stage, a.microbatch): n
-                for n, a in enumerate(actions[peer])
-                if a.kind in PAYLOADS
-            }
-            for peer in senders
-        }
+        self._used_by = {peer: numbers(actions[peer]) for peer in senders}
         self._buffers: dict[Arrival, _Buffer] = {}
         self._posted: dict[tuple[int, Arrival], int] = {}
         self._local: dict[Arrival, list[Tensor]] = {}

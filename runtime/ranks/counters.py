@@ -143,17 +143,10 @@ class CommunicationCounters:
 
     def __str__(self) -> str:
         rows = [("phase", "collective", "axis", "calls", "elements", "bytes")]
-        rows += [
-            (
-                key.phase,
-                key.collective,
-                key.axis,
-                str(volume.calls),
-                f"{volume.elements:,}",
-                f"{volume.num_bytes:,}",
-            )
-            for key, volume in self.items()
-        ]
+        for key, volume in self.items():
+            calls, elements, num_bytes = volume.calls, volume.elements, volume.num_bytes
+            numbers = (str(calls), f"{elements:,}", f"{num_bytes:,}")
+            rows.append((key.phase, key.collective, key.axis, *numbers))
         # As wide as the widest cell; numbers are aligned right.
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         template = "  ".join(

@@ -15,23 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
+from torch import optim
 from torch.optim import Optimizer
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "SGD",
-        "ASGD",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "Adagrad",
-        "Adadelta",
-        "RMSprop",
-        "Rprop",
+    (
+        *(optim.SGD, optim.ASGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+        *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
     )
 )
 """The optimizers that work on any shard: the update of an element depends on the gradients of that

@@ -168,6 +168,8 @@ class FakeRank:
 
         def run_piece(piece: Piece, *parts: Tensor) -> tuple[Tensor, ...]:
             values = {**known, **{t.result.name: x for t, x in zip(loop.takes, parts, strict=True)}}
+            # Sizes inside the loop ask the axis of time for its place, as those outside ask an axis
+            # of ranks. Afterwards nothing may ask for it.
             self.axes[axis_variable(loop.axis)] = piece
             try:
                 for step in loop.body:

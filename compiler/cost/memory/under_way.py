@@ -115,25 +115,24 @@ class _Ends:
                     self._receives.add((payload, target))
                     if is_remote:
                         self._received.setdefault((payload, target), []).append(value)
-        self._numbers = {
-            (PAYLOADS[action.kind], action.stage, action.microbatch): number
-            for listed in actions
-            for number, action in enumerate(listed)
-            if action.kind in PAYLOADS
-        }
+        self._numbers: dict[tuple[Payload, int, int], int] = {}
+        for listed in actions:
+            for number, action in enumerate(listed):
+                if action.kind in PAYLOADS:
+                    made = (PAYLOADS[action.kind], action.stage, action.microbatch)
+                    self._numbers[made] = number
         # A channel is the messages from one peer in the order of its actions, which is the order in
         # which they must be received.
         coming = self._coming()
-        self._channels = {
-            peer: deque(
-                _Incoming(payload, value, action.microbatch)
-                for action in listed
-                if action.kind in PAYLOADS
-                for payload, value in coming.get((PAYLOADS[action.kind], action.stage), ())
-            )
-            for peer, listed in enumerate(actions)
-            if peer != position
-        }
+        self._channels: dict[int, deque[_Incoming]] = {}
+        for peer, listed in enumerate(actions):
+            if peer == position:
+                continue
+            channel = self._channels[peer] = deque()
+            for action in listed:
+                if action.kind in PAYLOADS:
+                    sent = coming.get((PAYLOADS[action.kind], action.stage), ())
+                    channel.extend(_Incoming(p, value, action.microbatch) for p, value in sent)
         self._posted: set[_Incoming] = set()
         self.posted_bytes = 0
 

@@ -119,13 +119,10 @@ def pipeline_cost(
         costs[position.ranks] = compute_s, comm, volumes
     step_s = max(ends)
     # All ranks of a position have one cost; what is left of the step they wait.
-    found = {
-        rank: RankCost(
-            rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())), volumes
-        )
-        for ranks, (compute_s, comm, volumes) in costs.items()
-        for rank in ranks
-    }
+    found: dict[int, RankCost] = {}
+    for ranks, (compute_s, comm, volumes) in costs.items():
+        idle_s = max(0.0, step_s - compute_s - sum(comm.values()))
+        found |= {rank: RankCost(rank, compute_s, comm, idle_s, volumes) for rank in ranks}
     return PlanCost(
         hardware.name,
         step_s,

@@ -178,14 +178,11 @@ def forbidden(
         else ()
     ):
         role = role_of(dim)
-        axes = tuple(
-            axis
-            for axis in mesh.names
-            if axis != role
-            and (axis in degrees or role in degrees)
-            # Experts may be on the axis that also splits tokens.
-            and not (axis == "ep" and role in TOKENS)
-        )
+        axes = [axis for axis in mesh.names if axis != role]
+        if role not in degrees:
+            axes = [axis for axis in axes if axis in degrees]
+        if role in TOKENS:  # experts may be on the axis that also splits tokens
+            axes = [axis for axis in axes if axis != "ep"]
         if axes:
             found[dim] = tuple(dict.fromkeys((*found.get(dim, ()), *axes)))
     return found

@@ -185,12 +185,10 @@ def explain_operator(request: Request, name: str, most: int = MOST) -> Explanati
     # The fastest plan without this choice, and what the plan of the search does.
     fastest, planned = _free(request, name), _planned(request, name)
     # The best plan with each strategy of the operator.
+    # A plan is built only for those that are shown.
+    plan = functools.partial(plan_of, fastest.request, fastest.formulation)
     others = [
-        _Other(
-            found.name,
-            found.cost_s,
-            functools.partial(plan_of, fastest.request, fastest.formulation, found.choice),
-        )
+        _Other(found.name, found.cost_s, functools.partial(plan, found.choice))
         for found in runners_up(fastest, name)
         if found.choice is not None
     ]

@@ -67,16 +67,13 @@ class Network:
         self.neighbours: dict[int, set[int]] = {node: set() for node in self.costs}
         for a, b, cost in problem.edges:
             self.add_edge(a, b, self.pool.intern(cost))
-        # Half of the tolerance is left for rounding. Rows over time are kept as moments.
-        self.rows = [
-            WorkRow(
-                index,
-                row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)),
-                self._interned(row.usage.items()),
-            )
-            for index, row in enumerate(problem.rows)
-            if row.limit < math.inf and row.intervals is None
-        ]
+        self.rows = []
+        for index, row in enumerate(problem.rows):
+            # Rows without a limit forbid nothing; rows over time are kept as moments.
+            if row.limit < math.inf and row.intervals is None:
+                # Half of the tolerance is left for rounding.
+                limit = row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit))
+                self.rows.append(WorkRow(index, limit, self._interned(row.usage.items())))
         self.moments = Moments(problem.rows, self.pool)
         self.followers: list[tuple[int, int, NDArray[np.intp]]] = []
 

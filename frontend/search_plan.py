@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwright.policies.autodist.autodist_policy import (
     settled,
 )
 from shardwright.policies.autodist.candidates.results import SearchResult
-from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.options import AutodistOptions, check_options
 from shardwright.policies.autodist.search.batch_sizes import batch_dims, batches
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
@@ -72,14 +73,20 @@ class PlanSearch:
         check_save(options)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         with in_dtype(module, module_dtype):
-            graphs = _graphs(module, dummy_args, config, options)
-        return cls(
-            Subsearches.of(graphs, config, options.zero, options.imbalance),
-            config,
-            options,
-            hardware,
-            dummy_args,
-        )
+            tracer = _Tracer(module, dummy_args, config, options)
+
+            def of_unit(of_size: ComputeConfig) -> Subsearches:
+                graphs = tracer.graphs(of_size)
+                return Subsearches.of(graphs, of_size, options.zero, options.imbalance)
+
+            if options.unit_sizes is None:
+                variants = of_unit(config)
+            else:
+                check_options(config, options)
+                variants = Subsearches.of_units(
+                    {size: of_unit(replace(config, plan_ngpus=size)) for size in options.unit_sizes}
+                )
+        return cls(variants, config, options, hardware, dummy_args)
 
     def run(self) -> SearchResult:
         """Search."""
@@ -112,6 +119,11 @@ class SearchedPlan:
     dummy_forward_args: Mapping[str, Any]
     variant: Subsearch
 
+    @property
+    def plan_ngpus(self) -> int:
+        """The ranks that share one copy of the model."""
+        return self.variant.config.plan_ngpus
+
 
 @checked
 def search_plan(
@@ -131,13 +143,18 @@ def search_plan(
 
     With the option ``global_batch``, the samples of a step, the size of a microbatch is searched
     too: the module is traced once for every size, with the dummy arguments repeated or cut to it.
-    ``microbatch`` lists the sizes, of one unit's microbatch (default: 1, 2, 4, 8 and 16, as far as
-    they divide a unit's share). ``batch_dims`` says which dim of an input counts samples,
-    ``{"input_ids": 0, "labels": 0}``, where it cannot be told. What is found is used as in::
+    ``microbatch`` lists the sizes, of one unit's microbatch (default: up to five that divide a
+    unit's share, up to 16 samples for each of its ranks). With ``unit_sizes``, as in ``[1, 2, 4,
+    8]``, the number of ranks that share one copy of the model is searched, too, and
+    ``found.plan_ngpus`` says which is best. ``batch_dims`` says which dim of an input counts
+    samples, ``{"input_ids": 0, "labels": 0}``, where it cannot be told. What is found is used as
+    in::
 
         found = search_plan(model, dummy_forward_args, config)
         Path("plan.json").write_text(found.plan.dumps())
-        saved = replace(config, pas_config={"load_plan": "plan.json"})
+        saved = replace(
+            config, plan_ngpus=found.plan_ngpus, pas_config={"load_plan": "plan.json"}
+        )
         parallelize(model, found.dummy_forward_args, "saved", saved)
 
     and a step has ``found.plan.batch.num_microbatches`` microbatches of
@@ -181,32 +198,44 @@ def resized(dummy_args: Mapping[str, Any], dims: Mapping[str, int], samples: int
     return {name: structure.map_leaves(value, resize, name) for name, value in dummy_args.items()}
 
 
-def _graphs(
-    module: nn.Module,
-    dummy_args: Mapping[str, Any],
-    config: ComputeConfig,
-    options: AutodistOptions,
-) -> dict[Batch | None, PlannableGraph]:
-    """The model as traced, or once for every size of a microbatch."""
+@dataclass
+class _Tracer:
+    """Traces the model as it is, or for sizes of a microbatch, each once."""
 
-    def traced(args: Mapping[str, Any], fixed: Mapping[str, int]) -> PlannableGraph:
+    module: nn.Module
+    dummy_args: Mapping[str, Any]
+    config: ComputeConfig
+    options: AutodistOptions
+    traced: dict[int, PlannableGraph] = field(default_factory=dict)
+
+    def graphs(self, config: ComputeConfig) -> dict[Batch | None, PlannableGraph]:
+        """The model as traced, or the graph of every size that a unit of ``config`` may take."""
+        options = self.options
+        if options.global_batch is None:
+            return {None: self._trace(self.dummy_args, {})}
+        dims = self._batch_dims
+        wanted = batches(config, options.global_batch, options.microbatch, dims)
+        for size in {batch.samples for batch in wanted} - self.traced.keys():
+            self.traced[size] = self._trace(resized(self.dummy_args, dims, size), dims)
+        return {batch: self.traced[batch.samples] for batch in wanted}
+
+    @functools.cached_property
+    def _batch_dims(self) -> dict[str, int]:
+        first = self._trace(self.dummy_args, {})
+        return batch_dims(first, self.options.batch_dims, self.config)
+
+    def _trace(self, args: Mapping[str, Any], fixed: Mapping[str, int]) -> PlannableGraph:
         """Trace with the dims ``fixed`` static, as nobody knows what a microbatch of any size
         costs.
         """
+        config = self.config
         dynamic = {
             path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
             for path, dims in config.dim_symbols().items()
         }
         named = {path: dims for path, dims in dynamic.items() if dims}
-        graph = trace(module, args, dynamic_dims=named, constants=config.constants)
+        graph = trace(self.module, args, dynamic_dims=named, constants=config.constants)
         graph = fold_constants(graph) if config.constant_folding else graph
         return annotate(
             without_gradients(graph) if config.inference_only else graph, pass_manager()
         )
-
-    if options.global_batch is None:
-        return {None: traced(dummy_args, {})}
-    first = traced(dummy_args, {})
-    dims = batch_dims(first, options.batch_dims, config)
-    wanted = batches(config, options.global_batch, options.microbatch, dims)
-    return {batch: traced(resized(dummy_args, dims, batch.samples), dims) for batch in wanted}

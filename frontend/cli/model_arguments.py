@@ -67,14 +67,23 @@ def add_model_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ranks(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Arguments for the ranks, and settings."""
+AUTO = "auto"
+"""``--plan-ngpus auto``: the search chooses among the powers of 2 that divide all ranks."""
+
+
+def add_ranks(
+    parser: argparse.ArgumentParser, *, required: bool = True, searched: bool = False
+) -> None:
+    """Arguments for the ranks, and settings. ``searched``: how many ranks share one copy of the
+    model may be left to the search.
+    """
     parser.add_argument(
         "--plan-ngpus",
-        type=int,
+        type=_count_or_auto if searched else int,
         required=required,
-        metavar="N",
-        help="ranks that share one copy of the model",
+        metavar="N|auto" if searched else "N",
+        help="ranks that share one copy of the model"
+        + ("; auto: searched, for the samples of --global-batch" if searched else ""),
     )
     parser.add_argument(
         "--runtime-ngpus",
@@ -193,6 +202,8 @@ def with_options(config: ComputeConfig, given: Mapping[str, tuple[str, object]])
 def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
     """The policy and the config of a command line, checked."""
     ranks = {"plan_ngpus": options.plan_ngpus, "runtime_ngpus": options.runtime_ngpus}
+    if options.plan_ngpus == AUTO:
+        ranks["plan_ngpus"] = _all_ranks(options.runtime_ngpus)
     given = {name: number for name, number in ranks.items() if number is not None}
     fields = {**given, **_config_fields(options.settings)}
     parallel = getattr(options, "parallel", None)
@@ -205,13 +216,27 @@ def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfi
                 why="it is the number of ranks that share one copy of the model",
                 hint="--plan-ngpus 4; with --parallel it follows from the sizes",
             )
-        fields.setdefault("runtime_ngpus", options.plan_ngpus)
+        fields.setdefault("runtime_ngpus", fields["plan_ngpus"])
         named, config = options.policy, ComputeConfig.of(fields)
     if isinstance(named, str) and ":" in named:
         named = load_target(named)
     policy = find_policy(named)
     policy.check(config)
     return policy, config
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+def _all_ranks(runtime_ngpus: int | None) -> int:
+    if runtime_ngpus is None:
+        raise ConfigError(
+            "--plan-ngpus auto needs --runtime-ngpus",
+            why="it is the number of ranks that are dealt into units",
+            hint="--plan-ngpus auto --runtime-ngpus 8",
+        )
+    return runtime_ngpus
 
 
 def read_parallel(text: str) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Certificate
 from shardwright.frontend.cli.model_arguments import (
+    AUTO,
     add_machine,
     add_model_target,
     add_ranks,
@@ -53,7 +54,7 @@ from shardwright.runtime.swap import check_target, write_file
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model_target(parser)
-    add_ranks(parser)
+    add_ranks(parser, searched=True)
     add_machine(parser)
     _add_batch(parser)
     parser.add_argument(
@@ -73,7 +74,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatch",
         metavar="N,...",
-        help="sizes to choose from (default: 1,2,4,8,16, as far as they fit)",
+        help="sizes to choose from (default: up to five, from 1 to 16 for each rank)",
     )
     parser.add_argument(
         "--batch-dims",
@@ -87,6 +88,10 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     _, config = on_machine(options, policy, config)
+    sizes = None
+    if options.plan_ngpus == AUTO:
+        ranks = config.runtime_ngpus
+        sizes = tuple(1 << power for power in range(ranks.bit_length()) if not ranks % (1 << power))
     # Options of the command become options of the policy, so that both are checked alike.
     config = with_options(
         config,
@@ -98,6 +103,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
                 "microbatch",
                 None if options.microbatch is None else read_sizes_listed(options.microbatch),
             ),
+            "--plan-ngpus": ("unit_sizes", sizes),
             "--batch-dims": (
                 "batch_dims",
                 None if options.batch_dims is None else read_batch_dims(options.batch_dims),
@@ -109,7 +115,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     add_model_target(parser)
-    add_ranks(parser)
+    add_ranks(parser, searched=True)
     add_machine(parser, html=False)
     _add_batch(parser)
     parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")

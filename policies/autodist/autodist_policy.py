@@ -52,6 +52,13 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
             graph,
             config,
         )
+    if options.unit_sizes is not None:
+        raise ConfigError(
+            "option 'unit_sizes' of policy 'autodist' is for a search alone",
+            why=f"a module is compiled for units of one size, plan_ngpus={config.plan_ngpus}",
+            hint="search with shardwright.search_plan or `shardwright plan --plan-ngpus auto`, "
+            "then compile with the plan found: policy 'saved'",
+        )
     check_save(options)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
     # Samples per step are dealt into microbatches and units first.
@@ -226,6 +233,7 @@ def options_of(
         global_batch=None,
         microbatch=None,
         batch_dims={},
+        unit_sizes=None,
     )
     if subsearch.batch is None:
         return chosen

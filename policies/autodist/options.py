@@ -45,6 +45,8 @@ class AutodistOptions:
     ``microbatch``: sizes of one unit's microbatch to choose from; where the model is traced for one
     size, only that one.
     ``batch_dims``: by path of an input, the dim that counts samples, where it cannot be told.
+    ``unit_sizes``: numbers of ranks that may share one copy of the model, to choose from, each with
+    as many units as there are ranks for; in the place of ``plan_ngpus``.
 
     **ZeRO.** ``zero``: stages to choose from where ``ComputeConfig(use_zero="auto")`` leaves it to
     the plan (default: all).
@@ -81,6 +83,7 @@ class AutodistOptions:
     global_batch: int | None = None
     microbatch: tuple[int, ...] | None = None
     batch_dims: Mapping[str, int] = field(default_factory=dict)
+    unit_sizes: tuple[int, ...] | None = None
     zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
     loss_pieces: bool = True
@@ -100,12 +103,12 @@ class AutodistOptions:
                 hint="leave out one of them",
             )
         if self.global_batch is None:
-            alone = [name for name in ("microbatch", "batch_dims") if getattr(self, name)]
+            alone = [name for name in OF_A_BATCH if getattr(self, name)]
             if alone:
                 raise ConfigError(
                     f"policy 'autodist' has {' and '.join(alone)} but no global_batch",
-                    why="the samples of a step are cut into microbatches, and their number is "
-                    "not known",
+                    why="the samples of a step are dealt to units and cut into microbatches, and "
+                    "their number is not known",
                     hint="give global_batch, the samples of a step over all units",
                 )
             return
@@ -141,6 +144,12 @@ COUNTS = (
 )
 """Options that count something: at least 1."""
 
+OF_A_BATCH = ("microbatch", "batch_dims", "unit_sizes")
+"""Options that say how the samples of a step may be dealt out."""
+
+OF_A_UNIT = ("mesh", "degrees", "num_stages", "stage_starts", "chunks")
+"""Options that are about units of one size."""
+
 
 def _check_amounts(options: AutodistOptions) -> None:
     """Refuse numbers that mean nothing."""
@@ -172,6 +181,7 @@ def _check_amounts(options: AutodistOptions) -> None:
 
 def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
     """Refuse options that contradict each other or the config."""
+    _check_unit_sizes(config, options)
     # Options that speak of axes need a mesh whose axes are known.
     given = [name for name in ("pin", "forbid", "stored") if getattr(options, name)]
     given += ["rank_order"] if config.rank_order is not None else []
@@ -270,6 +280,29 @@ def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
     method = SCHEDULES.get(options.schedule or "")
     if method is not None and num_stages > 1 and options.num_microbatches is not None:
         method.check(num_stages, options.num_microbatches, options.chunks or method.min_chunks)
+
+
+def _check_unit_sizes(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse sizes of a unit into which the ranks cannot be dealt, and what is of one size."""
+    sizes = options.unit_sizes
+    if sizes is None:
+        return
+    ranks = config.runtime_ngpus
+    unfit = [size for size in sizes if size < 1 or ranks % size]
+    if unfit or not sizes or len(set(sizes)) < len(sizes):
+        raise ConfigError(
+            f"option 'unit_sizes' of policy 'autodist' cannot be {list(sizes)!r}",
+            why=f"it lists numbers of ranks, each once, that divide runtime_ngpus={ranks}",
+            hint=f"some of {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
+        )
+    given = [name for name in OF_A_UNIT if getattr(options, name)]
+    given += ["rank_order"] if config.rank_order is not None else []
+    if given:
+        raise ConfigError(
+            f"policy 'autodist' has unit_sizes and {' and '.join(given)}",
+            why="these are about units of one size",
+            hint="leave out one of them",
+        )
 
 
 def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:

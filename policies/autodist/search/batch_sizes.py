@@ -4,6 +4,7 @@ microbatches of which size a unit's share of the batch may be cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from shardwright.compiler.ir.graph import IRGraph
@@ -16,10 +17,11 @@ from shardwright.runtime.errors import ConfigError
 BATCH = "batch"
 """The name of the dim that counts samples, in the dims of the model and in ``dynamic_dims``."""
 
-SIZES = (1, 2, 4, 8, 16)
-"""The sizes of a microbatch that are tried where none are named, as far as they divide a unit's
-share of the batch.
-"""
+MOST_SIZES = 5
+"""How many sizes of a microbatch are tried where none are named."""
+
+MOST_OF_A_RANK = 16
+"""The most samples of a microbatch for each rank of a unit, where none are named."""
 
 HINT = "name them: batch_dims={'input_ids': 0, 'labels': 0}"
 
@@ -134,11 +136,27 @@ def num_samples(graph: IRGraph, dims: Mapping[str, int]) -> int:
     return size
 
 
+def sizes_for(share: int, num_ranks: int) -> list[int]:
+    """The sizes of a microbatch that are tried where none are named: some of those that divide a
+    unit's ``share`` of the batch, from 1 to :data:`MOST_OF_A_RANK` for each of its ranks, evenly
+    spread by ratio.
+
+    Ranks that all split the batch take as many samples at a time as there are ranks, and those of a
+    pipeline one. Example: ``1, 2, 4, 8, 16`` for one rank, ``1, 4, 16, 64, 256`` for 64 ranks and a
+    batch of 256.
+    """
+    most = min(share, MOST_OF_A_RANK * num_ranks)
+    possible = [size for size in range(1, most + 1) if share % size == 0]
+    spread = [possible[-1] ** (step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)]
+    nearest = {min(possible, key=lambda size: abs(math.log(size / wanted))) for wanted in spread}
+    return sorted(nearest)
+
+
 def batches(
     config: ComputeConfig, global_batch: int, sizes: Sequence[int] | None, dims: Mapping[str, int]
 ) -> list[Batch]:
     """The ways to cut a unit's share of ``global_batch`` samples into microbatches of ``sizes``
-    (``None``: of :data:`SIZES`).
+    (``None``: :func:`sizes_for`).
 
     Raises:
         ConfigError: samples that cannot be dealt out evenly.
@@ -153,7 +171,7 @@ def batches(
         )
     # Sizes that the search picks itself fit by construction; the user's may not, and are not
     # dropped in silence.
-    wanted = sorted(size for size in SIZES if share % size == 0) if sizes is None else sorted(sizes)
+    wanted = sizes_for(share, config.plan_ngpus) if sizes is None else sorted(sizes)
     unfit = [size for size in wanted if size < 1 or share % size]
     if unfit or not wanted or len(set(wanted)) < len(wanted):
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Searches side by side: one for every stage of ZeRO, and for every size of a microbatch.
+"""Searches side by side: one for every size of a unit and of a microbatch, and every stage of ZeRO.
 
 For every size of a microbatch, of those that make up the batch of a step, there is a graph
-(``batch_sizes.py``). For each, and for every stage of ZeRO where the config leaves it to the
-plan, there is one search (``search.py``). The best of all is the answer; the least of their bounds
-is the bound.
+(``batch_sizes.py``). For each, for every size of a unit that may be chosen, and for every stage of
+ZeRO where the config leaves it to the plan, there is one search (``search.py``). The best of all is
+the answer; the least of their bounds is the bound.
 
 Either changes what every operator, sum of gradients and byte costs, so each is a search of its own.
 Their steps do the same work on the same samples, so that their costs compare as they are. They
@@ -37,14 +37,15 @@ audited all the same. Predictions of large models are within about 2 % of their 
 
 @dataclass(frozen=True)
 class Subsearch:
-    """What one of the searches is of. ``zero_stage``, ``batch``: what tells it from the others;
-    ``None`` where nothing does.
+    """What one of the searches is of. ``zero_stage``, ``batch``, ``unit_size``: what tells it from
+    the others; ``None`` where nothing does.
     """
 
     graph: PlannableGraph
     config: ComputeConfig
     zero_stage: int | None = None
     batch: Batch | None = None
+    unit_size: int | None = None
 
     @property
     def num_microbatches(self) -> int | None:
@@ -52,8 +53,10 @@ class Subsearch:
 
     @property
     def title(self) -> str:
-        """``microbatches of 4, ZeRO-2``."""
+        """``units of 8, microbatches of 4, ZeRO-2``."""
         words = []
+        if self.unit_size is not None:
+            words.append(f"units of {self.unit_size}")
         if self.batch is not None:
             words.append(f"microbatches of {self.batch.samples}")
         if self.zero_stage is not None:
@@ -89,8 +92,9 @@ class Subsearches:
             PlanError: the config names an output that the model does not return.
         """
         listed, refused = [], {}
-        # A graph for each batch, with every stage of ZeRO.
-        for batch, whole in graphs.items():
+        # A graph for each batch, with every stage of ZeRO. Large microbatches come first: on a
+        # device with room for them they are the fastest, and small ones are soon known not to be.
+        for batch, whole in sorted(graphs.items(), key=_samples, reverse=True):
             check_imbalance(whole, imbalance)
             graph = PlannableGraph.of(with_imbalance(needed(whole, config), imbalance))
             if not config.leaves_zero_to_plan:
@@ -110,10 +114,25 @@ class Subsearches:
         """How unevenly experts are assumed to be chosen; ``None`` without experts."""
         return imbalance_of(self.listed[0].graph) if self.listed else None
 
+    @classmethod
+    def of_units(cls, parts: Mapping[int, Subsearches]) -> Subsearches:
+        """The searches of several sizes of a unit, the smallest first: they take the least time,
+        and what they find tells which of the larger ones are worth theirs.
+        """
+        listed: list[Subsearch] = []
+        refused: dict[str, str] = {}
+        for size, part in sorted(parts.items()):
+            listed += [replace(subsearch, unit_size=size) for subsearch in part.listed]
+            refused |= {f"units of {size}, {title}": why for title, why in part.refused.items()}
+        return cls(tuple(listed), refused)
+
     def chosen(self, plan: Plan) -> Subsearch:
         """The one that a plan comes from."""
+        wanted = (plan.zero_stage, plan.batch, plan.mesh.size)
         return next(
-            v for v in self.listed if (v.zero_stage, v.batch) == (plan.zero_stage, plan.batch)
+            subsearch
+            for subsearch in self.listed
+            if (subsearch.zero_stage, subsearch.batch, subsearch.config.plan_ngpus) == wanted
         )
 
     def search(
@@ -156,6 +175,11 @@ class Subsearches:
         total.seconds = time.monotonic() - began
         total.searched = _in_words(self.listed)
         return total
+
+
+def _samples(graph_of_batch: tuple[Batch | None, PlannableGraph]) -> int:
+    batch, _ = graph_of_batch
+    return 0 if batch is None else batch.samples
 
 
 def _add(
@@ -217,12 +241,20 @@ def _checked_stages(stages: Sequence[int] | None) -> Iterable[int]:
 
 
 def _in_words(listed: Sequence[Subsearch]) -> str:
-    """``microbatches of 1, 2 and 4 samples, stages 0 and 1 of ZeRO``."""
-    sizes = [str(v.batch.samples) for v in listed if v.batch is not None]
+    """``units of 1 and 8 ranks, microbatches of 1, 2 and 4 samples, stages 0 and 1 of ZeRO``."""
+    units = [str(v.unit_size) for v in listed if v.unit_size is not None]
+    sizes = [str(size) for size in sorted({v.batch.samples for v in listed if v.batch is not None})]
     stages = [str(v.zero_stage) for v in listed if v.zero_stage is not None]
     words = []
+    if units:
+        words.append(f"units of {_listed(units)} ranks")
     if sizes:
         words.append(f"microbatches of {_listed(sizes)} samples")
+    # With a batch given, other units would have done the same work.
+    config = listed[0].config
+    if sizes and not units and config.runtime_ngpus > 1:
+        ranks = "1 rank" if config.plan_ngpus == 1 else f"{config.plan_ngpus} ranks"
+        words.append(f"units of {ranks} alone")
     if stages:
         words.append(f"{'stages' if len(set(stages)) > 1 else 'stage'} {_listed(stages)} of ZeRO")
     return ", ".join(words)

@@ -118,8 +118,8 @@ def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_pa
     shown = run(f"plan plan_models:make {asked} --out plan.json --html plan.html")
     assert "one rank, microbatches of 2, ZeRO-3" in shown
     assert (
-        "searched one by one: microbatches of 2 and 4 samples, stages 0, 1, 2 and 3 of ZeRO"
-        in shown
+        "searched one by one: microbatches of 2 and 4 samples, units of 1 rank alone, stages 0, 1, "
+        "2 and 3 of ZeRO" in shown
     )
     assert "a step of a unit: 1 microbatch of 4 samples (dim 0 of x, dim 0 of target)\n" in shown
     assert "stage of ZeRO: 2 (use_zero='auto' takes it from the plan)\n" in shown

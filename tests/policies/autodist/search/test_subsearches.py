@@ -33,6 +33,7 @@ from shardwright.policies.autodist.autodist_policy import search
 from shardwright.policies.autodist.candidates.mesh_requests import PlacedModel
 from shardwright.policies.autodist.candidates.results import INTERRUPT, Candidate, SearchResult
 from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.search.batch_sizes import sizes_for
 from shardwright.policies.autodist.search.subsearches import WORTH, Subsearch, Subsearches
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan
@@ -101,9 +102,52 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
     expected = {1e9: (8, 2), 18000: (8, 3), 16000: (4, 3), 13800: (1, 3)}
     assert chosen == expected[limit_bytes]
     assert (
-        "searched one by one: microbatches of 1, 2, 4 and 8 samples, stages 0, 1, 2 and 3 of ZeRO"
-        in plan.certificate.proof
+        "searched one by one: microbatches of 1, 2, 4 and 8 samples, units of 1 rank alone, "
+        "stages 0, 1, 2 and 3 of ZeRO" in plan.certificate.proof
     )
+
+
+def test_sizes_of_units_are_searched() -> None:
+    """The best of all sizes is the best of searches of one each; the plan found compiles as it is
+    certified, and what is about one size is refused.
+    """
+    options = {"zero": [1], "global_batch": 8}
+    alone_s = {
+        size: searched("mlp", config_of(size, 4 // size, **options)).plan.certificate.cost_s
+        for size in (1, 2, 4)
+    }
+    assert len(set(alone_s.values())) == 3, "sizes of which one is the best"
+    found = searched("mlp", config_of(4, 1, **options, unit_sizes=[1, 2, 4]))
+    plan, best = found.plan, min(alone_s, key=alone_s.__getitem__)
+    assert found.plan_ngpus == best == plan.mesh.size
+    assert plan.certificate is not None and plan.certificate.cost_s == alone_s[best]
+    assert any("units of 1, 2 and 4 ranks, " in line for line in plan.certificate.proof)
+    made = compiled("mlp", found, found.variant.config)
+    assert made.config.num_units == 4 // best and made.plan.certificate is not None
+    for refused, why in (
+        ({"unit_sizes": [3]}, "it lists numbers of ranks, each once, that divide runtime_ngpus=4"),
+        ({"unit_sizes": [2], "mesh": {"x": 2}}, "these are about units of one size"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            searched("mlp", config_of(4, 1, **options, **refused))
+    with pytest.raises(ConfigError, match="'unit_sizes' of policy 'autodist' is for a search"):
+        find_policy("autodist").apply(
+            planning.graph_of(zoo.get("mlp").build(), zoo.get("mlp").inputs()),
+            config_of(4, 1, **options, unit_sizes=[2]),
+        )
+
+
+@pytest.mark.parametrize(
+    ("share", "num_ranks", "expected"),
+    [
+        (32, 1, [1, 2, 4, 8, 16]),
+        (256, 64, [1, 4, 16, 64, 256]),
+        (4, 8, [1, 2, 4]),
+        (7, 4, [1, 7]),
+    ],
+)
+def test_sizes_follow_the_ranks_of_a_unit(share: int, num_ranks: int, expected: list[int]) -> None:
+    assert sizes_for(share, num_ranks) == expected
 
 
 def test_a_limit_of_no_time_at_all_is_one() -> None:
@@ -378,7 +422,8 @@ def test_refusals_of_stages() -> None:
 def test_refusals_of_batches() -> None:
     assert refusal(config_of(1, 2, 0, microbatch=[2])) == (
         "policy 'autodist' has microbatch but no global_batch\n"
-        "  why:   the samples of a step are cut into microbatches, and their number is not known\n"
+        "  why:   the samples of a step are dealt to units and cut into microbatches, and their "
+        "number is not known\n"
         "  try:   give global_batch, the samples of a step over all units"
     )
     assert refusal(config_of(1, 2, 0, global_batch=8, update_freq=2)) == (
@@ -411,8 +456,8 @@ def test_refusals_of_dims_that_count_samples() -> None:
     named = config_of(1, 2, 0, global_batch=8, batch_dims=MLP_DIMS)
     entry = zoo.get("mlp")
     found = PlanSearch.of(entry.build(), one, named)
-    assert [v.batch and v.batch.samples for v in found.variants.listed] == [1, 2, 4]
-    assert [v.graph.inputs[0].shape[0] for v in found.variants.listed] == [1, 2, 4]
+    assert [v.batch and v.batch.samples for v in found.variants.listed] == [4, 2, 1]
+    assert [v.graph.inputs[0].shape[0] for v in found.variants.listed] == [4, 2, 1]
     assert refusal(config_of(1, 2, 0, global_batch=8, batch_dims={"y": 0})) == (
         "batch_dims names 'y', which is no input of the model\n  try:   one of 'target', 'x'"
     )

@@ -1,4 +1,5 @@
-"""Docstrings begin with the thing or with a verb, and no conditional expression holds another.
+"""Docstrings begin with the thing or with a verb, no conditional expression holds another, and no
+two files of the package have one name.
 
 A first word such as "Of" or "By" makes a riddle of a docstring, as what it is about stands nowhere.
 """
@@ -97,6 +98,24 @@ def test_it_reads_at_once():
         for line, text, hint in hard_to_read((ROOT / path).read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
+
+
+def test_a_file_name_says_what_is_inside():
+    """No two files of the package have one name, but for those whose name is given: the rule of an
+    operator and the function that runs it, a command, a policy.
+    """
+    places: dict[str, list[str]] = {}
+    for path in paths():
+        folder, _, name = path.rpartition("/")
+        if not path.startswith(("tests/", "benchmarks/", "examples/")) and "__" not in name:
+            places.setdefault(name, []).append(folder)
+    given = ({"compiler/ops", "runtime/ops"}, {"frontend/cli", "policies"})
+    doubled = [
+        f"{name}: {', '.join(folders)}"
+        for name, folders in places.items()
+        if len(folders) > 1 and {folder.removesuffix("/tables") for folder in folders} not in given
+    ]
+    assert not doubled, "\n".join(doubled)
 
 
 def test_the_files_are_those_of_the_package():

@@ -29,6 +29,7 @@ from shardwright.frontend.files.job import Job, exchange_about
 from shardwright.frontend.huggingface.model_folders import load_whole, write_config
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.training.datasets import example_of, make_dataset, make_loader
+from shardwright.frontend.training.dealt_samples import Batches, batches_of, options_of, policy_of
 from shardwright.frontend.training.hooks import Hook, Hooks
 from shardwright.frontend.training.learning_rates import make_scheduler
 from shardwright.frontend.training.loggers import Loggers
@@ -46,7 +47,6 @@ from shardwright.frontend.training.resuming import (
 from shardwright.frontend.training.run_model import MadeModel, make_model
 from shardwright.frontend.training.run_optimizer import make_optimizer
 from shardwright.frontend.training.run_settings import DataSettings, RunSettings
-from shardwright.frontend.training.step_samples import Batches, batches_of, options_of, policy_of
 from shardwright.frontend.training.stopping import StopRequest
 from shardwright.policies.policy import Policy
 from shardwright.runtime.checkpoint.load import load_checkpoint

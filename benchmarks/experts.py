@@ -9,12 +9,14 @@ CPU with one thread per rank, gloo, float32, AdamW. Every case compares policy `
     layer-loop    one layer of experts; by hand, a product for each expert in a loop
     layer-kernel  the same layer; by hand, F.grouped_mm
     model-kernel  a Qwen3-MoE of four layers; by hand, F.grouped_mm
+    model-hf      the same model; transformers' own expert parallelism, all-to-all with FSDP2
     model-tp      the same model under policy tp, which cuts the inner width of every expert
 
-What is written by hand is in ``experts_by_hand.py``. Both sides live in the same processes and take
-turns step by step, so that load from elsewhere meets both. A step is zero_grad, forward, backward,
-reduction of gradients, optimizer step, for one batch that all ranks share. Both sides begin with
-the same weights, and their losses are compared.
+What is written by hand is in ``experts_by_hand.py``. ``model-hf`` also compares the gradients of
+transformers' first step with those of one device, and prints how far they are apart at most. Both
+sides live in the same processes and take turns step by step, so that load from elsewhere meets
+both. A step is zero_grad, forward, backward, reduction of gradients, optimizer step, for one batch
+that all ranks share. Both sides begin with the same weights, and their losses are compared.
 
 ``memory`` prints what rank 0 holds of parameters, gradients and optimizer state, by experts per
 rank. ``compile`` compiles the shape of Qwen3-235B-A22B for 64 ranks, weights on the meta device.
@@ -23,6 +25,7 @@ rank. ``compile`` compiles the shape of Qwen3-235B-A22B for 64 ranks, weights on
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,8 @@ from pairs import compare
 from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from storage_bytes import kept_by
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
 import shardwright
@@ -40,7 +45,7 @@ import shardwright
 BATCH_SIZE, SEQ_LENGTH = 8, 128
 LEARNING_RATE = 1e-3
 NUM_RANKS = (2, 4)
-STEPS = ("layer-loop", "layer-kernel", "model-kernel", "model-tp")
+STEPS = ("layer-loop", "layer-kernel", "model-kernel", "model-hf", "model-tp")
 
 Step = Callable[[], float]
 """One training step; returns the loss."""
@@ -106,21 +111,63 @@ def peer(case: str, folder: str) -> Side:
     """The other side of a case."""
     if case == "model-tp":
         return ours(case, "tp", folder)
-    model, batch = make(case)
-    module = by_hand(model, "loop" if case.endswith("loop") else "grouped_mm")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, batch = make(case)
+    if case == "model-hf":
+        module = by_transformers(model, f"{folder}/weights")
+    else:
+        module = by_hand(model, "loop" if case.endswith("loop") else "grouped_mm")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     mine = {name: value.chunk(num_ranks)[rank] for name, value in batch.items()}
 
     def step() -> float:
         optimizer.zero_grad()
         loss = loss_of(module(**mine))
         loss.backward()
-        average_experts(module)
+        if case != "model-hf":  # FSDP2 reduces all gradients by itself
+            average_experts(module)
         optimizer.step()
         return loss.item()
 
+    if case == "model-hf":
+        loss_of(module(**mine)).backward()
+        distance = gradient_distance(module, model, batch)
+        if rank == 0:
+            print(f"model-hf     their gradients beside one device: {distance:.1e}", flush=True)
     return step, module, optimizer
+
+
+def by_transformers(model: nn.Module, folder: str) -> nn.Module:
+    """The model as transformers itself distributes it: every rank has its own rows of the batch and
+    its own experts, all other parameters lie in pieces (FSDP2). It distributes only what it loads
+    from files.
+    """
+    if dist.get_rank() == 0:
+        model.save_pretrained(Path(folder))
+    dist.barrier()
+    num_ranks = dist.get_world_size()
+    config = DistributedConfig(
+        fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation="all_to_all"
+    )
+    return type(model).from_pretrained(
+        folder, distributed_config=config, dtype=torch.float32, experts_implementation="grouped_mm"
+    )
+
+
+def gradient_distance(module: nn.Module, model: nn.Module, batch: Batch) -> float:
+    """The largest distance of a gradient of ``module`` from that of ``model``, which has the whole
+    batch on one device, relative to the norm of the latter.
+    """
+    loss_of(model(**batch)).backward()
+    alone = dict(model.named_parameters())
+    worst = 0.0
+    for name, parameter in module.named_parameters():
+        found, wanted = parameter.grad, alone[name].grad
+        assert found is not None and wanted is not None, f"{name} has no gradient"
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        worst = max(worst, float((whole - wanted).norm() / wanted.norm()))
+    model.zero_grad()
+    return worst
 
 
 def mean_over_ranks(loss: float) -> float:

@@ -54,6 +54,7 @@ from shardwright.runtime.module.call_checks import (
     compare_inputs,
 )
 from shardwright.runtime.module.declared_module import DeclaredModule
+from shardwright.runtime.module.distributed_checkpoints import watch_distributed_checkpoints
 from shardwright.runtime.module.end2end import ScaleFunction, arguments_of, infer_step, train_step
 from shardwright.runtime.module.extra_state import (
     check_extra_state,
@@ -417,6 +418,7 @@ class ParallelModule(DeclaredModule):
     def get_extra_state(self) -> dict[str, Any]:
         """See ``extra_state``."""
         refuse_onnx(type(self).__name__)
+        watch_distributed_checkpoints()
         return extra_state(self)
 
     def set_extra_state(self, state: Any) -> None:

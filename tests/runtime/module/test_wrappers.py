@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from mlp_files import make_batch, make_model, write_files
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
@@ -114,6 +115,38 @@ def test_an_optimizer_that_sends_parameters_over_those_of_others(tmp_path, group
         "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...); "
         "ComputeConfig(use_zero=1) splits its state over the ranks"
     }
+
+
+SAVES = {
+    "state dict": lambda module: {"model": module.state_dict()},
+    "module": lambda module: {"model": module},
+    "module inside": lambda module: {"app": {"model": Around(module).state_dict()}},
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_checkpoint_of_pieces(tmp_path, name):
+    """torch's would keep one rank's pieces as the whole model. Of replicas it is right."""
+    directory = write_files(tmp_path / "code", make_model(), 1, 2)
+
+    def save(rank):
+        module = load_class(directory)()
+        with pytest.raises(UsageError) as error:
+            dcp.save(SAVES[name](module), checkpoint_id=tmp_path / "saved", no_dist=True)
+        return str(error.value).split("\n")
+
+    for rank, (what, why, hint) in enumerate(run_ranks(2, save)):
+        assert what == (
+            f"torch.distributed.checkpoint would save what plan rank {rank} holds as the whole "
+            "model"
+        )
+        assert why.endswith(": 'layers.0.weight' is [10/tp, 6] G(dp)")
+        assert "shardwright.save_checkpoint(directory, model, optimizer)" in hint
+    assert not (tmp_path / "saved").exists()
+    alone = load_class(write_files(tmp_path / "alone", make_model(), 1, 1))()
+    dcp.save(SAVES[name](alone), checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert (tmp_path / "saved" / ".metadata").exists()
 
 
 def test_others_are_wrapped_as_ever(group):

@@ -12,6 +12,7 @@ import torch
 import zoo
 from memory_ranks import measured_peaks
 from torch import Tensor, nn
+from torch.nn import functional as F
 from verified import verify_zoo
 
 from shardwright.compiler.compile import Compiled
@@ -99,6 +100,36 @@ def compiled_gpt2(**options: int) -> tuple[Compiled, nn.Module, dict[str, Any], 
     graph = plans.traced(model, sample)
     compiled = plans.compile_with(graph, "tp", 2, use_end2end=True, pas_config=dict(options))
     return compiled, model, sample, config
+
+
+class OneOperator(nn.Module):
+    """A loss of torch's one operator for the last product and the cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.last = nn.Linear(6, 11)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)).flatten(0, 1)
+        return F.linear_cross_entropy(
+            hidden, self.last.weight, labels.flatten(), linear_bias=self.last.bias
+        )
+
+
+def test_one_operator_of_product_and_loss_runs_in_pieces() -> None:
+    """``linear_cross_entropy`` without ``options``, which would loop by itself."""
+    torch.manual_seed(0)
+    labels = torch.randint(11, (2, 7))
+    labels[0, :5] = -100  # a whole piece is ignored: the mean is over the labels of all
+    sample = {"x": torch.randn(2, 7, 5), "labels": labels}
+    options: dict[str, Any] = {"loss_pieces": 3}
+    compiled = plans.compile_with(plans.traced(OneOperator(), sample), "tp", 2, pas_config=options)
+    (loop,) = [step for step in compiled.program.body if isinstance(step, Loop)]
+    assert [call.original.target for call in loop.calls] == ["linear_cross_entropy"]
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, pas_config=options)
+    report = verify(OneOperator(), sample, "tp", config)
+    assert report.ok, str(report)
 
 
 def test_logits_are_never_whole(tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwright.compiler.codegen.emit import class_name
 from shardwright.compiler.codegen.emit_files import Emit, EmittedFiles, print_files, verify_files
+from shardwright.compiler.cost.gathered_outputs import GatheredOutputs, gathered_outputs
 from shardwright.compiler.cost.work_share import WorkShare, work_share
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.graph_grammar import verify
@@ -191,6 +192,9 @@ def compile_graph(
     work = work_share(program) if config.plan_ngpus > 1 else None
     if work is not None and work.is_uneven:
         warn_of_work(program.graph.name, work)
+    outputs = gathered_outputs(program, config) if config.plan_ngpus > 1 else None
+    if outputs is not None and outputs.is_worth_saying:
+        warn_of_outputs(program.graph.name, outputs)
     settled = settled_config(program.plan, config)
     return Compiled(program, dict(emitted.files), settled, manager.report, work)
 
@@ -201,6 +205,18 @@ def warn_of_work(name: str, work: WorkShare) -> None:
         f"each rank of {name} does much more than its part: {work}\n"
         f"  why:   {on_lines(work.reasons)}\n"
         "  try:   another policy or mesh; `shardwright inspect` says why operators are not split",
+        stacklevel=3,
+    )
+
+
+def warn_of_outputs(name: str, outputs: GatheredOutputs) -> None:
+    """Say what it costs that a model without a loss gives its outputs whole."""
+    path = max(outputs.of, key=lambda path: outputs.of[path])
+    warnings.warn(
+        f"to make the outputs of {name} whole, each rank receives in every step {outputs}\n"
+        "  why:   no output is a loss, so a loss outside of the model may need all of them\n"
+        f"  try:   ComputeConfig(outputs={{{path!r}: 'sharded'}}) leaves it in pieces, 'whole' "
+        "asks for this, and a model that returns its loss gathers nothing",
         stacklevel=3,
     )
 

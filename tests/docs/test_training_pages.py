@@ -1,4 +1,4 @@
-"""The examples of the pages about optimizers run."""
+"""The examples of the pages about optimizers and about speed run."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["distributed-optimizer.md", "precision.md"])
+@pytest.mark.parametrize("name", ["distributed-optimizer.md", "performance.md", "precision.md"])
 def test_the_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = "\n".join(

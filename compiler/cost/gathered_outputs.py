@@ -73,7 +73,8 @@ def gathered_outputs(
 
 def _received_bytes(adapter: Adapt, program: Program) -> int:
     """What the rank with the largest piece needs to get: what it has not, or once the sum."""
-    mesh, dtype = program.plan.mesh, adapter.of.dtype
+    plan, dtype = program.plan, adapter.of.dtype
+    mesh = plan.with_loops(plan.storage_mesh)
     after = local_bytes(adapter.step.after, dtype, mesh)
     if adapter.step.kind == "all_reduce":
         return after

@@ -1,6 +1,6 @@
 """What loaders of data cost, beside torch's DataLoader and Megatron-Energon's on the same samples.
 
-    python benchmarks/data_loaders.py [--pairs 20] [--samples 20000]
+    python benchmarks/data.py [--pairs 20] [--samples 20000]
 
 Sides take turns, in CPU seconds of the process and its workers, from the start of the workers to
 their end, so that other programs do not count. Every pass reads samples once, shuffled, in batches

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from shardwright.policies.built_in_policies import BUILT_IN
 from shardwright.policies.policy import Policy, PolicyFunction
 from shardwright.runtime.arguments import checked, checked_late
 from shardwright.runtime.errors import PlanError, brief, did_you_mean
-
-BUILT_IN: Mapping[str, str] = {
-    "dp": "shardwright.policies.dp",
-    "tp": "shardwright.policies.tp",
-    "data": "shardwright.policies.data",
-    "ep": "shardwright.policies.ep",
-    "cp": "shardwright.policies.cp",
-    "pp": "shardwright.policies.pp",
-    "hybrid": "shardwright.policies.hybrid",
-    "tensor": "shardwright.policies.tensor",
-    "autodist": "shardwright.policies.autodist.autodist_policy",
-    "saved": "shardwright.policies.saved_plan",
-}
-"""Name to the module whose ``POLICY`` it is; imported when asked for."""
 
 _registered: dict[str, Policy] = {}
 

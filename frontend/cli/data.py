@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +20,10 @@ from shardwright.runtime.errors import ConfigError, DataError, brief_text
 from shardwright.runtime.swap import write_file, writing
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    redist = actions.add_parser(
-        "redist", help="deal saved states to another number of ranks or workers"
-    )
-    redist.add_argument(
-        "states",
-        type=Path,
-        nargs="+",
-        metavar="STATE",
-        help="what save_state_global gave, in one file, or a file for each rank (.pt or .json)",
-    )
-    redist.add_argument(
-        "out",
-        type=Path,
-        metavar="OUT",
-        help="the file to write (.pt or .json); with {rank} in its name, one for each rank",
-    )
-    redist.add_argument("--world-size", type=int, required=True, help="data-parallel ranks")
-    redist.add_argument("--num-workers", type=int, required=True, help="workers of each rank")
-    redist.add_argument(
-        "--batch-size", type=int, help="samples of a batch of a rank (default: as saved)"
-    )
-    redist.set_defaults(act=_redist)
-    index = actions.add_parser("index", help="make the indexes of tar shards or JSON lines anew")
-    index.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a folder of shards")
-    index.set_defaults(act=_index)
-
-
-def _data(options: argparse.Namespace) -> int:
-    code: int = options.act(options)
-    return code
+def run_data(options: argparse.Namespace) -> int:
+    """Run ``data``."""
+    actions = {"redist": _redist, "index": _index}
+    return actions[options.action](options)
 
 
 def _redist(options: argparse.Namespace) -> int:
@@ -126,21 +98,3 @@ def _index(options: argparse.Namespace) -> int:
         count = len(arrays["key_ends" if module is tar_shards else "start"])
         console.print(f"{path}: {count} samples", soft_wrap=True)
     return 0
-
-
-COMMANDS: Mapping[
-    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
-] = {
-    "data": (
-        _add_data,
-        _data,
-        """Work on data: deal saved states of loaders anew, make indexes of shards.
-
-    shardwright data redist dataloader.pt new.pt --world-size 4 --num-workers 2
-    shardwright data redist dataloader_rank*.pt 'new_rank{rank}.pt' --world-size 4 --num-workers 2
-    shardwright data index shards/
-
-Which rank reads which samples: shardwright inspect DIR --data.""",
-    ),
-}
-"""Name to what adds its arguments, what runs it, and its help."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardwright.compiler.ir.op import IROp
@@ -13,8 +12,6 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.passes.rules import unknown_op_message
 from shardwright.compiler.trace import trace
 from shardwright.frontend.cli.model_arguments import (
-    add_model,
-    add_model_target,
     make_console,
     read_plan_request,
 )
@@ -25,17 +22,8 @@ from shardwright.runtime.config import ReuseType
 from shardwright.runtime.errors import ConfigError
 
 
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the forms there, in the place of printing"
-    )
-    parser.add_argument(
-        "--pass", dest="only", metavar="NAME", help="print the form after this pass alone: lower"
-    )
-
-
-def _trace(options: argparse.Namespace) -> int:
+def run_trace(options: argparse.Namespace) -> int:
+    """Run ``trace``."""
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     with tempfile.TemporaryDirectory() as folder:
@@ -73,12 +61,8 @@ def _pass_of(path: Path) -> str:
     return path.stem.partition("-")[2]
 
 
-def _add_ops(parser: argparse.ArgumentParser) -> None:
-    add_model_target(parser)
-    parser.add_argument("--all", action="store_true", help="list those that have a rule, too")
-
-
-def _ops(options: argparse.Namespace) -> int:
+def run_ops(options: argparse.Namespace) -> int:
+    """Run ``ops``."""
     source, dummy_args = load_model(options.target, options.args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is said here anyway
@@ -100,32 +84,3 @@ def _ops(options: argparse.Namespace) -> int:
         f"{graph.name}: {len(graph.ops)} operators of {len(calls)} kinds, {verdict}", soft_wrap=True
     )
     return 1 if unknown else 0
-
-
-COMMANDS: Mapping[
-    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
-] = {
-    "trace": (
-        _add_trace,
-        _trace,
-        """Show a model's program after every pass of a compile.
-
-    shardwright trace my_models:make_gpt --policy tp --plan-ngpus 2
-    shardwright trace my_models:make_gpt --policy tp --plan-ngpus 2 --pass lower
-    shardwright trace my_models:make_gpt --policy tp --plan-ngpus 2 --out passes/
-
-What `shardwright compile --dump` writes; no files of a compile are made or changed.""",
-    ),
-    "ops": (
-        _add_ops,
-        _ops,
-        """List the operators of a model that have no rule, with lines to paste.
-
-    shardwright ops my_models:make_gpt
-    shardwright ops my_models:make_gpt --all
-
-An operator without a rule is computed whole on every rank: docs/register-op.md. The exit code is 1
-if there are any.""",
-    ),
-}
-"""Name to what adds its arguments, what runs it, and its help."""

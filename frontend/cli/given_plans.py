@@ -7,9 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -28,8 +26,6 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace import trace
 from shardwright.frontend.calibrate.profile import profile
 from shardwright.frontend.cli.model_arguments import (
-    add_machine,
-    add_model,
     make_console,
     memory_limit_bytes,
     on_machine,
@@ -57,19 +53,8 @@ def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
         )
 
 
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_machine(parser)
-    parser.add_argument(
-        "--microbatches",
-        type=int,
-        metavar="N",
-        help="samples of a step, added up (default: the plan's, else 1)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the cost as JSON")
-
-
-def _simulate(options: argparse.Namespace) -> int:
+def run_simulate(options: argparse.Namespace) -> int:
+    """Run ``simulate``."""
     if options.html is not None:
         check_target(options.html, "--html", "plan.html")
     policy, config = read_plan_request(options)
@@ -130,26 +115,8 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_profile(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument(
-        "--hardware", required=True, metavar="FILE", help="the hardware file of this machine"
-    )
-    parser.add_argument(
-        "--dtype", help="as if the module had been cast to this dtype: bfloat16, ..."
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="what to measure (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="measure calls that were measured before, too"
-    )
-
-
-def _profile(options: argparse.Namespace) -> int:
+def run_profile(options: argparse.Namespace) -> int:
+    """Run ``profile``."""
     file = times_file(options.hardware)
     if file is None:
         raise ConfigError(
@@ -179,20 +146,8 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    for name in ("before", "after"):
-        parser.add_argument(
-            name, type=Path, metavar=name.upper(), help="a plan.json, or the folder of a compile"
-        )
-    parser.add_argument(
-        "--every-layer",
-        action="store_true",
-        help="a row for every operator, not one per kind of layer",
-    )
-    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
-
-
-def _diff(options: argparse.Namespace) -> int:
+def run_diff(options: argparse.Namespace) -> int:
+    """Run ``diff``."""
     found = diff(
         *(
             read_plan_file(path / "plan.json" if path.is_dir() else path)
@@ -204,46 +159,3 @@ def _diff(options: argparse.Namespace) -> int:
     else:
         make_console().print(show_diff(found, every_layer=options.every_layer))
     return 1 if found else 0
-
-
-COMMANDS: Mapping[
-    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
-] = {
-    "simulate": (
-        _add_simulate,
-        _simulate,
-        """Predict the time and the memory of a plan.
-
-    shardwright simulate my_models:make_gpt --policy tp --plan-ngpus 8 --hardware h100
-    shardwright simulate my_models:make_gpt --policy hybrid --plan-ngpus 8 --set use_end2end=true \\
-        --html plan.html
-    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json \\
-        --plan-ngpus 8
-
-Nothing is written or run: the program that a compile would emit is priced on the machine described.
-Memory is that of training with Adam, or with --optimizer.""",
-    ),
-    "profile": (
-        _add_profile,
-        _profile,
-        """Measure the operators of a plan on this machine: a rank's calls, each different one once.
-
-    shardwright profile my_models:make_llama --policy tp --plan-ngpus 8 --hardware laptop.json
-
-Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate,
-plan, explain and policy 'autodist' use them in the place of estimates where the hardware is
-laptop.json. Calls measured before are kept; --again measures them anew.""",
-    ),
-    "diff": (
-        _add_diff,
-        _diff,
-        """Show what differs between two plans.
-
-    shardwright diff .shardwright/_parallel_modules/my_models/Gpt/a \\
-        .shardwright/_parallel_modules/my_models/Gpt/b
-    shardwright diff plan.json edited.json --json
-
-The exit code is 1 if anything does.""",
-    ),
-}
-"""Name to what adds its arguments, what runs it, and its help."""

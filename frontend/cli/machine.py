@@ -1,4 +1,4 @@
-"""The commands about this machine and this shell: ``doctor`` and ``completion``."""
+"""The command about this machine: ``doctor``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,6 @@ from shardwright import __version__
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.training.joining_ranks import launcher
 from shardwright.frontend.training.launching import rank_variables
-from shardwright.runtime.commands import ALIASES, HELP
 
 LIBRARIES = (
     "torch", "transformers", "safetensors", "numpy", "networkx", "ortools", "datasets",
@@ -38,13 +37,8 @@ JOB_VARIABLES = (
 )  # fmt: skip
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-ranks", action="store_true", help="leave out the collective of two processes"
-    )
-
-
-def _doctor(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
+    """Run ``doctor``."""
     lines = [*_versions(), *_devices(), *_disk(), *_environment()]
     if not options.no_ranks:
         lines += [_collective("gloo")]
@@ -146,65 +140,3 @@ def check_collective(backend: str) -> None:
     dist.all_reduce(found)
     assert found.item() == 3.0, f"1 + 2 came to {found.item()}"
     dist.destroy_process_group()
-
-
-def _add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
-
-
-def _completion(options: argparse.Namespace) -> int:
-    """Print a script of a few lines: the shell itself knows files."""
-    from shardwright.frontend.cli.main import command_options
-
-    options_by_command = command_options()
-    for alias, name in ALIASES.items():
-        options_by_command[alias] = options_by_command[name]
-    cases = "\n".join(
-        f'        {name}) words="{" ".join(flags)}" ;;'
-        for name, flags in options_by_command.items()
-    )
-    names = " ".join((*HELP, *ALIASES))
-    if options.shell == "zsh":
-        print("autoload -U +X bashcompinit && bashcompinit")
-    print(_SCRIPT.replace("NAMES", names).replace("CASES", cases))
-    return 0
-
-
-_SCRIPT = """_shardwright() {
-    local word="${COMP_WORDS[COMP_CWORD]}" words=""
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "NAMES --help --version" -- "$word"))
-        return
-    fi
-    case "${COMP_WORDS[1]}" in
-CASES
-    esac
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-}
-complete -o default -F _shardwright shardwright"""
-
-
-COMMANDS: Mapping[
-    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
-] = {
-    "doctor": (
-        _add_doctor,
-        _doctor,
-        """Look at this machine: versions, devices, disk, a collective of two ranks.
-
-    shardwright doctor
-
-Prints a block to paste into an issue. The exit code is 1 if something is wrong.""",
-    ),
-    "completion": (
-        _add_completion,
-        _completion,
-        """Print a script that completes commands and options in a shell.
-
-    shardwright completion bash
-
-Write it where the shell reads it: into the folder ~/.local/share/bash-completion/completions, as a
-file called shardwright, or at the end of ~/.zshrc. Files are completed as ever.""",
-    ),
-}
-"""Name to what adds its arguments, what runs it, and its help."""

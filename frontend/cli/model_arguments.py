@@ -16,17 +16,15 @@ from rich.console import Console
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.imbalance import Imbalance, imbalance_problem
+from shardwright.frontend.cli.command_arguments import AUTO, HARDWARE
 from shardwright.frontend.cli.targets import read_settings
 from shardwright.frontend.files.named_object import load_target
-from shardwright.policies.known_policies import find_policy, policy_names
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 from shardwright.runtime.json_text import parse_json
-
-HARDWARE = "a100-80gb"
-"""The machine where none is named."""
 
 PIPE_WIDTH = 160
 """Columns of output that goes to no terminal."""
@@ -35,95 +33,6 @@ PIPE_WIDTH = 160
 def make_console() -> Console:
     """The console on which commands print. Layouts are full of brackets, so it knows no markup."""
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Arguments for a model, a policy, and the ranks."""
-    add_model_target(parser)
-    chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument(
-        "--policy", help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
-    )
-    chosen.add_argument(
-        "--parallel",
-        metavar="TEXT|FILE",
-        help="pipeline, tensor and data as JSON or YAML, such as '{pipeline: 2, tensor: {size: 4, "
-        "mode: 2d}}', or a file with it; --plan-ngpus may be left out then",
-    )
-    add_ranks(parser, required=False)
-
-
-def add_model_target(parser: argparse.ArgumentParser) -> None:
-    """Arguments for a model."""
-    parser.add_argument(
-        "target",
-        metavar="MODULE:NAME",
-        help="a function that returns (module, dummy_args) or a module; a module class; a module",
-    )
-    parser.add_argument(
-        "--args",
-        metavar="MODULE:NAME",
-        help="the dict of dummy arguments, or a function that returns it",
-    )
-
-
-AUTO = "auto"
-"""``--plan-ngpus auto``: the search chooses among the powers of 2 that divide all ranks."""
-
-
-def add_ranks(
-    parser: argparse.ArgumentParser, *, required: bool = True, searched: bool = False
-) -> None:
-    """Arguments for the ranks, and settings. ``searched``: how many ranks share one copy of the
-    model may be left to the search.
-    """
-    parser.add_argument(
-        "--plan-ngpus",
-        type=_count_or_auto if searched else int,
-        required=required,
-        metavar="N|auto" if searched else "N",
-        help="ranks that share one copy of the model"
-        + ("; auto: searched, for the samples of --global-batch" if searched else ""),
-    )
-    parser.add_argument(
-        "--runtime-ngpus",
-        type=int,
-        metavar="N",
-        help="ranks in all (default: as many as --plan-ngpus)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="settings",
-        help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of "
-        "the policy; repeatable",
-    )
-
-
-def add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
-    """Arguments for the machine that a plan is for, and for where a page goes."""
-    parser.add_argument(
-        "--dtype", help="as if the module had been cast to this dtype: bfloat16, ..."
-    )
-    parser.add_argument(
-        "--hardware", metavar="NAME|FILE", help=f"a preset or a hardware file (default: {HARDWARE})"
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME|MODULE:NAME",
-        help="whose state is counted: AdamW, 'SGD(momentum=0.9)', my_module:make (default: Adam's "
-        "two moments)",
-    )
-    parser.add_argument(
-        "--imbalance",
-        metavar="NUMBER|FILE",
-        help="how many times its even share of tokens the busiest rank of experts gets: 1.5, or a "
-        'JSON file with a number or numbers by module, {"model.layers.0": 1.5}',
-    )
-    if html:
-        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
 
 
 def read_imbalance(text: str | None) -> Imbalance | None:
@@ -223,10 +132,6 @@ def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfi
     policy = find_policy(named)
     policy.check(config)
     return policy, config
-
-
-def _count_or_auto(text: str) -> int | str:
-    return text if text == AUTO else int(text)
 
 
 def _all_ranks(runtime_ngpus: int | None) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -13,11 +12,8 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Certificate
+from shardwright.frontend.cli.command_arguments import AUTO
 from shardwright.frontend.cli.model_arguments import (
-    AUTO,
-    add_machine,
-    add_model_target,
-    add_ranks,
     make_console,
     on_machine,
     read_dtype,
@@ -32,7 +28,6 @@ from shardwright.frontend.search_plan import PlanSearch
 from shardwright.policies.autodist.autodist_policy import save
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.questions.explain import (
-    MOST,
     Choice,
     Explanation,
     Request,
@@ -50,37 +45,6 @@ from shardwright.policies.autodist.questions.what_if import (
 )
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    add_model_target(parser)
-    add_ranks(parser, searched=True)
-    add_machine(parser)
-    _add_batch(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the plan, for policy 'saved'"
-    )
-    parser.set_defaults(policy="autodist")
-
-
-def _add_batch(parser: argparse.ArgumentParser) -> None:
-    """The samples of a step."""
-    parser.add_argument(
-        "--global-batch",
-        type=int,
-        metavar="N",
-        help="samples of a step; the size of a microbatch is searched, too",
-    )
-    parser.add_argument(
-        "--microbatch",
-        metavar="N,...",
-        help="sizes to choose from (default: up to five, from 1 to 16 for each rank)",
-    )
-    parser.add_argument(
-        "--batch-dims",
-        metavar="INPUT=DIM,...",
-        help="the dim of an input that counts samples, where it cannot be told",
-    )
 
 
 def _asked(options: argparse.Namespace) -> PlanSearch:
@@ -113,25 +77,8 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
     return PlanSearch.of(source.make(), dummy_args, config, module_dtype=read_dtype(options.dtype))
 
 
-def _add_explain(parser: argparse.ArgumentParser) -> None:
-    add_model_target(parser)
-    add_ranks(parser, searched=True)
-    add_machine(parser, html=False)
-    _add_batch(parser)
-    parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
-    parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
-    parser.add_argument(
-        "--against",
-        metavar="AXIS=N,...",
-        help="compare with the best plan on another mesh: tp=8; pp=2,tp=4",
-    )
-    parser.add_argument(
-        "--most", type=int, default=MOST, metavar="N", help="choices to show (default: %(default)s)"
-    )
-    parser.set_defaults(policy="autodist")
-
-
-def _explain(options: argparse.Namespace) -> int:
+def run_explain(options: argparse.Namespace) -> int:
+    """Run ``explain``."""
     asked = _asked(options)
     _check_asked(asked, options)
     # The search runs once; questions are asked of its result.
@@ -267,7 +214,8 @@ def read_batch_dims(text: str) -> dict[str, int]:
     return {path: int(dim) for path, _, dim in pairs}
 
 
-def _plan(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
+    """Run ``plan``."""
     # Targets are checked before a search that takes minutes.
     if options.out is not None:
         check_target(options.out, "--out")
@@ -408,39 +356,3 @@ def candidate_rows(found: SearchResult) -> list[tuple[str, ...]]:
             how += f"; {len(others)} more placed otherwise, up to {slowest}"
         rows.append((title, step, least, peak, how))
     return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]
-
-
-COMMANDS: Mapping[
-    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
-] = {
-    "plan": (
-        _add_plan,
-        _plan,
-        """Search for the best plan for a machine.
-
-    shardwright plan my_models:make_gpt --plan-ngpus 8 --hardware h100 --out plan.json \\
-        --html plan.html
-    shardwright plan my_models:make_gpt --plan-ngpus 64 --set use_end2end=true \\
-        --set pas_config.num_microbatches=32
-    shardwright compile my_models:make_gpt --policy saved --plan-ngpus 8 \\
-        --set pas_config.load_plan=plan.json
-
-Needs no device. Prints what was tried with its time, the least time it could have, and its memory,
-and why the rest was refused. Options of the search are those of policy 'autodist': --set
-pas_config.KEY=VALUE.""",
-    ),
-    "explain": (
-        _add_explain,
-        _explain,
-        """Say why the best plan looks as it does.
-
-    shardwright explain my_models:make_gpt --plan-ngpus 8
-    shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
-    shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
-
-Searches as 'plan' does, then looks for plans with one thing changed: more memory, faster links,
-another mesh; or, with the same stages and schedule, an operator or a module split in another way.
-Every figure is that of a plan that was audited.""",
-    ),
-}
-"""Name to what adds its arguments, what runs it, and its help."""

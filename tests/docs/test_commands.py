@@ -11,19 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.frontend.calibrate import command as calibrate
-from shardwright.frontend.cli import data as cli_data
-from shardwright.frontend.cli import forms as cli_forms
-from shardwright.frontend.cli import given_plans
-from shardwright.frontend.cli import machine as cli_machine
-from shardwright.frontend.cli import main as cli
-from shardwright.frontend.cli import searches as cli_search
-from shardwright.frontend.cli import training as cli_training
+from shardwright.frontend.cli.commands import COMMANDS, parse
 from shardwright.frontend.cli.searches import read_batch_dims, read_sizes, read_sizes_listed
 from shardwright.frontend.cli.targets import read_settings
 from shardwright.policies.known_policies import find_policy
 from shardwright.policies.policy import read_options
-from shardwright.runtime import cli as runtime_cli
 from shardwright.runtime.config import ComputeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,37 +27,22 @@ def told() -> list[str]:
     pages = [(ROOT / name).read_text() for name in NAMES] + [
         page.read_text() for page in (ROOT / "docs").glob("*.md")
     ]
-    pages += [text for _, _, text in commands().values()]
+    pages += [command.text for command in COMMANDS.values()]
     lines = re.findall(
         r"^ *(?:cd \S+ && |torchrun .* -m )?shardwright (.+)$",
         "\n".join(pages).replace("\\\n", " "),
         re.MULTILINE,
     )
-    return sorted({line for line in lines if line.split()[0] in commands()})
-
-
-def commands() -> dict[str, tuple[object, object, str]]:
-    every = (
-        cli._COMMANDS,
-        cli_search.COMMANDS,
-        cli_forms.COMMANDS,
-        cli_machine.COMMANDS,
-        cli_training.COMMANDS,
-        given_plans.COMMANDS,
-        calibrate.COMMANDS,
-        cli_data.COMMANDS,
-        runtime_cli.COMMANDS,
-    )
-    return {name: entry for found in every for name, entry in found.items()}
+    return sorted({line for line in lines if line.split()[0] in COMMANDS})
 
 
 def test_every_command_has_an_example() -> None:
-    assert {line.split()[0] for line in told()} == set(commands()) and len(told()) >= 25
+    assert {line.split()[0] for line in told()} == set(COMMANDS) and len(told()) >= 25
 
 
 @pytest.mark.parametrize("line", told())
 def test_it_parses(line: str) -> None:
-    options = cli._parsed(shlex.split(line, comments=True))
+    options = parse(shlex.split(line, comments=True))
     assert options is not None
     fields = {field.name for field in dataclasses.fields(ComputeConfig)}
     settings = read_settings(getattr(options, "settings", []))

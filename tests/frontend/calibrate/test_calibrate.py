@@ -26,12 +26,14 @@ from shardwright.compiler.cost.time.collectives import collective_s, flat_lines
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.frontend.calibrate import calibrate as calibrate_module
-from shardwright.frontend.calibrate import command, links, profile, timing
+from shardwright.frontend.calibrate import links, profile, timing
 from shardwright.frontend.calibrate import measured_operators as operators
 from shardwright.frontend.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.frontend.calibrate.effort import Effort, effort_for
 from shardwright.frontend.calibrate.reference_programs import REFERENCES
 from shardwright.frontend.calibrate.timing import seconds_per_call
+from shardwright.frontend.cli import calibration
+from shardwright.frontend.cli.commands import INTERRUPTED
 from shardwright.frontend.cli.main import main
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import World, current_world
@@ -139,7 +141,7 @@ def test_ranks_that_share_cores_are_slower_while_all_compute(
     ] == pytest.approx(3 * mine.host_s[1])
     assert theirs.fetch_s(1e6) == pytest.approx(3 * mine.fetch_s(1e6))
     assert theirs.attention_efficiency == mine.attention_efficiency
-    command.show(Console(width=200), shared)
+    calibration.show(Console(width=200), shared)
     shown = capsys.readouterr().out
     assert (
         "6 ranks share 2 cores: these are the rates of one while all compute, for jobs of 6 ranks"
@@ -177,7 +179,7 @@ def test_links_whose_larger_messages_take_no_longer_have_the_bandwidth_of_others
     assert {name: source for name, source in hardware.sources.items() if "." in name} == {
         "node.all_gather": told
     }
-    command.show(Console(width=200), hardware)
+    calibration.show(Console(width=200), hardware)
     assert f"node.all_gather: {told}. On a quiet machine" in capsys.readouterr().out
     flat |= set(COLLECTIVES)
     hardware = describe(
@@ -356,8 +358,8 @@ def test_an_interrupt_leaves_the_file_as_it_was(
     def interrupted(*arguments: object, **options: object) -> Hardware:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "calibrate", interrupted)
-    assert main(["calibrate", "--out", str(out)]) == command.INTERRUPTED
+    monkeypatch.setattr(calibration, "calibrate", interrupted)
+    assert main(["calibrate", "--out", str(out)]) == INTERRUPTED
     assert capsys.readouterr().err == f"interrupted: {out} was not written\n"
     assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
 

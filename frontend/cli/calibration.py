@@ -13,50 +13,13 @@ from shardwright.compiler.cost.machine.efficiency import EfficiencyTable
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.frontend.calibrate.calibrate import calibrate
+from shardwright.frontend.cli.commands import INTERRUPTED
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
-HELP = """Measure this machine and write it as a hardware file.
 
-    shardwright calibrate --out laptop.json
-    shardwright calibrate --device cpu --ranks 4 --quick
-    torchrun --nnodes 2 --nproc-per-node 8 -m shardwright calibrate --out cluster.json
-
-Matrix products over a grid of sizes, memory bandwidth, the least time of an operator, and every
-collective by size, in about a minute. Under torchrun the ranks of the job measure, nodes and the
-network between them apart. Ctrl-C leaves FILE as it was."""
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("hardware.json"),
-        metavar="FILE",
-        help="the file to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="processes to measure with (default: one per GPU, or per core)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="what to measure (default: cuda where there is some)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few seconds, fewer sizes, wider errors"
-    )
-
-
-def run(options: argparse.Namespace) -> int:
+def run_calibrate(options: argparse.Namespace) -> int:
     """Measure, show, write. Nothing is written before everything is measured."""
     out: Path = options.out
     if out.suffix != ".json":
@@ -135,7 +98,3 @@ def _rate(bytes_per_s: float) -> str:
 
 def _percent(error: float) -> str:
     return f"{error:.0%}"
-
-
-COMMANDS = {"calibrate": (add_arguments, run, HELP)}
-"""Name to what adds its arguments, what runs it, and its help."""

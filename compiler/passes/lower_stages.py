@@ -133,7 +133,7 @@ def _lower_body(
                     for value, layout in zip(op.results, found, strict=True)
                 }
             )
-    leading = _leading_to_outputs(graph)
+    leading = _leading_to_loss(graph)
     crossings = [
         _crossing(value, value.takes_gradient and value.name in leading, source, stage, made, plan)
         for stage in stages
@@ -202,7 +202,7 @@ def _check_ends(program: PipelineProgram) -> None:
     if found.keys() != needed or len(found) != len(program.crossings):
         listed = ", ".join(f"{n} from stage {s} to {t}" for n, s, t in sorted(needed - set(found)))
         raise InternalError(f"what crosses is not what stages receive; missing: {listed or 'none'}")
-    leading = _leading_to_outputs(program.graph)
+    leading = _leading_to_loss(program.graph)
     given = {v.name: v for stage in program.stages for v, _ in stage.receives}
     for (name, source, target), crossing in found.items():
         where = f"{name} crosses from stage {source} to stage {target}"
@@ -322,15 +322,15 @@ def _lower_stage(
     return lower(stage.graph, own, copied, delivers=True)
 
 
-def _leading_to_outputs(graph: IRGraph) -> set[str]:
-    """The names of the values to which a gradient of the model's results may come back. It comes to
-    no value that was rounded to integers on the way, for example.
+def _leading_to_loss(graph: IRGraph) -> set[str]:
+    """The names of the values to which a gradient of the loss, the first result, may come back.
+
+    It comes to no value that was rounded to integers on the way, and to none that only other
+    results are made of. On one device parameters before such a value have no gradient. Sent back to
+    them, zeros would be one, by which weight decay and momentum change them.
     """
-    leading = {
-        value.name
-        for _, value in graph.output.leaves()
-        if isinstance(value, IRValue) and value.requires_grad
-    }
+    results = (value for _, value in graph.output.leaves() if isinstance(value, IRValue))
+    leading = {value.name for value in itertools.islice(results, 1) if value.requires_grad}
     for op in reversed(graph.ops):
         if any(value.name in leading for value in op.results):
             leading |= {value.name for value in op.operands if value.requires_grad}

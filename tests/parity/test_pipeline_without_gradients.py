@@ -1,4 +1,6 @@
-"""Stages that no gradient comes back to: what they pass on is rounded to codes."""
+"""Stages that no gradient comes back to: what they pass on is rounded to codes, or is for a result
+that is no part of the loss.
+"""
 
 from __future__ import annotations
 
@@ -33,4 +35,40 @@ def test_parameters_without_gradients_stay_without(schedule: str) -> None:
     options = {"schedule": schedule, "num_microbatches": 2}
     config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": options}
     report = verify(Codes(), {"x": x, "y": y}, "pp", config)
+    assert report.ok, str(report)
+
+
+class Aside(nn.Module):
+    """A model with a second result. The weights that only it is made of lie on both sides of a cut,
+    and have no gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+        self.head, self.before, self.after = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        before, hidden = self.before(x), self.layers(x)
+        loss = F.mse_loss(self.head(hidden), y)
+        return {"loss": loss, "aside": self.after(before + hidden.detach())}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("policy", "use_zero"), [("pp", 0), ("pp", 2), ("tp", 3), ("data", 1), ("hybrid", 3)]
+)
+def test_weights_that_no_loss_reaches_stay_without_gradients(policy: str, use_zero: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(8, size, generator=generator) for size in (8, 2))
+    plan_ngpus = 4 if policy == "hybrid" else 2
+    config = {
+        "plan_ngpus": plan_ngpus,
+        "runtime_ngpus": 2 * plan_ngpus,
+        "use_end2end": True,
+        "use_zero": use_zero,
+        "outputs": "all",
+        "pas_config": {"num_microbatches": 2} if policy in ("pp", "hybrid") else {},
+    }
+    report = verify(Aside(), {"x": x, "y": y}, policy, config)
     assert report.ok, str(report)

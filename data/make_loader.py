@@ -112,9 +112,7 @@ def loader(
         pin_memory=pin_memory,
         multiprocessing_context=multiprocessing_context,
     )
-    tail: Tail = "drop" if drop_last else "short"
-    if wrap:
-        tail = "wrap"
+    tail = _tail(drop_last, wrap)
     if _is_iterable(dataset) and weights is None:
         needs_index = {
             "shuffle": shuffle,
@@ -126,12 +124,7 @@ def loader(
         check_stream(dataset, needs_index, num_workers)
         stream_fetcher = StreamFetcher([dataset], found.mine, seed, collate, transform)
         return StreamLoader(stream_fetcher, share, handing, tail, replay)
-    if replay:
-        raise ConfigError(
-            "replay=True is for iterable datasets",
-            why=f"a {type(dataset).__name__} has an index: nothing is read again",
-            hint="leave it out",
-        )
+    _check_replay(replay, dataset)
     sources = _sources(dataset, weights)
     sizes = [len(source) for source in sources]
     _check_empty(sources, sizes)
@@ -148,6 +141,7 @@ def loader(
         skips=on_error == "skip",
         seed_samples=seed_samples,
     )
+    # What a saved state must have been made with to be loaded.
     identity = {
         "seed": seed,
         "num_samples": sizes if weights is not None else sizes[0],
@@ -161,6 +155,22 @@ def loader(
     }
     batching = _batching(stream, share, tail, packing, lengths)
     return CursorLoader(fetcher, share, identity, handing, stream, batching)
+
+
+def _tail(drop_last: bool, wrap: bool) -> Tail:
+    """What becomes of the samples at the end of an epoch that fill no batch."""
+    if wrap:
+        return "wrap"
+    return "drop" if drop_last else "short"
+
+
+def _check_replay(replay: bool, dataset: Any) -> None:
+    if replay:
+        raise ConfigError(
+            "replay=True is for iterable datasets",
+            why=f"a {type(dataset).__name__} has an index: nothing is read again",
+            hint="leave it out",
+        )
 
 
 def _batching(

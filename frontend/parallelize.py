@@ -201,21 +201,8 @@ def parallelize(
         policy.check(config)
         strategy = _choice("broadcast_strategy", broadcast_strategy, BroadcastGenFilesStrategy)
         _check_world(world, config, load_module, strategy)
-        if max_programs < 1 or (max_programs > 1 and not (load_module and source.module)):
-            raise ConfigError(
-                f"max_programs={max_programs} cannot be",
-                why="there is one program at least"
-                if max_programs < 1
-                else "a call compiles another program of the module that was given and loaded, and "
-                "here none is",
-                hint="pass a module and load it, or compile ahead with more_dummy_args",
-            )
-        if module_dtype is not None and not (
-            isinstance(module_dtype, torch.dtype) and module_dtype.is_floating_point
-        ):
-            raise ConfigError(
-                "module_dtype is a floating dtype, or None", why=f"it is {module_dtype!r}"
-            )
+        _check_max_programs(max_programs, source, load_module)
+        _check_dtype(module_dtype)
         order = Order(
             source=source,
             dummy_args=dummy_forward_args,
@@ -245,12 +232,7 @@ def parallelize(
         made_of_others = [make_files(job, other, strategy) for other in others]
         if not load_module:
             return None
-        # A node without a shared disk may hold files of an earlier compile, which would load.
-        loaded = job.every_rank_does(lambda: load_made(order.directory, made))
-        loaded.other_programs = tuple(
-            job.every_rank_does(partial(load_made, other.directory, digest))
-            for other, digest in zip(others, made_of_others, strict=True)
-        )
+        loaded = _loaded_class(job, [order, *others], [made, *made_of_others])
         if order.source.module is None:
             return loaded
         parallel = job.every_rank_does(lambda: loaded(init_params=init_module_params))
@@ -261,6 +243,20 @@ def parallelize(
                 order_like(order, given), strategy
             )
         return parallel.train(order.source.module.training)
+
+
+def _loaded_class(
+    job: Job, orders: Sequence[Order], digests: Sequence[str]
+) -> type[ParallelModule]:
+    """The class of the first order's files, which knows the programs of the others. Collective."""
+    # By the digest of what was made: a node without a shared disk may hold files of an earlier
+    # compile, which would load.
+    loaded, *others = (
+        job.every_rank_does(partial(load_made, order.directory, digest))
+        for order, digest in zip(orders, digests, strict=True)
+    )
+    loaded.other_programs = tuple(others)
+    return loaded
 
 
 def _title(module_or_class: Any) -> str:
@@ -299,6 +295,32 @@ def _check_world(
             f"{world.size} ranks are running",
             hint=f"torchrun --nproc_per_node={config.runtime_ngpus}, or set "
             f"runtime_ngpus={world.size}",
+        )
+
+
+def _check_max_programs(max_programs: int, source: ModuleSource, load_module: bool) -> None:
+    if max_programs < 1:
+        why = "there is one program at least"
+    elif max_programs > 1 and not (load_module and source.module):
+        why = (
+            "a call compiles another program of the module that was given and loaded, and here "
+            "none is"
+        )
+    else:
+        return
+    raise ConfigError(
+        f"max_programs={max_programs} cannot be",
+        why=why,
+        hint="pass a module and load it, or compile ahead with more_dummy_args",
+    )
+
+
+def _check_dtype(module_dtype: object) -> None:
+    if module_dtype is None:
+        return
+    if not isinstance(module_dtype, torch.dtype) or not module_dtype.is_floating_point:
+        raise ConfigError(
+            "module_dtype is a floating dtype, or None", why=f"it is {module_dtype!r}"
         )
 
 

@@ -98,7 +98,7 @@ def build_optimizer(
         if is_elementwise
         else whole_parameters(model.world, cut, shards, model.settings)
     )
-    # What the optimizer sees under each name: the parameter, a shard of it, or a whole.
+    # What the optimizer sees by name: a shard or a whole in the place of the parameter it is of.
     tensors: Mapping[str, nn.Parameter] = {
         **parameters,
         **{shard.name: shard.tensor for shard in shards},
@@ -115,28 +115,13 @@ def build_optimizer(
     exchange.release()
     names = updated_names(optimizer, tensors)
     members = agreed_members(model.world, order, optimizer, names)
-    # The user's object gets a class that derives from ours and from its own.
-    user_class = type(optimizer)
-    name = f"Parallel{user_class.__name__}"
-    optimizer.__class__ = type(
-        name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__}
-    )
-    parallel = cast(ParallelOptimizer, optimizer)
+    parallel = _as_parallel(optimizer)
     parallel._model, parallel._reducer = model, reducer
     parallel._gathering, parallel.shards = _gathering_of(module, reducer, model), tuple(shards)
     parallel._exchange, parallel.wholes = exchange, exchange.members
     parallel.group_members = members
     parallel._frozen = _frozen_of(model, reducer, parameters, names.values())
-    # Which elements a state tensor is for: checkpoints need it to put states together.
-    ranges: dict[str, Any] = {
-        shard.name: [shard.start, shard.stop] for shard in shards if model.settings.stage
-    }
-    ranges |= {whole.name: WHOLE if whole.is_owner else [0, 0] for whole in exchange.members}
-    for group in parallel.param_groups:
-        # Where torch keeps names too: state dicts carry them, and can be merged without the module.
-        group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
-        if ranges:
-            group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
+    _write_names(parallel, names)
     for shard in shards:
         shard.settle()
     model.agreement.watch(parallel)
@@ -148,6 +133,34 @@ def build_optimizer(
         ],
     )
     return parallel
+
+
+def _as_parallel(optimizer: Optimizer) -> ParallelOptimizer:
+    """Give the user's object a class that derives from ours and from its own."""
+    user_class = type(optimizer)
+    optimizer.__class__ = type(
+        f"Parallel{user_class.__name__}",
+        (ParallelOptimizer, user_class),
+        {"__doc__": user_class.__doc__},
+    )
+    return cast(ParallelOptimizer, optimizer)
+
+
+def _write_names(parallel: ParallelOptimizer, names: Mapping[int, str]) -> None:
+    """Write into the groups what their tensors are called, and which elements each holds.
+
+    ``names``: by ``id`` of the tensor. State dicts carry both, so that checkpoints can put states
+    together without the module.
+    """
+    ranges: dict[str, Any] = {}
+    # Without ZeRO a shard is all of its parameter, and state dicts say no more than torch's.
+    if parallel._model.settings.stage:
+        ranges |= {shard.name: [shard.start, shard.stop] for shard in parallel.shards}
+    ranges |= {whole.name: WHOLE if whole.is_owner else [0, 0] for whole in parallel.wholes}
+    for group in parallel.param_groups:
+        group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
+        if ranges:
+            group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
 
 
 def _frozen_of(

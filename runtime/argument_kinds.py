@@ -46,6 +46,14 @@ class Kind(NamedTuple):
     words: str
 
 
+def _is_written_as_text(annotation: Any) -> bool:
+    return (
+        annotation is Path
+        or get_origin(annotation) is os.PathLike
+        or getattr(annotation, "__name__", "") == "device"
+    )
+
+
 def kind_of(annotation: Any) -> Kind | None:
     """The kind that an annotation stands for; ``None`` where anything goes."""
     # From the plain types to unions, containers, and at last any class.
@@ -54,16 +62,7 @@ def kind_of(annotation: Any) -> Kind | None:
         return _SIMPLE[annotation]
     if origin in (Union, types.UnionType):
         # A string in the place of a path or a device must be the text of one.
-        special = next(
-            (
-                part
-                for part in parts
-                if part is Path
-                or get_origin(part) is os.PathLike
-                or getattr(part, "__name__", "") == "device"
-            ),
-            str,
-        )
+        special = next(filter(_is_written_as_text, parts), str)
         return _any_of([kind_of(special if part is str else part) for part in parts])
     if origin is os.PathLike:
         return _SIMPLE[Path]

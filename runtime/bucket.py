@@ -113,9 +113,12 @@ class Bucket:
         assert gradient is not None
         self._allocated()
         view = self._views[index]
+        # Backward accumulates into the view if it is there already, as in the second microbatch.
         if gradient is not view:
             view.copy_(dense(gradient.detach()))
             set_reduced(view, False)
+            # What the user reads and clips is now the buffer itself, and the gradient that backward
+            # made is freed.
             parameter.grad = view
 
     def start(self, before: Callable[[Tensor], None]) -> None:
@@ -209,6 +212,7 @@ class Bucket:
         """The members that this rank did not use, and another one did."""
         if not self._unused:
             return []
+        # The sum over ranks of 1 for "used": not zero if any rank used it.
         flags = self._allocated()[self.length :].tolist()
         return [index for index in self._unused if flags[index]]
 
@@ -273,13 +277,9 @@ def pack(
     ``dtype_of``: from the dtype of a parameter to that in which its gradient is held. ``apart``:
     names of parameters that share no bucket with others.
     """
-    entries = [
-        Entry(
-            item.communicator.ranks,
-            item.parameter.dtype,
-            item.num_elements * dtype_of(item.parameter.dtype).itemsize,
-            item.name in apart,
-        )
-        for item in sums
-    ]
+    entries = []
+    for item in sums:
+        dtype = item.parameter.dtype
+        num_bytes = item.num_elements * dtype_of(dtype).itemsize
+        entries.append(Entry(item.communicator.ranks, dtype, num_bytes, item.name in apart))
     return [[sums[index] for index in members] for members in deal_buckets(entries, cap_bytes)]

@@ -142,6 +142,7 @@ class _Loop:
                 self.with_part(whole, x, result, index)
                 for whole, x, result in zip(found, made, self.results, strict=True)
             ]
+            # Two pieces at once would be the memory that the loop is there to save.
             del made
         return tuple(
             None if x is None else x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)

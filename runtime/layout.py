@@ -65,6 +65,7 @@ class Density:
         """The rows that the busiest rank is assumed to hold, of so many local pairs, where
         ``num_ranks`` share the experts. It gets no more than all rows.
         """
+        # At most ``num_ranks`` times the even share: then one rank has all rows.
         return min(pairs, pairs * self.share * min(self.imbalance, num_ranks))
 
 
@@ -181,14 +182,7 @@ class Layout:
     def to_json(self) -> dict[str, Any]:
         """JSON values; :meth:`from_json` is the inverse."""
         return {
-            "dims": [
-                [
-                    {"segments": list(atom.segments), "axes": list(atom.axes)}
-                    | ({"element": list(atom.element)} if atom.element else {})
-                    for atom in dim
-                ]
-                for dim in self.dims
-            ],
+            "dims": [[_atom_json(atom) for atom in dim] for dim in self.dims],
             "partial": list(self.partial),
             "grad_partial": list(self.grad_partial),
         }
@@ -202,13 +196,7 @@ class Layout:
             "this is no layout",
             hint="what Layout.to_json gives has dims, partial and grad_partial",
         ):
-            dims = tuple(
-                tuple(
-                    Atom(tuple(a["segments"]), tuple(a["axes"]), tuple(a.get("element", ())))
-                    for a in dim
-                )
-                for dim in data["dims"]
-            )
+            dims = tuple(tuple(map(_read_atom, dim)) for dim in data["dims"])
             return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
 
     @classmethod
@@ -248,6 +236,15 @@ class Layout:
             marks.insert(0, f"at {self.density.share:.3g}")
         marks += [f"G({', '.join(self.grad_partial)})"] if self.grad_partial else []
         return " ".join([f"[{dims}]", *marks])
+
+
+def _atom_json(atom: Atom) -> dict[str, Any]:
+    data: dict[str, Any] = {"segments": list(atom.segments), "axes": list(atom.axes)}
+    return {**data, "element": list(atom.element)} if atom.element else data
+
+
+def _read_atom(data: Mapping[str, Any]) -> Atom:
+    return Atom(tuple(data["segments"]), tuple(data["axes"]), tuple(data.get("element", ())))
 
 
 def _product(sizes: Iterator[Size]) -> Size:

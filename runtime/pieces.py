@@ -41,6 +41,7 @@ def take_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Te
     if is_plain(cut):
         ((start, size),) = cut.runs(num_pieces, index)
         return x.narrow(dim, start * cut.inner, size * cut.inner)
+    # [.., outer, repeat, inner, ..]: the runs lie in the middle one of the three.
     repeats = torch.unflatten(x, dim, (cut.outer, cut.repeat, cut.inner))
     parts = [repeats.narrow(dim + 1, start, size) for start, size in cut.runs(num_pieces, index)]
     if not parts:
@@ -69,6 +70,7 @@ def join_pieces(pieces: Sequence[Tensor], dim: int, cut: Cut) -> Tensor:
                 parts.append((start, part))
     if not parts:
         return torch.cat(list(pieces), dim)
+    # Parts of the members interleave: all those of the first segment come first.
     parts.sort(key=lambda part: part[0])
     return torch.cat([part for _, part in parts], dim + 1).flatten(dim, dim + 2)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.runtime.layout import Layout, Mesh
@@ -53,40 +54,40 @@ def end_of(
     # Values go from ``sent`` to ``received``, gradients the other way.
     forward, backward = pieces(sent, received), pieces(received, sent)
     mine = received if arriving else sent
-    # Each piece with the rank at its other end.
     if arriving:
-        come = [
-            (sender, there)
-            for (sender, receiver), boxes in forward.items()
-            if receiver == rank
-            for _, there in boxes
-        ]
-        back = [
-            (receiver, here)
-            for (sender, receiver), boxes in backward.items()
-            if sender == rank
-            for here, _ in boxes
-        ]
+        come, back = _taken_by(rank, forward), _given_by(rank, backward)
     else:
-        come = [
-            (receiver, here)
-            for (sender, receiver), boxes in forward.items()
-            if sender == rank
-            for here, _ in boxes
-        ]
-        back = [
-            (sender, there)
-            for (sender, receiver), boxes in backward.items()
-            if receiver == rank
-            for _, there in boxes
-        ]
+        come, back = _given_by(rank, forward), _taken_by(rank, backward)
     shape = mine.layout.local_shape(mine.mesh, mine.mesh.coords(mine.ranks.index(rank)))
     return End(shape, tuple(come), tuple(back) if differentiable else ())
+
+
+Pairs = Mapping[tuple[int, int], Sequence[tuple[Box, Box]]]
+"""Sending and receiving rank to pairs of the box at the sender and the box at the receiver."""
+
+
+def _given_by(rank: int, pairs: Pairs) -> list[tuple[int, Box]]:
+    """The boxes that a rank sends, each with the rank that receives it."""
+    given = []
+    for (sender, receiver), boxes in pairs.items():
+        if sender == rank:
+            given += [(receiver, here) for here, _ in boxes]
+    return given
+
+
+def _taken_by(rank: int, pairs: Pairs) -> list[tuple[int, Box]]:
+    """The boxes that a rank receives, each with the rank that sends it."""
+    taken = []
+    for (sender, receiver), boxes in pairs.items():
+        if receiver == rank:
+            taken += [(sender, there) for _, there in boxes]
+    return taken
 
 
 @functools.lru_cache(maxsize=256)
 def pieces(source: Holding, target: Holding) -> dict[tuple[int, int], list[tuple[Box, Box]]]:
     """(sending rank, receiving rank) to pairs of (box at the sender, box at the receiver)."""
+    # Ranks that hold the same runs are copies of each other, and any one of them may send.
     copies: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = {}
     for index, rank in enumerate(source.ranks):
         copies.setdefault(source.spans(index), []).append(rank)
@@ -96,6 +97,8 @@ def pieces(source: Holding, target: Holding) -> dict[tuple[int, int], list[tuple
         for held, holders in copies.items():
             boxes = list(_overlap(held, wanted))
             if boxes:
+                # A rank that has the piece itself sends nothing. Otherwise receivers take turns
+                # among the copies, so that no rank sends to all of them.
                 sender = receiver if receiver in holders else holders[index % len(holders)]
                 result.setdefault((sender, receiver), []).extend(boxes)
     return result
@@ -118,6 +121,7 @@ def _overlap_runs(
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Intersections of two ascending lists of global runs, as local (start, stop) on both sides."""
     found = []
+    # Where the current run begins in the local tensor, in which runs lie end to end.
     held_at = 0
     for start, stop in held:
         wanted_at = 0

@@ -45,6 +45,7 @@ class Window:
         """What the places ``[start, stop)`` read together. It may begin before the dim, and end
         behind it.
         """
+        # A negative stride turns the order around, so either end may read first.
         ends = (start * self.stride, (stop - 1) * self.stride)
         first, last = min(ends) - self.before, max(ends) - self.before + self.reach - 1
         return first // self.per, last // self.per + 1
@@ -101,6 +102,7 @@ class Edge:
 
 
 def _held(size: int, unit: int, nums_ranks: Sequence[int], index: Sequence[int]) -> Span:
+    # Major to minor: each axis cuts what the axes before it have left to this rank.
     start, count = 0, size // unit
     for num_ranks, i in zip(nums_ranks, index, strict=True):
         inner, count = piece(count, num_ranks, i)
@@ -197,13 +199,12 @@ def length(spans: Spans) -> int:
 def most_sent(edge: Edge) -> tuple[tuple[int, int], ...]:
     """The most places that a rank sends along each axis, forward and backward."""
     by_rank = [(rank, hops(edge, rank)) for rank in edge.ranks]
-    return tuple(
-        (
-            max(found[axis].sent(rank[axis]) for rank, found in by_rank),
-            max(found[axis].back(rank[axis]) for rank, found in by_rank),
-        )
-        for axis in range(len(edge.nums_ranks))
-    )
+    most = []
+    for axis in range(len(edge.nums_ranks)):
+        forward = max(found[axis].sent(rank[axis]) for rank, found in by_rank)
+        backward = max(found[axis].back(rank[axis]) for rank, found in by_rank)
+        most.append((forward, backward))
+    return tuple(most)
 
 
 def most_read(edge: Edge) -> int:

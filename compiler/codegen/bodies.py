@@ -171,6 +171,7 @@ class BodyWriter(StatementWriter):
 
     def _write_method(self, instances: list[Run], program: Program) -> _Method:
         """The method for runs that are alike, written from the first of them."""
+        # All runs of one key have the same statements but for names, so any of them would do.
         run = instances[0]
         container = container_path(run.container)
         outer = identifier(run.container[0]) if run.container and run.container[0] else "inner"
@@ -194,6 +195,8 @@ class BodyWriter(StatementWriter):
         for value, wish in zip(run.inputs, _input_names(instances), strict=True):
             scope.define(value, wish)
         inputs = [scope.name(value) for value in run.inputs]
+        # Comments and headings name modules relative to the block, as it is written once for all
+        # layers.
         self._container = container
         over = gathered_until(run.instructions, run.outputs)
         lines = []

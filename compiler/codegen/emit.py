@@ -92,6 +92,7 @@ def emit(
     mesh = program.plan.mesh
     files = {}
     for rank in range(num_ranks):
+        # The rank and its place in the mesh are all that differs between the files of a unit.
         coords = ", ".join(f"{axis}={index}" for axis, index in mesh.coords(rank).items())
         files[f"gencode{rank}.py"] = template.render(
             **fields, rank=rank, coords=coords or "the only rank"

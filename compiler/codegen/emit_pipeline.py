@@ -359,6 +359,7 @@ def _by_path(tree: Tree, path: str) -> Tree:
     """The tree with values that :class:`_Leaves` writes, in the place of the program's own."""
     if tree.kind == "leaf":
         if isinstance(tree.value, IRValue):
+            # Shape and dtype are never looked at: the value is there for its name.
             return Tree("leaf", IRValue(f"leaves[{quoted(path)}]", (), torch.float32))
         return tree
     children = tuple((key, _by_path(child, join(path, key))) for key, child in tree.children)

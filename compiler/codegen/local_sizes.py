@@ -37,6 +37,8 @@ def spelled(instruction: Compute, mesh: Mesh) -> IROp:
     if not axes or rule is None or rule.localise is None:
         return op
     sizes = local_sizes(rule, axes, mesh, spelled=True)
+    # The rule's own function makes the local call of expressions now, where lowering gave it
+    # numbers.
     found = dict(rule.localise(original, rule, sizes))
     return op.with_args(
         **{
@@ -90,6 +92,8 @@ def sizes_in(op: IROp) -> set[LocalSize]:
 def _same(spelled_arg: Arg, arg: Arg, mesh: Mesh) -> bool:
     """Whether an argument without tensors is another one, spelled out."""
     pairs = list(leaves(spelled_arg)), list(leaves(arg))
+    # Sizes are spelled where every leaf comes to the number in the program. If one does not, the
+    # rule chose another form of the call for numbers, and that form must stay.
     if len(pairs[0]) != len(pairs[1]) or any(isinstance(leaf, IRValue) for leaf in pairs[0]):
         return False
     return all(_number(one, mesh) == other for one, other in zip(*pairs, strict=True))

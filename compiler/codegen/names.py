@@ -128,6 +128,7 @@ def attribute_path(path: str, *, root: str = "self") -> str:
     taken = (
         first in MODULE_ATTRIBUTES
         or _INDEX.fullmatch(first)
+        # torch keeps state of its own in attributes that begin so (``_parameters``, ``_hooks``).
         or first.startswith("_")
         or STAGE_METHOD.fullmatch(first)
     )

@@ -236,6 +236,8 @@ class StatementWriter:
             outside.append(scope.name(take.value))
             words.append(self._door_text(take, outside[-1], program))
         for value in loop.operands:
+            # Naming a value that has no variable yet defines one. It must be done out here, or the
+            # function of a piece would take the name for itself.
             if value.name not in taken and value.kind is ValueKind.ACTIVATION:
                 scope.name(value)
         for take in loop.takes:
@@ -250,6 +252,7 @@ class StatementWriter:
             lines += self._lines_at(loop.body, position, scope, program)
         returned = ", ".join(scope.name(give.value) for give in loop.gives)
         lines.append(Line(f"return {returned}"))
+        # A function is written like a ``with`` block around its lines: a guard that they all share.
         lines = [replace(line, guards=(header, *line.guards)) for line in lines]
         results = [self._door_text(give, "", program, late=loop.late) for give in loop.gives]
         for give in loop.gives:
@@ -266,6 +269,7 @@ class StatementWriter:
     ) -> str:
         """What a loop takes or gives, as an argument of its call."""
         step, sizes = door.step, self._source_of(program)
+        # What the pieces share is passed as it is: in_pieces adds up its gradient.
         if step.kind == "grad_all_reduce":
             return name
         if step.kind == "all_reduce":
@@ -489,6 +493,8 @@ def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
     """
     if cut.outer != 1 or len(cut.segments) != 1 or cut.element:
         return False
+    # The dim of a gathered piece tells its whole length only if all pieces are equal: one element
+    # for each rank, ``inner`` long. A dim that is still whole tells it in any case.
     return cut.segments[0] == num_pieces or (
         kind in ("narrow", "reduce_scatter") and cut.inner == 1
     )

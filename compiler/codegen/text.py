@@ -131,6 +131,7 @@ def wrap_statement(code: str, width: int) -> list[str]:
         # Several names that no line holds: one line each.
         names = head.removesuffix(" = ").rstrip(",").split(", ")
         first, *rest = wrap_statement(f"_ = {value}", width)
+        # The value was wrapped behind ``_``, which the closing bracket of the names now replaces.
         return ["(", *(f"    {name}," for name in names), f"){first[1:]}", *rest]
     signs = _signs(value)
     lines = wrap(code, width)
@@ -167,6 +168,7 @@ def _signs(value: str) -> list[int]:
     return [
         start
         for start, text in outer
+        # A sign at the very beginning joins nothing: ``-x``.
         if start > 0 and (text in _WORDS or not (text[0].isalnum() or text[0] in "_\"'"))
     ]
 

@@ -129,6 +129,7 @@ class IRGraph:
         """The parameters in the order in which forward first uses them, which decides the buckets
         of their gradients.
         """
+        # A dict keeps a name at the place of its first use.
         read = (
             value for op in self.ops for value in op.operands if value.kind is ValueKind.PARAMETER
         )
@@ -188,4 +189,6 @@ class IRGraph:
     def symbols(self) -> dict[str, tuple[IRValue, int]]:
         """Symbol name to the input and dim that give its size."""
         by_name = {value.name: value for value in self.inputs}
+        # Several inputs may share a symbol. Reversed, so that the first of them is the one that
+        # stays.
         return {d.symbol: (by_name[d.input], d.dim) for d in reversed(self.dynamic_dims)}

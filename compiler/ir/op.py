@@ -132,6 +132,8 @@ class IROp:
                     if isinstance(leaf, IRValue)
                 ]
             elif isinstance(value, IRValue | WhenTraining):
+                # An argument by training may hold two tensors, and both are operands of that one
+                # name.
                 names += [key for leaf in leaves(value) if isinstance(leaf, IRValue)]
         return tuple(names)
 
@@ -143,6 +145,7 @@ class IROp:
 
     def with_operands(self, operands: Iterable[IRValue]) -> IROp:
         """The call with its tensor arguments replaced, position by position."""
+        # map_args visits leaves in the order in which ``operands`` lists them.
         remaining = iter(operands)
         return self.map_args(lambda leaf: next(remaining) if isinstance(leaf, IRValue) else leaf)
 

@@ -27,6 +27,7 @@ def quoted_with_layer(before: str, after: str) -> str:
     ``after``.
     """
     quote = _quote_for(before + after)
+    # Braces would begin a place to fill in.
     start, end = (
         _escaped(part, quote).replace("{", "{{").replace("}", "}}") for part in (before, after)
     )

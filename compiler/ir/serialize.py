@@ -61,6 +61,7 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The sha256 of shape, dtype and bytes of a tensor."""
+    # The bytes of equal tensors are equal only in one order in memory.
     tensor = tensor.detach().cpu().contiguous()
     content = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     content.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -126,9 +127,11 @@ _MAX_DECIMAL = 10**4000
 """Python writes no decimal numbers of many more digits than this has."""
 
 _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    # The first form whose types fit is taken. So bools, which are ints, come before ints.
     (type(None) | bool | str, lambda value: value),
     (enum.Enum, lambda value: {"enum": f"{_import_name(type(value))}.{value.name}"}),
     (int, lambda value: value if abs(value) < _MAX_DECIMAL else {"int": hex(value)}),
+    # Exact to the last bit, and infinities and NaN have a form too, which JSON lacks.
     (float, lambda value: {"float": value.hex()}),
     (complex, lambda value: {"complex": [value.real.hex(), value.imag.hex()]}),
     (bytes, lambda value: {"bytes": value.hex()}),

@@ -34,6 +34,8 @@ class DynamicSize(sympy.Symbol):  # type: ignore[misc]
         return (self.name, self.example), {}
 
     def _hashable_content(self) -> tuple[object, ...]:
+        # Two models may both call a size "batch" and mean other numbers. sympy caches expressions
+        # by what is hashed, so without the example one model would get the other's.
         return (*super()._hashable_content(), self.example)
 
 
@@ -73,6 +75,8 @@ def divides(divisor: Size, size: Size) -> bool:
         return divisor != 0 and size % divisor == 0
     if divisor == 1 or divisor == size:
         return True
+    # After common factors are cancelled, a symbol that is left in the denominator means that some
+    # value of it does not divide. A polynomial has none, but it may have fractions (n/2).
     quotient = sympy.cancel(sympy.sympify(size) / sympy.sympify(divisor))
     return bool(quotient.is_polynomial(*quotient.free_symbols)) and bool(quotient.is_integer)
 
@@ -188,6 +192,7 @@ def to_python(size: Size) -> str:
         text if _is_atom(part) else f"({text})" for text, part in zip(parts, size.args, strict=True)
     ]
     if size.is_Mul:
+        # sympy keeps the terms in an order that depends on hashes. Generated files must not.
         return " * ".join(sorted(parts, key=lambda text: (not text.isdigit(), text))).replace(
             "-1 * ", "-"
         )

@@ -42,6 +42,8 @@ class SourceLocation:
         """
         path = PurePath(self.file)
         parts = [path.name]
+        # A folder without ``__init__.py`` is where packages are installed, or the user's own
+        # folder: it differs between machines, and generated files must not.
         for folder in path.parents:
             if not os.path.isfile(folder / "__init__.py"):
                 break

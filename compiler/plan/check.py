@@ -48,6 +48,7 @@ def check_mesh(plan: Plan, config: ComputeConfig) -> None:
         axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names
     )
     for axis in axes:
+        # Python normalises identifiers, so two names that differ here would be one variable there.
         if not axis.isidentifier() or unicodedata.normalize("NFKC", axis) != axis:
             raise PlanError(
                 f"the plan's mesh has an axis called {axis!r}",

@@ -156,6 +156,7 @@ def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str)
         known = (seen_outer, atom.segments, atom.element)
         if found is None and atom.axes and known == key[1:]:
             if atom.element:
+                # One element, and where it stands among those that the axes before have left here.
                 found, element = (1,), element_in(atom.element, atom.axes[:count])
             else:
                 found = _local_segments(atom, mesh, atom.axes[:count])

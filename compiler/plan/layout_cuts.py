@@ -120,6 +120,8 @@ def fits(place: Place, now: Sequence[Place]) -> bool:
             continue
         inside = divides(product((place.outer, place.size)), other.outer)
         outside = divides(product((other.outer, other.size)), place.outer)
+        # The two atoms would overlap, as 2 x 6 and 4 x 3 of 12 do: there is no product that has
+        # both.
         if not inside and not outside:
             return False
     return True

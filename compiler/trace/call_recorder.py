@@ -146,6 +146,7 @@ class CallRecorder:
         variables = [Variable(value) for value in values]
         if inputs and call.args and isinstance(call.args[0], IRValue):
             base = recorder.variable(inputs[0])
+            # The address of torch's storage object: two tensors with the same one share memory.
             memory = inputs[0].untyped_storage()._cdata
             for index, (result, variable) in enumerate(zip(results, variables, strict=True)):
                 if result.untyped_storage()._cdata == memory:
@@ -163,6 +164,8 @@ class CallRecorder:
         except RuntimeError as error:
             if "not differentiable with respect to argument" not in str(error):
                 raise
+            # Some kernels refuse gradients to other arguments than the first, and the fakes of
+            # inputs all ask for one.
             return func(*only_first_differentiable(args), **kwargs)
         finally:
             self._depth -= 1
@@ -176,6 +179,8 @@ def _distinct(
     """
     if not isinstance(out, torch.Tensor) or not any(out is tensor for tensor in inputs):
         return out, results
+    # Also under no_grad: the alias of a tensor with a gradient must have one, or it would be
+    # another value to autograd than the argument is.
     with torch.set_grad_enabled(True):
         out = torch.ops.aten.alias(out)
     return out, [out]

@@ -85,6 +85,7 @@ def merge_expert_lanes(graph: IRGraph) -> IRGraph:
         assert question is not None
         loops.setdefault(_identity(question.chosen, made_by), []).append(Lane(question, op))
     ops = list(graph.ops)
+    # New values must not take a name that the graph has.
     names = Namer()
     for value in (*graph.sources, *(r for op in ops for r in op.results)):
         names.unique(value.name)
@@ -458,6 +459,7 @@ class _Merge:
         by_name = {value.name: others for value, others in varying}
         weight, turned = self._stacked(by_name[op.arg(name).name], op)
         stacked_bias = None if bias is None else self._stacked(by_name[bias.name], op)[0]
+        # ``linear`` multiplies by the weight turned around, ``matmul`` by the weight as it is.
         transposed = turned if op.target == "linear" else not turned
         (result,) = op.results
         self._emit(
@@ -509,6 +511,8 @@ class _Merge:
         plain = zeros is not None and zeros.target in ("zeros", "zeros_like", "new_zeros")
         same_type = rows.dtype == result.dtype
         overwritten = self._overwrites(end)
+        # A cast and a sum stand behind the combination only where they are needed. The last of the
+        # operators makes the value that the graph reads, under its name.
         steps = [not same_type, not plain and not overwritten]
         made = result if not any(steps) else self._value(result.name, rows, result.shape)
         self._emit(combine, [made], end, rows, self.routing)
@@ -616,6 +620,7 @@ def _tells_rows(leaf: Arg) -> bool:
     """Whether a number was computed from the number of rows."""
     if type(leaf) is int:
         return leaf != 0 and leaf % NUM_ROWS == 0
+    # One divided by the number of rows, or a small multiple of that.
     if type(leaf) is float and math.isfinite(leaf) and leaf and not leaf.is_integer():
         scaled = leaf * NUM_ROWS
         return abs(scaled - round(scaled)) < 1e-9 * abs(scaled) and abs(scaled) < NUM_ROWS / 2

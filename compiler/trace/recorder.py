@@ -118,6 +118,7 @@ class Recorder:
         self._asked: set[str] = set()
         self._leaves: set[str] = set()  # values at which torch's own graph of such gradients begins
         self._checked: dict[str, IRValue] = {}  # value name -> what was checked
+        # Tensors by ``id``, which Python gives anew once an object is gone.
         self._kept: list[Any] = []
         self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = (
             None  # set by the tracer
@@ -171,6 +172,7 @@ class Recorder:
         if variable.version != root.version:
             assert variable.parent is not None and variable.call is not None
             whole = self.current(variable.parent)
+            # The view is taken again, of what its parent is now: a graph has values and no memory.
             call = replace(variable.call, args=(whole, *variable.call.args[1:]))
             flows = whole.requires_grad and call.name not in CUTS
             values = self.emit(

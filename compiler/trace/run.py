@@ -230,6 +230,8 @@ class _Run:
                 stack.enter_context(tracer)
                 result = self.module(**arguments)
         except Exception as error:
+            # Forward may have caught our error and failed later because of that; the first one is
+            # the cause.
             if tracer.refusals.first not in (None, error):
                 raise tracer.refusals.first from error
             if isinstance(error, ShardwrightError):

@@ -194,6 +194,7 @@ class Tracer(TorchFunctionMode):
         # Fake tensors are on the CPU, whatever device the code asks for.
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
+        # ``x.to("cuda")``: a device in words, among the positional arguments.
         if name == "to":
             args = tuple(_CPU if isinstance(arg, str) else arg for arg in args)
         written = self._write(func, name, args, kwargs)
@@ -359,6 +360,7 @@ class Tracer(TorchFunctionMode):
             return args[0][tuple(args[1])]
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            # The calls inside of its forward are this one operator's own.
             with torch._C.DisableTorchFunction():
                 return original(*args, **kwargs)
 

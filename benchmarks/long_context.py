@@ -30,20 +30,18 @@ from shardwright.runtime.runs import dealt
 from shardwright.runtime.visible_keys import earlier_keys, pairs
 
 WAYS: dict[str, dict[str, Any]] = {
-    "gather": {"cp_mode": "gather", "zigzag": False},
-    "gather, zigzag": {"cp_mode": "gather", "zigzag": True},
+    "gather": {"cp_mode": "gather", "cp_turns": 0},
+    "gather, zigzag": {"cp_mode": "gather", "cp_turns": 1},
     "ulysses": {"cp_mode": "ulysses"},
-    "ring": {"cp_mode": "ring", "zigzag": False},
-    "ring, zigzag": {"cp_mode": "ring", "zigzag": True},
+    "ring": {"cp_mode": "ring", "cp_turns": 0},
+    "ring, zigzag": {"cp_mode": "ring", "cp_turns": 1},
 }
 
 
-def most_over_mean(length: int, num_ranks: int, *, zigzag: bool) -> float:
+def most_over_mean(length: int, num_ranks: int, *, turns: int) -> float:
     """The pairs of the rank with most of them in causal attention, over the mean."""
     bands = earlier_keys(length, length)
-    found = [
-        pairs(bands, dealt(length, num_ranks, rank, zigzag=zigzag)) for rank in range(num_ranks)
-    ]
+    found = [pairs(bands, dealt(length, num_ranks, rank, turns=turns)) for rank in range(num_ranks)]
     return max(found) * num_ranks / sum(found)
 
 
@@ -74,9 +72,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--groups", type=int, default=4)
     given = parser.parse_args()
-    for zigzag in (False, True):
-        share = most_over_mean(given.seq, given.ranks, zigzag=zigzag)
-        print(f"work, {'in zigzag' if zigzag else 'one run each'}: {share:.3f} of the mean")
+    for turns in (0, 1):
+        share = most_over_mean(given.seq, given.ranks, turns=turns)
+        print(f"work, {'in zigzag' if turns else 'one run each'}: {share:.3f} of the mean")
     module = llama(given.layers, given.hidden, given.heads, given.groups, given.seq)
     tokens = torch.zeros(1, given.seq, dtype=torch.int64)
     graph = annotate(trace(module, {"input_ids": tokens, "labels": tokens}), pass_manager())

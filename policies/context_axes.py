@@ -17,6 +17,7 @@ Two axes may do it in two modes: 8 ranks as ``ring`` over 2 and, within, ``ulyss
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -25,7 +26,7 @@ from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.rule import ATTENTION
-from shardwright.compiler.ops.seen_keys import grows
+from shardwright.compiler.ops.seen_keys import grows, has_documents
 from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, placements, split_factor
 from shardwright.compiler.plan.builder import PlanBuilder
 from shardwright.policies.labels import label, num_bytes
@@ -41,6 +42,7 @@ from shardwright.policies.sequences import (
 )
 from shardwright.policies.splits import add_strategies, note_fallback
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.mesh import MOST_RANKS
 
 MODES = ("auto", "gather", "ulysses", "ring")
 """What ``cp_mode`` may be."""
@@ -102,21 +104,49 @@ def context_axes(
     ]
 
 
-def dealt_in_zigzag(
-    graph: IRGraph, axes: Sequence[ContextAxis], wanted: bool | None
-) -> tuple[str, ...]:
-    """The axes that deal positions in zigzag: each rank gets an early piece and a late one, so that
-    causal attention is as much work for all. ``wanted=None``: where attention is causal. Where
-    heads are cut, every rank has all positions.
+def turns_of_axes(
+    graph: IRGraph, axes: Sequence[ContextAxis], wanted: int | None, policy: str
+) -> tuple[tuple[str, int], ...]:
+    """The axes that deal positions in zigzag, and in how many turns: in each, a rank gets an early
+    and a late piece, so that attention is as much work for all. ``wanted=None``: as many as
+    :func:`_balancing_turns` says. Where heads are cut, every rank has all positions.
+
+    Raises :class:`PlanError` for a number that none can be.
     """
-    causal = any(
-        op.target in ATTENTION
-        and grows(op, *(estimated_size(x.shape[-2]) for x in op.operands[:2]))
-        for op in graph.ops
-    )
-    if not (causal if wanted is None else wanted):
+    if wanted is not None and not 0 <= wanted <= MOST_RANKS:
+        raise PlanError(
+            f"policy {policy!r} cannot deal positions in cp_turns={wanted} turns",
+            hint="0 gives each rank one piece of the sequence, 1 an early and a late one",
+        )
+    num_ranks = math.prod(axis.size for axis in axes)
+    kernels = [op for op in graph.ops if op.target in ATTENTION]
+    found = max((_balancing_turns(op, num_ranks) for op in kernels), default=0)
+    turns = found if wanted is None else wanted
+    if not turns:
         return ()
-    return tuple(axis.name for axis in axes if axis.mode != "ulysses")
+    return tuple((axis.name, turns) for axis in axes if axis.mode != "ulysses")
+
+
+LEAST_RUN = 64
+"""The least positions of a piece where documents are dealt in several turns, and where a rank can
+have as many.
+"""
+
+MOST_TURNS = 64
+"""The most turns without being asked. 33 documents of log-normal lengths in a row over 4 ranks are
+balanced to 2 % by them (``benchmarks/long_context.py``).
+"""
+
+
+def _balancing_turns(op: IROp, num_ranks: int) -> int:
+    """The turns in which an attention operator is balanced: none if queries see as many keys
+    anywhere, one if later ones see more, and more if a row holds documents, whose lengths are known
+    at run time only.
+    """
+    num_queries, num_keys = (estimated_size(x.shape[-2]) for x in op.operands[:2])
+    if has_documents(op):
+        return min(MOST_TURNS, max(1, num_queries // (2 * num_ranks * LEAST_RUN)))
+    return int(grows(op, num_queries, num_keys))
 
 
 def split_context(

@@ -14,8 +14,8 @@ from shardwright.policies.context_axes import (
     Modes,
     cheapest_modes,
     context_axes,
-    dealt_in_zigzag,
     split_context,
+    turns_of_axes,
 )
 from shardwright.policies.piece_loops import PieceOptions, in_pieces
 from shardwright.policies.pipeline_mesh import hardware_files
@@ -33,15 +33,15 @@ class ContextOptions(PieceOptions):
 
     ``cp``: the ranks that share the sequence (default: all), or the sizes of several axes, major to
     minor. ``cp_mode``: ``auto``, ``gather``, ``ulysses`` or ``ring``, or one for each axis.
-    ``zigzag``: each rank gets an early and a late piece of the sequence (default: where attention
-    is causal, so that all ranks have the same work).
+    ``cp_turns``: how often each rank gets an early and a late piece; 0: it gets one piece (default:
+    1 where attention is causal, more for packed documents, so that all ranks have the same work).
     ``sequence``: the names of the dims of the sequence (default: they are found). ``hardware``: the
     preset or file by whose times ``auto`` decides. Others: :class:`PieceOptions`.
     """
 
     cp: int | tuple[int, ...] | None = None
     cp_mode: str | tuple[str, ...] = "auto"
-    zigzag: bool | None = None
+    cp_turns: int | None = None
     sequence: tuple[str, ...] = ()
     hardware: str = "a100-80gb"
 
@@ -63,7 +63,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
 
     def plan(modes: Modes) -> Plan:
         sizes = tuple((axis.name, axis.size) for axis in axes) or (("cp", 1),)
-        mesh = Mesh(sizes, dealt_in_zigzag(graph, axes, options.zigzag))
+        mesh = Mesh(sizes, turns_of_axes(graph, axes, options.cp_turns, "cp"))
         builder = graph.builder(mesh=mesh, order=config.rank_order)
         split_context(builder, axes, modes, options.sequence)
         return builder.plan("cp")

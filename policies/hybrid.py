@@ -18,8 +18,8 @@ from shardwright.policies.context_axes import (
     Modes,
     cheapest_modes,
     context_axes,
-    dealt_in_zigzag,
     split_context,
+    turns_of_axes,
 )
 from shardwright.policies.expert_axes import ExpertAxis, expert_axes
 from shardwright.policies.piece_loops import in_pieces
@@ -46,7 +46,8 @@ class HybridOptions(PipelineOptions):
 
     ``cp``: ranks of a stage that share a sample's sequence, or the sizes of several axes;
     ``cp_mode``: how attention does along them, see :mod:`shardwright.policies.context_axes`.
-    ``zigzag``: each of them gets an early and a late piece (default: where attention is causal).
+    ``cp_turns``: how often each of them gets an early and a late piece; 0: it gets one piece
+    (default: 1 where attention is causal, more for packed documents).
     ``sequence_parallel``: along tp, what no inner dim is split of is split along the sequence.
     ``sequence``: the names of the dims of the sequence (default: they are found).
     ``gathers_again``: what products gather along tp is gathered again in backward, not kept.
@@ -58,7 +59,7 @@ class HybridOptions(PipelineOptions):
     etp: int | None = None
     cp: int | tuple[int, ...] = 1
     cp_mode: str | tuple[str, ...] = "auto"
-    zigzag: bool | None = None
+    cp_turns: int | None = None
     sequence_parallel: bool = False
     sequence: tuple[str, ...] = ()
     gathers_again: bool = False
@@ -164,7 +165,8 @@ class _Stage:
         options = self.options
         sizes = {**outer, **self._sizes()}
         axes = tuple((name, size) for name, size in sizes.items() if size > 1 or name == "pp")
-        mesh = Mesh(axes, dealt_in_zigzag(self.graph, self.context, options.zigzag))
+        turns = turns_of_axes(self.graph, self.context, options.cp_turns, "hybrid")
+        mesh = Mesh(axes, turns)
         order = self.config.rank_order if "pp" in outer else None
         builder = self.graph.builder(mesh=mesh, order=order)
         positions = options.positions

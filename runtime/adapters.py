@@ -136,7 +136,7 @@ def all_to_all(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_dim: int, to_c
 def cut_of(axis: AxisGroup, cut: Cut | None, length: int = 0) -> Cut:
     """How the axis deals what ``cut`` describes, or a dim of ``length`` elements as one segment."""
     cut = cut or whole_cut(length)
-    return replace(cut, zigzag=True) if axis.zigzag else cut
+    return replace(cut, turns=axis.turns) if axis.turns else cut
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

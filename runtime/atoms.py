@@ -53,8 +53,8 @@ class Atom:
         """What the axes leave of ``count`` things from ``start`` on."""
         runs: tuple[Run, ...] = ((start, count),)
         for axis in self.axes:
-            zigzag = axis in mesh.zigzag
-            own = dealt(count, mesh.axis_size(axis), coords[axis], zigzag=zigzag)
+            turns = mesh.turns_of(axis)
+            own = dealt(count, mesh.axis_size(axis), coords[axis], turns=turns)
             runs, count = within(runs, own), sum(size for _, size in own)
         return runs
 

@@ -25,7 +25,8 @@ gradient-partial); an axis that does none of the three holds a copy (**R**, repl
 An axis gives each rank one run of what it cuts, or deals it in **zigzag**: two runs to each rank,
 the second ones in the reverse order of the ranks. Of 8 positions on 2 ranks the first then has 0,
 1, 6, 7, and the second 2, 3, 4, 5. Where later positions cost more, as in causal attention, all
-ranks have the same work. Pieces are as long as without it.
+ranks have the same work. It may do so in several turns, which keeps work even in rows of several
+documents. Pieces are as long as without it.
 
 While compiling, sizes may be symbolic expressions; everything here that needs numbers says so.
 """
@@ -260,15 +261,15 @@ class Cut:
     This is what generated code hands to the adapters; all numbers are known when the code runs.
 
     ``element``: the one segment has size 1, and is ``(index, count)`` of things that the axis cuts.
-    An index that is none of them: other axes have left nothing of it here. ``zigzag`` the adapters
-    add themselves, as their axis says.
+    An index that is none of them: other axes have left nothing of it here. ``turns`` of zigzag the
+    adapters add themselves, as their axis says.
     """
 
     segments: tuple[int, ...]
     outer: int = 1
     inner: int = 1
     element: tuple[int, ...] = ()
-    zigzag: bool = False
+    turns: int = 0
 
     @property
     def length(self) -> int:
@@ -286,11 +287,11 @@ class Cut:
     def runs(self, num_pieces: int, index: int) -> list[Run]:
         """Where a member's elements of one repeat lie, ascending."""
         if self.element:
-            held = dealt(self.element[1], num_pieces, index, zigzag=self.zigzag)
+            held = dealt(self.element[1], num_pieces, index, turns=self.turns)
             return [(0, 1)] if any(a <= self.element[0] < a + n for a, n in held) else []
         found, offset = [], 0
         for segment in self.segments:
-            for start, size in dealt(segment, num_pieces, index, zigzag=self.zigzag):
+            for start, size in dealt(segment, num_pieces, index, turns=self.turns):
                 found.append((offset + start, size))
             offset += segment
         return found

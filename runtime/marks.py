@@ -72,15 +72,15 @@ class Marks:
             comparisons=(*self.comparisons, *other.comparisons),
         )
 
-    def mask(self, samples: Run, queries: Run, keys: Run) -> Tensor:
-        """What some queries see of some keys, ``[samples or 1, 1, queries, keys]``."""
+    def mask(self, samples: Run, queries: Sequence[Run], keys: Sequence[Run]) -> Tensor:
+        """What runs of queries see of runs of keys, ``[samples or 1, 1, queries, keys]``."""
         found: Tensor | None = None
         for of_query, of_key, name in zip(self.queries, self.keys, self.comparisons, strict=True):
-            left = _narrowed(_narrowed(of_key, 0, samples), 1, keys).unsqueeze(1)
-            right = _narrowed(_narrowed(of_query, 0, samples), 1, queries).unsqueeze(2)
+            left = _taken(_taken(of_key, 0, (samples,)), 1, keys).unsqueeze(1)
+            right = _taken(_taken(of_query, 0, (samples,)), 1, queries).unsqueeze(2)
             holds = COMPARISONS[name](left, right)
             found = holds if found is None else found & holds
-        shape = (queries[1], keys[1])
+        shape = [sum(size for _, size in runs) for runs in (queries, keys)]
         if found is None:
             return torch.ones(1, 1, *shape, dtype=torch.bool)
         return found.expand(-1, *shape).unsqueeze(1)
@@ -90,7 +90,8 @@ class Marks:
         rows = max(1, 2**24 // max(1, self.num_keys))
         starts = range(0, self.num_queries, rows)
         runs = [(start, min(rows, self.num_queries - start)) for start in starts]
-        parts = [self.mask((sample, 1), run, (0, self.num_keys)).any(-1).flatten() for run in runs]
+        keys = ((0, self.num_keys),)
+        parts = [self.mask((sample, 1), (run,), keys).any(-1).flatten() for run in runs]
         return torch.cat(parts).logical_not().cpu()
 
 
@@ -101,8 +102,12 @@ def _flat_bands(blind: Tensor, num_keys: int) -> Bands:
     return tuple(replace(band, flat=True) for band in bands)
 
 
-def _narrowed(x: Tensor, dim: int, run: Run) -> Tensor:
-    return x if x.shape[dim] == 1 else x.narrow(dim, *run)
+def _taken(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
+    """Runs of a dim, end to end; a dim of size 1 is that of all."""
+    if x.shape[dim] == 1:
+        return x
+    parts = [x.narrow(dim, *run) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Axes are written major to minor; the last one varies fastest with the rank. On ``dp=2 x tp=4`` rank
 6 has the coordinates ``dp=1, tp=2``. An axis gives each rank one run of what it cuts, or deals it
-in **zigzag**, two runs to each (:mod:`~shardwright.runtime.runs`).
+in turns of **zigzag**, two runs to each in every turn (:mod:`~shardwright.runtime.runs`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ it.
 """
 
 
-ZIGZAG = "zigzag"
-"""What is said of an axis that deals in zigzag."""
-
 MOST_RANKS = 2**20
 """The most ranks of a mesh, a job or a machine: a slip of the keyboard must not fill the memory."""
 
@@ -35,11 +32,11 @@ MOST_RANKS = 2**20
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp
-    varies fastest. ``zigzag``: the axes that deal what they cut in zigzag.
+    varies fastest. ``turns``: the axes that deal what they cut in zigzag, and in how many turns.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
-    zigzag: tuple[str, ...] = ()
+    turns: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         # Meshes come from plan files and generated files, which people edit: a wrong one is told in
@@ -62,12 +59,20 @@ class Mesh:
             raise ConfigError(
                 f"a mesh of {brief(self.size)} ranks", why=f"it has at most {MOST_RANKS:,}"
             )
-        for dealt_axis in self.zigzag:
-            if dealt_axis not in self.names:
+        for entry in self.turns if isinstance(self.turns, tuple) else (None,):
+            if not isinstance(entry, tuple) or len(entry) != 2 or not _is_count(entry[1]):
                 raise ConfigError(
-                    f"the mesh has no axis {brief(dealt_axis)} to deal in zigzag",
+                    "the turns of a mesh are axes with numbers of turns",
+                    why=f"{'they are' if entry is None else 'one is'} "
+                    f"{brief(self.turns if entry is None else entry)}; a number of turns is a "
+                    f"whole number from 1 to {MOST_RANKS:,}",
+                    hint='write Mesh((("cp", 4),), turns=(("cp", 1),))',
+                )
+            if entry[0] not in self.names:
+                raise ConfigError(
+                    f"the mesh has no axis {brief(entry[0])} to deal in zigzag",
                     why=f"its axes are {', '.join(map(repr, self.names))}",
-                    hint=did_you_mean(str(dealt_axis), self.names),
+                    hint=did_you_mean(str(entry[0]), self.names),
                 )
 
     @classmethod
@@ -79,7 +84,7 @@ class Mesh:
     def to_json(self) -> list[list[Any]]:
         """JSON values; :meth:`from_json` is the inverse."""
         return [
-            [name, size, ZIGZAG] if name in self.zigzag else [name, size]
+            [name, size, self.turns_of(name)] if self.turns_of(name) else [name, size]
             for name, size in self.axes
         ]
 
@@ -89,7 +94,7 @@ class Mesh:
         items = [tuple(item) for item in data]
         return cls(
             tuple((str(item[0]), int(item[1])) for item in items),
-            tuple(str(item[0]) for item in items if item[2:] == (ZIGZAG,)),
+            tuple((str(item[0]), int(item[2])) for item in items if item[2:]),
         )
 
     def of_axes(self, axes: Iterable[tuple[str, int]]) -> Mesh:
@@ -98,7 +103,7 @@ class Mesh:
         """
         axes = tuple(axes)
         names = [name for name, _ in axes]
-        return Mesh(axes, tuple(name for name in self.zigzag if name in names))
+        return Mesh(axes, tuple(entry for entry in self.turns if entry[0] in names))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,6 +126,10 @@ class Mesh:
                 hint=did_you_mean(axis, self.names),
             )
         return sizes[axis]
+
+    def turns_of(self, axis: str) -> int:
+        """The turns of zigzag in which an axis deals what it cuts; 0: one run to each rank."""
+        return dict(self.turns).get(axis, 0)
 
     @checked_late
     def num_ranks(self, axes: Iterable[str]) -> int:
@@ -170,11 +179,15 @@ class Mesh:
         return [tuple(group) for group in groups.values()]
 
     def __str__(self) -> str:
-        axes = (
-            f"{name}={size} {ZIGZAG}" if name in self.zigzag else f"{name}={size}"
-            for name, size in self.axes
-        )
+        axes = (f"{name}={size}{in_turns(self.turns_of(name))}" for name, size in self.axes)
         return " x ".join(axes) or "one rank"
+
+
+def in_turns(turns: int) -> str:
+    """How an axis deals, behind its name: nothing, `` zigzag`` or `` zigzag in 4 turns``."""
+    if turns < 2:
+        return " zigzag" * turns
+    return f" zigzag in {turns} turns"
 
 
 def _is_count(size: Any) -> bool:

@@ -30,7 +30,7 @@ def piece_lengths(cut: Cut, num_pieces: int) -> list[int]:
 
 def is_plain(cut: Cut) -> bool:
     """Whether the pieces lie end to end in the whole: one segment, not repeated."""
-    return cut.outer == 1 and len(cut.segments) == 1 and not cut.zigzag and not cut.element
+    return cut.outer == 1 and len(cut.segments) == 1 and not cut.turns and not cut.element
 
 
 def take_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Tensor:

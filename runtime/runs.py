@@ -1,14 +1,18 @@
 """Runs: which of a number of things, laid end to end, each of several places gets.
 
 Nothing here knows of tensors or meshes. Of 8 things on 2 places the first has the run ``(0, 4)``,
-start and size, the second ``(4, 4)``. In zigzag each has two runs, ``(0, 2), (6, 2)`` and ``(2, 2),
-(4, 2)``: where later things cost more, as in causal attention, all places have the same work.
-Numbers that do not divide give the first places one thing more; a place may get nothing.
+start and size, the second ``(4, 4)``. In **zigzag** each has two runs, ``(0, 2), (6, 2)`` and
+``(2, 2), (4, 2)``: where later things cost more, as in causal attention, all places have the same
+work. In several **turns** of zigzag the things are dealt again and again: in two turns the first
+has ``(0, 1), (3, 1), (4, 1), (7, 1)``. That gives all places the same work also where cost grows
+several times anew, as in rows of several documents. Numbers that do not divide give the first
+places one thing more; a place may get nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
@@ -23,24 +27,34 @@ Run = tuple[int, int]
 """``(start, size)`` of things that lie one behind the other."""
 
 
-def dealt(count: int, num_pieces: int, index: int, *, zigzag: bool) -> tuple[Run, ...]:
-    """The runs of piece ``index`` when an axis deals ``count`` things, ascending: one, or in zigzag
-    two. Either way it is :func:`piece` that says how many they are.
+def dealt(count: int, num_pieces: int, index: int, *, turns: int) -> tuple[Run, ...]:
+    """The runs of piece ``index`` when an axis deals ``count`` things, ascending: one for ``turns``
+    of 0, else two for each turn of zigzag. Either way it is :func:`piece` that says how many things
+    they are.
     """
-    start, size = piece(count, num_pieces, index)
-    if not zigzag:
-        return ((start, size),)
-    # Of every piece the larger half lies in front, in the order of the ranks, the other half
-    # behind, in the reverse order.
-    in_front = _front_halves(count, num_pieces, index)
-    half = (size + 1) // 2
-    behind = (start - in_front) + (size - half)  # the other halves up to this rank's
-    return (in_front, half), (count - behind, size - half)
+    if not turns:
+        return (piece(count, num_pieces, index),)
+    # Every piece is cut into two runs for each turn. The first runs of all pieces come first, in
+    # the order of the pieces, then the second ones in the reverse order, and so on.
+    base, extra = divmod(count, num_pieces)
+    num_runs = 2 * turns
+    before, others = min(index, extra), index - min(index, extra)  # longer, shorter pieces before
+    found = []
+    for number in range(num_runs):
+        start_longer, longer = piece(base + 1, num_runs, number)
+        start_shorter, shorter = piece(base, num_runs, number)
+        own = longer if index < extra else shorter
+        earlier = extra * start_longer + (num_pieces - extra) * start_shorter
+        in_front = before * longer + others * shorter
+        if number % 2:
+            in_front = extra * longer + (num_pieces - extra) * shorter - in_front - own
+        found.append((earlier + in_front, own))
+    return tuple(found)
 
 
 class PlaceOnAxis:
     """A place among the ``size`` places of an axis, and so which part of what the axis deals is
-    there: that of a rank, or of a turn of a loop.
+    there: that of a rank, or of a pass of a loop.
     """
 
     __slots__ = ()
@@ -56,9 +70,9 @@ class PlaceOnAxis:
         raise NotImplementedError
 
     @property
-    def zigzag(self) -> bool:
-        """Whether the axis deals in zigzag."""
-        return False
+    def turns(self) -> int:
+        """The turns of zigzag in which the axis deals; 0: one run to each place."""
+        return 0
 
     def local_size(self, count: int) -> int:
         """How many of ``count`` things are here when the axis cuts them."""
@@ -66,7 +80,7 @@ class PlaceOnAxis:
 
     def offset(self, count: int) -> int:
         """Where this place's piece of ``count`` things begins; it is one run."""
-        assert not self.zigzag, f"a piece along {self} is two runs"
+        assert not self.turns, f"a piece along {self} is several runs"
         return piece(count, self.size, self.index)[0]
 
     def holds(self, index: int, count: int) -> int:
@@ -75,14 +89,7 @@ class PlaceOnAxis:
 
     def runs(self, count: int) -> tuple[Run, ...]:
         """Where this place's piece of ``count`` things lies."""
-        return dealt(count, self.size, self.index, zigzag=self.zigzag)
-
-
-def _front_halves(count: int, num_pieces: int, index: int) -> int:
-    """How many things lie in the front halves of the first ``index`` pieces."""
-    base, extra = divmod(count, num_pieces)
-    longer = min(index, extra)
-    return longer * ((base + 2) // 2) + (index - longer) * ((base + 1) // 2)
+        return dealt(count, self.size, self.index, turns=self.turns)
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -97,6 +104,39 @@ def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
         else:
             found.append((start, size))
     return tuple(found)
+
+
+def common(runs: Iterable[Run], others: Sequence[Run]) -> tuple[Run, ...]:
+    """What runs have in common with others, both ascending and disjoint."""
+    found: list[Run] = []
+    first = 0
+    """The first of the others that does not end before the run at hand."""
+    for start, size in runs:
+        while first < len(others) and sum(others[first]) <= start:
+            first += 1
+        for begin, length in islice(others, first, None):
+            if begin >= start + size:
+                break
+            low, high = max(start, begin), min(start + size, begin + length)
+            if low < high:
+                found.append((low, high - low))
+    return tuple(found)
+
+
+def places_of(runs: Sequence[Run], inner: Iterable[Run]) -> tuple[Run, ...]:
+    """Where ``inner``, parts of the runs, lie among what these hold end to end; the reverse of
+    :func:`within`.
+    """
+    found: list[Run] = []
+    before = 0
+    parts = iter(common(runs, sorted(inner)))
+    part = next(parts, None)
+    for start, size in runs:
+        while part is not None and part[0] < start + size:
+            found.append((before + part[0] - start, part[1]))
+            part = next(parts, None)
+        before += size
+    return joined(found)
 
 
 def within(runs: Iterable[Run], inner: Iterable[Run]) -> tuple[Run, ...]:

@@ -11,20 +11,25 @@ interval stands still or moves on by one:
 Where a run of queries meets a run of keys, a band is cut into **tiles**, rectangles that attention
 kernels know: all is seen (``full``), query ``i`` sees the first ``i + 1`` keys (``causal``), or all
 but the first ``i`` (``flipped``: causal, if both are read backwards), or all count alike
-(``flat``). A window narrower than
-:data:`NARROW` is not worth the many small tiles that it would take: it is one tile with a mask.
-Every query of a tile sees a key of it, as kernels disagree about queries that see none.
+(``flat``). What many small tiles would take is one with a mask: a window narrower than
+:data:`NARROW`, or several bands, where computing more pairs costs less than more calls
+(:func:`joined_tiles`). Every query of a tile without a mask sees a key of it, as kernels disagree
+about queries that see none.
+
+The queries and keys of a rank may be several runs. :func:`local_bands` counts them as they lie
+there, end to end, so that a tile may go over the border of two runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
-from shardwright.runtime.runs import Run, joined
+from shardwright.runtime.runs import Run, common, joined
 
 NARROW = 64
 """The width from which on a window is computed in tiles without a mask."""
@@ -79,15 +84,24 @@ def earlier_keys(num_queries: int, num_keys: int, window: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries and keys of which each query sees what ``kind`` says. ``low``, ``end``: in a masked
-    tile, what its first query sees of the keys; the interval moves on by one with every query.
+    """Queries and keys of which each query sees what ``kind`` says. ``ends``: in a masked tile, of
+    each query the first of the tile's keys that it sees, and the first behind these.
     """
 
     queries: Run
     keys: Run
     kind: Kind
-    low: int = 0
-    end: int = 0
+    ends: tuple[Run, ...] = ()
+
+    @property
+    def num_pairs(self) -> int:
+        """The pairs of a query and a key that it sees."""
+        rows, columns = self.queries[1], self.keys[1]
+        if self.kind in ("full", "flat"):
+            return rows * columns
+        if self.kind == "masked":
+            return sum(end - low for low, end in self.ends)
+        return rows * (rows + 1) // 2
 
 
 def tiles(bands: Iterable[Band], queries: Run, keys: Run) -> Iterator[Tile]:
@@ -97,14 +111,14 @@ def tiles(bands: Iterable[Band], queries: Run, keys: Run) -> Iterator[Tile]:
         start, stop = max(band.start, queries[0]), min(band.stop, queries[0] + queries[1])
         if start >= stop or first_key >= key_stop:
             continue
-        marks = sorted({start, stop, *_turns(band, start, stop, first_key, key_stop)})
+        marks = sorted({start, stop, *_corners(band, start, stop, first_key, key_stop)})
         for a, b in pairwise(marks):
             piece = _clipped(band, a, b, first_key, key_stop)
             if piece is not None:
                 yield from _rectangles(piece)
 
 
-def _turns(band: Band, start: int, stop: int, first_key: int, key_stop: int) -> Iterator[int]:
+def _corners(band: Band, start: int, stop: int, first_key: int, key_stop: int) -> Iterator[int]:
     """The queries from which on another bound holds: one of the run of keys takes over from an end
     of the interval or hands over to it, or the interval opens or closes.
     """
@@ -123,7 +137,7 @@ def _turns(band: Band, start: int, stop: int, first_key: int, key_stop: int) -> 
 
 
 def _clipped(band: Band, start: int, stop: int, first_key: int, key_stop: int) -> Band | None:
-    """The part of a band between two turns, with ends inside the run of keys; ``None`` if its
+    """The part of a band between two corners, with ends inside the run of keys; ``None`` if its
     queries see none of them.
     """
 
@@ -137,7 +151,7 @@ def _clipped(band: Band, start: int, stop: int, first_key: int, key_stop: int) -
     low, end = ends(start)
     last_low, last_end = ends(stop - 1)
     if low >= end:
-        # An interval that opens does so behind the query at the turn.
+        # An interval that opens does so behind the query at the corner.
         if stop - start > 1 and last_low < last_end:
             return _clipped(band, start + 1, stop, first_key, key_stop)
         return None
@@ -145,7 +159,7 @@ def _clipped(band: Band, start: int, stop: int, first_key: int, key_stop: int) -
 
 
 def _rectangles(band: Band) -> Iterator[Tile]:
-    """A band between two turns as tiles."""
+    """A band between two corners as tiles."""
     size, width = band.stop - band.start, band.end - band.low
     if band.flat:
         yield Tile((band.start, size), (band.low, width), "flat")
@@ -166,7 +180,8 @@ def _rectangles(band: Band) -> Iterator[Tile]:
         for passed in range(0, size, rows):
             count = min(rows, size - passed)
             keys = (band.low + passed, width + count - 1)
-            yield Tile((band.start + passed, count), keys, "masked", 0, width)
+            ends = tuple((row, row + width) for row in range(count))
+            yield Tile((band.start + passed, count), keys, "masked", ends)
     else:
         # Both move, in a wide window: parallelograms, each two triangles and what lies between
         # them.
@@ -186,33 +201,176 @@ def _tile(start: int, size: int, low: int, num_keys: int, kind: Kind) -> Iterato
         yield Tile((start, size), (low, num_keys), kind)
 
 
-def place(runs: Iterable[Run], position: int) -> int:
-    """Where a position lies among the things that ``runs`` hold, end to end."""
-    return sum(min(start + size, position) - start for start, size in runs if start < position)
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where things lie among those that runs hold, end to end."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    before: tuple[int, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> _Places:
+        sizes = tuple(size for _, size in runs)
+        return cls(tuple(start for start, _ in runs), sizes, tuple(accumulate(sizes, initial=0)))
+
+    def place(self, position: int) -> int:
+        """How many of the things lie before a position."""
+        run = bisect_right(self.starts, position) - 1
+        if run < 0:
+            return 0
+        return self.before[run] + min(position - self.starts[run], self.sizes[run])
+
+    def borders(self, low: int, high: int) -> Iterator[int]:
+        """The positions between two at which a run begins or ends."""
+        run = max(0, bisect_right(self.starts, low) - 1)
+        while run < len(self.starts) and self.starts[run] < high:
+            for border in (self.starts[run], self.starts[run] + self.sizes[run]):
+                if low < border < high:
+                    yield border
+            run += 1
+
+
+def _clips(bands: Bands, runs: Iterable[Run]) -> Iterator[tuple[Band, int, int]]:
+    """The bands that meet runs of queries, and from which query up to which."""
+    stops = [band.stop for band in bands]
+    for start, size in runs:
+        index = bisect_right(stops, start)
+        while index < len(bands) and bands[index].start < start + size:
+            band = bands[index]
+            yield band, max(band.start, start), min(band.stop, start + size)
+            index += 1
 
 
 @lru_cache(maxsize=256)
-def tiles_between(
-    bands: Bands, queries: tuple[Run, ...], keys: tuple[Run, ...]
-) -> tuple[Tile, ...]:
-    """The tiles of all runs of queries with all runs of keys."""
-    return tuple(tile for run in queries for other in keys for tile in tiles(bands, run, other))
+def local_bands(bands: Bands, queries: tuple[Run, ...], keys: tuple[Run, ...]) -> Bands:
+    """What the queries see of the keys, both runs, ascending; all are counted as they lie there,
+    end to end.
+    """
+    own, theirs = _Places.of(queries), _Places.of(keys)
+    found: list[Band] = []
+    for band, start, stop in _clips(bands, queries):
+        # Between two borders an end of the interval moves on through keys, or stands still while it
+        # moves where none are.
+        corners = {start, stop}
+        for at, step in ((band.low, band.low_step), (band.end, band.end_step)):
+            if step:
+                shift = at - band.start
+                borders = theirs.borders(start + shift, stop + shift)
+                corners |= {border - shift for border in borders}
+        for a, b in pairwise(sorted(corners)):
+            first, last = (
+                tuple(
+                    theirs.place(at + (query - band.start) * step)
+                    for at, step in ((band.low, band.low_step), (band.end, band.end_step))
+                )
+                for query in (a, b - 1)
+            )
+            if last[1] <= first[0]:
+                continue
+            steps = (int(last[0] > first[0]), int(last[1] > first[1]))
+            begin = own.place(a)
+            piece = Band(
+                begin, begin + b - a, first[0], first[1], steps[0], steps[1], flat=band.flat
+            )
+            if not found or not _goes_on(found, piece):
+                found.append(piece)
+    return tuple(found)
+
+
+def _goes_on(found: list[Band], band: Band) -> bool:
+    """Make a band part of the last one, if both are one."""
+    last = found[-1]
+    if last.stop != band.start or last.flat != band.flat:
+        return False
+    passed = band.start - last.start
+    steps = []
+    for at, step, next_at, next_step in (
+        (last.low, last.low_step, band.low, band.low_step),
+        (last.end, last.end_step, band.end, band.end_step),
+    ):
+        # How an end moves is open where there is one query.
+        if passed == 1:
+            step = next_at - at
+        if step not in (0, 1) or next_at != at + passed * step:
+            return False
+        if band.stop - band.start > 1 and next_step != step:
+            return False
+        steps.append(step)
+    found[-1] = replace(last, stop=band.stop, low_step=steps[0], end_step=steps[1])
+    return True
+
+
+@lru_cache(maxsize=256)
+def joined_tiles(bands: Bands, num_keys: int, call_pairs: int = 0) -> tuple[Tile, ...]:
+    """The tiles of bands, those of neighbouring bands as one with a mask where computing the pairs
+    in between costs less than the calls saved: a call costs as much as ``call_pairs`` pairs.
+    """
+    groups: list[tuple[list[Band], list[Tile]]] = []
+    """Bands that become one tile, or a single one and its tiles."""
+    spent = 0
+    """What the last group costs, in pairs."""
+    for band in bands:
+        own = list(tiles((band,), (band.start, band.stop - band.start), (0, num_keys)))
+        cost = sum(tile.num_pairs + call_pairs for tile in own)
+        if groups and call_pairs and not (band.flat or groups[-1][0][0].flat):
+            group = groups[-1][0]
+            low, end = _hull([*group, band])
+            together = (band.stop - group[0].start) * (end - low) + call_pairs
+            if together < spent + cost:
+                group.append(band)
+                spent = together
+                continue
+        groups.append(([band], own))
+        spent = cost
+    return tuple(
+        tile for group, own in groups for tile in (own if len(group) == 1 else [_masked(group)])
+    )
+
+
+def _hull(bands: Sequence[Band]) -> tuple[int, int]:
+    """The first key that some query of the bands sees, and the first behind all of them."""
+    low = min(band.low for band in bands)
+    end = max(band.end + (band.stop - 1 - band.start) * band.end_step for band in bands)
+    return low, end
+
+
+def _masked(bands: Sequence[Band]) -> Tile:
+    """Bands as one tile with a mask."""
+    start, stop = bands[0].start, bands[-1].stop
+    low, end = _hull(bands)
+    ends = [(0, 0)] * (stop - start)
+    for band in bands:
+        for passed in range(band.stop - band.start):
+            first = band.low + passed * band.low_step - low
+            behind = band.end + passed * band.end_step - low
+            ends[band.start - start + passed] = (first, max(first, behind))
+    return Tile((start, stop - start), (low, end - low), "masked", tuple(ends))
+
+
+def seen_runs(bands: Bands, queries: Iterable[Run]) -> tuple[Run, ...]:
+    """The keys that some of the queries see."""
+    found = []
+    for band, start, stop in _clips(bands, queries):
+        low = band.low + (start - band.start) * band.low_step
+        end = band.end + (stop - 1 - band.start) * band.end_step
+        # An interval that moves as a whole may be none.
+        if band.low_step and band.end_step and band.end <= band.low:
+            continue
+        found.append((low, end - low))
+    return joined((low, size) for low, size in found if size > 0)
 
 
 def keys_seen(bands: Bands, queries: tuple[Run, ...], keys: tuple[Run, ...]) -> int:
     """How many of the keys some of the queries see."""
-    runs = joined(tile.keys for tile in tiles_between(bands, queries, keys))
-    return sum(size for _, size in runs)
+    return sum(size for _, size in common(seen_runs(bands, queries), keys))
 
 
 def pairs(bands: Bands, queries: Iterable[Run]) -> int:
     """How many pairs of a query and a key that it sees there are."""
     everything = max((band.end + band.stop for band in bands), default=0)
-    return sum(_pairs_in(tile) for run in queries for tile in tiles(bands, run, (0, everything)))
-
-
-def _pairs_in(tile: Tile) -> int:
-    rows, columns = tile.queries[1], tile.keys[1]
-    if tile.kind in ("full", "flat"):
-        return rows * columns
-    return rows * (tile.end - tile.low) if tile.kind == "masked" else rows * (rows + 1) // 2
+    return sum(
+        tile.num_pairs
+        for band, start, stop in _clips(bands, queries)
+        for tile in tiles((band,), (start, stop - start), (0, everything))
+    )

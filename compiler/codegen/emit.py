@@ -108,8 +108,10 @@ def assigned(name: str, value: str) -> list[str]:
 def mesh_text(mesh: Mesh) -> str:
     """The source of a mesh."""
     axes = tuple_text(f"({quoted(axis)}, {size})" for axis, size in mesh.axes)
-    zigzag = f", zigzag={tuple_text(map(quoted, mesh.zigzag))}" if mesh.zigzag else ""
-    return f"Mesh({axes}{zigzag})"
+    if not mesh.turns:
+        return f"Mesh({axes})"
+    turns = tuple_text(f"({quoted(axis)}, {count})" for axis, count in mesh.turns)
+    return f"Mesh({axes}, turns={turns})"
 
 
 def gathering_lines(zero: int, *, gathers: bool) -> list[str]:

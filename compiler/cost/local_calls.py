@@ -70,7 +70,7 @@ def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
     in_zigzag = frozenset(
         factor
         for factor, axes in cuts[1].items()
-        if mesh.zigzag and any(axis in mesh.zigzag for axis, _ in axes)
+        if mesh.turns and any(mesh.turns_of(axis) for axis, _ in axes)
     )
     tensors = _local_tensors(Alike(op), *(tuple(side.items()) for side in cuts))
     return LocalCall(op, *tensors, in_zigzag)

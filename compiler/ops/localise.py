@@ -87,8 +87,8 @@ def local_sizes(
         # A rank has a piece of each segment. Its first element is counted along the axes, outermost
         # first.
         for axis in axes.get(factor.name, ()):
-            if axis in mesh.zigzag:
-                start = None  # two runs have no one beginning
+            if mesh.turns_of(axis):
+                start = None  # several runs have no one beginning
             elif start is not None:
                 start += offset(sizes[0], axis)
             if mesh.axis_size(axis) > 1 or not spelled:

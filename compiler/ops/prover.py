@@ -48,7 +48,7 @@ from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, stra
 from shardwright.runtime.arguments import checked, wrong_argument
 from shardwright.runtime.errors import AnnotationError, malformed
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.mesh import ZIGZAG
+from shardwright.runtime.mesh import in_turns
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -79,8 +79,7 @@ class Trial:
         3``.
         """
         return ", ".join(
-            f"{strategy} over {self.mesh.axis_size(axis)}"
-            + f" {ZIGZAG}" * (axis in self.mesh.zigzag)
+            f"{strategy} over {self.mesh.axis_size(axis)}" + in_turns(self.mesh.turns_of(axis))
             for axis, strategy in self.assignment.items()
         )
 

@@ -96,7 +96,7 @@ def _may_cut(
     if not free and not rule.splittable(factor, mesh.num_ranks(axes)):
         return False
     form = rule.parallel
-    if form is None or form.knows_runs or not any(axis in mesh.zigzag for axis in axes):
+    if form is None or form.knows_runs or not any(map(mesh.turns_of, axes)):
         return True
     # The form may ask where in the factor its piece begins, which says all of a single run only. So
     # do edges.

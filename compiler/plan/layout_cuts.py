@@ -81,7 +81,7 @@ def _even_pieces(
     # so that their sum says nothing.
     if len(atom.segments) == 1 and isinstance(size, int):
         # (Dealt in zigzag, 12 rows of 64 are other pieces than 768.)
-        while axes and axes[0] not in mesh.zigzag and size % mesh.axis_size(axes[0]) == 0:
+        while axes and not mesh.turns_of(axes[0]) and size % mesh.axis_size(axes[0]) == 0:
             places.append(Place(dim, outer, (mesh.axis_size(axes[0]),), (), axes[:1]))
             outer, size = product((outer, mesh.axis_size(axes[0]))), size // mesh.axis_size(axes[0])
             axes = axes[1:]

@@ -43,12 +43,12 @@ def _mesh_to_json(mesh: Mesh) -> dict[str, Any]:
     """The entries of a plan that tell a mesh; :func:`_mesh_from_json` is the inverse."""
     return {
         "mesh": dict(mesh.axes),
-        **({"zigzag": list(mesh.zigzag)} if mesh.zigzag else {}),
+        **({"turns": dict(mesh.turns)} if mesh.turns else {}),
     }
 
 
 def _mesh_from_json(data: Mapping[str, Any]) -> Mesh:
-    return Mesh(tuple(data["mesh"].items()), tuple(data.get("zigzag", ())))
+    return Mesh(tuple(data["mesh"].items()), tuple(data.get("turns", {}).items()))
 
 
 @dataclass(frozen=True)

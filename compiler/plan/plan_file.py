@@ -138,7 +138,7 @@ _BY_AXIS = _each(_each(_TEXT))
 _STAGE = {
     "first_op": Key(_TEXT, True),
     "mesh": Key(_SIZES, True),
-    "zigzag": Key(_list(_TEXT)),
+    "turns": Key(_SIZES),
     "ranks": Key(_list(_count(0)), True),
 }
 _BATCH = {
@@ -158,7 +158,7 @@ _CERTIFICATE = {
 KEYS: Mapping[str, Key] = {
     "format": Key(_format),
     "mesh": Key(_SIZES, True),
-    "zigzag": Key(_list(_TEXT)),
+    "turns": Key(_SIZES),
     "policy": Key(_TEXT, True),
     "strategies": Key(_BY_AXIS, True),
     "dims": Key(_BY_AXIS),

@@ -158,9 +158,10 @@ class Programs:
         config = replace(self.settings.config, dynamic_dims=call.dims)
         taken = self._policy.options
         options = {field.name for field in fields(taken)} if is_dataclass(taken) else set()
-        if self._made and "zigzag" in options:
+        if self._made and "cp_turns" in options:
             # Axes deal what they cut as they do in the first program: all have one mesh.
-            chosen = {**config.pas_config, "zigzag": bool(self.main.mesh.zigzag)}
+            turns = dict(self.main.mesh.turns)
+            chosen = {**config.pas_config, "cp_turns": max(turns.values(), default=0)}
             config = replace(config, pas_config=chosen)
         return config
 

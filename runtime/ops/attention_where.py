@@ -69,7 +69,7 @@ def attention_where(
     if not query_axes and is_plain and pairs <= MOST_MASKED:
 
         def whole_mask() -> Tensor:
-            return found().mask((0, query.shape[0]), (0, positions[0]), (0, positions[1]))
+            return found().mask((0, query.shape[0]), ((0, positions[0]),), ((0, positions[1]),))
 
         mask = remembered(given, ("mask", *question), whole_mask)
         key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))

@@ -39,15 +39,18 @@ from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingRows
-from shardwright.runtime.runs import Run, dealt, joined
+from shardwright.runtime.runs import Run, common, dealt, joined, places_of, within
 from shardwright.runtime.visible_keys import (
-    Bands,
     Tile,
     all_keys,
     earlier_keys,
-    place,
-    tiles_between,
+    joined_tiles,
+    local_bands,
+    seen_runs,
 )
+
+CALL_PAIRS = {"cpu": 2**10, "cuda": 2**18}
+"""How many pairs of a query and a key a kernel computes in the time that a call of it takes."""
 
 
 def split_attention(
@@ -138,8 +141,9 @@ def attention_in_tiles(
     keys are seen where ``seen`` is not exact. ``sinks``: by head, a score that takes its part of
     the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
     """
-    places = tuple(_Place(a.size, a.index, a.zigzag, a is where.ring) for a in where.query_axes)
-    steps = _steps(places, where.lengths, where.query_unit, seen)
+    places = tuple(_Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
+    call_pairs = 0 if mask is not None else CALL_PAIRS.get(query.device.type, 0)
+    steps = _steps(places, where.lengths, where.query_unit, seen, call_pairs)
     attention = _Attention(where.ring, steps, scale, marks, cap)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
@@ -186,15 +190,34 @@ def _same_heads(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tile as a rank has it: ``queries`` among its own, ``keys`` among those at hand in a step.
-    ``samples``: those that see alike. ``asks``: the marks say which keys of the tile are seen.
+    """A tile of a rank's own queries with the keys at hand in a step, counted as they lie there.
+    ``samples``: those that see alike. ``own``, ``theirs``: all of these queries and keys, where
+    they lie in the sequence. ``asks``: the marks say which keys of the tile are seen.
     """
 
     tile: Tile
     samples: Run
-    queries: Run
-    keys: Run
+    own: tuple[Run, ...]
+    theirs: tuple[Run, ...]
     asks: bool
+
+    @property
+    def queries(self) -> Run:
+        return self.tile.queries
+
+    @property
+    def keys(self) -> Run:
+        return self.tile.keys
+
+    @property
+    def queries_at(self) -> tuple[Run, ...]:
+        """Where the queries lie in the sequence."""
+        return within(self.own, (self.queries,))
+
+    @property
+    def keys_at(self) -> tuple[Run, ...]:
+        """Where the keys lie in the sequence."""
+        return within(self.theirs, (self.keys,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,20 +253,26 @@ class _Place:
 
     size: int
     index: int
-    zigzag: bool
+    turns: int
     is_ring: bool
 
     def runs(self, count: int) -> tuple[Run, ...]:
         """Where the rank's piece of ``count`` things lies."""
-        return dealt(count, self.size, self.index, zigzag=self.zigzag)
+        return dealt(count, self.size, self.index, turns=self.turns)
 
 
 @lru_cache(maxsize=256)
 def _steps(
-    places: tuple[_Place, ...], lengths: tuple[int, int], query_unit: int, seen: tuple[Seen, ...]
+    places: tuple[_Place, ...],
+    lengths: tuple[int, int],
+    query_unit: int,
+    seen: tuple[Seen, ...],
+    call_pairs: int,
 ) -> Steps:
-    """What the rank at ``places`` does; the first step is with its own keys."""
-    ring = next((place for place in places if place.is_ring), _Place(1, 0, False, True))
+    """What the rank at ``places`` does; the first step is with its own keys. ``call_pairs``: what a
+    call of a kernel costs, as for :func:`~shardwright.runtime.visible_keys.joined_tiles`.
+    """
+    ring = next((place for place in places if place.is_ring), _Place(1, 0, 0, True))
     size, index = ring.size, ring.index
     # Every rank computes what all of them need of each other, so that sender and receiver agree on
     # the size of each message without asking.
@@ -253,37 +282,35 @@ def _steps(
         for member in members
     ]
     keys = [joined(member.runs(lengths[1])) for member in members]
+    own = queries[index]
 
-    def needed(bands: Bands, by: int, of: int) -> tuple[Run, ...]:
+    sees = {some.samples: [seen_runs(some.bands, runs) for runs in queries] for some in seen}
+
+    def needed(some: Seen, by: int, of: int) -> tuple[Run, ...]:
         """The keys of rank ``of`` that queries of rank ``by`` see."""
-        return joined(tile.keys for tile in tiles_between(bands, queries[by], keys[of]))
+        return common(sees[some.samples][by], keys[of])
 
     def share(some: Seen, step: int) -> _Share:
         # In step ``s`` keys travel ``s`` ranks at once: from rank ``i`` to rank ``i + s``.
         source, target = (index - step) % size, (index + step) % size
-        here = keys[index] if step == 0 else needed(some.bands, index, source)
+        here = keys[index] if step == 0 else needed(some, index, source)
+        num_keys, bands = sum(count for _, count in here), local_bands(some.bands, own, here)
         parts = tuple(
-            _Part(
-                tile,
-                some.samples,
-                (place(queries[index], tile.queries[0]), tile.queries[1]),
-                (place(here, tile.keys[0]), tile.keys[1]),
-                not some.exact,
-            )
-            for tile in tiles_between(some.bands, queries[index], keys[source])
+            _Part(tile, some.samples, own, here, not some.exact)
+            for tile in joined_tiles(bands, num_keys, call_pairs)
         )
-        given = () if step == 0 else needed(some.bands, target, index)
+        given = () if step == 0 else needed(some, target, index)
         return _Share(
             some.samples,
-            sum(count for _, count in here),
-            tuple((place(keys[index], start), count) for start, count in given),
+            num_keys,
+            places_of(keys[index], given),
             parts,
         )
 
     def is_idle(step: int) -> bool:
         # Idle on all ranks or on none: an all-to-all needs everybody.
         pairs = (((of + step) % size, of) for of in range(size))
-        return not any(needed(some.bands, by, of) for by, of in pairs for some in seen)
+        return not any(needed(some, by, of) for by, of in pairs for some in seen)
 
     return tuple(
         _Step(
@@ -376,8 +403,12 @@ class _SplitAttention(torch.autograd.Function):
                     of_keys.narrow(2, *part.keys).add_(grads.key)
                     of_values.narrow(2, *part.keys).add_(grads.value)
                     if of_mask is not None and grads.bias is not None:
-                        at = _mask_of(of_mask, part)
-                        at.add_(grads.bias.sum_to_size(at.shape))
+                        views = _mask_of(of_mask, part)
+                        sizes = [view.shape[3] for view in views]
+                        for view, more in zip(
+                            views, torch.split(grads.bias, sizes, 3), strict=True
+                        ):
+                            view.add_(more.sum_to_size(view.shape))
                 home.send(step, rooms)
             of_key, of_value = home.all_here()
         return (
@@ -436,25 +467,25 @@ class _Blocks:
     def _bias(self, part: _Part) -> Tensor | None:
         dtype = merging_dtype(self._query.dtype)
         if self._mask is not None:
-            return as_bias(_mask_of(self._mask, part), dtype)
+            return as_bias(torch.cat(_mask_of(self._mask, part), 3), dtype)
         if part.asks and part.tile.kind != "flat":
             assert self._attention.marks is not None
-            seen = self._attention.marks.mask(part.samples, part.tile.queries, part.tile.keys)
+            seen = self._attention.marks.mask(part.samples, part.queries_at, part.keys_at)
             return as_bias(seen, dtype)
         if part.tile.kind != "masked":
             return None
-        rows, columns = (
-            torch.arange(count, device=self._query.device)
-            for count in (part.queries[1], part.keys[1])
-        )
-        passed = columns - rows.unsqueeze(1)
-        seen = (passed >= part.tile.low) & (passed < part.tile.end)
+        ends = torch.tensor(part.tile.ends, device=self._query.device)
+        columns = torch.arange(part.keys[1], device=self._query.device)
+        seen = (columns >= ends[:, :1]) & (columns < ends[:, 1:])
         return as_bias(seen, dtype)[None, None]
 
 
-def _mask_of(mask: Tensor, part: _Part) -> Tensor:
-    """The part of a mask ``[..., queries or 1, all keys]`` for a tile, as a view."""
-    return _mask_rows(mask, part).narrow(3, *part.tile.keys)
+def _mask_of(mask: Tensor, part: _Part) -> list[Tensor]:
+    """The parts of a mask ``[..., queries or 1, all keys]`` for a tile, as views, one for each run
+    of its keys.
+    """
+    rows = _mask_rows(mask, part)
+    return [rows.narrow(3, *run) for run in part.keys_at]
 
 
 def _mask_rows(mask: Tensor, part: _Part) -> Tensor:

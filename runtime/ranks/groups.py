@@ -25,12 +25,12 @@ UNITS = "units"
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup(PlaceOnAxis):
     """The ranks that differ from this one along one mesh axis only, or along several, and this
-    rank's index among them. ``zigzag``: whether the axis deals in zigzag.
+    rank's index among them. ``turns``: in how many turns of zigzag the axis deals.
     """
 
     name: str
     communicator: Communicator
-    zigzag: bool = False
+    turns: int = 0
 
     @property
     def size(self) -> int:
@@ -87,7 +87,7 @@ class RankMesh:
         self.coords = mesh.coords(self.ranks.index(self.rank)) if self.is_member else {}
         self._groups: dict[tuple[tuple[str, ...], bool], Communicator] = {}
         self._axes = {
-            name: AxisGroup(name, self.group(name), name in mesh.zigzag) for name in mesh.names
+            name: AxisGroup(name, self.group(name), mesh.turns_of(name)) for name in mesh.names
         }
         self.units = AxisGroup(UNITS, self.group((), across_units=True))
 

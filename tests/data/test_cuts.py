@@ -43,7 +43,7 @@ def test_a_layout_of_the_plan_is_followed(text, cp, taken):
 
 
 def test_a_mesh_that_deals_in_zigzag_is_followed_and_told():
-    mesh = Mesh((("cp", 3),), zigzag=("cp",))
+    mesh = Mesh((("cp", 3),), turns=(("cp", 1),))
     (atoms,) = Layout.parse("[12/cp]").dims
     cuts = [LayoutCut(0, atoms, mesh, (("cp", index),)) for index in range(3)]
     taken = [take(torch.arange(12), cut, "x").tolist() for cut in cuts]

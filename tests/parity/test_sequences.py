@@ -61,6 +61,7 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
         ("llama-uneven", "cp", 3, {"cp_mode": "ring"}),
         ("gemma2-padded", "cp", 3, {"cp_mode": "ring"}),
         ("gpt-oss", "cp", 2, {"cp_mode": "ring"}),
+        ("llama-packed", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
         *(
             pytest.param(*case, marks=slow)
             for case in [
@@ -79,15 +80,18 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                 ("t5-uneven", "cp", 3, {"cp_mode": "gather"}),
                 ("vit-uneven", "cp", 4, {"cp_mode": "gather"}),
                 ("gemma3", "cp", 3, {"cp_mode": "ring"}),
-                ("gemma3", "cp", 3, {"cp_mode": "gather", "zigzag": False}),
+                ("gemma3", "cp", 3, {"cp_mode": "gather", "cp_turns": 0}),
                 ("gpt2", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
                 ("t5", "cp", 3, {"cp_mode": "ring"}),
                 ("llama-packed", "cp", 3, {"cp_mode": "gather"}),
                 ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "ulysses"]}),
                 ("llama-packed", "tp", 2, {"sequence_parallel": True}),
                 ("llama-padded", "cp", 3, {"cp_mode": "ring"}),
+                ("llama-packed", "cp", 4, {"cp_mode": "gather", "cp_turns": 2}),
+                ("llama-packed", "cp", 4, {"cp": [2, 2], "cp_mode": "ring", "cp_turns": 2}),
+                ("mistral-uneven", "cp", 2, {"cp_mode": "ring", "cp_turns": 3}),
                 ("mistral-uneven", "cp", 3, {"cp_mode": "ring"}),
-                ("gemma2", "cp", 4, {"cp_mode": "ring", "zigzag": False}),
+                ("gemma2", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
                 ("gemma2-padded", "cp", 2, {"cp_mode": "ulysses"}),
                 ("gpt-oss", "cp", 4, {"cp": [2, 2], "cp_mode": ["ring", "gather"]}),
                 ("gpt-oss", "tp", 2, {}),
@@ -155,14 +159,14 @@ def test_context_parallelism_sends_by_the_formulas(mode: str, tmp_path: Path) ->
     assert found == wanted
 
 
-@pytest.mark.parametrize(("zigzag", "parts"), [(None, [1 / 2, 1 / 4]), (False, [0, 1 / 2])])
+@pytest.mark.parametrize(("turns", "parts"), [(None, [1 / 2, 1 / 4]), (0, [0, 1 / 2])])
 def test_a_ring_sends_the_keys_that_are_seen(
-    zigzag: bool | None, parts: list[float], tmp_path: Path
+    turns: int | None, parts: list[float], tmp_path: Path
 ) -> None:
     """Dealt in zigzag, the first rank has positions 0, 1, 6, 7, and sees all others; the second has
     2 to 5, and sees 0 and 1. In one piece the first sees only its own.
     """
-    options = {} if zigzag is None else {"zigzag": zigzag}
+    options = {} if turns is None else {"cp_turns": turns}
     _, outcome = step("llama", "cp", 2, tmp_path, cp_mode="ring", **options)
     keys_and_values = B * S * H * L
     sent = [
@@ -180,7 +184,7 @@ def test_documents_do_not_send_what_others_do_not_see(num_ranks: int, tmp_path: 
     _, outcome = step("llama-packed", "cp", num_ranks, tmp_path, cp_mode="ring")
     owner = torch.empty(LENGTH, dtype=torch.long)
     for rank in range(num_ranks):
-        for start, size in dealt(LENGTH, num_ranks, rank, zigzag=True):
+        for start, size in dealt(LENGTH, num_ranks, rank, turns=1):
             owner[start : start + size] = rank
     wanted = [0] * num_ranks
     for row in PACKED_POSITIONS:
@@ -240,6 +244,7 @@ REFUSED = [
     ("llama", "cp", 2, {"cp_mode": "rings"}, PlanError, "has no cp_mode 'rings'"),
     ("llama", "cp", 4, {"cp": 2}, PlanError, "cannot place cp=2 on 4 ranks"),
     ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": ["gather"]}, PlanError, "1 modes for 2 axes"),
+    ("llama", "cp", 2, {"cp_turns": -1}, PlanError, "cannot deal positions in cp_turns=-1 turns"),
     ("llama", "cp", 2, {"cp_mode": 3}, ConfigError, "option 'cp_mode' of policy 'cp' cannot be 3"),
 ]
 

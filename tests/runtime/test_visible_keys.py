@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwright.runtime import visible_keys
+from shardwright.runtime.runs import dealt, joined
 from shardwright.runtime.visible_keys import (
     Band,
     Bands,
     Tile,
     all_keys,
     earlier_keys,
+    joined_tiles,
+    keys_seen,
+    local_bands,
     pairs,
     tiles,
 )
@@ -35,8 +39,8 @@ def drawn(tile: Tile) -> Tensor:
     if tile.kind == "full":
         return torch.ones(rows, columns, dtype=torch.int)
     if tile.kind == "masked":
-        passed = torch.arange(columns) - torch.arange(rows).unsqueeze(1)
-        return ((passed >= tile.low) & (passed < tile.end)).int()
+        at, ends = torch.arange(columns), torch.tensor(tile.ends)
+        return ((at >= ends[:, :1]) & (at < ends[:, 1:])).int()
     assert rows == columns
     square = torch.ones(rows, rows, dtype=torch.int)
     return square.tril() if tile.kind == "causal" else square.triu()
@@ -93,3 +97,45 @@ def test_tiles_of_runs_are_the_mask(
                     found[row : row + rows, column : column + columns] += seen
     assert torch.equal(found, expected)
     assert pairs(bands, [(0, num_queries)]) == int(expected.sum())
+
+
+@given(
+    attentions(),
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.sampled_from((0, 4, 64)),
+)
+def test_tiles_of_pieces_are_the_mask(
+    attention: tuple[Bands, int, int], size: int, turns: int, other: int, call_pairs: int
+) -> None:
+    """Queries of one rank with keys of another, counted as they lie there."""
+    bands, num_queries, num_keys = attention
+    queries = joined(dealt(num_queries, size, 0, turns=turns))
+    keys = joined(dealt(num_keys, size, other % size, turns=turns))
+    rows, columns = (
+        [i for start, count in runs for i in range(start, start + count)]
+        for runs in (queries, keys)
+    )
+    expected = mask_of(bands, num_queries, num_keys)[rows][:, columns]
+    found = torch.zeros_like(expected)
+    for tile in joined_tiles(local_bands(bands, queries, keys), len(columns), call_pairs):
+        (row, count), (column, width) = tile.queries, tile.keys
+        found[row : row + count, column : column + width] += drawn(tile)
+    assert torch.equal(found, expected)
+    assert pairs(bands, queries) == int(mask_of(bands, num_queries, num_keys)[rows].sum())
+    assert keys_seen(bands, queries, keys) == int(expected.any(0).sum())
+
+
+def test_bands_of_pieces_are_joined() -> None:
+    """A rank's own positions are causal as they lie there, however they were dealt."""
+    own = joined(dealt(64, 4, 1, turns=4))
+    causal = earlier_keys(64, 64)
+    assert len(own) == 8
+    assert local_bands(causal, own, own) == (Band(0, 16, 0, 1, 0, 1),)
+    theirs = joined(dealt(64, 4, 2, turns=4))
+    assert len(local_bands(causal, own, theirs)) == 4
+    # Where a call costs much, they are one tile.
+    assert [tile.kind for tile in joined_tiles(local_bands(causal, own, theirs), 16, 999)] == [
+        "masked"
+    ]

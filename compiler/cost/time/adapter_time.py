@@ -128,7 +128,7 @@ def end_to_end(step: AdapterStep, mesh: Mesh) -> bool:
     dim, cut = step.dim, step.cut
     if dim is None or cut is None or len(cut.segments) > 1 or cut.outer != 1:
         return False
-    if step.axis in mesh.zigzag:
+    if mesh.turns_of(step.axis):
         return False
     whole = step.after if step.kind in GATHERS else step.before
     # A piece is contiguous in the whole only if all dims before the cut one have size 1.

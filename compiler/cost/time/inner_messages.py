@@ -181,12 +181,6 @@ def _edges_sent(
     return Exchange(message.axis, time, message.forward_bytes, backward_bytes)
 
 
-IN_ZIGZAG = 0.75
-"""The share of the keys of other ranks that some query of a rank sees in causal attention in
-zigzag: of the second runs only those in front of its own.
-"""
-
-
 def _keys_sent(
     call: LocalCall, axis: str, mesh: Mesh, hardware: Hardware, ranks: tuple[int, ...]
 ) -> Exchange:
@@ -228,13 +222,14 @@ def _keys_sent(
 def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:
     """The share of the keys of other ranks that come to the rank that needs the most of them."""
     if call.op.target == "scaled_dot_product_attention":
-        pruned = call.op.arg("is_causal", False) and axis in mesh.zigzag
-        return IN_ZIGZAG if pruned else 1.0
+        # In zigzag a rank sees, on average, half of the last runs of the others, and all before.
+        turns = mesh.turns_of(axis) if call.op.arg("is_causal", False) else 0
+        return 1 - 1 / (4 * turns) if turns else 1.0
     num_queries, num_keys = (estimated_size(x.shape[-2]) for x in call.op.operands[:2])
     bands, num_ranks = seen_bands(call.op, num_queries, num_keys), mesh.axis_size(axis)
 
     def runs(count: int, rank: int) -> tuple[Run, ...]:
-        return dealt(count, num_ranks, rank, zigzag=axis in mesh.zigzag)
+        return dealt(count, num_ranks, rank, turns=mesh.turns_of(axis))
 
     received = [
         keys_seen(bands, runs(num_queries, by), runs(num_keys, of))

@@ -23,7 +23,7 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
 
 FULL = Plan(
-    Mesh((("pp", 2), ("tp", 2)), ("tp",)),
+    Mesh((("pp", 2), ("tp", 2)), (("tp", 3),)),
     {"up": {"tp": "split:n"}},
     {"up.weight": Layout.parse("[8/tp, 4] G(dp)")},
     {"x": Layout.parse("[4, 4]")},

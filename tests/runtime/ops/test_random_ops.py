@@ -396,8 +396,8 @@ def test_recurrent(name):
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-@pytest.mark.parametrize("zigzag", [False, True])
-def test_causal_attention_of_a_part_of_the_queries(heads, zigzag):
+@pytest.mark.parametrize("turns", [0, 1])
+def test_causal_attention_of_a_part_of_the_queries(heads, turns):
     """Every rank's queries see the keys up to their own positions in the sequence; dropout does not
     change which.
     """
@@ -408,7 +408,7 @@ def test_causal_attention_of_a_part_of_the_queries(heads, zigzag):
     )
     keywords = {"is_causal": True, "enable_gqa": heads == 2}
     whole = F.scaled_dot_product_attention(q, k, v, **keywords)
-    axes = [_axis(index, zigzag) for index in range(2)]
+    axes = [_axis(index, turns) for index in range(2)]
 
     def drawn(*args, **keywords):
         """The form that is written out, with a probability too small to drop anything."""
@@ -435,6 +435,6 @@ def test_causal_attention_of_a_part_of_the_queries(heads, zigzag):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def _axis(index, zigzag):
+def _axis(index, turns):
     """One of two ranks along an axis that sends nothing."""
-    return AxisGroup("cp", SimpleNamespace(size=2, index=index), zigzag)
+    return AxisGroup("cp", SimpleNamespace(size=2, index=index), turns)

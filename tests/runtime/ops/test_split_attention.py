@@ -33,20 +33,20 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
 
 
-def own_places(size: int, index: int, zigzag: bool) -> Tensor:
-    runs = dealt(LENGTH, size, index, zigzag=zigzag)
+def own_places(size: int, index: int, turns: int) -> Tensor:
+    runs = dealt(LENGTH, size, index, turns=turns)
     return torch.tensor([i for start, n in runs for i in range(start, start + n)])
 
 
 def on_ranks(
-    size: int, zigzag: bool, dtype: torch.dtype, causal: bool
+    size: int, turns: int, dtype: torch.dtype, causal: bool
 ) -> list[tuple[list[Tensor], CommunicationCounters]]:
     """Output and gradients of every rank, and what it received."""
 
     def rank(index: int) -> tuple[list[Tensor], CommunicationCounters]:
-        mesh = Mesh((("cp", size),), ("cp",) if zigzag else ())
+        mesh = Mesh((("cp", size),), (("cp", turns),) if turns else ())
         axis = RankMesh(mesh).axis("cp")
-        at = own_places(size, index, zigzag)
+        at = own_places(size, index, turns)
         *given, grad = (x[:, :, at].clone() for x in operands(dtype))
         given = [x.requires_grad_() for x in given]
         with count_communication() as counted:
@@ -65,8 +65,8 @@ def on_ranks(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("zigzag", [False, True])
-def test_counters_equal_the_formulas(size: int, zigzag: bool) -> None:
+@pytest.mark.parametrize("turns", [0, 1])
+def test_counters_equal_the_formulas(size: int, turns: int) -> None:
     """Each rank receives, on average, the share of all keys and values that its queries see."""
     key, value = operands(torch.float64)[1:3]
     whole = key.numel() + value.numel()
@@ -74,8 +74,8 @@ def test_counters_equal_the_formulas(size: int, zigzag: bool) -> None:
     for causal in (False, True):
         needed = others
         if causal:
-            needed *= Fraction(3, 4) if zigzag else Fraction(1, 2)
-        found = [counted for _, counted in on_ranks(size, zigzag, torch.float64, causal)]
+            needed *= Fraction(3, 4) if turns else Fraction(1, 2)
+        found = [counted for _, counted in on_ranks(size, turns, torch.float64, causal)]
         for phase, times in (("forward", 1), ("backward", 2)):
             received = sum(c.total("all_to_all", phase=phase).received for c in found)
             assert Fraction(received) / size == times * needed * whole
@@ -86,8 +86,8 @@ def test_low_precision(dtype: torch.dtype) -> None:
     """Blocks are merged in float32: the error is that of one device, within a small factor."""
     exact = _whole(operands(torch.float64))
     rounded = _whole(operands(dtype))
-    for index, (parts, _) in enumerate(on_ranks(3, True, dtype, causal=True)):
-        at = own_places(3, index, zigzag=True)
+    for index, (parts, _) in enumerate(on_ranks(3, 2, dtype, causal=True)):
+        at = own_places(3, index, turns=2)
         for part, one, true in zip(parts, rounded, exact, strict=True):
             own = (one.double() - true).abs().max()
             assert part.dtype == dtype
@@ -103,10 +103,10 @@ def _whole(given: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def test_kernels_and_the_written_out_form_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = on_ranks(2, True, torch.float64, causal=True)
+    kernel = on_ranks(2, 3, torch.float64, causal=True)
     module = sys.modules[split_attention.__module__]  # its name is that of the function
     monkeypatch.setattr(module, "kernel_for", lambda *args: WrittenOut())
-    written = on_ranks(2, True, torch.float64, causal=True)
+    written = on_ranks(2, 3, torch.float64, causal=True)
     for (found, _), (expected, _) in zip(written, kernel, strict=True):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
@@ -117,22 +117,31 @@ def test_zigzag_gives_all_ranks_the_same_work(size: int) -> None:
     length = 4096
     bands = earlier_keys(length, length)
     work = {
-        zigzag: [
-            pairs(bands, joined(dealt(length, size, rank, zigzag=zigzag))) for rank in range(size)
+        turns: [
+            pairs(bands, joined(dealt(length, size, rank, turns=turns))) for rank in range(size)
         ]
-        for zigzag in (False, True)
+        for turns in (0, 1, 8)
     }
-    mean = sum(work[True]) / size
-    assert max(work[True]) / mean < 1.001
-    assert max(work[False]) / mean > 2 - 1.01 / size
+    mean = sum(work[1]) / size
+    assert max(work[1]) / mean < 1.001
+    assert max(work[8]) / mean < 1.001
+    assert max(work[0]) / mean > 2 - 1.01 / size
 
 
+@pytest.mark.parametrize("turns", [1, 2, 5])
 @pytest.mark.parametrize(("count", "size"), list(itertools.product((0, 1, 5, 8, 13), (1, 2, 3, 5))))
-def test_zigzag_deals_everything_once(count: int, size: int) -> None:
-    dealt_out = [dealt(count, size, rank, zigzag=True) for rank in range(size)]
-    plain = [dealt(count, size, rank, zigzag=False) for rank in range(size)]
+def test_zigzag_deals_everything_once(count: int, size: int, turns: int) -> None:
+    dealt_out = [dealt(count, size, rank, turns=turns) for rank in range(size)]
+    plain = [dealt(count, size, rank, turns=0) for rank in range(size)]
     assert sorted(i for runs in dealt_out for s, n in runs for i in range(s, s + n)) == list(
         range(count)
     )
     for runs, ((_, length),) in zip(dealt_out, plain, strict=True):
         assert sum(n for _, n in runs) == length
+        assert list(runs) == sorted(runs)
+
+
+def test_turns_deal_boustrophedon() -> None:
+    assert dealt(8, 2, 0, turns=1) == ((0, 2), (6, 2))
+    assert dealt(8, 2, 0, turns=2) == ((0, 1), (3, 1), (4, 1), (7, 1))
+    assert dealt(8, 2, 1, turns=2) == ((1, 1), (2, 1), (5, 1), (6, 1))

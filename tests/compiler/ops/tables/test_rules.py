@@ -115,10 +115,11 @@ def test_rule_holds_on_two_axes(
     ],
 )
 def test_rules_hold_in_zigzag(group: str) -> None:
-    """Pieces may be two runs, where the rule allows that."""
-    meshes = [Mesh((("u", 3),), ("u",))]
+    """Pieces may be several runs, where the rule allows that."""
+    meshes = [Mesh((("u", 3),), (("u", 1),))]
     if group == "attention":
-        meshes.append(Mesh((("u", 2), ("v", 2)), ("v",)))
+        meshes.append(Mesh((("u", 2), ("v", 2)), (("v", 2),)))
+        meshes.append(Mesh((("u", 2),), (("u", 3),)))
     for function, args, *kwargs in op_examples.EXAMPLES[group]:
         report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=meshes)
         assert report.ok, str(report)

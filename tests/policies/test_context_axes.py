@@ -1,0 +1,29 @@
+"""The turns in which axes deal positions."""
+
+from __future__ import annotations
+
+import plans
+import pytest
+import zoo
+from sequence_models import get
+
+from shardwright.policies import context_axes
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"), [("llama", (("cp", 1),)), ("bert", ()), ("llama-packed", (("cp", 2),))]
+)
+def test_turns_follow_the_mask(
+    name: str, turns: tuple[tuple[str, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One where attention is causal, several where rows hold documents: here as many as leave each
+    rank pieces of a position.
+    """
+    monkeypatch.setattr(context_axes, "LEAST_RUN", 1)
+    if name in zoo.MODELS:
+        graph = plans.zoo_traced(name)
+    else:
+        graph = plans.traced(get(name).build(), get(name).inputs())
+    plan = plans.compile_with(graph, "cp", 2, pas_config={"cp_mode": "gather"}).plan
+    assert plan.mesh.turns == turns
+    assert type(plan).from_json(plan.to_json()) == plan

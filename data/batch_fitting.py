@@ -52,6 +52,7 @@ def fit(batch: Any, role: Role, where: Callable[[], str]) -> Any:
 
     def cut(path: str, leaf: Any) -> Any:
         cuts = role.cuts.get(path, role.cuts.get(ALL_INPUTS, ()))
+        # A cut of every input is meant for those that have the dim; one named by path must fit.
         fitting = cuts if path in role.cuts else [c for c in cuts if _has_dim(leaf, c)]
         return cut_all(leaf, fitting, path) if isinstance(leaf, Tensor) else leaf
 

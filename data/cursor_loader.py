@@ -101,6 +101,8 @@ class CursorLoader(RankLoader[Fetched]):
             self._share.check_short(batch.num_rows)
         if not self._share.role.reads:
             return self._handing.handed([None] * self._share.num_microbatches(batch))
+        # The position was set, or read-ahead was given up after an error: what workers have is not
+        # it.
         if self._ahead is None or self._ahead_at != self._position:
             self.close()
             parts = self._parts(self._position)

@@ -52,6 +52,8 @@ class EvenCut:
         if self.kind == "contiguous":
             starts = [piece(length, self.size, self.index)]
         else:
+            # Piece 0 of 4 has chunks 0 and 7 of 8: an early and a late one, so that causal
+            # attention costs every rank the same.
             chunks = (self.index, 2 * self.size - 1 - self.index)
             starts = [piece(length, 2 * self.size, chunk) for chunk in chunks]
         return joined(tuple((start, start + size) for start, size in starts))

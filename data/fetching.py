@@ -197,6 +197,7 @@ class Fetcher:
         try:
             return [dataset[index] for index in left]
         except Exception as error:
+            # What the iterator has left tells how far the comprehension came.
             failed = indices[len(indices) - operator.length_hint(left) - 1]
             raise self._failed(source, failed, error) from error
 
@@ -243,6 +244,7 @@ class Fetcher:
         """
         if self.transform is None:
             return sample
+        # A seed of torch's has 63 bits and a sign.
         generator = torch.Generator().manual_seed(key(self.seed, source, epoch, index) >> 1)
         try:
             return self.transform(sample, generator)

@@ -84,6 +84,7 @@ class SampleBatching:
             return GlobalBatch(epoch, range(position, stop + 1), stop)
         if self.tail == "short":
             return GlobalBatch(epoch, range(position, end + 1), end)
+        # "drop": what is left of this epoch fills no batch, and the next one begins.
         stop = end + self.global_batch
         return GlobalBatch(epoch + 1, range(end, stop + 1), stop)
 
@@ -157,6 +158,7 @@ class Share:
         index, parts = self.role.part
         found = []
         for first in range(start, start + size, max(1, length)):
+            # The last microbatch may be short; its parts are as even as can be.
             offset, count = piece(min(length, start + size - first), parts, index)
             begin = first + offset
             found.append(batch.bounds[begin : begin + count + 1])

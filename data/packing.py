@@ -153,6 +153,8 @@ class PackedBatching:
         bounds, filled, at = [position], 0, position
         while len(bounds) <= self._global_batch and at != end:
             length = min(self._length_at(at), self._length)
+            # First fit in order, without looking ahead: which samples share a row follows from the
+            # position alone, so a resumed run packs the same rows.
             if filled and filled + length > self._length:
                 bounds.append(at)
                 filled = 0

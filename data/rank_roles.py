@@ -314,6 +314,7 @@ def _of_table(table: RoleTable, rank: int) -> Roles:
             context=piece,
         )
         every.append(role)
+    # Twins are found within a replica: ranks of different replicas read different samples.
     replicas: dict[int, list[Role]] = {}
     for role in every:
         replicas.setdefault(role.replica, []).append(role)

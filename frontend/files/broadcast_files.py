@@ -130,6 +130,7 @@ class _Link:
     def broadcast(self, data: torch.Tensor) -> torch.Tensor:
         """Send ``data`` of rank 0 to every member of the group, and return it in CPU memory."""
         backends = dist.get_backend_config(self.group)
+        # NCCL moves memory of GPUs only; a job with both backends can send from the CPU.
         on_cuda = "nccl" in backends and "gloo" not in backends
         device = (
             torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

@@ -48,6 +48,7 @@ class Job:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        # Before the signs of life end: the others must hear why, not that this rank fell silent.
         if self._exchange is not None and error is not None:
             self._exchange.leave(error)
         if self._working is not None:

@@ -185,6 +185,8 @@ def _make_or_find(
         return Generated(order.directory, manifest, "weights", manager.report)
     compiled = compiled or _compile(order, module, graph, request, manager)
     if order.reuse is ReuseType.OVERRIDE:
+        # Without its manifest nothing of the folder counts as known, so weights are written anew
+        # too.
         stored = replace(stored, manifest=None)
     with manager.measure("write"):
         manifest = store(stored, _manifest(compiled, request), compiled.files, tensors)

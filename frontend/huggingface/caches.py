@@ -60,6 +60,8 @@ def with_cache(policy: Policy, known: Mapping[str, str]) -> Policy:
         for path, value in _kept(graph):
             if asked.get(path) != "eval":
                 natural = cut_wish(_made(graph, plan, value), CUT_DIMS)
+                # Every program must take and return keys and values as the first one does: the
+                # cache of one call is the input of the next.
                 wishes[path] = known.get(path, natural)
         inputs = {
             value.name: wished_layout(
@@ -96,6 +98,7 @@ def renew(cache: Any, result: Any) -> Any:
     made = getattr(result, CACHE, None)
     if type(made) is type(cache):
         cache.__dict__.update(made.__dict__)
+        # The caller's object, not a new one: code may hold on to the cache that it has passed.
         setattr(result, CACHE, cache)
     return result
 

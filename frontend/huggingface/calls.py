@@ -157,6 +157,8 @@ def given_arguments(
         if kind is inspect.Parameter.VAR_POSITIONAL:
             raise InputError(f"forward takes {name} by position only, which no program does")
         arguments.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    # ``None`` is what transformers passes for what is not there, and means the same as leaving it
+    # out.
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -223,6 +225,8 @@ def _varying(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict
                 # It covers the cache, too.
                 if new is not None and past is not None and tensor.shape[1] == past + new:
                     dims[1] = TOTAL
+            # One token at a time is a program of its own: its attention needs no mask among new
+            # tokens.
             elif tensor.shape[1] == new and not (grows and new == 1):
                 dims[1] = TARGET_SEQ if is_target else SEQ
         if dims:

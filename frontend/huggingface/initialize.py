@@ -81,6 +81,7 @@ def initialize(
             lambda: _read(model, config, dummy_forward_args, load_module=load_module)
         )
         folder = job.every_rank_does(lambda: _folder(model, checkpoint))
+        # Further programs are traced from it: by then the parameters of the model are pieces.
         twin = job.every_rank_does(lambda: twin_of(model))
     programs = Programs(twin, settings, gen_savedir, reuse)
     if not load_module:

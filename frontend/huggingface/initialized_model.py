@@ -254,6 +254,7 @@ class InitializedModel(nn.Module):
         tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
         compare_inputs(type(self).__name__, tensors, unit, ranks.num_units)
         device = program.device
+        # The ranks of a unit must draw the same tokens, or each would go on with a text of its own.
         torch.set_rng_state(unit.broadcast(torch.get_rng_state().to(device), 0).cpu())
         if device.type == "cuda":
             state = torch.cuda.get_rng_state(device).to(device)
@@ -384,6 +385,7 @@ def _refuse_backward(result: Any, title: str) -> None:
     its gradients.
     """
 
+    # Raised in backward, not in the call: what is only evaluated needs no gradients summed.
     def refuse(gradient: Tensor) -> None:
         raise UsageError(
             f"backward of a call of {title} that DistributedDataParallel has not seen",

@@ -71,6 +71,8 @@ def save_merged(
     with _pieces_aside(world, model, directory) as pieces, together(world):
         if world.rank == 0:
             with writing("the model", directory, HINT):
+                # Beside the folder, on the same disk, so that files are moved into it and never
+                # half there.
                 aside = directory.with_name(f".{directory.name}.merged.{secrets.token_hex(4)}")
                 try:
                     export_pretrained(

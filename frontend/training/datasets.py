@@ -46,10 +46,12 @@ class Tokenized:
         ids = self.tokenizer(sample[self.field], truncation=True, max_length=self.length).input_ids
         tokens = torch.tensor(ids, dtype=torch.int64)
         padded = self.length - len(tokens)
+        # Any id will do where the tokenizer has none: padding is masked, and is no label.
         pad = self.tokenizer.pad_token_id or 0
         return {
             "input_ids": torch.nn.functional.pad(tokens, (0, padded), value=pad),
             "attention_mask": (torch.arange(self.length) < len(tokens)).long(),
+            # Labels are the inputs themselves: the model shifts them.
             "labels": torch.nn.functional.pad(tokens, (0, padded), value=IGNORED),
         }
 
@@ -73,6 +75,8 @@ def labels_of_inputs(sample: Any, generator: torch.Generator) -> Any:
     labels = sample["labels"]
     return {
         "input_ids": sample["input_ids"],
+        # The label of place i of a window is token i + 1. Moved by one, it is that of the token
+        # itself.
         "labels": torch.cat([labels.new_full((1,), IGNORED), labels[:-1]]),
     }
 
@@ -153,6 +157,7 @@ def example_of(
     """The arguments of ``forward`` for a microbatch: its first samples, as the loader will give
     them.
     """
+    # One rank alone reads it, with no workers to start and to end: every rank makes the same.
     alone = loader(
         dataset,
         roles(replica=0, num_replicas=1),

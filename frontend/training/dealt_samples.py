@@ -50,6 +50,7 @@ def batches_of(settings: RunSettings, num_ranks: int, *, replan: bool = False) -
     parallel = settings.parallel
     plan_ngpus = parallel.plan_ngpus or (1 if parallel.policy == "dp" else num_ranks)
     if num_ranks % plan_ngpus and replan:
+        # The largest unit that divides both: what a rank holds grows as little as can be.
         plan_ngpus = math.gcd(num_ranks, plan_ngpus)
     if num_ranks % plan_ngpus:
         raise ConfigError(

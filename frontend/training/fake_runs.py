@@ -59,6 +59,7 @@ def _differentiated(
 
 def _without_values(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy without values. Small tables stay real: a forward may look at them."""
+    # deepcopy takes what is in the memo for a copy that it has made already.
     memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
     for parameter in module.parameters():
         with mode:

@@ -48,6 +48,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     # "4(x2),3": four tasks on each of two nodes, three on a third; on this one as many as said last
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_STEP_NUM_TASKS"])
     node = int(environment.get("SLURM_NODEID", "0"))
+    # All ranks must find the same port without talking to each other.
     port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % NUM_PORTS
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -61,6 +62,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(nodes: str) -> str:
     """The first host of Slurm's notation: ``node01`` of ``node[01-03,07],login``."""
+    # A name, then perhaps a bracket of which the first number counts, then what stands behind it.
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if found is None:
         raise DistributedError(f"{nodes!r} is no list of nodes as Slurm writes it")
@@ -91,6 +93,7 @@ def joined_job() -> Iterator[None]:
             hint="torchrun --nproc-per-node 4 -m shardwright train -c run.yaml",
         )
     if started_by == "srun":
+        # torch, and code of the user's, look for the variables of torchrun.
         os.environ.update(torchrun_variables(os.environ))
     join_process_group()
     try:

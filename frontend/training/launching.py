@@ -27,6 +27,8 @@ POLL_S = 0.05
 def rank_variables(num_ranks: int) -> list[dict[str, str]]:
     """The variables that torchrun gives each rank of a job on this machine."""
     with socket.socket() as free:
+        # The system chooses a free port. Another process may take it before rank 0 does: the job
+        # then fails at once, in words.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     size = str(num_ranks)
@@ -96,10 +98,12 @@ def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         file=sys.stderr,
         flush=True,
     )
+    # As shells write a signal: 137 for SIGKILL.
     return code if code > 0 else 128 - code
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    # SIGTERM first, so that ranks can say where they were; SIGKILL five seconds later.
     for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
         for rank in ranks:
             if rank.poll() is None:

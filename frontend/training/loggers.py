@@ -36,6 +36,8 @@ class JsonLinesLogger:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Line by line, and behind what is there: a run that was killed has its last step in the
+        # file, and a resumed one goes on in it.
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -138,6 +140,8 @@ class Loggers:
         if "wandb" in settings.log.to:
             loggers.append(WandbLogger(settings, config))
         loggers.append(JsonLinesLogger(output / "log.jsonl"))
+        # Last, as it may take over the terminal: one that cannot be made must not leave a bar
+        # behind.
         loggers.append(TerminalLogger(num_steps, bar=settings.log.bar))
         return cls(loggers)
 

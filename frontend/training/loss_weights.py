@@ -89,6 +89,7 @@ class LossWeights:
         count = self._count(samples) if _counts_here(found) else 0
         total = torch.tensor(float(count), device=world.device)
         total = world.everyone.all_reduce(total, phase="setup")
+        # Behind the collective, which every rank must join.
         if not found.mine.reads_input(COUNT):
             return samples
         return [

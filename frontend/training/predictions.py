@@ -94,6 +94,7 @@ def predict(
     except CannotRunError as error:
         note = f"no MFU: {error} while operations were counted without values"
     peak = None
+    # The utilisation of a model in several dtypes has no single peak to be measured by.
     kinds = {str(p.dtype).removeprefix("torch.") for p in parallel.parameters()}
     if len(kinds) == 1 and (kind := kinds.pop()) in machine.device.flops_per_s:
         peak = machine.device.peak_flops_per_s(kind) * config.runtime_ngpus

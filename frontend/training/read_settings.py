@@ -160,6 +160,7 @@ def _put(given: dict[str, Given], one: Given) -> None:
             where=one.origin,
             hint="give one of them",
         )
+    # From a list, as the dict changes meanwhile.
     for name in [name for name in given if name == path or name.startswith(f"{path}.")]:
         del given[name]
     given[path] = one
@@ -229,7 +230,9 @@ def _nearest(key: str, known: tuple[str, ...]) -> str | None:
 def _insert(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     for part in parts[:-1]:
         inner = tree.get(part)
-        tree[part] = tree = dict(inner) if isinstance(inner, Mapping) else {}
+        below: dict[str, Any] = dict(inner) if isinstance(inner, Mapping) else {}
+        tree[part] = below
+        tree = below
     tree[parts[-1]] = value
 
 

@@ -167,6 +167,7 @@ def _set_up(
     config = _config(settings, world, batches, weights)
     with _autocast(settings, world):
         model = _compiled(settings, policy, config, original, example, dtype)
+    # A checkpoint has all values already; the folder's would be read for nothing.
     if found is None and original.folder is not None:
         load_whole(original.module, model, original.folder)
     model.to(world.device).train()
@@ -178,6 +179,7 @@ def _set_up(
     )  # fmt: skip
     num_steps = _num_steps(settings, loader)
     scheduler = make_scheduler(optimizer, settings.schedule, num_steps)
+    # float16 alone has too few exponents for gradients; bfloat16 has those of float32.
     scaler = LossScaler(enabled=settings.precision in ("float16", "float16_autocast"))
     step = 0
     if found is not None:
@@ -305,6 +307,7 @@ def _compiled(
     if original.folder is None:
         part: ParallelModule = parallelize(module, example, named, config, **shared)
         return part
+    # The model has no values, so its class is compiled, and each rank reads its own pieces.
     made: type[ParallelModule] = parallelize(
         type(module), example, named, config, module_fn=lambda: module, **shared
     )
@@ -394,6 +397,8 @@ def _take_steps(run: Run) -> None:
     for samples in _samples(run):
         run.observer.before_step(run.step + 1)
         window.data_ready()
+        # Decided before the step, as the norm and the loss of a step that nobody reads cost
+        # collectives.
         is_logged = (run.step + 1) % run.settings.log.every_steps == 0
         is_logged = is_logged or run.step + 1 == run.num_steps
         rate = float(run.scheduler.get_last_lr()[0])
@@ -440,6 +445,7 @@ def _one_step(
         run.weights.told(samples, model),
         scale_fn=lambda loss: scaler.scale(run.weights.scaled(loss, number)),
     )
+    # Before clipping: the norm of scaled gradients is another one.
     scaler.unscale_(optimizer)
     norm = None
     if needs_norm or run.settings.clip_norm is not None:
@@ -507,6 +513,8 @@ class _Window:
         memory = torch.tensor(float(peak_memory_bytes(world.device)), device=world.device)
         memory = world.everyone.all_reduce(memory.double(), "max", phase="setup")
         predicted = run.prediction
+        # Collectives of a GPU are waited for on the device, where the host's clock does not see
+        # them.
         waits_on_host = world.device.type == "cpu" and world.size > 1
         return run.loggers.write(
             "step",
@@ -564,6 +572,7 @@ def evaluate(run: Run) -> dict[str, Any]:
         "evaluation",
         step=run.step,
         loss=loss,
+        # exp(709.8) is the largest float64.
         perplexity=math.exp(min(loss, 700.0)),
         samples=num_samples,
         samples_left_out=left_out,
@@ -611,6 +620,8 @@ def _finish(run: Run) -> RunResult:
     save(run, wait=True)
     result = RunResult(run.step, run.num_steps, run.stop.reason)
     if result.is_complete:
+        # Asked to stop during the last step: all steps were taken, so nothing is left to go on
+        # with.
         result = RunResult(run.step, run.num_steps)
         if run.evaluated is not None:
             evaluate(run)

@@ -41,11 +41,14 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **kwargs: A
     bounds = [0, *offs.tolist()]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     if a.ndim == 3:
+        # a [groups, m, k], b [k, n]: the columns of b are in groups.
         parts = [x @ b[:, span] for x, span in zip(a, spans, strict=True)]
         return torch.cat([*parts, b.new_zeros(a.shape[1], b.shape[1] - bounds[-1])], dim=1)
     if b.ndim == 3:
+        # a [m, k], b [groups, k, n]: the rows of a are in groups.
         parts = [a[span] @ x for x, span in zip(b, spans, strict=True)]
         return torch.cat([*parts, a.new_zeros(a.shape[0] - bounds[-1], b.shape[2])])
+    # a [m, k], b [k, n]: the summed dim is in groups, so each gives a product of its own.
     return torch.stack([a[:, span] @ b[span] for span in spans])
 
 

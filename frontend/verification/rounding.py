@@ -130,6 +130,8 @@ def is_zero_exactly(
     for sign in (1.0, -1.0):
         moved = copied(model)
         with torch.no_grad():
+            # Each element by 1 along the sign of its gradient: to first order the loss then changes
+            # by the sum of the absolute values, which is ``promised``.
             moved.get_parameter(name).add_(sign * gradient.sign().to(gradient.dtype))
         losses.append(
             float(torch.stack([loss.sum() for loss in run(moved, samples).losses[0]]).sum())
@@ -168,5 +170,6 @@ def _inputs_changed(inputs: Mapping[str, Any], generator: torch.Generator) -> di
 def _last_bits_changed(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
+    # One unit in the last place up, down, or none.
     steps = torch.randint(-1, 2, tensor.shape, generator=generator)
     return tensor * (1 + torch.finfo(tensor.dtype).eps * steps.to(torch.float64)).to(tensor.dtype)

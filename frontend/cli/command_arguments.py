@@ -386,12 +386,12 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``convert``."""
-    parser.add_argument("source", type=Path, metavar="DIR", help="a checkpoint, of either form")
+    parser.add_argument("source", type=Path, metavar="DIR", help="a checkpoint, of any form")
     parser.add_argument("out", type=Path, metavar="OUT", help="the new folder to write")
     parser.add_argument(
         "--to",
         required=True,
-        choices=("shardwright", "huggingface", "full"),
+        choices=("shardwright", "huggingface", "full", "dcp"),
         help="the form to write",
     )
     parser.add_argument(

@@ -252,11 +252,14 @@ file called shardwright, or at the end of ~/.zshrc. Files are completed as ever.
     "convert": Command(
         add_convert,
         "shardwright.runtime.cli:run_convert",
-        """Convert a checkpoint: from ours to Hugging Face's form and back, or to whole tensors.
+        """Convert a checkpoint: from ours to Hugging Face's form or that of
+torch.distributed.checkpoint (dcp) and back, or to whole tensors.
 
     shardwright convert checkpoints/ exported/ --to huggingface --config base-model/
     shardwright convert base-model/ start/ --to shardwright
     shardwright convert checkpoints/ whole/ --to full --max-file-size 5GB
+    shardwright convert checkpoints/ for-fsdp/ --to dcp
+    shardwright convert fsdp-checkpoint/ start/ --to shardwright
 
 Runs on any machine that has the folder: no GPU, no model code, memory for one tensor. Nothing is
 unpickled.""",

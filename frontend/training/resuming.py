@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.frontend.training.run_settings import RunSettings
-from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
+from shardwright.runtime.checkpoint.contents import read_index
 from shardwright.runtime.checkpoint.folders import LATEST_FILE, find_folder
 from shardwright.runtime.checkpoint.json_values import decode
 from shardwright.runtime.errors import CheckpointError, ConfigError
@@ -68,7 +68,7 @@ def saved_extra(num_ranks: int, plan_ngpus: int, scaler: Mapping[str, Any]) -> d
 
 
 def _read(folder: Path) -> Found:
-    index = Index.read(folder / INDEX_FILE)
+    index = read_index(folder)
     num_ranks = None
     with contextlib.suppress(KeyError, TypeError):  # saved by another program than this one
         num_ranks = int(decode(index.extra)["num_ranks"])

@@ -1,9 +1,10 @@
-"""A checkpoint opened for reading: any region of any of its tensors, from whichever files hold
-it.
+"""A checkpoint opened for reading: its index, and any region of any of its tensors, from whichever
+files hold it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -11,11 +12,35 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardwright.runtime.checkpoint.checkpoint_index import Index, TensorRecord
+from shardwright.runtime.checkpoint.checkpoint_index import (
+    INDEX_FILE,
+    Index,
+    TensorRecord,
+)
+from shardwright.runtime.checkpoint.dcp_index import DCP_FILE, read_dcp
 from shardwright.runtime.checkpoint.optimizer_state import listed
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region, copy_shared
+
+
+def read_index(folder: Path, *, warns: bool = True) -> Index:
+    """What a folder holds: one of ours, or one of ``torch.distributed.checkpoint``.
+
+    ``warns``: say what such a folder holds that has no place in a checkpoint of ours.
+
+    Raises :class:`CheckpointError` if the index is missing or damaged.
+    """
+    if (folder / INDEX_FILE).exists() or not (folder / DCP_FILE).exists():
+        return Index.read(folder / INDEX_FILE)
+    found = read_dcp(folder)
+    if warns and found.left_out:
+        warnings.warn(
+            f"of {folder}, a checkpoint of torch.distributed.checkpoint, "
+            f"{len(found.left_out)} entries are left out: {listed(found.left_out)}",
+            stacklevel=5,
+        )
+    return found.index
 
 
 class Contents:

@@ -6,6 +6,7 @@ time, without ranks or model code.
 | ``shardwright`` | a folder with ``index.json``; loads under any plan |
 | ``full`` | the same with every tensor in one piece, under the original names |
 | ``huggingface`` | ``model.safetensors`` and ``config.json``, as ``from_pretrained`` reads them |
+| ``dcp`` | a folder of ``torch.distributed.checkpoint``, as FSDP2 and torchtitan have them |
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from shardwright.runtime.checkpoint.checkpoint_index import (
     PieceRecord,
     TensorRecord,
 )
-from shardwright.runtime.checkpoint.folders import LATEST_FILE, sync_folder
-from shardwright.runtime.checkpoint.merge_files import MODEL_STEM, merge_checkpoint
+from shardwright.runtime.checkpoint.contents import Contents
+from shardwright.runtime.checkpoint.dcp_index import DCP_FILE
+from shardwright.runtime.checkpoint.dcp_write import write_dcp
+from shardwright.runtime.checkpoint.folders import LATEST_FILE, find_folder, sync_folder
+from shardwright.runtime.checkpoint.merge_files import MODEL_STEM, checked_index, merge_checkpoint
 from shardwright.runtime.checkpoint.pretrained import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -42,10 +46,7 @@ from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_folder, writing
 
-Form = Literal["shardwright", "huggingface", "full"]
-
-DCP_FILE = ".metadata"
-"""What ``torch.distributed.checkpoint`` keeps its index in: a pickle."""
+Form = Literal["shardwright", "huggingface", "full", "dcp"]
 
 
 @checked
@@ -60,9 +61,11 @@ def convert_checkpoint(
     """Write what ``source`` holds as a new folder ``out`` of another form; returns ``out``.
 
     ``config``: the ``config.json`` of the model, or its folder, for ``huggingface``. A folder of
-    Hugging Face has no optimizer, and neither has what is made of it.
+    Hugging Face has no optimizer, and neither has what is made of it. What a folder of
+    ``torch.distributed.checkpoint`` has that no other form has a place for is left out, with a
+    warning that names it.
 
-    Raises :class:`CheckpointError` for a folder that is neither form, damaged files, and an ``out``
+    Raises :class:`CheckpointError` for a folder of no form, damaged files, and an ``out``
     that exists; :class:`ConfigError` for a form that needs a ``config``, or has no use for one.
     """
     source, out = Path(source), Path(out)
@@ -77,10 +80,17 @@ def convert_checkpoint(
             if config is None
             else "leave it out",
         )
-    if given == form == "huggingface" or (given, form) == ("shardwright", "shardwright"):
+    if given == form:
         raise ConfigError(
             f"{source} has the form {form} already", hint="copy the folder, or name another form"
         )
+    if given == "huggingface" and form == "dcp":
+        raise ConfigError(
+            f"{source} is of Hugging Face, and dcp is made of a checkpoint",
+            hint=f"shardwright convert {source} START --to shardwright, and then that one",
+        )
+    if form == "dcp":
+        return _export_dcp(source, out, max_file_bytes)
     if given == "huggingface":
         return import_pretrained(source, out, max_file_bytes=max_file_bytes)
     if form == "huggingface":
@@ -95,29 +105,40 @@ def form_of(folder: Path) -> Form:
     if (folder / MODEL_FILE).exists() or (folder / WEIGHT_MAP_FILE).exists():
         return "huggingface"
     if (folder / DCP_FILE).exists():
-        raise CheckpointError(
-            f"{folder} is a checkpoint of torch.distributed.checkpoint",
-            why=f"its index, {DCP_FILE}, is a pickle, and pickles may run any code",
-            hint="write it as safetensors with torch, in a process that trusts it: "
-            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, then save_file",
-        )
+        return "dcp"
     raise CheckpointError(
         f"{folder} is no checkpoint",
-        why=f"it has neither {INDEX_FILE} or {LATEST_FILE}, nor {MODEL_FILE}",
-        hint="pass a folder of save_checkpoint, or one of save_pretrained",
+        why=f"it has none of {INDEX_FILE}, {LATEST_FILE}, {MODEL_FILE} and {DCP_FILE}",
+        hint="pass a folder of save_checkpoint, of save_pretrained, or of "
+        "torch.distributed.checkpoint",
     )
 
 
-def import_pretrained(folder: Path, out: Path, *, max_file_bytes: int | None = None) -> Path:
-    """Write a folder of Hugging Face as a checkpoint, which :func:`load_checkpoint` takes under any
-    plan.
-    """
+def _export_dcp(source: Path, out: Path, max_file_bytes: int | None) -> Path:
+    folder = find_folder(source)
+    _check_free(out)
+    index = checked_index(folder)
+    place = writing("the checkpoint", out, "another folder, or room and permission to write there")
+    with place, write_folder(out) as fresh, Contents(folder, index) as contents:
+        write_dcp(fresh, contents, max_file_bytes)
+        sync_folder(fresh)
+    return out
+
+
+def _check_free(out: Path) -> None:
     if out.exists():
         raise CheckpointError(
             f"{out} exists",
             why="converting would replace it",
             hint="name a new folder, or delete it first",
         )
+
+
+def import_pretrained(folder: Path, out: Path, *, max_file_bytes: int | None = None) -> Path:
+    """Write a folder of Hugging Face as a checkpoint, which :func:`load_checkpoint` takes under any
+    plan.
+    """
+    _check_free(out)
     place = writing("the checkpoint", out, "another folder, or room and permission to write there")
     with place, MappedFiles(folder) as files, write_folder(out) as fresh:
         where = files_of(folder, files)

@@ -26,6 +26,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE
+from shardwright.runtime.checkpoint.dcp_index import DCP_FILE
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.swap import write_file
 
@@ -121,12 +122,12 @@ def complete_folders(directory: Path) -> list[Path]:
 
 
 def find_folder(directory: Path) -> Path:
-    """The folder of one checkpoint: ``directory`` itself if it is one, else the one that its
-    ``LATEST`` names.
+    """The folder of one checkpoint: ``directory`` itself if it is one, of ours or of
+    ``torch.distributed.checkpoint``, else the one that its ``LATEST`` names.
 
     Raises :class:`CheckpointError` if there is none.
     """
-    if (directory / INDEX_FILE).exists():
+    if (directory / INDEX_FILE).exists() or (directory / DCP_FILE).exists():
         return directory
     try:
         name = (directory / LATEST_FILE).read_text(errors="replace").strip()

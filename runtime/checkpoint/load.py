@@ -5,23 +5,28 @@ have them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.runtime.argument_kinds import Stateful
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.checkpoint_index import (
-    INDEX_FILE,
     Index,
     OptimizerRecord,
     TensorRecord,
 )
-from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
+from shardwright.runtime.checkpoint.contents import (
+    Contents,
+    check_complete,
+    check_files,
+    read_index,
+)
 from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
@@ -64,8 +69,8 @@ def load_checkpoint(
     loader: Any = None,
     verify: bool = True,
 ) -> LoadedCheckpoint:
-    """Continue from the current checkpoint of ``directory``, or from one of the folders in it.
-    Collective.
+    """Continue from the current checkpoint of ``directory``, or from one of the folders in it, or
+    from a folder of ``torch.distributed.checkpoint``. Collective.
 
     The plan, the number of ranks and the grouping of the optimizer's parameters may differ from
     those it was saved under; an original module on one device will do too. Every rank reads its own
@@ -82,7 +87,7 @@ def load_checkpoint(
     folder = _agreed_folder(world, directory)
     # Find everything, and refuse whatever does not fit, before anything is changed.
     with together(world):
-        index = Index.read(folder / INDEX_FILE)
+        index = read_index(folder, warns=world.rank == 0)
         check_complete(folder, index)
         holdings = Holdings.of(module)
         found = [
@@ -134,8 +139,9 @@ def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding
         candidates = [records[name] for name in holding.names if name in records]
         if not candidates:
             problems.append(f"{holding.name!r} is missing")
-        # Tied here, apart there: which of them would be right?
-        elif any(other is not candidates[0] for other in candidates):
+        # Tied here, apart there: which of them would be right? Software that does not know of ties
+        # saves such a tensor twice.
+        elif not _are_alike(folder, index, holding, candidates):
             names = " and ".join(repr(name) for name in holding.names if name in records)
             problems.append(f"{names} are one tensor here and several there")
         elif candidates[0].shape != holding.shape:
@@ -157,6 +163,20 @@ def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding
     if problems:
         raise CheckpointError(f"{folder} does not fit {holdings.class_name}", why=listed(problems))
     return found
+
+
+def _are_alike(
+    folder: Path, index: Index, holding: Holding, candidates: Sequence[TensorRecord]
+) -> bool:
+    """Whether all records are of one tensor, or have the same values where this rank needs them."""
+    first, *others = {id(record): record for record in candidates}.values()
+    if any((other.shape, other.dtype) != (first.shape, first.dtype) for other in others):
+        return False
+    if not others or first.shape != holding.shape:
+        return not others
+    with Contents(folder, index) as contents:
+        value = contents.read(first, holding.region)
+        return all(torch.equal(contents.read(other, holding.region), value) for other in others)
 
 
 def _exact(index: Index, record: TensorRecord, holding: Holding) -> TensorRecord:

@@ -25,7 +25,12 @@ from shardwright.runtime.checkpoint.checkpoint_index import (
     state_key,
     unused,
 )
-from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
+from shardwright.runtime.checkpoint.contents import (
+    Contents,
+    check_complete,
+    check_files,
+    read_index,
+)
 from shardwright.runtime.checkpoint.folders import find_folder, sync_folder
 from shardwright.runtime.checkpoint.json_values import decode
 from shardwright.runtime.checkpoint.merged import set_random_states
@@ -113,7 +118,7 @@ def checked_index(folder: Path) -> Index:
 
     Raises :class:`CheckpointError` otherwise.
     """
-    index = Index.read(folder / INDEX_FILE)
+    index = read_index(folder)
     check_complete(folder, index)
     check_files(folder, index)
     return index

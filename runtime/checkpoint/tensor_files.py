@@ -1,5 +1,5 @@
 """Safetensors files: written one tensor at a time with their digest taken on the way, read as views
-of the mapped file.
+of the mapped file. Files of ``torch.distributed.checkpoint`` are read beside them.
 
 The ``safetensors`` package writes a file from tensors that are all in memory; merging a checkpoint
 must not need that.
@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from shardwright.runtime.checkpoint.saved_blobs import BLOBS, BlobFile
 from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.file_digests import ChunkDigests, ChunkHasher
@@ -73,12 +74,13 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be: its length in bytes and its hex sha256. ``chunks``: also of its chunks,
-    where it was written just now; checkpoints are checked as whole files.
+    """What a file must be: its length in bytes and its hex sha256, ``None`` for a file of other
+    software, which took none. ``chunks``: also of its chunks, where it was written just now;
+    checkpoints are checked as whole files.
     """
 
     num_bytes: int
-    sha256: str
+    sha256: str | None
     chunks: ChunkDigests | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class FileRecord:
             size = path.stat().st_size
             if size != self.num_bytes:
                 return f"{path.name} has {size} bytes, {self.num_bytes} were written"
-            if digest_file(path) != self.sha256:
+            if self.sha256 is not None and digest_file(path) != self.sha256:
                 return f"{path.name} was altered: its sha256 is not that of what was written"
         except FileNotFoundError:
             return f"{path.name} is missing"
@@ -228,7 +230,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 class MappedFiles:
     """The safetensors files of a folder, mapped when they are first used and while the ``with``
-    block lasts.
+    block lasts; and those of ``torch.distributed.checkpoint``, of which whole pieces are read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -253,7 +255,10 @@ class MappedFiles:
 
         Raises :class:`CheckpointError` if the file is no safetensors file or lacks the tensor.
         """
-        tensor: Tensor = self._checked(file, key).get_tensor(key)
+        handle = self._checked(file, key)
+        if isinstance(handle, BlobFile):
+            return handle.view(key)
+        tensor: Tensor = handle.get_tensor(key)
         return tensor
 
     def kind(self, file: str, key: str) -> tuple[tuple[int, ...], torch.dtype | None]:
@@ -261,9 +266,12 @@ class MappedFiles:
 
         Raises :class:`CheckpointError` if the file is no safetensors file or lacks the tensor.
         """
-        handle = self._checked(file, key).get_slice(key)
-        code = str(handle.get_dtype())
-        return tuple(handle.get_shape()), next(
+        handle = self._checked(file, key)
+        if isinstance(handle, BlobFile):
+            return handle.kind(key)
+        tensor = handle.get_slice(key)
+        code = str(tensor.get_dtype())
+        return tuple(tensor.get_shape()), next(
             (dtype for dtype, name in CODES.items() if name == code), None
         )
 
@@ -274,6 +282,8 @@ class MappedFiles:
 
     def _checked(self, file: str, key: str) -> Any:
         handle = self._handle(file)
+        if isinstance(handle, BlobFile):
+            return handle
         if key not in handle.keys():  # noqa: SIM118  (a handle is no mapping)
             raise CheckpointError(
                 f"{self.folder / file} does not hold {key!r}", why="its index says that it does"
@@ -284,7 +294,10 @@ class MappedFiles:
         if file not in self._handles:
             path = self.folder / file
             try:
-                self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+                opened: Any = (
+                    BlobFile(path) if path.suffix == BLOBS else safe_open(path, framework="pt")
+                )
+                self._handles[file] = self._stack.enter_context(opened)
             except Exception as error:
                 raise CheckpointError(
                     f"{path} cannot be read",

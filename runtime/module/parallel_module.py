@@ -137,6 +137,7 @@ class ParallelModule(DeclaredModule):
         self.declare()
         self._make_tensors(init_params)
         names_parameters(self)
+        watch_distributed_checkpoints(self)
         for other in self.other_programs:
             self.add_program(other)
 
@@ -418,7 +419,6 @@ class ParallelModule(DeclaredModule):
     def get_extra_state(self) -> dict[str, Any]:
         """See ``extra_state``."""
         refuse_onnx(type(self).__name__)
-        watch_distributed_checkpoints()
         return extra_state(self)
 
     def set_extra_state(self, state: Any) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.module.distributed_checkpoints import watch_distributed_checkpoints
 from shardwright.runtime.module.parameter_names import parameter_names
 from shardwright.runtime.training.gradients import TrainedModel
 from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
@@ -132,6 +133,7 @@ def build_optimizer(
             *((whole.name, whole.tensor) for whole in exchange.members),
         ],
     )
+    watch_distributed_checkpoints(parallel)
     return parallel
 
 

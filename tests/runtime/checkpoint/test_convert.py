@@ -52,7 +52,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     base.mkdir()
     (base / "model.safetensors").write_bytes(b"")
     for source, form, kind, text in (
-        (dcp, "full", CheckpointError, "is a pickle"),
+        (dcp, "full", CheckpointError, "cannot be read"),
         (tmp_path, "full", CheckpointError, "is no checkpoint"),
         (base, "huggingface", ConfigError, "needs a config"),
         (base, "shardwright", CheckpointError, "cannot be read"),

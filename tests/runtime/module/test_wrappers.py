@@ -2,6 +2,7 @@
 in words.
 """
 
+import importlib
 import io
 from collections.abc import Iterator
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_saver as saver
 from mlp_files import make_batch, make_model, write_files
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardwright
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.loader import load_class
+from shardwright.runtime.module import distributed_checkpoints
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.build_optimizer import build_optimizer
 
@@ -121,7 +125,12 @@ SAVES = {
     "state dict": lambda module: {"model": module.state_dict()},
     "module": lambda module: {"model": module},
     "module inside": lambda module: {"app": {"model": Around(module).state_dict()}},
+    "parameters": lambda module: dict(module.named_parameters()),
+    "tensors": lambda module: {
+        name: x for name, x in module.state_dict().items() if isinstance(x, Tensor)
+    },
 }
+WITH_EXTRA_STATE = ("state dict", "module", "module inside")
 
 
 @pytest.mark.parametrize("name", SAVES)
@@ -137,16 +146,75 @@ def test_a_distributed_checkpoint_of_pieces(tmp_path, name):
         return str(error.value).split("\n")
 
     for rank, (what, why, hint) in enumerate(run_ranks(2, save)):
+        holder = f"plan rank {rank}" if name in WITH_EXTRA_STATE else "a rank of MLP"
         assert what == (
-            f"torch.distributed.checkpoint would save what plan rank {rank} holds as the whole "
-            "model"
+            f"torch.distributed.checkpoint would save what {holder} holds as the whole model"
         )
-        assert why.endswith(": 'layers.0.weight' is [10/tp, 6] G(dp)")
-        assert "shardwright.save_checkpoint(directory, model, optimizer)" in hint
+        example = "'layers.0.weight' is [10/tp, 6] G(dp)" if name in WITH_EXTRA_STATE else "'gain'"
+        assert why.endswith(f": {example}")
+        assert "`shardwright convert directory out --to dcp`" in hint
     assert not (tmp_path / "saved").exists()
     alone = load_class(write_files(tmp_path / "alone", make_model(), 1, 1))()
     dcp.save(SAVES[name](alone), checkpoint_id=tmp_path / "saved", no_dist=True)
     assert (tmp_path / "saved" / ".metadata").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("plan_ngpus", "use_zero"), [(2, 0), (1, 1)], ids=["cut", "zero"])
+def test_a_distributed_checkpoint_of_an_optimizer(tmp_path, plan_ngpus, use_zero):
+    """The state of an optimizer is in pieces as the parameters are, or as ZeRO deals it."""
+    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": 2, "use_zero": use_zero}
+    directory = write_files(tmp_path / "code", make_model(), 1, plan_ngpus, config)
+
+    def save(rank):
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.AdamW, lr=0.1)
+        module(*make_batch(0)).backward()
+        optimizer.step()
+        for value in (optimizer, optimizer.state_dict()):
+            with pytest.raises(UsageError, match="would save what a rank of Parallel"):
+                dcp.save({"optimizer": value}, checkpoint_id=tmp_path / "saved", no_dist=True)
+
+    run_ranks(2, save)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loading_a_distributed_checkpoint_into_pieces(tmp_path):
+    dcp.save({"model": make_model()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    directory = write_files(tmp_path / "code", make_model(), 1, 2)
+
+    def load(rank):
+        module = load_class(directory)()
+        with pytest.raises(UsageError) as error:
+            dcp.load({"model": module}, checkpoint_id=tmp_path / "saved", no_dist=True)
+        with pytest.raises(UsageError, match="dcp`? makes|cannot be made of MLP"):
+            get_model_state_dict(module)
+        shardwright.load_checkpoint(tmp_path / "saved", module)
+        return str(error.value)
+
+    for rank, text in enumerate(run_ranks(2, load)):
+        assert text == (
+            "torch.distributed.checkpoint would load whole tensors into what plan rank "
+            f"{rank} holds\n"
+            "  why:   the ranks of a parallel module hold pieces: 'layers.0.weight' is "
+            "[10/tp, 6] G(dp)\n"
+            "  try:   shardwright.load_checkpoint(directory, model, optimizer), which reads "
+            "checkpoints of torch.distributed.checkpoint too"
+        )
+
+
+def test_functions_are_replaced_when_they_are_imported(tmp_path, monkeypatch):
+    """Who never saves with torch's functions does not pay for importing them."""
+    load_class(write_files(tmp_path / "code", make_model(), 1, 1))()
+    (tmp_path / "late_saver.py").write_text("def save(state_dict):\n    return 'saved'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    watched = distributed_checkpoints._WATCHED
+    monkeypatch.setitem(
+        watched, "late_saver", {"save": watched[saver.__name__]["_save_state_dict"]}
+    )
+    late = importlib.import_module("late_saver")
+    assert late.save({}) == "saved"
+    assert hasattr(late.save, distributed_checkpoints._MARK)
 
 
 def test_others_are_wrapped_as_ever(group):

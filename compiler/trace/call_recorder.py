@@ -15,6 +15,7 @@ from shardwright.compiler.trace.calls.call_arguments import (
 )
 from shardwright.compiler.trace.calls.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.calls.normalise import on_rank_device
+from shardwright.compiler.trace.calls.repeated_calls import RepeatedCalls
 from shardwright.compiler.trace.recorder import (
     STATISTICS,
     Call,
@@ -44,8 +45,8 @@ class CallRecorder:
     ``is_running``: a call is being executed now, so what it calls itself is not recorded.
     """
 
-    def __init__(self, recorder: Recorder, literals: Literals) -> None:
-        self._recorder, self._literals = recorder, literals
+    def __init__(self, recorder: Recorder, literals: Literals, repeated: RepeatedCalls) -> None:
+        self._recorder, self._literals, self._repeated = recorder, literals, repeated
         self._depth = 0  # calls being executed, one inside the other
 
     @property
@@ -61,13 +62,19 @@ class CallRecorder:
         # Torch counts in-place writes to each tensor. The counts tell whether a call that claims to
         # be functional has changed an argument.
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
-        out = self.run(run or func, args, kwargs)
+        key = self._repeated.key(func, args, kwargs) if inputs and run is None else None
+        out = None if key is None else self._repeated.results(key, inputs)
+        is_repeated = out is not None
+        if not is_repeated:
+            out = self.run(run or func, args, kwargs)
         results = list(tensors_in(out))
         # In a graph, an operator of one result gives no tuple.
         if name in _PIECES and len(results) == 1:
             return type(out)((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
+        if key is not None and not is_repeated and not changed:
+            self._repeated.keep(key, out, inputs)
         if changed and not (found and found[0].name in STATISTICS or name in STATISTICS):
             hint = "use the form that returns a new tensor"
             if name.startswith("embedding"):

@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.calls.repeated_calls import RepeatedCalls
 from shardwright.compiler.trace.calls.time_loops import warn_of_unrolled
 from shardwright.compiler.trace.context.autocast_regions import one_autocast, surrounding_dtype
 from shardwright.compiler.trace.context.fakes import (
@@ -202,7 +203,8 @@ class _Run:
     # forward
 
     def _run_forward(self, arguments: dict[str, Any]) -> Any:
-        tracer = Tracer(self.recorder, self.constants, self.questions)
+        repeated = RepeatedCalls(self.mode)
+        tracer = Tracer(self.recorder, self.constants, self.questions, repeated)
 
         def note_training() -> None:
             self.reads_training = True

@@ -28,6 +28,7 @@ from shardwright.compiler.trace.calls.call_arguments import (
 from shardwright.compiler.trace.calls.callables import is_getter, is_setter, plain_name
 from shardwright.compiler.trace.calls.chosen_experts import ChosenExperts
 from shardwright.compiler.trace.calls.opening import opened
+from shardwright.compiler.trace.calls.repeated_calls import RepeatedCalls
 from shardwright.compiler.trace.calls.strided import strided
 from shardwright.compiler.trace.context.source import user_frame
 from shardwright.compiler.trace.recorder import Recorder
@@ -63,13 +64,19 @@ _NOT_WRITTEN = object()
 class Tracer(TorchFunctionMode):
     """Runs each call on fake tensors and hands it to the recorder."""
 
-    def __init__(self, recorder: Recorder, constants: Constants, questions: Questions) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        constants: Constants,
+        questions: Questions,
+        repeated: RepeatedCalls,
+    ) -> None:
         super().__init__()
         self._recorder, self._constants, self._questions = recorder, constants, questions
         self._chosen_experts = ChosenExperts(recorder, self)
         self._selecting, self._facts = Selecting(recorder, constants, self), GradientFacts(recorder)
         self._literals = Literals(recorder, constants, self)
-        self._calls = CallRecorder(recorder, self._literals)
+        self._calls = CallRecorder(recorder, self._literals, repeated)
         self._writes = Writes(recorder, self._calls, self._literals, self)
         self._unseen = False
         self._open: list[Any] = []  # composites that run opened now

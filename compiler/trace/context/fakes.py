@@ -35,6 +35,8 @@ class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     lift: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and not self.in_kernel_invocation:  # autograd asks for each result
+            return args[0].fake_device
         with torch._C.DisableTorchFunction():
             if func in _LIFTS and self.lift is not None and type(args[0]) is torch.Tensor:
                 return self.lift(args[0])
@@ -45,6 +47,9 @@ _DISPATCH = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
 """Without the wrapper that keeps ``torch.compile`` out of it, which nobody runs here: it costs a
 tenth of a trace.
 """
+TraceMode.__torch_dispatch__ = inspect.unwrap(TraceMode.__torch_dispatch__)  # type: ignore[method-assign]
+
+_DEVICE_OF = torch.ops.prim.device.default
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 

@@ -1,0 +1,197 @@
+"""Results of calls that were run before, on tensors alike.
+
+The layers of a model make the same calls, on tensors of the same shapes. Torch's fake tensors need
+a tenth of a millisecond or more for each of them. What a call gives follows from shapes, strides,
+dtypes and the other arguments, so it is run once, and afterwards its results are made at once: new
+fake tensors of the shapes that are known, in the memory of an argument where they are views.
+
+    x @ w    [32, 64] @ [64, 8], gradients flow   runs, and gives f32[32, 8]
+    y @ v    [32, 64] @ [64, 8], gradients flow   gives f32[32, 8]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+
+from shardwright.compiler.ops.stand_ins import combine, dispatch, grouped_linear
+from shardwright.compiler.trace.context.autocast_regions import autocast_dtype
+
+_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_IN_PYTHON = frozenset({dispatch, grouped_linear, combine})
+"""Functions in Python that depend on their arguments alone. Of torch's own many warn, at the line
+that calls them.
+"""
+_BY_SETTINGS = frozenset({F.scaled_dot_product_attention})
+"""Functions whose results also depend on settings, here on which kernels are allowed."""
+_PLAIN = (
+    bool, int, float, str, type(None), type(Ellipsis), torch.dtype, torch.device,
+    torch.memory_format, torch.layout,
+)  # fmt: skip
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A result of a call. ``memory_of``: the tensor among the arguments that it is a view of."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+    memory_of: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What a call gives: one tensor, or ``kind`` of several."""
+
+    of: tuple[_Result, ...]
+    kind: type | None
+
+
+class _NotPlain(Exception):
+    """An argument decides by more than what keys hold."""
+
+
+class RepeatedCalls:
+    """The calls of one trace, and what they gave."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Hashable, _Results | None] = {}
+        # Results of calls with gradients follow from it. Their own history is never walked.
+        self._leaf = torch.zeros((), requires_grad=True)
+
+    def key(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """All that the results of a call follow from; ``None`` where that is more than is known
+        here.
+        """
+        # Dynamic sizes are compared by what was asked of them, which each call may add to.
+        if self._mode.shape_env is not None or function in _BY_SETTINGS:
+            return None
+        if not isinstance(function, _IN_C) and function not in _IN_PYTHON:
+            return None
+        parts: list[Hashable] = [
+            function, torch.is_grad_enabled(), autocast_dtype(), torch.get_default_dtype()
+        ]  # fmt: skip
+        try:
+            _add(parts, args)
+            for name, value in kwargs.items():
+                parts.append(name)
+                _add(parts, value)
+        except _NotPlain:
+            return None
+        return tuple(parts)
+
+    def results(self, key: Hashable, inputs: Sequence[torch.Tensor]) -> Any:
+        """New results of a call that was run before; ``None`` if they are not known."""
+        found = self._known.get(key)
+        if found is None:
+            return None
+        made = [self._made(result, inputs) for result in found.of]
+        flows = [x for x, result in zip(made, found.of, strict=True) if result.requires_grad]
+        if flows:
+            through = iter(_follow(flows, self._leaf))
+            made = [
+                next(through) if result.requires_grad else x
+                for x, result in zip(made, found.of, strict=True)
+            ]
+        return made[0] if found.kind is None else found.kind(made)
+
+    def keep(self, key: Hashable, out: Any, inputs: Sequence[torch.Tensor]) -> None:
+        """Remember what a call gave, if new tensors can say all of it."""
+        kind = None if isinstance(out, torch.Tensor) else type(out)
+        several = kind in (tuple, list) or (kind and kind.__module__ == "torch.return_types")
+        if kind is not None and not several:
+            return
+        tensors = [out] if kind is None else list(out)
+        results = tuple(_described(tensor, inputs) for tensor in tensors)
+        memories = {x.untyped_storage()._cdata for x in tensors if isinstance(x, torch.Tensor)}
+        apart = len(memories) == len(tensors)
+        if all(r is not None and (apart or r.memory_of is not None) for r in results):
+            self._known[key] = _Results(tuple(r for r in results if r is not None), kind)
+
+    def _made(self, result: _Result, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        with in_kernel_invocation_manager(self._mode):
+            memory = torch.empty_strided(
+                result.shape, result.stride, dtype=result.dtype, device="meta"
+            )
+            if result.memory_of is not None:
+                of = inputs[result.memory_of].untyped_storage()
+                memory.set_(of, result.offset, result.shape, result.stride)  # type: ignore[call-overload]
+        return FakeTensor(self._mode, memory, _CPU)
+
+
+class _Follow(torch.autograd.Function):
+    """Gives tensors a place in autograd's graph: they require a gradient, and are no leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[torch.Tensor], leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(made)
+
+
+def _follow(made: list[torch.Tensor], leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # Not ``_Follow.apply``, which the tracer looks at.
+    found: tuple[torch.Tensor, ...] = super(torch.autograd.Function, _Follow).apply(made, leaf)
+    return found
+
+
+def _add(parts: list[Hashable], arg: Any) -> None:
+    """Append what is known of an argument. Types are part of it: ``1 == 1.0 == True``."""
+    kind = type(arg)
+    if kind is FakeTensor:
+        if arg.constant is not None or arg.is_inference() or arg.dtype.is_complex:
+            raise _NotPlain
+        parts += (
+            kind, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.requires_grad,
+            arg.is_neg(),
+        )  # fmt: skip
+    elif kind in (tuple, list, torch.Size):
+        parts += (kind, len(arg))
+        for item in arg:
+            _add(parts, item)
+    elif kind is slice:
+        parts += (kind, arg.start, arg.stop, arg.step)
+        for item in (arg.start, arg.stop, arg.step):
+            if not isinstance(item, int | None):
+                raise _NotPlain
+    elif kind in _PLAIN:
+        parts += (kind, arg)
+    else:
+        raise _NotPlain
+
+
+def _described(tensor: Any, inputs: Sequence[torch.Tensor]) -> _Result | None:
+    """What a result is like; ``None`` if a new tensor would not be."""
+    if type(tensor) is not FakeTensor or any(tensor is x for x in inputs):
+        return None
+    if tensor.layout is not torch.strided or tensor.constant is not None:
+        return None
+    if tensor.device != _CPU or tensor.is_inference() or tensor.dtype.is_complex:
+        return None
+    # A view claims to require a gradient under no_grad, where none flows through it.
+    if tensor.is_neg() or (tensor.requires_grad and not torch.is_grad_enabled()):
+        return None
+    memory = tensor.untyped_storage()
+    owner = next(
+        (n for n, x in enumerate(inputs) if x.untyped_storage()._cdata == memory._cdata), None
+    )
+    shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    if owner is None:
+        reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        nbytes = (reach if tensor.numel() else 0) * tensor.element_size()
+        if offset or memory.nbytes() != nbytes:
+            return None
+    return _Result(shape, stride, offset, tensor.dtype, tensor.requires_grad, owner)

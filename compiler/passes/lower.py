@@ -483,6 +483,9 @@ class _Lowering:
         for step in route.steps:
             if step.kind == REGROUP:
                 raise _cannot_regroup(value, step, op)
+            # Pieces of a loop run one after the other, so nothing is exchanged among them.
+            if any(axis in self.plan.loops for axis in step.axes):
+                raise _cannot_deal_again(value, step, op)
             result = replace(
                 value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None
             )
@@ -612,6 +615,17 @@ def _cannot_regroup(value: IRValue, step: AdapterStep, op: IROp | None) -> PlanE
         why="which rank has which of them follows from what the router chose, and only dispatch "
         "and combine move them",
         hint="let all operators between dispatch and combine split experts, or all of them tokens",
+    )
+
+
+def _cannot_deal_again(value: IRValue, step: AdapterStep, op: IROp | None) -> PlanError:
+    loop = step.axes[0]
+    return PlanError(
+        f"loop {loop!r} needs {value.name} in other pieces than it is made in",
+        where=op.place if op else None,
+        why=f"one operator cuts it as {step.before}, and the next as {step.after}",
+        hint="split the operators of the loop on the same axes of the mesh, or cut another dim in "
+        "pieces",
     )
 
 

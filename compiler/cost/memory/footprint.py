@@ -47,6 +47,13 @@ class TensorForm:
     def of(cls, tensor: Tensor) -> TensorForm:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 
+    @classmethod
+    def contiguous(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+    ) -> TensorForm:
+        """That of a new tensor."""
+        return cls(shape, _contiguous(shape), dtype, requires_grad)
+
     @property
     def num_bytes(self) -> int:
         """The bytes of its elements, where an element that a dim repeats counts once."""
@@ -276,7 +283,7 @@ class Footprints:
         for value, layout in made_here:
             shape = local_shape(layout, self.rank.mesh)
             takes_gradient = value.takes_gradient and trains
-            results.append(TensorForm(shape, _contiguous(shape), value.dtype, takes_gradient))
+            results.append(TensorForm.contiguous(shape, value.dtype, takes_gradient))
         made = tuple(form.num_bytes for form in results)
         storages = tuple(range(len(forms), len(forms) + len(made)))
         keeps = any(form.requires_grad for form in results)
@@ -296,7 +303,7 @@ class Footprints:
         gets, and this piece. Autograd keeps nothing of it.
         """
         shape = local_shape(instruction.step.after, self.rank.mesh)
-        result = TensorForm(shape, _contiguous(shape), form.dtype, form.requires_grad and trains)
+        result = TensorForm.contiguous(shape, form.dtype, form.requires_grad and trains)
         return Forward(
             (result,), (1,), (result.num_bytes,), (), form.num_bytes + 2 * result.num_bytes
         )

@@ -47,6 +47,14 @@ class RankMemory:
         return sum(self.by_category.values())
 
     @property
+    def operator(self) -> str:
+        """The operator that runs at the peak, forward or backward. Where something else does, a
+        name that no operator has.
+        """
+        # In pipelines the action comes first: ``B2: backward of loss``.
+        return self.moment.rpartition(": ")[2].removeprefix("backward of ")
+
+    @property
     def parameter_bytes(self) -> int:
         return self.by_category.get("parameter", 0)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.cost.time.call_times import OperatorTimes
@@ -196,9 +197,14 @@ class Audits:
         return None
 
 
+def fullest(cost: PlanCost) -> RankMemory:
+    """The memory of the rank that holds most."""
+    return max(cost.memory, key=lambda memory: memory.peak_bytes)
+
+
 def least_of(cost: PlanCost, title: str) -> tuple[float, str, str]:
     """What a plan needs, its title, and what it needs most for."""
-    held = max(cost.memory, key=lambda memory: memory.peak_bytes).by_category
+    held = fullest(cost).by_category
     parts = (
         f"{name} {amount(held[name], 'B')}"
         for name in sorted(held, key=lambda name: -held[name])[:PARTS_NAMED]

@@ -8,19 +8,33 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates.mesh_requests import MeshRequest, PlacedMesh
 from shardwright.policies.autodist.candidates.meshes import position_ranks
 from shardwright.policies.autodist.candidates.results import CutRequest
 from shardwright.policies.autodist.candidates.titles import mesh_title, scheduled_title
 from shardwright.policies.autodist.placement.least_memory import MemoryWeight
-from shardwright.policies.autodist.search.auditing import Audits
+from shardwright.policies.autodist.search.auditing import Audits, fullest
 from shardwright.policies.autodist.search.search_state import SearchState
 
 MOMENTARY, HEAVY, LIGHT, STEPS = (0.0, 0.05, 1.0), 1e6, 1e-3, 6
 """The shares of what is momentary that are weighed; the weights of memory between which placements
 are made faster, and in how many steps.
 """
+
+MOST_PEAKS = 4
+"""How often a placement is made again with one more operator that ran at the peak."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What audits say of a placement: whether a plan fits, and the operator that runs at the peak
+    of the one that takes least memory.
+    """
+
+    fits: bool
+    at_peak: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class LeastMemory:
 
     state: SearchState
     audits: Audits
-    _known: list[tuple[Plan, bool]] = field(default_factory=list)
+    _known: list[tuple[Plan, Tried]] = field(default_factory=list)
 
     def run(self, placed_meshes: Sequence[PlacedMesh]) -> None:
         """Place the model on every mesh for the least memory. From a placement that fits on, lower
@@ -62,48 +76,74 @@ class LeastMemory:
                 if has_some and not self.state.may_place(placed_mesh.mesh):
                     return False
                 # Something fits here: look for a faster plan that does.
-                if self._fits(placed_mesh, request, MemoryWeight(HEAVY, share)):
+                fitting = self._fitting(placed_mesh, request, MemoryWeight(HEAVY, share))
+                if fitting is not None:
                     has_some = True
-                    if not self._lighten(placed_mesh, request, share):
+                    if not self._lighten(placed_mesh, request, fitting):
                         return False
         return True
 
-    def _lighten(self, placed_mesh: PlacedMesh, request: MeshRequest, share: float) -> bool:
+    def _fitting(
+        self, placed_mesh: PlacedMesh, request: MeshRequest, weight: MemoryWeight
+    ) -> MemoryWeight | None:
+        """The weight itself, or with operators at the peak, with which a placement fits. Each
+        placement that does not says which operator runs at its peak, and the next one weighs what
+        that operator needs.
+        """
+        for _ in range(1 + MOST_PEAKS):
+            tried = self._try(placed_mesh, request, weight)
+            if tried.fits:
+                return weight
+            # Nothing new is known of the peak, or there is no time to use it.
+            known = tried.at_peak <= weight.at_peak
+            if known or self.state.clock.spent() > 1.0:
+                return None
+            weight = replace(weight, at_peak=weight.at_peak | tried.at_peak)
+        return None
+
+    def _lighten(
+        self, placed_mesh: PlacedMesh, request: MeshRequest, fitting: MemoryWeight
+    ) -> bool:
         """Find the lightest weight of memory with which something fits still, by halving the
         interval on a logarithmic scale. Returns whether there was time.
         """
-        light, heavy = LIGHT, HEAVY
+        light, heavy = LIGHT, fitting.heavy
         for _ in range(STEPS):
             if self.state.clock.spent() > 1.0:
                 return False
-            weight = (light * heavy) ** 0.5
-            fits = self._fits(placed_mesh, request, MemoryWeight(weight, share))
-            light, heavy = (light, weight) if fits else (weight, heavy)
+            middle = (light * heavy) ** 0.5
+            fits = self._try(placed_mesh, request, replace(fitting, heavy=middle)).fits
+            light, heavy = (light, middle) if fits else (middle, heavy)
         return True
 
-    def _fits(self, placed_mesh: PlacedMesh, request: MeshRequest, weight: MemoryWeight) -> bool:
-        """Audit what a placement for this weight of memory gives; whether something fits."""
+    def _try(self, placed_mesh: PlacedMesh, request: MeshRequest, weight: MemoryWeight) -> Tried:
+        """Audit what a placement for this weight of memory gives."""
         number, place = placed_mesh.num_positions, placed_mesh.pp_place
         weighted = replace(request, memory_weight=weight)
         placed = self.state.placed(weighted, mesh_title(number, placed_mesh.mesh, place))
         if placed is None:
-            return False
+            return Tried(fits=False)
         # Another request may give the same plan.
-        for plan, fits in self._known:
+        for plan, tried in self._known:
             if plan == placed.plan:
-                return fits
+                return tried
         fastest = placed_mesh.fastest
         placed = replace(placed, bound_s=fastest.bound_s, proof=fastest.proof)
         ranks = position_ranks(placed_mesh.mesh, number, place)[0]
         lowered = self.state.lowered(placed, ranks)
         title, before = mesh_title(number, placed.plan.mesh, place), len(self.state.result.audited)
+        costs: list[PlanCost] = []
         # One schedule is enough to know what fits.
         for named_schedule in self.state.named_schedules(number)[:1]:
             scheduled = scheduled_title(title, named_schedule)
             cut_request = CutRequest(scheduled, (lowered,), number, named_schedule, place)
             for candidate in self.state.cutter.saving(cut_request):
                 if not self.state.clock.is_over:
-                    self.audits.audit(candidate)
+                    cost = self.audits.audit(candidate)
+                    costs += [cost] if cost is not None else []
         fits = len(self.state.result.audited) > before
-        self._known.append((placed.plan, fits))
-        return fits
+        leanest = min(costs, key=lambda cost: cost.peak_bytes, default=None)
+        at_peak = frozenset() if leanest is None else frozenset({fullest(leanest).operator})
+        found = Tried(fits, at_peak)
+        self._known.append((placed.plan, found))
+        return found

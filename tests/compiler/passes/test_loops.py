@@ -76,6 +76,17 @@ def test_what_is_added_once_is_refused() -> None:
     assert refused.value.what == "loop 'inner' cannot take down.bias in its pieces"
 
 
+def test_pieces_that_two_operators_deal_differently_are_refused() -> None:
+    """Rows are cut by the mesh first for the product, and by the loop alone for what follows."""
+    graph = plans.annotated(plans.traced(Model(), {"x": torch.randn(12, 6)}))
+    assignment = {"up": {"tp": "split:*0"}, "a": {"tp": "split:b"}}
+    loops = {"rows": PlannedLoop(3, {"up": "split:*0", "a": "split:a"})}
+    plan = Plan(Mesh((("tp", 2),)), assignment, loops=loops)
+    with pytest.raises(PlanError) as refused:
+        plans.compile_plan(graph, plan)
+    assert refused.value.what == "loop 'rows' needs up in other pieces than it is made in"
+
+
 @pytest.mark.parametrize(
     ("loops", "what"),
     [

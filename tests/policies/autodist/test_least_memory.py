@@ -143,3 +143,38 @@ def test_blocks_that_are_no_list_are_computed_again_where_memory_binds() -> None
     compiled = compile_graph(graph, lambda *_: plan, config)
     assert audit(compiled.program, config, hardware).step_s == best.cost.step_s > free.cost.step_s
     assert verify(model, inputs, lambda *_: plan, config, steps=1).ok
+
+
+class Classifier(nn.Module):
+    """A language model whose peak is in its loss: the logits are larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(ids)).view(-1, 4096), labels.view(-1))
+
+
+def test_what_runs_at_the_peak_is_split_for_its_memory() -> None:
+    """Rows of the logits are as many bytes as columns; only of columns is the gradient computed in
+    place, so that the least memory needs the operator at the peak to be weighed by itself.
+    """
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    graph = annotated(traced(Classifier(), {"ids": ids, "labels": ids}))
+    loss = next(op.name for op in graph.ops if "cross_entropy" in op.target)
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True)
+    hardware = load_hardware("a100-80gb", 2)
+
+    def least(**options: Any) -> float:
+        chosen = AutodistOptions(
+            mesh={"c": 2},
+            memory_limit_gb=1e-6,
+            time_limit_s=600.0,
+            recompute=(),
+            loss_pieces=False,
+            **options,
+        )
+        return search(graph, config, chosen, hardware).least[0]
+
+    assert least() == least(pin={loss: {"c": "split:c"}}) < least(pin={loss: {"c": "split:n.0"}})

@@ -147,6 +147,11 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="optimizer steps to compare (default: %(default)s)",
     )
+    parser.add_argument(
+        "--outside",
+        action="store_true",
+        help="run the files under spmd_types, too, a type checker of others",
+    )
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:

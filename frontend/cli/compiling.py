@@ -46,6 +46,7 @@ def run_verify(options: argparse.Namespace) -> int:
         policy.name if policy.built_in else policy.apply,
         config,
         steps=options.steps,
+        outside=options.outside,
     )
     make_console().print(str(report), soft_wrap=True)
     return 0 if report.ok else 1

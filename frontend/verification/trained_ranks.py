@@ -124,7 +124,7 @@ def _train(
     for step in range(steps):
         stepper.zero_grad()
         if config.use_end2end:
-            results = module.train_step([_sample(module, inputs) for inputs in samples])
+            results = module.train_step([sample_of(module, inputs) for inputs in samples])
         else:
             (inputs,) = samples
             results = [module(**module.cut_inputs(**inputs))]
@@ -150,7 +150,7 @@ def _train(
     return held
 
 
-def _sample(module: Any, inputs: Mapping[str, Any]) -> Any:
+def sample_of(module: Any, inputs: Mapping[str, Any]) -> Any:
     """The inputs as a sample of ``train_step``: the one argument's value, or all by name."""
     return inputs[module.arguments[0]] if len(module.arguments) == 1 else dict(inputs)
 

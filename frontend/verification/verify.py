@@ -7,12 +7,13 @@ a wrong formula, a missing reduction or a doubled gradient stands out by ten ord
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -51,6 +52,9 @@ from shardwright.runtime.errors import ConfigError, brief
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
 
+if TYPE_CHECKING:
+    from shardwright.frontend.verification.outside.outside_run import OutsideReport
+
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -66,14 +70,19 @@ class VerifyReport:
     num_ranks: int
     mesh: Mesh
     compared_with: str
+    outside: OutsideReport | None = None
+    """What ``spmd_types`` says, where it was asked."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs by more than rounding, and both sides have gradients for the same
-        parameters.
+        """Whether nothing differs by more than rounding, both sides have gradients for the same
+        parameters, and nothing was refused from outside.
         """
-        return not self.lone and all(
-            d.excess <= 1.0 for found in self.deviations.values() for d in found
+        accepted = self.outside is None or self.outside.ok
+        return (
+            accepted
+            and not self.lone
+            and all(d.excess <= 1.0 for found in self.deviations.values() for d in found)
         )
 
     def __str__(self) -> str:
@@ -92,6 +101,7 @@ class VerifyReport:
             lines += [table(bad[:10])] if bad else []
             lines += self._lone() if kind == "gradients" else []
         lines += self._rounding()
+        lines += [str(self.outside)] if self.outside is not None else []
         return "\n".join(lines)
 
     def _lone(self) -> list[str]:
@@ -169,17 +179,18 @@ def verify(
     optimizer: OptimizerFactory = adamw,
     directory: Path | None = None,
     num_samples: int | None = None,
+    outside: bool = False,
 ) -> VerifyReport:
     """Train ``module`` for ``steps`` steps under the plan and on one device, and compare.
 
     ``inputs_per_unit``: the inputs of every unit (default: the dummy ones, rolled along the batch).
     ``optimizer``: a function of the parameters to train with (default: AdamW).
     ``directory``: where the files go (default: a temporary folder). ``num_samples``: how many a
-    step of an end2end module accumulates (default: two, or what its schedule says). The module is
-    left as it was.
+    step of an end2end module accumulates (default: two, or what its schedule says). ``outside``:
+    run the files under ``spmd_types``, too. The module is left as it was.
 
-    Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values, or
-    less than a step.
+    Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values,
+    less than a step, or where ``spmd_types`` is asked for and not installed.
     """
     if steps < 1:
         raise ConfigError(
@@ -196,6 +207,7 @@ def verify(
                 f"{name}={brief(number)} is too many to compare",
                 hint=f"compare at most {MOST_STEPS:,}",
             )
+    certify = outside_certificate() if outside else None
     policy, config = without_form(pas_policy, compute_config)
     model = model_in_float64(module)
     dummy_args = in_float64(dummy_forward_args)
@@ -237,6 +249,7 @@ def verify(
                 return train_plan(directory, single, samples, steps, optimizer, model.training)
 
             reference, run_alone = program_alone(model, samples), program_alone
+        certificate = certify and certify(compiled, config, samples, model.training)
         ours = train_plan(compiled, config, samples, steps, optimizer, model.training, reference)
         mesh = Manifest.read(compiled).mesh
         lone = lone_gradients(ours.gradients, reference.gradients)
@@ -262,7 +275,20 @@ def verify(
                 found, reference, list(repeated(run_alone, model, samples)), is_zero
             )
     losses = tuple(loss.item() for loss in ours.losses[-1])
-    return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with)
+    return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with, certificate)
+
+
+def outside_certificate() -> Callable[..., OutsideReport]:
+    """The function that runs files under ``spmd_types``, which few have installed."""
+    if importlib.util.find_spec("spmd_types") is None:
+        raise ConfigError(
+            "the package spmd_types is not installed",
+            why="it is what checks generated files from outside",
+            hint="pip install 'shardwright[outside]', or leave out outside=True (--outside)",
+        )
+    found = importlib.import_module("shardwright.frontend.verification.outside.outside_run")
+    certify: Callable[..., OutsideReport] = found.outside_certificate
+    return certify
 
 
 def _random_state() -> tuple[bytes, object]:

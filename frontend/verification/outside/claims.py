@@ -1,0 +1,58 @@
+"""The layouts that a generated file states in its comments, by line.
+
+    up = F.linear(x_tp_in, self.up.weight)  # [batch, hidden/tp]  my_project.py:9
+
+says that what line 1 computes has its second dim cut over ``tp``. A comment that is too long for
+its line stands above the statement.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+
+from shardwright.runtime.errors import LoadError
+from shardwright.runtime.layout import Layout
+
+_COMMENT = re.compile(r"(?:^|\s)# (?:each )?(\[.*)$")
+_LAYOUT = re.compile(r"\[[^\]]*\](?: at [\d.e+-]+)?(?: P\([^)]*\))?(?: G\([^)]*\))?")
+
+
+def claims_of(source: str) -> dict[int, tuple[Layout, ...]]:
+    """The layouts of the results of each statement, by the numbers of all its lines. ``each`` is
+    one layout for all results.
+    """
+    lines = source.splitlines()
+    found: dict[int, tuple[Layout, ...]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
+            continue
+        last = node.end_lineno or node.lineno
+        layouts = _stated(lines[last - 1])
+        above = lines[node.lineno - 2].strip() if node.lineno > 1 else ""
+        if not layouts and above.startswith("#"):
+            layouts = _stated(above)
+        if layouts:
+            found |= dict.fromkeys(range(node.lineno, last + 1), layouts)
+    return found
+
+
+def _stated(line: str) -> tuple[Layout, ...]:
+    """The layouts in the comment of a line; none if it has no such comment."""
+    comment = _COMMENT.search(line)
+    if comment is None:
+        return ()
+    texts = [re.sub(r" at [\d.e+-]+", "", text) for text in _LAYOUT.findall(comment[1])]
+    try:
+        return tuple(Layout.parse(text) for text in texts)
+    except LoadError:
+        return ()
+
+
+def claim_of(claims: Mapping[int, tuple[Layout, ...]], line: int, count: int) -> tuple[Layout, ...]:
+    """The layouts of ``count`` results of the statement on a line; none if it does not say so."""
+    stated = claims.get(line, ())
+    if len(stated) == 1:
+        return stated * count
+    return stated if len(stated) == count else ()

@@ -1,0 +1,234 @@
+"""Runs generated files under ``spmd_types``, and reports what it accepts.
+
+All ranks run as threads of this process, with real values. One of them is typed: its parameters,
+buffers and inputs get the types of their layouts, and ``spmd_types`` derives that of everything
+else or refuses it. The others run as they always do. All ranks of a mesh execute one program, so
+one of them speaks for all; of a pipeline one rank of each stage is typed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import spmd_types as spmd
+import spmd_types.checker
+from spmd_types import SpmdTypeError
+from torch import Tensor
+
+from shardwright.frontend.verification.deviation import tensors_of
+from shardwright.frontend.verification.one_device import loss_of
+from shardwright.frontend.verification.outside.claims import claims_of
+from shardwright.frontend.verification.outside.spmd_layouts import (
+    TypedMesh,
+    in_words,
+    local_types,
+    shard_axes,
+)
+from shardwright.frontend.verification.outside.typed_calls import TypedCalls
+from shardwright.frontend.verification.outside.typed_moves import typed_moves
+from shardwright.frontend.verification.trained_ranks import Samples, sample_of
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.module.inputs import TensorSpec
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.structure import flatten
+
+
+@dataclass(frozen=True)
+class TypedRank:
+    """What was found of the file of one rank.
+
+    ``num_calls``: the calls of functions that were typed. ``by_rule``: those of our operators and
+    adapters, by name, which follow typing rules of ours. ``told``: those of which ``spmd_types``
+    did not know where cut dims go, by name. ``problem``: what it refused, or nothing.
+    """
+
+    rank: int
+    num_calls: int
+    by_rule: Mapping[str, int]
+    told: Mapping[str, int]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class OutsideReport:
+    """What ``spmd_types`` says of a plan's files."""
+
+    version: str
+    ranks: tuple[TypedRank, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was refused."""
+        return not any(rank.problem for rank in self.ranks)
+
+    def __str__(self) -> str:
+        lines = []
+        for one in self.ranks:
+            verdict = "refuses" if one.problem else "accepts"
+            lines.append(
+                f"spmd_types {self.version} {verdict} gencode{one.rank}.py: {one.num_calls} calls, "
+                f"{sum(one.by_rule.values())} of adapters and operators of ours"
+            )
+            if one.told:
+                names = ", ".join(f"{count} {name}" for name, count in sorted(one.told.items()))
+                lines.append(f"  dims taken from the file's comments: {names}")
+            lines += [f"  {line}" for line in one.problem.splitlines()]
+        return "\n".join(lines)
+
+
+class _Refused(Exception):
+    """The typed rank stops here."""
+
+
+def outside_certificate(
+    directory: Path, config: ComputeConfig, samples: Samples, training: bool = True
+) -> OutsideReport:
+    """Run one step of the files in ``directory`` under ``spmd_types``."""
+    found = [
+        _typed_rank(directory, config, samples, training, rank)
+        for rank in _ranks_that_differ(directory)
+    ]
+    return OutsideReport(version("spmd_types"), tuple(found))
+
+
+def _ranks_that_differ(directory: Path) -> list[int]:
+    """The first rank of each stage; without stages the first rank."""
+    stages = getattr(load_class(directory, 0), "stages", None)
+    if stages is None:
+        return [0]
+    return sorted({stage.ranks[0] for stage in stages})
+
+
+def _typed_rank(
+    directory: Path, config: ComputeConfig, samples: Samples, training: bool, typed: int
+) -> TypedRank:
+    runs: list[_TypedRun] = []
+
+    def run(rank: int) -> None:
+        module = load_class(directory)()
+        module.train(training)
+        if rank == typed:
+            runs.append(_TypedRun(module))
+        unit_samples = samples[rank // config.plan_ngpus]
+        if config.use_end2end:
+            module.train_step([sample_of(module, inputs) for inputs in unit_samples])
+        else:
+            result = module(**module.cut_inputs(**unit_samples[0]))
+            loss_of(result).backward()  # type: ignore[no-untyped-call]
+
+    problem = ""
+    try:
+        with _quiet():
+            run_ranks(config.runtime_ngpus, run)
+    except _Refused as error:
+        problem = str(error)
+    (done,) = runs
+    calls = done.calls
+    return TypedRank(typed, calls.num_calls, dict(calls.by_rule), dict(calls.told), problem)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch logs of shardings that ``spmd_types`` tries in vain."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+class _TypedRun:
+    """A module whose ``forward``, or stages, run under ``spmd_types`` from now on."""
+
+    def __init__(self, module: ParallelModule) -> None:
+        self.module = module
+        namespace = sys.modules[type(module).__module__]
+        self.file = str(namespace.__file__)
+        source = Path(self.file).read_text(encoding="utf-8")
+        self.calls = TypedCalls(claims_of(source), self.file)
+        self.calls.wrap(namespace, module)
+        self._type_entry("forward", module, module.inputs)
+
+    def _type_entry(self, name: str, module: ParallelModule, inputs: Mapping[str, Any]) -> None:
+        run: Callable[..., Any] = getattr(module, name)
+        mesh = TypedMesh.of(module.mesh, module.ranks.num_units, module.zero)
+
+        def typed(*args: Any, **kwargs: Any) -> Any:
+            with self._typing(mesh):
+                self._type_tensors(mesh)
+                names = list(_names_of(run))
+                given = flatten({**dict(zip(names, args, strict=False)), **kwargs})
+                for path, spec in module._input_table.leaves.items():
+                    if isinstance(spec, TensorSpec) and isinstance(given.get(path), Tensor):
+                        _type_input(given[path], spec, mesh)
+                with self.calls.on(mesh):
+                    result = run(*args, **kwargs)
+                self._check_results(result, mesh)
+                return result
+
+        module.__dict__[name] = typed
+
+    @contextmanager
+    def _typing(self, mesh: TypedMesh) -> Iterator[None]:
+        """``spmd_types`` derives types inside the ``with`` block; what it refuses ends the run."""
+        with ExitStack() as stack:
+            stack.enter_context(typed_moves())
+            stack.enter_context(spmd.set_current_mesh(mesh.axes(), local_axes=mesh.outer))
+            stack.enter_context(spmd_types.checker.typecheck("strict", local=False))
+            try:
+                yield
+            except SpmdTypeError as error:
+                raise _Refused(self._where(error)) from error
+
+    def _where(self, error: SpmdTypeError) -> str:
+        traceback, line = error.__traceback__, 0
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self.file:
+                line = traceback.tb_lineno
+            traceback = traceback.tb_next
+        text = error.args[0].split("\n\nSet SPMD")[0]
+        statement = Path(self.file).read_text(encoding="utf-8").splitlines()[line - 1].strip()
+        return f"{Path(self.file).name}:{line}: {statement}\n{text}" if line else text
+
+    def _type_tensors(self, mesh: TypedMesh) -> None:
+        for declaration in self.module.declarations:
+            tensor = self.module.weights(declaration.name)
+            if not spmd.has_local_type(tensor):
+                spmd.assert_type(tensor, mesh.type_of(declaration.layout))
+
+    def _check_results(self, result: Any, mesh: TypedMesh) -> None:
+        """Refuse a result that is a summand, or whose gradient would be one: what leaves the
+        program is whole, or a piece.
+        """
+        for path, x in tensors_of(result).items():
+            if not spmd.has_local_type(x):
+                continue
+            for axis, letter in local_types(x).items():
+                cut = any(axis in axes for axes in shard_axes(x))
+                if axis in mesh.outer or letter is spmd.I or cut:
+                    continue
+                if letter is spmd.R and not x.requires_grad:
+                    continue
+                raise SpmdTypeError(f"the result {path or 'of forward'} is {in_words(x)}")
+
+
+def _names_of(function: Callable[..., Any]) -> Sequence[str]:
+    code = function.__code__
+    return code.co_varnames[1 : code.co_argcount]
+
+
+def _type_input(x: Tensor, spec: TensorSpec, mesh: TypedMesh) -> None:
+    layout = spec.layout or Layout.whole(tuple(x.shape))
+    spmd.assert_type(x, mesh.type_of(layout, of_samples=True))

@@ -1,0 +1,229 @@
+"""The calls of a generated file under ``spmd_types``: what stands between the two."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from spmd_types import SpmdTypeError
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function
+
+from shardwright.frontend.verification.outside import typed_operators
+from shardwright.frontend.verification.outside.claims import claim_of
+from shardwright.frontend.verification.outside.spmd_layouts import (
+    Typed,
+    TypedMesh,
+    in_words,
+    local_types,
+    shard_axes,
+    stand_in,
+)
+from shardwright.frontend.verification.outside.typed_moves import moved
+from shardwright.runtime import ops
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.module.parallel_module import ParallelModule
+
+# What generated code calls that is no part of the program: checks of arguments.
+spmd.register_no_typecheck(ParallelModule.check_inputs)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` as a product and a sum: a partial bias joins a partial product."""
+    product = torch.matmul(input, weight.transpose(0, 1))
+    return product if bias is None else product + bias
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """``torch.addmm`` likewise."""
+    product = torch.matmul(mat1, mat2)
+    product = product if alpha == 1 else product * alpha
+    return (input if beta == 1 else input * beta) + product
+
+
+REWRITTEN: Mapping[Callable[..., Any], Callable[..., Any]] = {F.linear: linear, torch.addmm: addmm}
+"""Compound functions, as the simple ones that ``spmd_types`` knows."""
+
+
+MOVEMENTS = frozenset({"chunk", "flatten", "reshape", "split", "unflatten", "view"})
+"""The functions whose results may have cut dims that ``spmd_types`` cannot find: they take a dim
+apart, of which it only knows that an axis cuts it, or join dims.
+"""
+
+FACTORIES = (torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace, torch.eye)
+"""They make the same numbers on all ranks, unless an argument tells the rank's place."""
+
+
+class TypedCalls(TorchFunctionMode):
+    """Sees every call of torch before ``spmd_types`` does.
+
+    Types are always derived by ``spmd_types``. Of some functions it does not know where a cut dim
+    goes: views that take a dim apart, for one. There the letters are derived, and the dims are read
+    from the comment of the statement, and ``told`` counts these calls. Everywhere else the comment
+    is compared with what was derived.
+    """
+
+    def __init__(self, claims: Mapping[int, tuple[Layout, ...]], file: str) -> None:
+        super().__init__()
+        self.claims, self.file = claims, file
+        self.mesh = TypedMesh(Mesh(), ())
+        self.told: Counter[str] = Counter()
+        self.by_rule: Counter[str] = Counter()
+        self.num_calls = 0
+
+    @contextmanager
+    def on(self, mesh: TypedMesh) -> Iterator[None]:
+        """Calls of this thread are seen inside the ``with`` block, on a mesh."""
+        self.mesh = mesh
+        with self:
+            yield
+
+    def wrap(self, namespace: ModuleType, module: Any) -> None:
+        """Let the operators of ours that a generated file has imported follow their rules."""
+        for name, function in list(vars(namespace).items()):
+            known = name in typed_operators.RULES and getattr(ops, name, None) is function
+            if known and function is not None:
+                setattr(namespace, name, self._following(name, function))
+
+    def _following(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        rule = typed_operators.RULES[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not spmd.is_type_checking():
+                return function(*args, **kwargs)
+            self.num_calls += 1
+            self.by_rule[name] += 1
+            return self.compared(typed_operators.typed_call(function, rule, args, kwargs))
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not spmd.is_type_checking() or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        self.num_calls += 1
+        if func in REWRITTEN:
+            return self.compared(REWRITTEN[func](*args, **kwargs))
+        if func in typed_operators.TORCH:
+            return self.compared(
+                typed_operators.typed_call(func, typed_operators.TORCH[func], args, kwargs)
+            )
+        if name == "apply" and isinstance(getattr(func, "__self__", None), type):
+            self.by_rule[func.__self__.__name__.lstrip("_")] += 1
+            tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            return self.compared(handle_torch_function(func, tensors, *args, **kwargs))
+        if func in FACTORIES:
+            return self.compared(self.made(func, args, kwargs))
+        if name == "expand":
+            return self.compared(self.spread(func, args, kwargs))
+        try:
+            return self.compared(func(*args, **kwargs))
+        except SpmdTypeError as error:
+            return self.told_dims(name, func, args, kwargs, error)
+
+    def made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A new tensor. A rank makes its piece of it where the file says that it is cut."""
+        layouts = claim_of(self.claims, self.line(), 1)
+        if not layouts or not layouts[0].cut_axes:
+            return func(*args, **kwargs)
+        self.told[func.__name__] += 1
+        with spmd.no_typecheck():
+            result = func(*args, **kwargs)
+        spmd.assert_type(result, self.mesh.type_of(layouts[0], of_samples=True))
+        return result
+
+    def spread(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The copies of a tensor along dims of size 1, or new ones. A rank makes its piece of them
+        where the file says that they are cut.
+        """
+        (x, *_), line = args, self.line()
+        layouts = claim_of(self.claims, line, 1)
+        with spmd.no_typecheck():
+            result = func(*args, **kwargs)
+        more = result.ndim - x.ndim
+        typed: Typed = stand_in(local_types(x), [()] * more + shard_axes(x))
+        typed = typed_operators.einsum("...->...", typed, linear_in=(0,))
+        stated = (
+            [self.mesh.ordered(layouts[0].dim_axes(d)) for d in range(result.ndim)]
+            if layouts
+            else []
+        )
+        for dim, axes in enumerate(stated):
+            made_here = dim < more or x.shape[dim - more] == 1
+            for axis in axes:
+                if made_here and axis not in shard_axes(typed)[dim]:
+                    # A copy that needs no gradient may be I as well as R.
+                    src = spmd.R if x.requires_grad else local_types(typed)[axis]
+                    typed = moved(typed, "convert", axis, src, spmd.S(dim))
+        typed_operators.retyped(result, typed)
+        return result
+
+    def told_dims(self, name: str, func: Any, args: Any, kwargs: Any, error: SpmdTypeError) -> Any:
+        """The result, with letters as derived and dims as the file states them."""
+        if name not in MOVEMENTS:
+            raise error
+        line = self.line()
+        with spmd.local():
+            result = func(*args, **kwargs)
+        tensors = [result] if isinstance(result, Tensor) else list(result)
+        layouts = claim_of(self.claims, line, len(tensors))
+        if not layouts:
+            raise error
+        self.told[name] += 1
+        for x, layout in zip(tensors, layouts, strict=True):
+            self.tell(x, layout, error)
+        return result
+
+    def tell(self, x: Tensor, layout: Layout, error: SpmdTypeError) -> None:
+        cut = {a for a, letter in local_types(x).items() if letter is spmd.V} - set(self.mesh.outer)
+        stated = set(self.mesh.ordered(layout.cut_axes))
+        if cut != stated or len(layout.dims) != x.ndim:
+            raise error
+        spec = self.mesh.type_of(layout).partition_spec
+        spmd.assert_type(x, dict.fromkeys(cut, spmd.V), spec)
+
+    def compared(self, result: Any) -> Any:
+        """The result, whose type is that of the comment."""
+        tensors = [result] if isinstance(result, Tensor) else result
+        if not isinstance(tensors, tuple | list):
+            return result
+        layouts = claim_of(self.claims, self.line(), len(tensors))
+        for x, layout in zip(tensors, layouts, strict=False):
+            if isinstance(x, Tensor) and spmd.has_local_type(x):
+                self.compare(x, layout)
+        return result
+
+    def compare(self, x: Tensor, layout: Layout) -> None:
+        if len(layout.dims) != x.ndim:
+            return
+        stated = [self.mesh.ordered(layout.dim_axes(dim)) for dim in range(x.ndim)]
+        derived = [tuple(a for a in axes if a not in self.mesh.outer) for axes in shard_axes(x)]
+        same_dims = [set(a) for a in stated] == [set(a) for a in derived]
+        letters = self.mesh.type_of(layout, of_samples=True).local_type
+        wrong = [
+            axis
+            for axis, letter in local_types(x).items()
+            if axis in letters
+            and axis not in self.mesh.outer
+            and letter is not letters[axis]
+            and (x.requires_grad or {letter, letters[axis]} != {spmd.I, spmd.R})
+        ]
+        if not same_dims or wrong:
+            raise SpmdTypeError(
+                f"{self.file}:{self.line()} states {layout}, and spmd_types derives {in_words(x)}"
+            )
+
+    def line(self) -> int:
+        """The line of the generated file that is being run."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        return frame.f_lineno if frame is not None else 0

@@ -1,0 +1,502 @@
+"""The typing rules of operators that communicate, or of which ``spmd_types`` knows no sharding.
+
+Each rule says what its operator computes as einsums and transitions of ``spmd_types.rules``, dim
+by dim. A dim that must be whole has no name there (``_``), unless the operator sums over the ranks
+that cut it and says so (``norm_axes=(tp,)``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from spmd_types import I, P, R, S, SpmdTypeError, V, rules
+from torch import Tensor
+
+from shardwright.frontend.verification.outside.spmd_layouts import (
+    Typed,
+    local_types,
+    needs_gradient,
+    shard_axes,
+    stand_in,
+)
+from shardwright.frontend.verification.outside.typed_moves import moved, ordered
+from shardwright.runtime import ops
+from shardwright.runtime.ops.edges import EdgeWords
+from shardwright.runtime.ranks.groups import AxisGroup
+
+Rule = Callable[..., Any]
+
+LETTERS = "abcdefghijklm"
+RULES: dict[str, Rule] = {}
+"""The rule of a function of torch or of ours, by its name: a function of the arguments it needs."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Make a function the rule of operators."""
+
+    def note(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return note
+
+
+def named(axes: Iterable[AxisGroup]) -> set[str]:
+    """The names of axes."""
+    return {name for axis in axes for name in axis.name.split("+")}
+
+
+def agreed(*tensors: Typed | None) -> list[Typed]:
+    """Tensors of one call. One that needs no gradient is I or R like those that do."""
+    found = [x for x in tensors if x is not None]
+    rules.ignore(*(x for x in found if isinstance(x, Tensor)))
+    free = [isinstance(x, Tensor) and not needs_gradient(x) for x in found]
+    flavours: dict[str, set[Any]] = {}
+    for x, is_free in zip(found, free, strict=True):
+        for axis, letter in local_types(x).items():
+            if not is_free or letter not in (I, R):
+                flavours.setdefault(axis, set()).add(letter)
+    made = []
+    for x, is_free in zip(found, free, strict=True):
+        local = local_types(x)
+        for axis, letter in local.items():
+            if is_free and letter in (I, R):
+                local[axis] = I if flavours.get(axis, {I}) == {I} else R
+        made.append(stand_in(local, shard_axes(x)) if is_free else x)
+    return made
+
+
+def einsum(equation: str, *operands: Typed, linear_in: Sequence[Any] = ()) -> Typed:
+    """``rules.einsum`` of tensors, some of which may need no gradient."""
+    return ordered(rules.einsum(equation, *agreed(*operands), linear_in=linear_in))
+
+
+def check_whole(
+    x: Typed, dims: Iterable[int], what: str, besides: Iterable[AxisGroup] = ()
+) -> None:
+    """Refuse a tensor that is cut in some dims, except along axes that the call speaks of."""
+    cut = shard_axes(x)
+    wrong = {axis for dim in dims for axis in cut[dim]} - named(besides)
+    if wrong:
+        raise SpmdTypeError(f"{what} is cut over {sorted(wrong)}, where the call needs the whole")
+
+
+def dims_of(x: Typed, dim: Any) -> list[int]:
+    """The dims that an argument ``dim`` names; none names all."""
+    if dim is None:
+        return list(range(x.ndim))
+    return [d % x.ndim for d in (dim if isinstance(dim, list | tuple) else (dim,))]
+
+
+def reduced(x: Typed, dims: Iterable[int], keepdim: bool = False) -> Typed:
+    """The sum of ``x`` over some dims."""
+    gone = set(dims)
+    labels = LETTERS[: x.ndim]
+    kept = "".join(
+        l if i not in gone else "_" for i, l in enumerate(labels) if i not in gone or keepdim
+    )
+    return einsum(f"{labels}->{kept}", x, linear_in=(0,))
+
+
+def summed(x: Typed, axes: Iterable[AxisGroup]) -> Typed:
+    """A partial sum after it was summed over the ranks of some axes, within an operator."""
+    for name in named(axes):
+        if local_types(x).get(name) is P:
+            x = moved(x, "all_reduce", name, P, I)
+    return x
+
+
+# ------------------------------------------------------------------------------------------------
+# operators whose results are like their operands
+
+
+@rule("dropout", "dropout1d", "dropout2d", "dropout3d")
+def same_linear(*, input: Typed) -> Typed:
+    return einsum("...->...", input, linear_in=(0,))
+
+
+@rule("alpha_dropout", "feature_alpha_dropout", "only_finite", "unclamped", "rrelu", "rand_like",
+      "randn_like", "randint_like", "bernoulli", "normal_like", "uniform_like",
+      "exponential_like")  # fmt: skip
+def same(*, input: Typed) -> Typed:
+    return einsum("...->...", input)
+
+
+@rule("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "gumbel_softmax")
+def along_a_dim(*, input: Typed, dim: Any, dim_axes: Sequence[AxisGroup] = ()) -> Typed:
+    check_whole(input, dims_of(input, dim), "the dim", dim_axes)
+    return einsum("...->...", input)
+
+
+@rule("logsumexp")
+def logsumexp(
+    *, input: Typed, dim: Any, keepdim: bool = False, dim_axes: Sequence[AxisGroup] = ()
+) -> Typed:
+    check_whole(input, dims_of(input, dim), "the dim", dim_axes)
+    return summed(reduced(input, dims_of(input, dim), keepdim), dim_axes)
+
+
+@rule("cat")
+def cat(*, tensors: Sequence[Typed]) -> Typed:
+    """All are cut alike. Where the joined dim is cut, a rank joins its pieces: one run of each."""
+    labels = LETTERS[: tensors[0].ndim]
+    words = ",".join([labels] * len(tensors))
+    return einsum(f"{words}->{labels}", *tensors, linear_in=(tuple(range(len(tensors))),))
+
+
+# ------------------------------------------------------------------------------------------------
+# norms
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(
+    *,
+    input: Typed,
+    normalized_shape: Sequence[int],
+    weight: Typed | None = None,
+    bias: Typed | None = None,
+    norm_axes: Sequence[AxisGroup] = (),
+) -> Typed:
+    count = len(normalized_shape)
+    check_whole(input, range(input.ndim - count, input.ndim), "a normalised dim", norm_axes)
+    labels = LETTERS[:count]
+    return scaled(f"...{labels}", input, labels, weight, bias)
+
+
+def scaled(
+    labels: str, input: Typed, weight_labels: str, weight: Typed | None, bias: Typed | None
+) -> Typed:
+    """``input * weight + bias``, of which either may be missing."""
+    given = [x for x in (weight, bias) if x is not None]
+    words = ",".join([labels, *([weight_labels] * len(given))])
+    return einsum(f"{words}->{labels}", input, *given)
+
+
+@rule("group_norm")
+def group_norm(
+    *,
+    input: Typed,
+    weight: Typed | None = None,
+    bias: Typed | None = None,
+    space_axes: Sequence[AxisGroup] = (),
+) -> Typed:
+    check_whole(input, range(2, input.ndim), "an image", space_axes)
+    rest = LETTERS[2 : input.ndim]
+    return scaled(f"ab{rest}", input, "b", weight, bias)
+
+
+@rule("batch_norm")
+def batch_norm(
+    *,
+    input: Typed,
+    running_mean: Typed | None = None,
+    running_var: Typed | None = None,
+    weight: Typed | None = None,
+    bias: Typed | None = None,
+    training: bool = False,
+    batch_axes: Sequence[AxisGroup] = (),
+) -> Typed:
+    over = [d for d in range(input.ndim) if d != 1]
+    if training:
+        check_whole(input, over, "the batch", batch_axes)
+    for statistic in (running_mean, running_var):
+        if statistic is not None and shard_axes(statistic)[0] != shard_axes(input)[1]:
+            raise SpmdTypeError("running statistics are not cut as the channels are")
+    rest = LETTERS[2 : input.ndim]
+    return scaled(f"ab{rest}", input, "b", weight, bias)
+
+
+# ------------------------------------------------------------------------------------------------
+# products and lookups
+
+
+@rule("embedding")
+def embedding(
+    *,
+    input: Typed,
+    weight: Typed,
+    vocab_axes: Sequence[AxisGroup] = (),
+) -> Typed:
+    check_whole(weight, [0], "the vocabulary", vocab_axes)
+    labels = LETTERS[: input.ndim]
+    return einsum(f"{labels},vw->{labels}w", input, weight, linear_in=(1,))
+
+
+def axes_of(edges: Sequence[EdgeWords]) -> list[AxisGroup]:
+    """The axes that cut dims of which a rank reads beyond its piece."""
+    return [axis for words in edges for axis in words[4]]
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(
+    *,
+    input: Typed,
+    weight: Typed,
+    bias: Typed | None = None,
+    groups: int = 1,
+    edges: Sequence[EdgeWords] = (),
+) -> Typed:
+    check_whole(input, range(2, input.ndim), "an image", axes_of(edges))
+    check_whole(weight, range(2, weight.ndim), "a kernel")
+    rest, kernel = "xyz"[: input.ndim - 2], "_" * (weight.ndim - 2)
+    # With groups each has channels of its own: in and out are cut together.
+    equation = f"no{rest},o_{kernel}->no{rest}" if groups > 1 else f"nc{rest},oc{kernel}->no{rest}"
+    # Where neighbours exchange edges, what a rank has of its result is still its piece.
+    product = einsum(equation, input, weight, linear_in=(0, 1))
+    return product if bias is None else plus(product, bias, f"no{rest}", "o")
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(
+    *,
+    input: Typed,
+    weight: Typed,
+    bias: Typed | None = None,
+    groups: int = 1,
+    edges: Sequence[EdgeWords] = (),
+) -> Typed:
+    check_whole(input, range(2, input.ndim), "an image", axes_of(edges))
+    check_whole(weight, range(2, weight.ndim), "a kernel")
+    rest, kernel = "xyz"[: input.ndim - 2], "_" * (weight.ndim - 2)
+    equation = f"no{rest},o_{kernel}->no{rest}" if groups > 1 else f"nc{rest},co{kernel}->no{rest}"
+    product = einsum(equation, input, weight, linear_in=(0, 1))
+    return product if bias is None else plus(product, bias, f"no{rest}", "o")
+
+
+def plus(x: Typed, bias: Typed, labels: str, bias_labels: str) -> Typed:
+    """``x + bias``: both are summands, or none is."""
+    return einsum(f"{labels},{bias_labels}->{labels}", x, bias, linear_in=((0, 1),))
+
+
+@rule(*(f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg", "lp")))
+def pooling(*, input: Typed, edges: Sequence[EdgeWords] = ()) -> Typed:
+    check_whole(input, range(2, input.ndim), "an image", axes_of(edges))
+    return einsum("...->...", input)
+
+
+@rule("scaled_dot_product_attention", "split_attention", "attention_where")
+def attention(
+    *,
+    query: Typed,
+    key: Typed,
+    value: Typed,
+    attn_mask: Typed | None = None,
+    is_causal: bool = False,
+    query_axes: Sequence[AxisGroup] = (),
+    key_axes: Sequence[AxisGroup] = (),
+) -> Typed:
+    check_whole(query, [query.ndim - 1], "the width of queries")
+    check_whole(key, [key.ndim - 1], "the width of keys")
+    check_whole(key, [key.ndim - 2], "the keys", key_axes)
+    if is_causal:
+        check_whole(query, [query.ndim - 2], "the positions of a causal mask", query_axes)
+    # Keys that go round among the ranks: as if each rank had gathered them.
+    for name in named(key_axes):
+        key = moved(key, "all_gather", name, S(key.ndim - 2), R)
+        value = moved(value, "all_gather", name, S(value.ndim - 2), R)
+    if query.ndim > 2:
+        key, value = (like_heads(x, query) for x in (key, value))
+    lead = LETTERS[: query.ndim - 2]
+    result = einsum(f"{lead}q_,{lead}__,{lead}_w->{lead}qw", query, key, value)
+    masks = [] if attn_mask is None else [attn_mask]
+    for mask in masks:
+        result = with_mask(result, mask)
+    return result
+
+
+def like_heads(x: Typed, query: Typed) -> Typed:
+    """Keys or values, of which several heads of queries read one: a rank that has some of these
+    queries reads what it needs of a head that other ranks have, too.
+    """
+    for name in shard_axes(query)[-3]:
+        if name not in shard_axes(x)[-3]:
+            x = moved(x, "convert", name, R, S(x.ndim - 3))
+    return x
+
+
+def with_mask(x: Typed, mask: Typed) -> Typed:
+    """Attention under a mask ``[..., queries, keys]`` that broadcasts: cut where queries are."""
+    cut = shard_axes(mask)
+    check_whole(mask, [mask.ndim - 1], "the keys of a mask")
+    for back in range(2, min(mask.ndim, x.ndim) + 1):
+        whole = isinstance(mask, Tensor) and mask.shape[-back] == 1
+        if not whole and cut[-back] != shard_axes(x)[-back]:
+            raise SpmdTypeError(
+                f"a mask is cut over {cut[-back]} where its queries are over {shard_axes(x)[-back]}"
+            )
+    if needs_gradient(mask):
+        # A bias that is trained is G wherever it is not cut.
+        for axis, letter in local_types(mask).items():
+            if letter is I and local_types(x)[axis] is V:
+                raise SpmdTypeError(f"a mask that is trained is I over {axis}")
+    return x
+
+
+# ------------------------------------------------------------------------------------------------
+# losses
+
+
+@rule("cross_entropy", "nll_loss")
+def cross_entropy(
+    *,
+    input: Typed,
+    target: Typed,
+    weight: Typed | None = None,
+    reduction: str = "mean",
+    class_axes: Sequence[AxisGroup] = (),
+    row_axes: Sequence[AxisGroup] = (),
+) -> Typed:
+    class_dim = 1 if input.ndim > 1 else 0
+    check_whole(input, [class_dim], "the classes", class_axes)
+    labels = LETTERS[: input.ndim]
+    rows = labels[:class_dim] + labels[class_dim + 1 :]
+    of_target = rows if target.ndim < input.ndim else labels
+    operands, words = [input, target], [labels, of_target]
+    if weight is not None:
+        operands.append(weight)
+        words.append(labels[class_dim])
+    found = summed(einsum(f"{','.join(words)}->{rows}", *operands), class_axes)
+    return of_rows(found, reduction, row_axes)
+
+
+def of_rows(rows: Typed, reduction: str, row_axes: Sequence[AxisGroup]) -> Typed:
+    """The loss of rows: a mean needs the number of rows of all ranks, a sum does not."""
+    if reduction == "none":
+        return rows
+    if reduction == "mean":
+        check_whole(rows, range(rows.ndim), "the rows of a mean", row_axes)
+    return reduced(rows, range(rows.ndim))
+
+
+@rule("linear_cross_entropy")
+def linear_cross_entropy(
+    *,
+    input: Typed,
+    weight: Typed,
+    target: Typed,
+    bias: Typed | None = None,
+    reduction: str = "mean",
+    class_axes: Sequence[AxisGroup] = (),
+    row_axes: Sequence[AxisGroup] = (),
+    **_: Any,
+) -> Typed:
+    check_whole(weight, [0], "the classes", class_axes)
+    check_whole(input, [input.ndim - 1], "the width")
+    lead = LETTERS[: input.ndim - 1]
+    operands, words = [input, weight, target], [f"{lead}_", "v_", lead]
+    if bias is not None:
+        operands.append(bias)
+        words.append("v")
+    rows = summed(einsum(f"{','.join(words)}->{lead}", *operands), class_axes)
+    return of_rows(rows, reduction, row_axes)
+
+
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+      "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss",
+      "soft_margin_loss")  # fmt: skip
+def elementwise_loss(
+    *,
+    input: Typed,
+    target: Typed,
+    weight: Typed | None = None,
+    reduction: str = "mean",
+    count: int | None = None,
+) -> Typed:
+    labels = LETTERS[: input.ndim]
+    if isinstance(input, Tensor) and isinstance(target, Tensor) and input.shape != target.shape:
+        raise SpmdTypeError("an elementwise loss of tensors of two shapes")
+    given = [x for x in (weight,) if x is not None]
+    words = [labels, labels, *(labels[input.ndim - x.ndim :] for x in given)]
+    rows = einsum(f"{','.join(words)}->{labels}", input, target, *given)
+    # With a count of all ranks a mean is a sum.
+    return of_rows(rows, reduction if count is None else "sum", ())
+
+
+@rule("mean")
+def mean(
+    *, input: Typed, dim: Any = None, keepdim: bool = False, count: int | None = None
+) -> Typed:
+    if count is None:
+        check_whole(input, dims_of(input, dim), "what a mean is taken of")
+    return reduced(input, dims_of(input, dim), keepdim)
+
+
+# ------------------------------------------------------------------------------------------------
+# calls
+
+
+def typed_call(
+    function: Callable[..., Any], found: Rule, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """The result of a call, with the type that its rule derives."""
+    wanted = inspect.signature(found).parameters
+    given = bound(function, args, kwargs)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+    arguments = {k: v for k, v in given.items() if k in wanted or open_ended}
+    with spmd.no_typecheck():
+        result = function(*args, **kwargs)
+    typed = found(**arguments)
+    if isinstance(result, Tensor) and result is not given.get("input"):
+        retyped(result, typed)
+    return result
+
+
+def retyped(result: Any, typed: Any) -> None:
+    """Give results the types that were derived for them."""
+    if isinstance(result, tuple | list):
+        for one, its_type in zip(result, typed, strict=True):
+            retyped(one, its_type)
+    elif isinstance(result, Tensor) and typed is not None:
+        rules.output(result, typed)
+
+
+_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "cat": ("tensors", "dim"),
+    "mean": ("input", "dim", "keepdim", "dtype"),
+    "softmax": ("input", "dim", "dtype"),
+    "log_softmax": ("input", "dim", "dtype"),
+    "logsumexp": ("input", "dim", "keepdim"),
+    "cumsum": ("input", "dim"),
+    "cumprod": ("input", "dim"),
+    "scaled_dot_product_attention": (
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal",
+    ),
+    **{f"conv{n}d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+       for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": (
+        "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation",
+    ) for n in (1, 2, 3)},
+    **{f"{kind}_pool{n}d": ("input",) for kind in ("max", "avg", "lp") for n in (1, 2, 3)},
+}  # fmt: skip
+"""The arguments of torch's functions that Python cannot tell."""
+
+
+def bound(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    name = function.__name__.removeprefix("boolean_dispatch.")
+    if getattr(ops, name, None) is not function and name in _SIGNATURES:
+        return {**dict(zip(_SIGNATURES[name], args, strict=False)), **kwargs}
+    signature = inspect.signature(function)
+    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+        names = list(inspect.signature(getattr(F, function.__name__)).parameters)
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+    return dict(signature.bind(*args, **kwargs).arguments)
+
+
+TORCH: dict[Callable[..., Any], Rule] = {
+    torch.cat: cat,
+    **{getattr(F, name): found for name, found in RULES.items() if hasattr(F, name)},
+    **{
+        getattr(owner, name): RULES[name]
+        for owner in (torch, torch.Tensor)
+        for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "mean")
+    },
+}
+"""The rules of torch's own functions."""

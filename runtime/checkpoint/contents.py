@@ -103,16 +103,24 @@ class Contents:
 
 
 def check_files(folder: Path, index: Index, names: Iterable[str] | None = None) -> None:
-    """Compare files (default: all) with their digests.
+    """Compare files (default: all) with their digests; of files of other software, which have
+    none, the tensors with their checksums.
 
     Raises :class:`CheckpointError` naming those that are missing, truncated or altered.
     """
-    names = index.files if names is None else names
+    names = list(index.files if names is None else names)
     problems = [
         problem
         for name in names
         if (problem := index.files[name].problem(folder / name)) is not None
     ]
+    without = {name for name in names if index.files[name].sha256 is None}
+    if without and not problems:
+        with MappedFiles(folder) as files:
+            for _, record in index.records():
+                for piece in record.pieces:
+                    if piece.file in without:
+                        files.view(piece.file, piece.key)
     if problems:
         raise CheckpointError(
             f"{folder} is damaged",

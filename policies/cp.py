@@ -5,7 +5,8 @@ the loss; attention sees all keys in one of several ways: :mod:`shardwright.poli
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -24,7 +25,7 @@ from shardwright.policies.sequences import check_sequence
 from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,4 +82,10 @@ def files(config: ComputeConfig) -> list[Path]:
     return hardware_files(read_options(ContextOptions, config.pas_config, policy="cp").hardware)
 
 
-POLICY = Policy("cp", apply, ContextOptions, built_in=True, files=files)
+def following(config: ComputeConfig, first: Plan, stored: Mapping[str, Layout]) -> ComputeConfig:
+    """The config with which axes deal what they cut as they do in another program."""
+    turns = max(dict(first.mesh.turns).values(), default=0)
+    return replace(config, pas_config={**config.pas_config, "cp_turns": turns})
+
+
+POLICY = Policy("cp", apply, ContextOptions, built_in=True, files=files, following=following)

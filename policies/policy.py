@@ -16,6 +16,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.argument_kinds import is_too_long
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.original_names import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE
 
 PolicyFunction = Callable[[PlannableGraph, ComputeConfig], Any]
@@ -43,6 +44,10 @@ def _one_is_enough(config: ComputeConfig) -> bool:
     return False
 
 
+def _as_before(config: ComputeConfig, first: Plan, stored: Mapping[str, Layout]) -> ComputeConfig:
+    return config
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy under the name it is asked for.
@@ -55,6 +60,9 @@ class Policy:
     a compile is recognised by. ``reused``: called with the stored plan where that did in the place
     of ``apply``, for what ``apply`` does besides. ``takes_traces``: whether it needs the model
     traced for several sizes of a microbatch, which :func:`shardwright.search_plan` does.
+    ``searches``: whether it weighs what plans cost, so that the sizes of the dummy arguments count.
+    ``following``: the config for another program on the tensors of a first one, given the first
+    one's plan and how its tensors are stored: all programs of a module have one mesh.
     """
 
     name: str
@@ -64,6 +72,8 @@ class Policy:
     files: Callable[[ComputeConfig], Sequence[Path]] = _no_files
     reused: Callable[[ComputeConfig, Plan], None] = _nothing
     takes_traces: Callable[[ComputeConfig], bool] = _one_is_enough
+    searches: bool = False
+    following: Callable[[ComputeConfig, Plan, Mapping[str, Layout]], ComputeConfig] = _as_before
 
     def __call__(self, graph: PlannableGraph, config: ComputeConfig) -> Any:
         """What ``apply`` returns: a policy may stand where a function of one may."""

@@ -176,7 +176,7 @@ def _make_or_find(
     # The code is right; only the initial values may differ.
     if found:
         assert stored.manifest is not None
-        if compiled is None:
+        if compiled is None and order.like is None:
             order.policy.reused(order.config, read_plan(order.directory))
         with manager.measure("weights"):
             if weights_match(stored, tensors):
@@ -197,7 +197,7 @@ def _compile(
     order: Order, module: nn.Module, graph: IRGraph, request: Request, manager: PassManager
 ) -> Compiled:
     plan = None
-    if order.policy.takes_traces(order.config):
+    if order.like is None and order.policy.takes_traces(order.config):
         # Imported for those that search: solvers take longer to import than a small model takes to
         # compile.
         search = import_module("shardwright.frontend.search_plan")
@@ -205,7 +205,6 @@ def _compile(
             plan = search.search_plan(
                 module, order.dummy_args, order.config, module_dtype=order.module_dtype
             ).plan
-            plan = plan if order.like is None else _stored_like(plan, order.like, order.path)
     apply = order.policy.apply
     if order.like is not None:
         apply = _deciding_like(order.policy, order.like, order.path)
@@ -227,19 +226,18 @@ def _deciding_like(policy: Policy, like: Path, path: str) -> PolicyFunction:
     """The policy, with parameters and buffers stored as another program has them."""
 
     def decide(graph: PlannableGraph, config: ComputeConfig) -> Plan:
-        plan = _stored_like(plan_of(policy.apply(graph, config), policy.name), like, path)
-        names = {value.fqn for value in (*graph.parameters, *graph.buffers)}
-        return replace(plan, stored={n: one for n, one in plan.stored.items() if n in names})
+        first, names = read_plan(like), {v.fqn for v in (*graph.parameters, *graph.buffers)}
+        stored = {n: one for n, one in _stored_in(like, path).items() if n in names}
+        own = config if first.stages else policy.following(config, first, stored)
+        plan = plan_of(policy.apply(graph, own), policy.name)
+        _check_like(plan, first)
+        return replace(plan, stored={**plan.stored, **stored})
 
     return decide
 
 
-def _stored_like(plan: Plan, like: Path, path: str) -> Plan:
-    """A plan for the tensors of another program, or for those of its submodule at ``path``.
-
-    Raises :class:`PlanError` for another mesh, and for pipelines.
-    """
-    first = read_plan(like)
+def _check_like(plan: Plan, first: Plan) -> None:
+    """Raise :class:`PlanError` for pipelines, and for a plan on another mesh than the first one."""
     if plan.stages or first.stages:
         raise PlanError(
             "a pipeline has one program, and several sets of dummy arguments were given",
@@ -254,17 +252,20 @@ def _stored_like(plan: Plan, like: Path, path: str) -> Plan:
             f"{first.mesh}",
             hint="name the mesh in pas_config, or take another policy",
         )
+
+
+def _stored_in(like: Path, path: str) -> dict[str, Layout]:
+    """How another program stores its tensors, or those of its submodule at ``path``, by name."""
     tensors = Manifest.read(like).tensors
     prefix = f"{path}." if path else ""
     # ZeRO-3 cuts over the units once more, as it did for the first program.
-    stored = {
+    return {
         name.removeprefix(prefix): _inside_units(one.layout)
         for one in tensors.values()
         if one.kind != "constant"
         for name in one.names
         if name.startswith(prefix)
     }
-    return replace(plan, stored={**plan.stored, **stored})
 
 
 def _inside_units(layout: Layout) -> Layout:

@@ -116,11 +116,22 @@ class Call:
         key = json.dumps(kinds, sort_keys=True)
         return cls(arguments, dims, frozenset(config.constants), key, heads)
 
-    def examples(self) -> dict[str, Any]:
-        """Arguments of this kind, the same whatever sizes the first call had."""
+    def sizes(self) -> dict[str, int]:
+        """The sizes that the dims which may vary have in this call, and in calls like it."""
+        found = dict(EXAMPLE_SIZES)
+        for path, leaf in flatten(dict(self.arguments)).items():
+            if isinstance(leaf, Tensor):
+                found |= {name: leaf.shape[dim] for dim, name in self.dims.get(path, {}).items()}
+        # What a model has read when it is asked for the next token is about what it trains on.
+        return {**found, PAST: found[SEQ]}
+
+    def examples(self, sizes: Mapping[str, int] = EXAMPLE_SIZES) -> dict[str, Any]:
+        """Arguments of this kind, the same whatever sizes the first call had. ``sizes``: of the
+        dims that may vary.
+        """
         tokens = next((path for path in NEW_TOKENS if path in self.dims), "")
-        length = EXAMPLE_SIZES.get(self.dims.get(tokens, {}).get(1, ""), 1)
-        sizes = {**EXAMPLE_SIZES, TOTAL: EXAMPLE_SIZES[PAST] + length}
+        length = sizes.get(self.dims.get(tokens, {}).get(1, ""), 1)
+        sizes = {**sizes, TOTAL: sizes[PAST] + length}
 
         def example(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or path in self.fixed:

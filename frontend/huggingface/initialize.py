@@ -58,7 +58,8 @@ def initialize(
 
     ``dummy_forward_args``: an example of the call that the model is compiled for now (default: a
     training step on tokens). A call of another kind is compiled when it comes, by all ranks
-    together. ``gen_savedir``, ``reuse``: where files lie, and what becomes of those of an earlier
+    together. Policy ``"autodist"`` needs one: it searches plans for batches and sequences of its
+    sizes. ``gen_savedir``, ``reuse``: where files lie, and what becomes of those of an earlier
     run, as in :func:`parallelize`. ``load_module=False`` makes these files and nothing else,
     without a job; the config then has ``runtime_ngpus``.
 
@@ -83,7 +84,8 @@ def initialize(
         folder = job.every_rank_does(lambda: _folder(model, checkpoint))
         # Further programs are traced from it: by then the parameters of the model are pieces.
         twin = job.every_rank_does(lambda: twin_of(model))
-    programs = Programs(twin, settings, gen_savedir, reuse)
+    sizes = call.sizes() if settings.policy.searches else None
+    programs = Programs(twin, settings, gen_savedir, reuse, sizes)
     if not load_module:
         programs.compile(call)
         return None
@@ -151,6 +153,14 @@ def _read(
     world = current_world() if load_module else None
     settings = Settings.of(config, None if world is None else world.size)
     check_can_be_cut(model)
+    if settings.policy.searches and not dummy_args:
+        raise ConfigError(
+            f"policy {settings.policy.name!r} needs dummy_forward_args",
+            why="it searches the plan that is fastest for batches and sequences of some sizes, and "
+            "they are not known",
+            hint="initialize(..., dummy_forward_args={'input_ids': ..., 'labels': ...}): an "
+            "example of your call; other sizes run, too",
+        )
     arguments = dummy_args or default_arguments(
         model, with_labels=not settings.config.inference_only
     )

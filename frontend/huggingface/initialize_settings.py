@@ -177,12 +177,13 @@ def _check_fit(options: Mapping[str, Any], world_size: int | None) -> None:
 def _check_policy(policy: Policy, config: ComputeConfig) -> None:
     if policy.name in ("pp", "hybrid"):
         raise _no_pipelines(POLICY, policy.name)
-    if policy.name == "autodist" or policy.takes_traces(config):
+    policy.check(config)
+    if policy.takes_traces(config):
         raise ConfigError(
-            f"policy {policy.name!r} is not for initialize",
-            why="it searches a plan for one program, and a model has a program for every kind of "
-            "call",
-            hint="search with shardwright.parallelize, or use 'tp'",
+            "option 'global_batch' is not for initialize",
+            why="a call of forward is one batch: there are no microbatches whose size could be "
+            "searched",
+            hint="leave it out: plans are searched for the sizes of dummy_forward_args",
         )
     if policy.name == "dp" and config.plan_ngpus > 1:
         raise ConfigError(
@@ -190,7 +191,6 @@ def _check_policy(policy: Policy, config: ComputeConfig) -> None:
             why=f"{config.plan_ngpus} ranks are to share it",
             hint="leave out pas_policy: 'tp' cuts a model over several ranks",
         )
-    policy.check(config)
 
 
 def _no_pipelines(name: str, value: Any) -> ConfigError:

@@ -12,9 +12,9 @@ has it made.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from shardwright.frontend.files.further_programs import make_program
 from shardwright.frontend.files.module_files import Order
 from shardwright.frontend.files.module_source import ModuleSource
 from shardwright.frontend.huggingface.caches import known_cuts, with_cache
-from shardwright.frontend.huggingface.calls import CACHE, Call
+from shardwright.frontend.huggingface.calls import CACHE, EXAMPLE_SIZES, Call
 from shardwright.frontend.huggingface.initialize_settings import Settings
 from shardwright.frontend.huggingface.whole_gradients import with_whole_gradients
 from shardwright.frontend.parallelize import parallelize
@@ -42,17 +42,23 @@ MANY = 8
 
 
 class Programs:
-    """The programs of ``model``. ``twin``: what is traced. ``main``: the first one, to which
-    optimizers and checkpoints look.
+    """The programs of ``model``. ``twin``: what is traced, with batches and sequences of ``sizes``.
+    ``main``: the first one, to which optimizers and checkpoints look.
     """
 
     main: ParallelModule
 
     def __init__(
-        self, twin: nn.Module, settings: Settings, gen_savedir: str | Path, reuse: str
+        self,
+        twin: nn.Module,
+        settings: Settings,
+        gen_savedir: str | Path,
+        reuse: str,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.twin = twin
         self.settings = settings
+        self.sizes: Mapping[str, int] = EXAMPLE_SIZES if sizes is None else sizes
         self._policy = with_whole_gradients(settings.policy)
         self._gen_savedir = gen_savedir
         self._reuse = reuse
@@ -126,7 +132,7 @@ class Programs:
         with _compiling():
             return parallelize(
                 self.twin,
-                call.examples(),
+                call.examples(self.sizes),
                 with_cache(self._policy, {}),
                 self._config(call),
                 gen_savedir=self._gen_savedir,
@@ -141,7 +147,7 @@ class Programs:
         directory = self._directory(path, call)
         order = Order(
             source=ModuleSource.of(self.twin.get_submodule(path), None),
-            dummy_args=call.examples(),
+            dummy_args=call.examples(self.sizes),
             policy=with_cache(self._policy, self._cuts),
             config=self._config(call),
             directory=directory,
@@ -155,18 +161,11 @@ class Programs:
         return made
 
     def _config(self, call: Call) -> ComputeConfig:
-        config = replace(self.settings.config, dynamic_dims=call.dims)
-        taken = self._policy.options
-        options = {field.name for field in fields(taken)} if is_dataclass(taken) else set()
-        if self._made and "cp_turns" in options:
-            # Axes deal what they cut as they do in the first program: all have one mesh.
-            turns = dict(self.main.mesh.turns)
-            chosen = {**config.pas_config, "cp_turns": max(turns.values(), default=0)}
-            config = replace(config, pas_config=chosen)
-        return config
+        return replace(self.settings.config, dynamic_dims=call.dims)
 
     def _name(self, path: str, call: Call) -> str:
-        return f"call_{call.digest(self._config(call).digest(), self._policy.name, path)}"
+        sizes = [] if self.sizes is EXAMPLE_SIZES else [str(sorted(self.sizes.items()))]
+        return f"call_{call.digest(self._config(call).digest(), self._policy.name, path, *sizes)}"
 
     def _directory(self, path: str, call: Call) -> Path:
         part = self.twin.get_submodule(path)

@@ -27,9 +27,10 @@ def with_whole_gradients(policy: Policy) -> Policy:
     def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         plan = plan_of(policy.apply(graph, config), policy.name)
         stored = _stored(graph, config, plan)
-        return replace(
-            plan, stored={name: replace(one, grad_partial=()) for name, one in stored.items()}
-        )
+        whole = {name: replace(one, grad_partial=()) for name, one in stored.items()}
+        # A certificate is of the plan that was searched.
+        certificate = plan.certificate if whole == stored else None
+        return replace(plan, stored=whole, certificate=certificate)
 
     # Files are recognised by the name of the policy, among other things.
     return replace(policy, name=f"{policy.name}, with whole gradients", apply=apply)

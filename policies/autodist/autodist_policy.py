@@ -38,7 +38,7 @@ from shardwright.policies.saved_plan import SavedOptions, load_plan
 from shardwright.policies.stage_places import starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError, on_lines
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.swap import check_target, write_file
 
 
@@ -358,6 +358,33 @@ def takes_traces(config: ComputeConfig) -> bool:
     )
 
 
+FOR_A_STEP = (
+    "num_microbatches",
+    "num_stages",
+    "schedule",
+    "chunks",
+    "stage_starts",
+    "global_batch",
+    "microbatch",
+    "batch_dims",
+    "unit_sizes",
+    "degrees",
+    "save_plan",
+    "load_plan",
+)
+"""Options that say how the first program of a module is found. A further one has its mesh."""
+
+
+def following(config: ComputeConfig, first: Plan, stored: Mapping[str, Layout]) -> ComputeConfig:
+    """The config that searches the best plan on the mesh of ``first``, for tensors that are stored
+    as they are.
+    """
+    own = {name: value for name, value in config.pas_config.items() if name not in FOR_A_STEP}
+    own["mesh"] = dict(first.mesh.axes)
+    own["stored"] = {fqn: str(layout) for fqn, layout in stored.items()}
+    return replace(config, pas_config=own)
+
+
 POLICY = Policy(
     "autodist",
     apply,
@@ -366,4 +393,6 @@ POLICY = Policy(
     files=files,
     reused=reused,
     takes_traces=takes_traces,
+    searches=True,
+    following=following,
 )

@@ -25,11 +25,14 @@ with pytest.raises(shardwright.UsageError, match="DistributedDataParallel has no
 @pytest.mark.slow
 def test_the_script_of_the_page_trains_on_four_ranks(tmp_path: Path) -> None:
     tiny_gpt2(tmp_path / "tiny-gpt2")
-    train, ours, state, meta, beforehand = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    train, ours, searched, state, meta, beforehand = re.findall(
+        r"```python\n(.*?)```", PAGE, re.DOTALL
+    )
     lines = [
         train,
         "model_in_ddp = model",
         ours,
+        searched,
         state,
         "save(model, optimizer, 3)",
         "assert go_on(model, optimizer) == 3",

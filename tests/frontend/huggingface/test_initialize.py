@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import initialized
 import pytest
 import torch
 import transformers
-from initialized import make, on_one_device, parallel, sgd, tensor_parallel, train
+from initialized import batch, make, on_one_device, parallel, sgd, tensor_parallel, train
 from parity import assert_close_tree
 from precision import float64_casts
 from safetensors import safe_open
@@ -49,6 +50,50 @@ def test_an_ordinary_optimizer_follows_whole_gradients(plan: str, tmp_path: Path
     losses, _ = on_one_device("gpt2", 3)
     for found in run_ranks(2, train_with, tmp_path, OTHER_PLANS[plan]):
         assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
+
+
+AUTODIST = {
+    "pas_policy": "autodist",
+    "pas_config": {
+        "mesh": {"tp": 2},
+        "stored": {
+            "transformer.wte.weight": "[101/tp, 16]",
+            "transformer.h.0.mlp.c_fc.weight": "[16, 64/tp]",
+        },
+    },
+}
+
+
+def search_and_train(rank: int, folder: Path) -> tuple[list[float], Tensor]:
+    with float64_casts():
+        model = make("gpt2")
+        optimizer = sgd(model)
+        # Batch and sequence of one size; both vary all the same.
+        example = {name: torch.zeros_like(x) for name, x in batch("gpt2", 3, 8).items()}
+        config = tensor_parallel(2, **AUTODIST)
+        shardwright.initialize(model, config, gen_savedir=folder, dummy_forward_args=example)
+        losses = train(model, model, optimizer, "gpt2", range(2), slice(None))
+        settings = {"do_sample": False, "max_new_tokens": 3}
+        return losses, model.eval().generate(**initialized.prompt("gpt2"), **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:each rank of GPT2LMHeadModel does much more than its part")
+def test_plans_are_searched_for_every_kind_of_call(tmp_path: Path) -> None:
+    """Programs of a searched mesh that store tensors as the first one does."""
+    losses, reference = on_one_device("gpt2", 2)
+    with float64_casts():
+        reference.eval()
+        expected = reference.generate(
+            **initialized.prompt("gpt2"), do_sample=False, max_new_tokens=3
+        )
+    for found, tokens in run_ranks(2, search_and_train, tmp_path):
+        assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
+        assert torch.equal(tokens, expected)
+    plans = [json.loads(file.read_text()) for file in tmp_path.rglob("plan.json")]
+    assert [plan["mesh"] for plan in plans] == [{"tp": 2}] * 3
+    cut = [plan["stored"]["transformer.wte.weight"] for plan in plans]
+    assert cut == ["[101/tp, 16]"] * 3
 
 
 def generate_with(rank: int, folder: Path, name: str, config: dict[str, Any]) -> Any:
@@ -172,8 +217,10 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
         model = make("gpt2")
         whole = {name: one.clone() for name, one in model.named_parameters()}
         found["graph"] = report_of(lambda: shardwright.initialize(model, tensor_parallel(2)))
+        searched = tensor_parallel(2, pas_policy="autodist")
         whole = {name: one.detach() for name, one in whole.items()}
         optimizer, objects = sgd(model), [id(one) for one in model.parameters()]
+        found["sizes"] = report_of(lambda: shardwright.initialize(model, searched))
         config = tensor_parallel(2, runtime_ngpus=2)
         assert shardwright.initialize(model, config, gen_savedir=folder / "gen") is model
         found["same objects"] = objects == [id(one) for one in model.parameters()]
@@ -250,6 +297,9 @@ def test_a_model_is_cut_in_place_and_trains_as_on_one_device(run: Any) -> None:
         assert found["shape"] == (51 - rank, 16)  # 101 tokens on two ranks
         assert found["graph"].startswith(
             "UsageError: parameter 'transformer.wte.weight' is part of a graph that something holds"
+        )
+        assert found["sizes"].startswith(
+            "ConfigError: policy 'autodist' needs dummy_forward_args\n"
         )
         assert found["class"] == ("GPT2LMHeadModel", True)
         assert_close_tree(torch.tensor(found["losses"]), torch.tensor(losses), "losses")

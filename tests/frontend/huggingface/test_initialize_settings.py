@@ -23,6 +23,7 @@ def asked(**fields: Any) -> dict[str, Any]:
         (asked(tensor_parallel_size=4, pipeline_parallel_size=1), "tp", (4, 4)),
         ({**asked(tensor_parallel_size=2), "plan_ngpus": 2, "pas_policy": "data"}, "data", (2, 4)),
         ({"plan_ngpus": 2, "runtime_ngpus": 4}, "tp", (2, 4)),
+        ({"plan_ngpus": 4, "pas_policy": "autodist"}, "autodist", (4, 4)),
         (ComputeConfig(plan_ngpus=4, runtime_ngpus=4), "tp", (4, 4)),
     ],
 )
@@ -118,11 +119,16 @@ def test_fields_of_compute_config_have_their_own_names() -> None:
             "  try:   use_zero=1 or 2 with shardwright.build_optimizer, or shardwright.parallelize",
         ),
         (
-            {**asked(tensor_parallel_size=2), "pas_policy": "autodist"},
-            "policy 'autodist' is not for initialize\n"
-            "  why:   it searches a plan for one program, and a model has a program for every "
-            "kind of call\n"
-            "  try:   search with shardwright.parallelize, or use 'tp'",
+            {
+                **asked(tensor_parallel_size=2),
+                "pas_policy": "autodist",
+                "pas_config": {"global_batch": 8},
+                "dynamic_dims": {"input_ids": {0: "batch"}},
+            },
+            "option 'global_batch' is not for initialize\n"
+            "  why:   a call of forward is one batch: there are no microbatches whose size could "
+            "be searched\n"
+            "  try:   leave it out: plans are searched for the sizes of dummy_forward_args",
         ),
         (
             asked(tensor_parallel_size=True),

@@ -46,7 +46,7 @@ from shardwright.policies.autodist.search.placer import LARGE, TARGET_GAP, Place
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
 
 
@@ -550,3 +550,17 @@ def test_an_interrupted_search_leaves_whole_files_or_none(
     assert saved.certificate is not None and "the search was ended by Ctrl-C" in str(
         saved.certificate
     )
+
+
+def test_another_program_of_a_module_is_searched_on_the_mesh_of_the_first() -> None:
+    options = {"degrees": {"tp": 2}, "max_axes": 1, "save_plan": "plan.json", "time_limit_s": 9}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, pas_config=options)
+    stored = {"up.weight": Layout.parse("[16/tp, 8]")}
+    found = find_policy("autodist").following(config, Plan(Mesh((("tp", 2),))), stored)
+    assert found.pas_config == {
+        "max_axes": 1,
+        "time_limit_s": 9,
+        "mesh": {"tp": 2},
+        "stored": {"up.weight": "[16/tp, 8]"},
+    }
+    find_policy("autodist").check(found)

@@ -70,7 +70,8 @@ class CallRecorder:
         results = list(tensors_in(out))
         # In a graph, an operator of one result gives no tuple.
         if name in _PIECES and len(results) == 1:
-            return type(out)((self._only_piece(name, args, kwargs),))
+            kind: Any = type(out)
+            return kind((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         if key is not None and not is_repeated and not changed:

@@ -374,7 +374,7 @@ def _store_tensors(
             chunks |= {name: old.chunks[name]} if name in old.chunks else {}
             continue
         record = write_tensors(fresh / name, of_file, flushes=False, chunked=True)
-        assert record.chunks is not None
+        assert record.sha256 is not None and record.chunks is not None
         digests[name], chunks[name] = record.sha256, record.chunks
     return digests, chunks
 

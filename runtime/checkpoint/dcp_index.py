@@ -336,7 +336,8 @@ class _Folder:
     def _tensor(self, record: TensorRecord) -> Tensor:
         """A small tensor."""
         (piece,) = record.pieces
-        return self._read(piece.file, lambda file: file.view(piece.key))
+        found: Tensor = self._read(piece.file, lambda file: file.view(piece.key))
+        return found
 
     def _read(self, name: str, read: Callable[[BlobFile], Any]) -> Any:
         try:

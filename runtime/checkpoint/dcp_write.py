@@ -50,7 +50,7 @@ def write_dcp(folder: Path, contents: Contents, max_file_bytes: int | None) -> N
     masters = {} if optimizer is None else _masters(optimizer.tensors)
     for name, record in index.tensors.items():
         source = masters.get(name, record)
-        paths = [("model", other) for other in (name, *record.aliases)]
+        paths: list[tuple[str, ...]] = [("model", other) for other in (name, *record.aliases)]
         if name in masters:
             paths.append(("optimizer", "state", name, MASTER))
         writer.add(contents.read(source), *paths)

@@ -83,7 +83,7 @@ class RepeatedCalls:
             return None
         if not isinstance(function, _IN_C) and function not in _IN_PYTHON:
             return None
-        parts: list[Hashable] = [
+        parts: list[Any] = [
             function, torch.is_grad_enabled(), autocast_dtype(), torch.get_default_dtype()
         ]  # fmt: skip
         try:
@@ -130,7 +130,7 @@ class RepeatedCalls:
             )
             if result.memory_of is not None:
                 of = inputs[result.memory_of].untyped_storage()
-                memory.set_(of, result.offset, result.shape, result.stride)  # type: ignore[call-overload]
+                memory.set_(of, result.offset, result.shape, result.stride)
         return FakeTensor(self._mode, memory, _CPU)
 
 
@@ -144,31 +144,30 @@ class _Follow(torch.autograd.Function):
 
 def _follow(made: list[torch.Tensor], leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
     # Not ``_Follow.apply``, which the tracer looks at.
-    found: tuple[torch.Tensor, ...] = super(torch.autograd.Function, _Follow).apply(made, leaf)
+    apply: Any = super(torch.autograd.Function, _Follow).apply
+    found: tuple[torch.Tensor, ...] = apply(made, leaf)
     return found
 
 
-def _add(parts: list[Hashable], arg: Any) -> None:
+def _add(parts: list[Any], arg: Any) -> None:
     """Append what is known of an argument. Types are part of it: ``1 == 1.0 == True``."""
     kind = type(arg)
     if kind is FakeTensor:
         if arg.constant is not None or arg.is_inference() or arg.dtype.is_complex:
             raise _NotPlain
-        parts += (
-            kind, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.requires_grad,
-            arg.is_neg(),
-        )  # fmt: skip
+        place = (arg.shape, arg.stride(), arg.storage_offset())
+        parts.extend((kind, *place, arg.dtype, arg.requires_grad, arg.is_neg()))
     elif kind in (tuple, list, torch.Size):
-        parts += (kind, len(arg))
+        parts.extend((kind, len(arg)))
         for item in arg:
             _add(parts, item)
     elif kind is slice:
-        parts += (kind, arg.start, arg.stop, arg.step)
+        parts.extend((kind, arg.start, arg.stop, arg.step))
         for item in (arg.start, arg.stop, arg.step):
             if not isinstance(item, int | None):
                 raise _NotPlain
     elif kind in _PLAIN:
-        parts += (kind, arg)
+        parts.extend((kind, arg))
     else:
         raise _NotPlain
 
@@ -188,7 +187,8 @@ def _described(tensor: Any, inputs: Sequence[torch.Tensor]) -> _Result | None:
     owner = next(
         (n for n, x in enumerate(inputs) if x.untyped_storage()._cdata == memory._cdata), None
     )
-    shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    offset = int(tensor.storage_offset())
     if owner is None:
         reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
         nbytes = (reach if tensor.numel() else 0) * tensor.element_size()

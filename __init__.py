@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwright.compiler.ops.register import register_op
     from shardwright.compiler.plan.plan import Plan
     from shardwright.frontend.huggingface.initialize import initialize
+    from shardwright.frontend.huggingface.peft_folders import export_peft, load_peft, start_peft
     from shardwright.frontend.parallelize import parallelize
     from shardwright.frontend.search_plan import search_plan
     from shardwright.frontend.verification.verify import verify
@@ -95,6 +96,7 @@ __all__ = [
     "data",
     "deduped_state_dict",
     "experts",
+    "export_peft",
     "export_pretrained",
     "initialize",
     "load_checkpoint",
@@ -103,6 +105,7 @@ __all__ = [
     "load_hardware",
     "load_merged_state_dict",
     "load_merged_state_dicts",
+    "load_peft",
     "load_pretrained",
     "merge_checkpoint",
     "merge_state_dicts",
@@ -114,6 +117,7 @@ __all__ = [
     "run_ranks",
     "save_checkpoint",
     "search_plan",
+    "start_peft",
     "verify",
 ]
 
@@ -147,6 +151,7 @@ _MODULES = {
     "build_optimizer": "shardwright.runtime.training.build_optimizer",
     "count_communication": "shardwright.runtime.ranks.world",
     "deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
+    "export_peft": "shardwright.frontend.huggingface.peft_folders",
     "export_pretrained": "shardwright.runtime.checkpoint.pretrained",
     "initialize": "shardwright.frontend.huggingface.initialize",
     "load_checkpoint": "shardwright.runtime.checkpoint.load",
@@ -155,6 +160,7 @@ _MODULES = {
     "load_hardware": "shardwright.compiler.cost.machine.hardware",
     "load_merged_state_dict": "shardwright.runtime.checkpoint.merged",
     "load_merged_state_dicts": "shardwright.runtime.checkpoint.merged",
+    "load_peft": "shardwright.frontend.huggingface.peft_folders",
     "load_pretrained": "shardwright.runtime.checkpoint.pretrained",
     "merge_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "merge_state_dicts": "shardwright.runtime.checkpoint.merged",
@@ -166,6 +172,7 @@ _MODULES = {
     "run_ranks": "shardwright.runtime.ranks.threads",
     "save_checkpoint": "shardwright.runtime.checkpoint.save",
     "search_plan": "shardwright.frontend.search_plan",
+    "start_peft": "shardwright.frontend.huggingface.peft_folders",
     "verify": "shardwright.frontend.verification.verify",
 }
 

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.pretrained import (
     CONFIG_FILE,
+    Rename,
+    RenameSome,
     export_pretrained,
     folder_names,
     load_pretrained,
@@ -119,9 +121,14 @@ def check_pieces(directory: Path) -> None:
             )
 
 
-def load_whole(model: Any, program: nn.Module, directory: Path) -> None:
+def load_whole(
+    model: Any, program: nn.Module, directory: Path, *, named: RenameSome | None = None
+) -> None:
     """Read this rank's pieces into ``program``, which is compiled from ``model``, from a folder
     that ``save_pretrained`` wrote. Collective.
+
+    ``named``: what ``model`` calls a tensor of ``program``, where that was compiled from something
+    around it; ``None`` for one that is not the model's.
 
     Names are matched as transformers does: a folder of the base model lacks the prefix
     (``h.0.attn.c_attn.weight`` is ``transformer.h.0...`` here), and what the class declares as
@@ -129,20 +136,30 @@ def load_whole(model: Any, program: nn.Module, directory: Path) -> None:
     """
     world = current_world()
     with together(world):
-        names = folder_names(directory)
+        there = names_in_folder(model, folder_names(directory))
+
+    def rename(name: str) -> str | None:
+        own = name if named is None else named(name)
+        return None if own is None else there(own)
+
+    patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    load_pretrained(
+        directory,
+        program,
+        rename=rename,
+        ignore=lambda name: any(pattern.search(name) for pattern in patterns),
+    )
+
+
+def names_in_folder(model: Any, names: Container[str]) -> Rename:
+    """What a folder with these ``names`` calls a tensor of ``model``."""
     prefix = f"{model.base_model_prefix}."
 
     def there(name: str) -> str:
         candidates = (name, name.removeprefix(prefix), prefix + name)
         return next((one for one in candidates if one in names), name)
 
-    patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
-    load_pretrained(
-        directory,
-        program,
-        rename=there,
-        ignore=lambda name: any(pattern.search(name) for pattern in patterns),
-    )
+    return there
 
 
 def write_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -> None:

@@ -32,6 +32,9 @@ WEIGHT_MAP_FILE = "model.safetensors.index.json"
 Rename = Callable[[str], str]
 """What the folder calls a tensor, given its name in the module."""
 
+RenameSome = Callable[[str], str | None]
+"""The same, with ``None`` for a tensor that is not to be read from the folder."""
+
 
 @checked
 def export_pretrained(
@@ -87,15 +90,17 @@ def load_pretrained(
     directory: Path | str,
     module: nn.Module,
     *,
-    rename: Rename | None = None,
+    rename: RenameSome | None = None,
     ignore: Callable[[str], bool] | None = None,
+    file: str = MODEL_FILE,
 ) -> None:
     """Load the weights of a transformers folder into a module under any plan. Every rank reads its
     own elements. Collective.
 
-    ``rename``: what the folder calls a tensor, given its name in the module. Tied tensors may be
-    there under any of their names. ``ignore``: whether something that the folder has more, given
-    its name, is left alone.
+    ``rename``: what the folder calls a tensor, given its name in the module; a tensor for which it
+    returns ``None`` stays what it is. Tied tensors may be there under any of their names.
+    ``ignore``: whether something that the folder has more, given its name, is left alone. ``file``:
+    the name of the one file that folders of other kinds have.
 
     Raises :class:`CheckpointError` on all ranks naming what is missing or has another shape, and
     what the folder has more.
@@ -104,12 +109,15 @@ def load_pretrained(
     holdings = Holdings.of(module)
     with MappedFiles(directory) as files:
         with together(world):
-            where = files_of(directory, files)
-            shapes = {file: files.shapes(file) for file in sorted(set(where.values()))}
+            where = files_of(directory, files, file)
+            shapes = {one: files.shapes(one) for one in sorted(set(where.values()))}
             # What this rank holds, under the names of the folder.
             found, problems, known = [], [], set()
             for holding in holdings.tensors:
-                names = [rename(name) if rename else name for name in holding.names]
+                renamed = [rename(name) if rename else name for name in holding.names]
+                names = [name for name in renamed if name is not None]
+                if not names:
+                    continue
                 known |= set(names)
                 name = next((name for name in names if name in where), None)
                 if name is None:
@@ -137,8 +145,8 @@ def load_pretrained(
             ],
         )
         with together(world):
-            for holding, file, name in found:
-                _copy(holding, files, file, name)
+            for holding, in_file, name in found:
+                _copy(holding, files, in_file, name)
 
 
 def folder_names(directory: Path) -> frozenset[str]:
@@ -161,20 +169,21 @@ def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:
         )
 
 
-def files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
-    """The file in which each tensor is, by the tensor's name. ``files``: those of ``directory``.
+def files_of(directory: Path, files: MappedFiles, file: str = MODEL_FILE) -> dict[str, str]:
+    """The file in which each tensor is, by the tensor's name. ``files``: those of ``directory``;
+    ``file``: what it is called where there is one.
 
     Raises :class:`CheckpointError` for a folder without weights, or a damaged index.
     """
     try:
         weight_map = parse_json((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
-        return {str(name): Path(file).name for name, file in weight_map.items()}
+        return {str(name): Path(one).name for name, one in weight_map.items()}
     except (FileNotFoundError, NotADirectoryError):
-        if (directory / MODEL_FILE).exists():
-            return dict.fromkeys(files.shapes(MODEL_FILE), MODEL_FILE)
+        if (directory / file).exists():
+            return dict.fromkeys(files.shapes(file), file)
         raise CheckpointError(
             f"{directory} holds no weights",
-            why=f"it has neither {MODEL_FILE} nor {WEIGHT_MAP_FILE}",
+            why=f"it has neither {file} nor {WEIGHT_MAP_FILE}",
             hint="files of torch.save are not read: convert them with save_pretrained(..., "
             "safe_serialization=True)",
         ) from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.rule_builder import dim_of
 from shardwright.runtime.errors import PlanError
 
 
 def batch_classes(graph: IRGraph) -> set[int]:
-    """The dim classes of the batch: dim 0 of the first input, of every input of that many rows, and
-    batches laid end to end.
+    """The dim classes of the batch: dim 0 of the first input, of every input of that many rows,
+    batches laid end to end, and batches whose rows were taken apart and put together again.
     """
     assert graph.dims is not None
     with_rows = [value for value in graph.inputs if value.ndim]
@@ -23,6 +25,7 @@ def batch_classes(graph: IRGraph) -> set[int]:
             why=f"the inputs have shapes {[tuple(value.shape) for value in graph.inputs]}",
             hint="trace with a batch of at least 2: of one row nothing can be told from the shapes",
         )
+    classes |= _put_together(graph, classes)
     return classes | _joined_batches(graph, classes)
 
 
@@ -53,3 +56,39 @@ def _joined_batches(graph: IRGraph, batch: set[int]) -> set[int]:
             if found == {True}
         }
     return joined
+
+
+def _put_together(graph: IRGraph, batch: set[int]) -> set[int]:
+    """The classes of dims that are made of one piece per row of the batch, in the order of the
+    rows.
+
+    Example: ``torch.stack([self.embed(row) for row in images])``. Rows are computed one by one on
+    every rank, as each has operators of its own. What follows the stack is as long as the batch
+    again, and may be split. The same holds for ``torch.cat`` of the patches of all images, whose
+    number differs from image to image.
+    """
+    assert graph.dims is not None
+    found: set[int] = set()
+    row_of: dict[str, int] = {}  # by value, the one row of the batch that it was made of
+    num_rows = 0
+    for op in graph.ops:
+        rows = [row_of.get(value.name) for value in op.operands]
+        if op.target == "unbind" and _is_batch(graph, op, batch):
+            num_rows = len(op.results)
+            row_of |= {value.name: row for row, value in enumerate(op.results)}
+        elif op.target in ("stack", "cat") and num_rows and rows == list(range(num_rows)):
+            (result,) = op.results
+            # The outermost class of the dim: pieces of 4 x 6 places are joined along the 4.
+            found |= set(graph.dims.values[result.name][dim_of(op, result.ndim)][:1])
+        elif len(different := set(rows) - {None}) == 1:
+            (row,) = different
+            assert row is not None
+            row_of |= {value.name: row for value in op.results}
+    return found
+
+
+def _is_batch(graph: IRGraph, op: IROp, batch: set[int]) -> bool:
+    assert graph.dims is not None
+    (source,) = op.operands
+    dims = graph.dims.values[source.name][dim_of(op, source.ndim)]
+    return bool(dims) and set(dims) <= batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import plans
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,3 +34,27 @@ def test_batches_laid_end_to_end_are_split(tmp_path: Path) -> None:
     compiled, _ = plans.check_policy(Prompted().double(), inputs, "data", 2, tmp_path)
     kinds = [adapter.step.kind for adapter in compiled.program.adapters()]
     assert sorted(kinds) == ["all_reduce", "narrow", "narrow", "narrow"]
+
+
+class RowByRow(nn.Module):
+    """Pads each row by itself, then stacks all, as TimesFM does it; or lays their places end to
+    end, as Pixtral does it with the patches of images.
+    """
+
+    def __init__(self, is_stacked: bool) -> None:
+        super().__init__()
+        self.is_stacked = is_stacked
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [torch.cat((row, row.new_ones(1, 6))) for row in x]  # [S + 1, 6] each
+        joined = torch.stack(rows) if self.is_stacked else torch.cat([row[2:] for row in rows])
+        return self.down(self.up(joined).relu()).square().mean()
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_rows_that_are_put_together_again_are_split(is_stacked: bool, tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    compiled, _ = plans.check_policy(RowByRow(is_stacked).double(), {"x": x}, "data", 2, tmp_path)
+    assert compiled.work is not None
+    assert compiled.work.share == 0.5

@@ -8,8 +8,10 @@ ranks, against one device.
 run has stopped. Each folder runs in a child process with a limit. Models and inputs come from
 Hugging Face's own testers where ``--tests`` names a checkout of their repository (wheels and source
 distributions do not have them), else from a recipe (``tests/_lib/tiny_families.py``), which does
-not reach every model. Everything is float64. A model that is refused with labels or masks is tried
-without them. Where a refusal names inputs to declare as constants, the model is tried with those.
+not reach every model. Everything is float64. ``tp`` plans for a machine that is as slow as the
+models are small, as on one of the presets no channel of so small a convolution would be split. A
+model that is refused with labels or masks is tried without them. Where a refusal names inputs to
+declare as constants, the model is tried with those.
 
 ``table`` counts the outcomes, prints them, and writes the page.
 """
@@ -26,11 +28,13 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import unittest
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 import shardwright.frontend.verification.trained_ranks as rank_runs
 import shardwright.frontend.verification.verify as verification
@@ -53,6 +57,23 @@ RANKS = 2
 CPU_LIMIT_S, WALL_LIMIT_S = 90, 900
 TRIALS: tuple[dict[str, bool], ...] = ({}, {"mask": False}, {"mask": False, "labels": False})
 """What a folder is tried with, one after the other until it is equal."""
+SLOW_MACHINE = {
+    "format": 1,
+    "name": "slow",
+    "num_devices": RANKS,
+    "device": {
+        "name": "slow",
+        "memory_bytes": 2**34,
+        "flops_per_s": {"float64": 1e9, "float32": 1e9},
+        "bytes_per_s": 1e12,
+        "launch_s": 0.0,
+        "matmul_efficiency": 1.0,
+    },
+    "tiers": [{"name": "links", "sizes": "all", "latency_s": 0.0, "bytes_per_s": 1e9}],
+}
+"""The hardware ``tp`` plans for. It does one operation in the time that a byte takes; an A100 does
+65. But convolutions of real models do 10 to 100 times as many operations per byte as tiny ones.
+"""
 _MOST_CONSTANTS = 6
 MOST_CLASSES = 4
 
@@ -184,9 +205,31 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
-        if count is not None:
+        if func._overloadpacket is torch.ops.aten.convolution_backward:
+            self.flops += flops_of_convolution_gradients(*args)
+        elif count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def flops_of_convolution_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: list[bool],
+) -> int:
+    """Each gradient takes as much as the convolution. (torch counts the gradient of a weight in
+    groups as if there were one group.)
+    """
+    once = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
+    return once * sum(wanted[:2])
 
 
 class _Watching:
@@ -234,8 +277,9 @@ def compare(model: nn.Module, given: dict[str, Any], policy: str) -> dict[str, A
     """``verify`` under one policy: its outcome, and what it took to get there."""
     constants: dict[str, Any] = {}
     while True:
-        with _Watching() as watch:
-            found = _outcome(model, given, policy, constants)
+        with _Watching() as watch, _hardware_file() as hardware:
+            options = {"hardware": hardware} if policy == "tp" else {}
+            found = _outcome(model, given, policy, constants, options)
         asked = [name for name in found.pop("asks_for", []) if name not in constants]
         if not asked or len(constants) > _MOST_CONSTANTS:
             break
@@ -245,10 +289,27 @@ def compare(model: nn.Module, given: dict[str, Any], policy: str) -> dict[str, A
     return {**found, "constants": sorted(constants), "compile_s": round(watch.compile_s, 2)}
 
 
+@contextmanager
+def _hardware_file() -> Iterator[str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(SLOW_MACHINE, file)
+        file.flush()
+        yield file.name
+
+
 def _outcome(
-    model: nn.Module, given: dict[str, Any], policy: str, constants: Mapping[str, Any]
+    model: nn.Module,
+    given: dict[str, Any],
+    policy: str,
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    config = {"plan_ngpus": RANKS, "runtime_ngpus": RANKS, "constants": constants}
+    config = {
+        "plan_ngpus": RANKS,
+        "runtime_ngpus": RANKS,
+        "constants": constants,
+        "pas_config": options,
+    }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -466,6 +527,11 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
             "*FLOPs* is the share of one device's products that the busiest rank computes: 0.5 "
             "is an even split, 1 is none."
         ),
+        (
+            "`tp` planned for a machine that is as slow as these models are small: on real "
+            "machines it leaves such small"
+        ),
+        "convolutions whole ([hardware.md](hardware.md#which-channels-tp-splits)).",
         (
             "*compile* is CPU seconds for `tp`. *constants* are inputs that had to be declared "
             "in `ComputeConfig(constants=...)`"

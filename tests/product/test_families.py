@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 _SPEC = importlib.util.spec_from_file_location("families", Path(__file__).with_name("families.py"))
@@ -27,7 +28,21 @@ slices by the sizes of images, shapes of images of unequal size, images that are
 def test_a_folder_equals_one_device(folder: str) -> None:
     (*_, row) = families.try_folder(folder, None)
     assert families.outcome_of(row) == "equal", families.summary(row)
-    assert max(row[policy]["flops_share"] for policy in families.POLICIES) < 1.0
+    assert max(row[policy]["flops_share"] for policy in families.POLICIES) < families.UNSPLIT
+
+
+def test_gradients_of_grouped_convolutions_count_as_much_as_the_convolution() -> None:
+    convolution = nn.Conv2d(8, 16, 3, groups=4)
+    with families._Counting() as counting:
+        convolution(torch.ones(2, 8, 5, 5, requires_grad=True)).sum().backward()
+    # Outputs, times what each of them adds up; forward, and the gradients of input and weight.
+    assert counting.flops == 3 * 2 * (2 * 16 * 3 * 3) * (2 * 3 * 3)
+
+
+@pytest.mark.slow
+def test_channels_of_tiny_convolutions_are_split() -> None:
+    (*_, row) = families.try_folder("regnet", None)
+    assert row["tp"]["flops_share"] < 0.6
 
 
 ROWS = [

@@ -135,7 +135,7 @@ def _lower_body(
             )
     leading = _leading_to_loss(graph)
     crossings = [
-        _crossing(value, value.takes_gradient and value.name in leading, source, stage, made, plan)
+        _crossing(value, _sends_gradient(value, stage, leading), source, stage, made, plan)
         for stage in stages
         for value, source in stage.receives
     ]
@@ -218,7 +218,7 @@ def _check_ends(program: PipelineProgram) -> None:
             planned = program.plan.stages[stage]
             if (end.layout, end.mesh, end.ranks) != (layout, planned.mesh, planned.ranks):
                 raise InternalError(f"{where} as {end.layout}, stage {stage} has it as {layout}")
-        takes_gradient = given[name].takes_gradient and name in leading
+        takes_gradient = _sends_gradient(given[name], program.stages[target], leading)
         if crossing.value.takes_gradient != takes_gradient:
             raise InternalError(f"{where} {'without its' if takes_gradient else 'with a'} gradient")
 
@@ -335,6 +335,16 @@ def _leading_to_loss(graph: IRGraph) -> set[str]:
         if any(value.name in leading for value in op.results):
             leading |= {value.name for value in op.operands if value.requires_grad}
     return leading
+
+
+def _sends_gradient(value: IRValue, stage: StageGraph, leading: Set[str]) -> bool:
+    """Whether the stage, which receives ``value``, sends a gradient back: it makes something of it
+    that leads to the loss.
+    """
+    return value.takes_gradient and any(
+        value in op.operands and any(result.name in leading for result in op.results)
+        for op in stage.graph.ops
+    )
 
 
 def _crossing(

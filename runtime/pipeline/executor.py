@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shardwright.runtime.errors import UsageError
 from shardwright.runtime.pipeline.backward import SplitBackward
 from shardwright.runtime.pipeline.segment import Transfer
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
@@ -238,10 +239,26 @@ class Executor:
         self, action: ScheduleAction, held: _Held, gradients: Sequence[Tensor | None]
     ) -> None:
         sent = zip(held.inputs, gradients, strict=True)
-        for (transfer, x), grad in sorted(
+        for (transfer, _), grad in sorted(
             sent, key=lambda item: (item[0][0].stage, item[0][0].name)
         ):
-            self._exchange.send(action, transfer, torch.zeros_like(x) if grad is None else grad)
+            if grad is None:
+                raise _no_gradient(action, transfer)
+            self._exchange.send(action, transfer, grad)
+
+
+def _no_gradient(action: ScheduleAction, transfer: Transfer) -> UsageError:
+    """An autograd function of the user's may return ``None``. Zeros in its place would be a
+    gradient, by which weight decay and momentum change parameters.
+    """
+    return UsageError(
+        f"no gradient of {transfer.name!r} comes out of {action}, and stage {transfer.stage} waits "
+        "for it",
+        why="an operator between it and the loss returns None as its gradient; on one device the "
+        "parameters before it would have none",
+        hint=f"let the model say so: .detach() {transfer.name!r} where that operator reads it; or "
+        "begin the stages elsewhere",
+    )
 
 
 def _last_gradients(

@@ -4,12 +4,16 @@ that is no part of the loss.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shardwright
 from shardwright.frontend.verification.verify import verify
+from shardwright.runtime.errors import UsageError
 
 
 class Codes(nn.Module):
@@ -52,6 +56,79 @@ class Aside(nn.Module):
         before, hidden = self.before(x), self.layers(x)
         loss = F.mse_loss(self.head(hidden), y)
         return {"loss": loss, "aside": self.after(before + hidden.detach())}
+
+
+class Skipping(nn.Module):
+    """One value goes from the first stage into two others, and is part of the loss in one of
+    them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.head, self.after = nn.Linear(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first = hidden = torch.relu(self.layers[0](x))
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return F.mse_loss(self.head(hidden), y), self.after(first)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_only_stages_that_lead_to_the_loss_send_gradients(schedule: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(6, size, generator=generator) for size in (8, 2))
+    options = {"schedule": schedule, "num_microbatches": 2}
+    config = {"plan_ngpus": 3, "runtime_ngpus": 3, "use_end2end": True, "outputs": "all"}
+    report = verify(Skipping(), {"x": x, "y": y}, "pp", {**config, "pas_config": options})
+    assert report.ok, str(report)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, (grad * ctx.saved_tensors[0]).sum(0)
+
+
+@shardwright.register_op("b n, n -> b n")
+def no_gradient(x: Tensor, scale: Tensor) -> Tensor:
+    """A product, of which one operand gets no gradient."""
+    return _NoGradient.apply(x, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Opaque(nn.Module):
+    """A model in the middle of which an operator stops the gradient, as only running it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(count)))
+            for count in (6, 1)
+        )
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.after(no_gradient(self.before(x), self.scale))
+        return F.mse_loss(hidden[:, :2], y)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_gradient_that_does_not_come_is_refused(schedule: str) -> None:
+    """Zeros in its place would be a gradient, by which weights before it are decayed."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, size, generator=generator) for size in (8, 2))
+    options = {"schedule": schedule, "num_microbatches": 2}
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": options}
+    with pytest.raises(UsageError, match="no gradient of '.*' comes out of 1[BI]0, and stage 0"):
+        verify(Opaque(), {"x": x, "y": y}, "pp", config)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -259,7 +259,11 @@ def stage_times(
     }
     if ActionKind.INPUT_GRADIENT not in kinds:
         return StageTimes(body.forward_s, whole_s, 0.0)
-    inputs = [value.name for value, _ in program.stages[index].receives if value.takes_gradient]
+    inputs = [
+        crossing.value.name
+        for crossing in program.crossings
+        if crossing.target == index and crossing.value.takes_gradient
+    ]
     return StageTimes(
         body.forward_s, *parts_of_backward(own, body, inputs, device, added_s), whole_s
     )

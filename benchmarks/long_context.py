@@ -7,6 +7,8 @@ own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
 
 - **work**: of the rank with most pairs of a query and a key that it sees, over the mean of all
   ranks; one run of positions to a rank beside two in zigzag.
+- **packed**: the same of rows of documents whose lengths are log-normal, by the number of turns in
+  which positions are dealt, and the tiles in which the busiest rank computes attention.
 - **peak**: bytes of the busiest rank over those of one rank that has the whole sequence. An even
   split of everything would be 1/n.
 """
@@ -14,6 +16,8 @@ own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
 from __future__ import annotations
 
 import argparse
+from itertools import accumulate
+from random import Random
 from typing import Any
 
 import torch
@@ -26,8 +30,20 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.trace import trace
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import ShardwrightError
-from shardwright.runtime.runs import dealt
-from shardwright.runtime.visible_keys import earlier_keys, pairs
+from shardwright.runtime.ops.split_attention import CALL_PAIRS
+from shardwright.runtime.runs import common, dealt, joined
+from shardwright.runtime.visible_keys import (
+    Band,
+    Bands,
+    earlier_keys,
+    joined_tiles,
+    local_bands,
+    pairs,
+    seen_runs,
+)
+
+ROWS = 40
+"""Rows of documents."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "gather": {"cp_mode": "gather", "cp_turns": 0},
@@ -43,6 +59,36 @@ def most_over_mean(length: int, num_ranks: int, *, turns: int) -> float:
     bands = earlier_keys(length, length)
     found = [pairs(bands, dealt(length, num_ranks, rank, turns=turns)) for rank in range(num_ranks)]
     return max(found) * num_ranks / sum(found)
+
+
+def packed_row(length: int, num_documents: int, random: Random) -> Bands:
+    """What is seen in a row of documents whose lengths have a long tail."""
+    shares = [random.lognormvariate(0, 1) for _ in range(num_documents)]
+    ends = [round(length * share / sum(shares)) for share in accumulate(shares)]
+    starts = [0, *ends[:-1]]
+    return tuple(
+        Band(start, end, start, start + 1, 0, 1)
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    )
+
+
+def packed_rows(length: int, num_ranks: int, turns: int) -> tuple[float, float, float]:
+    """The pairs of the busiest rank over the mean, of rows of 33 documents: on average, and of the
+    worst row. And the tiles of a ring that a rank has, on average.
+    """
+    random = Random(0)
+    shares, num_tiles = [], 0
+    for _ in range(ROWS):
+        bands = packed_row(length, 33, random)
+        runs = [joined(dealt(length, num_ranks, rank, turns=turns)) for rank in range(num_ranks)]
+        found = [pairs(bands, own) for own in runs]
+        shares.append(max(found) * num_ranks / sum(found))
+        for keys in runs:
+            seen = common(seen_runs(bands, runs[0]), keys)
+            local, num_keys = local_bands(bands, runs[0], seen), sum(n for _, n in seen)
+            num_tiles += len(joined_tiles(local, num_keys, CALL_PAIRS["cpu"]))
+    return sum(shares) / ROWS, max(shares), num_tiles / ROWS
 
 
 def llama(layers: int, hidden: int, heads: int, groups: int, length: int) -> LlamaForCausalLM:
@@ -67,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seq", type=int, default=131072)
+    parser.add_argument("--packed", type=int, default=32768, help="positions of a packed row")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
@@ -75,6 +122,12 @@ def main() -> None:
     for turns in (0, 1):
         share = most_over_mean(given.seq, given.ranks, turns=turns)
         print(f"work, {'in zigzag' if turns else 'one run each'}: {share:.3f} of the mean")
+    for turns in (0, 1, 4, 16, 32, 64):
+        mean, worst, tiles = packed_rows(given.packed, given.ranks, turns)
+        print(
+            f"packed rows of {given.packed}, {turns:2} turns: {mean:.3f} of the mean, "
+            f"the worst of {ROWS} rows {worst:.3f}, {tiles:.0f} tiles"
+        )
     module = llama(given.layers, given.hidden, given.heads, given.groups, given.seq)
     tokens = torch.zeros(1, given.seq, dtype=torch.int64)
     graph = annotate(trace(module, {"input_ids": tokens, "labels": tokens}), pass_manager())

@@ -37,6 +37,7 @@ from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.time.arithmetic import (
     arithmetic_s,
 )
+from shardwright.compiler.cost.time.attention_calls import further_calls
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
 from shardwright.compiler.cost.time.inner_messages import communicates, messages_time
 from shardwright.compiler.cost.time.operator_traffic import (
@@ -71,20 +72,21 @@ def op_time(
     """
     if times is None or not times.entries:
         # The cache lies on the hardware object and goes with it: no time outlives its rates.
-        key = signature(op), tuple((axis, size, assignment.get(axis)) for axis, size in mesh.axes)
+        axes = ((axis, size, mesh.turns_of(axis)) for axis, size in mesh.axes)
+        key = signature(op), tuple((*axis, assignment.get(axis[0])) for axis in axes)
         if key not in hardware.call_times:
             call = local_call(op, assignment, mesh)
-            found = roofline(call, hardware.device, communicates(call, assignment, mesh)) + _host(
-                call, hardware.device
-            )
+            found = roofline(call, hardware.device, communicates(call, assignment, mesh))
+            found += _host(call, hardware.device)
+            found += further_calls(call, assignment, mesh, hardware.device)
             hardware.call_times[key] = call, found
         call, found = hardware.call_times[key]
     # Measured times are asked for by the local call, not by the strategy.
     else:
         call = local_call(op, assignment, mesh)
-        found = _measured(call, assignment, mesh, hardware.device, times) + _host(
-            call, hardware.device
-        )
+        found = _measured(call, assignment, mesh, hardware.device, times)
+        found += _host(call, hardware.device)
+        found += further_calls(call, assignment, mesh, hardware.device)
     return found + messages_time(call, assignment, mesh, hardware, ranks)
 
 

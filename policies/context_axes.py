@@ -196,7 +196,10 @@ def kind_of(op: IROp, graph: IRGraph, sequence: set[int]) -> Kind:
     classes = (graph.dims.factors.get((op.name, factor.name)) for factor in op.rule.factors)
     positions = sorted({index for index in classes if index in sequence})
     is_kernel = op.target in ATTENTION
-    return (*positions, *((len(op.operands), int(op.arg("is_causal", False))) if is_kernel else ()))
+    return (
+        *positions,
+        *((len(op.operands), int(bool(op.arg("is_causal", False)))) if is_kernel else ()),
+    )
 
 
 def _kinds(graph: IRGraph, named: Sequence[str]) -> set[Kind]:

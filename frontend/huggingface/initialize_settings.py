@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardwright.policies.known_policies import find_policy
@@ -90,6 +90,9 @@ class Settings:
                 hint="use_zero=1 or 2 with shardwright.build_optimizer, or shardwright.parallelize",
             )
         policy = find_policy(given.get(POLICY, "tp" if config.plan_ngpus > 1 else "dp"))
+        if policy.searches:
+            # Further programs are searched on the first one's mesh, and none of them in zigzag.
+            config = replace(config, pas_config={"zigzag": False, **config.pas_config})
         _check_policy(policy, config)
         return cls(policy, config, "dynamic_dims" in given)
 

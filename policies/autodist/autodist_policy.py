@@ -275,6 +275,7 @@ def _space(
         memory_bytes=limit,
         mixed=options.mesh is None,
         simple=True,
+        zigzag=options.zigzag,
         pieces=options.loss_pieces,
         tolerance=LAYERS_WORTH,
         constraints=lambda mesh: constraints_on(mesh, graph, options),
@@ -334,7 +335,7 @@ def _ordered(mesh: Mesh, names: list[str]) -> Mesh:
             f"order {'-'.join(names)!r} does not name the axes of the mesh",
             why=f"axes {mesh.names}",
         )
-    return Mesh(tuple((name, mesh.axis_size(name)) for name in names))
+    return mesh.of_axes((name, mesh.axis_size(name)) for name in names)
 
 
 def files(config: ComputeConfig) -> list[Path]:
@@ -379,6 +380,12 @@ def following(config: ComputeConfig, first: Plan, stored: Mapping[str, Layout]) 
     """The config that searches the best plan on the mesh of ``first``, for tensors that are stored
     as they are.
     """
+    if first.mesh.turns:
+        raise PlanError(
+            "policy 'autodist' searches no plan beside one that deals positions in zigzag",
+            why=f"all programs of a module have one mesh, and the first one's is {first.mesh}",
+            hint="pas_config={\"zigzag\": False}, or policy 'cp'",
+        )
     own = {name: value for name, value in config.pas_config.items() if name not in FOR_A_STEP}
     own["mesh"] = dict(first.mesh.axes)
     own["stored"] = {fqn: str(layout) for fqn, layout in stored.items()}

@@ -57,6 +57,9 @@ class AutodistOptions:
     **Pieces.** ``loss_pieces``: whether the loss may run in pieces, one after the other, where a
     plan does not fit without.
 
+    **Sequences.** ``zigzag``: whether an axis that splits the sequence may deal it in zigzag, which
+    is tried where attention is causal.
+
     **Experts.** ``imbalance``: how many times its even share of rows the busiest rank is assumed to
     get where experts are split: a number, or numbers by module.
 
@@ -87,6 +90,7 @@ class AutodistOptions:
     zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
     loss_pieces: bool = True
+    zigzag: bool = True
     imbalance: float | Mapping[str, float] = IMBALANCE
     time_limit_s: float = 120.0
     save_plan: str | None = None

@@ -16,7 +16,7 @@ from shardwright.compiler.ops.seen_keys import seen_bands
 from shardwright.compiler.ops.strategy import Assignment, factor_axes, split_factor
 from shardwright.runtime.atoms import Atom
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.runs import joined
+from shardwright.runtime.runs import Run, joined
 from shardwright.runtime.visible_keys import local_bands
 
 LAUNCHES = (12, 10)
@@ -44,7 +44,7 @@ def num_tiles(call: LocalCall, assignment: Assignment, mesh: Mesh) -> int:
     bands = seen_bands(call.op, num_queries, num_keys)
     # Keys that go round come piece by piece.
     going_round = [a for a in axes if (assignment.get(a) or "").startswith("exchange:")]
-    keys = [((0, num_keys),)]
+    keys: list[tuple[Run, ...]] = [((0, num_keys),)]
     for axis in going_round[:1]:
         pieces = ({**here, axis: rank} for rank in range(mesh.axis_size(axis)))
         keys = [joined(Atom((num_keys,), (axis,)).pieces(mesh, coords)) for coords in pieces]

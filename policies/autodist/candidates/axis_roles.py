@@ -104,7 +104,8 @@ def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
         return replace(atom, axes=tuple(map(new, atom.axes)))
 
     def mesh(item: Mesh) -> Mesh:
-        return Mesh(tuple((new(axis), size) for axis, size in item.axes))
+        axes = tuple((new(axis), size) for axis, size in item.axes)
+        return Mesh(axes, tuple((new(axis), count) for axis, count in item.turns))
 
     def by_axis(item: Mapping[str, str]) -> dict[str, str]:
         return {new(axis): value for axis, value in item.items()}

@@ -59,7 +59,7 @@ def stage_sizes(num_ranks: int) -> list[int]:
 
 def with_pp(inner: Mesh, num_positions: int, place: int = 0) -> Mesh:
     """The mesh with a ``pp`` axis before its axis number ``place``."""
-    return Mesh((*inner.axes[:place], ("pp", num_positions), *inner.axes[place:]))
+    return inner.of_axes((*inner.axes[:place], ("pp", num_positions), *inner.axes[place:]))
 
 
 def position_ranks(inner: Mesh, num_positions: int, place: int = 0) -> list[tuple[int, ...]]:

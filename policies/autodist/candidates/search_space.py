@@ -29,6 +29,7 @@ class SearchSpace:
       best takes; ``worth_s``: and no longer than that.
     - ``tolerance``: stages begin between layers where a step takes at most so much longer than with
       other stages, as a share of it.
+    - ``zigzag``: whether such plans may deal positions in zigzag.
     - ``pieces``: whether the loss may run in pieces, where a plan does not fit without.
     - ``block_share``: the most that a block takes of a stage of average length, where stages may
       begin inside layers, too.
@@ -49,6 +50,7 @@ class SearchSpace:
     block_share: float = SHARE
     mixed: bool = True
     simple: bool = False
+    zigzag: bool = True
     pieces: bool = True
     constraints: Callable[[Mesh], Constraints] = lambda mesh: Constraints()
     pp_place: int | None = None

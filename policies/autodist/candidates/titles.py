@@ -12,14 +12,16 @@ from shardwright.policies.autodist.candidates.results import SearchResult
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.mesh import in_turns
 
 MOST_LISTED = 4
 """Reasons of a kind that an error has."""
 
 
 def mesh_title(num_positions: int, mesh: Mesh, pp_place: int = 0) -> str:
-    """``pp=2 x tp=4``; ``one rank``."""
-    sizes = [f"{axis}={size}" for axis, size in mesh.axes] if mesh.size > 1 else []
+    """``pp=2 x tp=4``; ``sp=4 zigzag``; ``one rank``."""
+    sizes = [f"{axis}={size}{in_turns(mesh.turns_of(axis))}" for axis, size in mesh.axes]
+    sizes = sizes if mesh.size > 1 else []
     if num_positions > 1:
         sizes.insert(pp_place, f"pp={num_positions}")
     return " x ".join(sizes) or "one rank"

@@ -236,7 +236,7 @@ def _in_order(plan: Plan) -> Plan:
         plan = renamed(plan, names)
 
     def ordered(mesh: Mesh) -> Mesh:
-        return Mesh(tuple(sorted(mesh.axes)))
+        return mesh.of_axes(sorted(mesh.axes))
 
     stages = tuple(
         replace(stage, mesh=ordered(stage.mesh), ranks=tuple(sorted(stage.ranks)))

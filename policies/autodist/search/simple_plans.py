@@ -1,12 +1,14 @@
 """The plans of the simple policies on the meshes of a search, so that none of them is better than
 its answer.
 
-``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule, and cut stages with the same code as a
-search. One of their plans may still take less than all candidates:
+``tp``, ``data``, ``cp``, ``pp`` and ``hybrid`` split dims by rule, and cut stages with the code of
+a search. One of their plans may still take less than all candidates:
 
 - time ends a search before it has placed the model on a mesh;
 - memory binds, and their placement holds less than those that the search has chosen before it cuts
-  stages: it allows a schedule that these have no memory for.
+  stages: it allows a schedule that these have no memory for;
+- an axis deals positions in zigzag, as ``cp`` lets it where attention is causal. A search places
+  the model on meshes whose axes give each rank one piece.
 
 So they are audited too, as far as they obey the user's constraints and their parts do not already
 take as long as the best plan.
@@ -47,8 +49,10 @@ from shardwright.policies.autodist.stages.block_costs import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chooser
+from shardwright.policies.context_axes import ContextAxis, split_context, turns_of_axes
 from shardwright.policies.partition import cut as cut_into_stages
 from shardwright.policies.partition import with_regions
+from shardwright.policies.sequences import sequence_classes
 from shardwright.policies.splits import split_dims, split_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -95,8 +99,8 @@ def simple_plans(
 ) -> Iterator[SimplePlan]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
-    short; of one axis, either. Meshes of more axes are none of theirs. Without what breaks the
-    constraints.
+    short; of one axis, either. An axis that deals in zigzag splits the sequence. Meshes of more
+    axes are none of theirs. Without what breaks the constraints.
     ``below_s``: placements that take longer are of no interest. ``rules``: those for the graph,
     shared by all meshes.
     """
@@ -262,6 +266,9 @@ class Rules:
         """All there are, of the whole model. A plan raises :class:`PlanError` if an axis cannot
         split what it is for.
         """
+        if mesh.turns:
+            yield from self._sequence_ways(mesh)
+            return
         # By number of axes, what each of them splits.
         named: dict[int, list[tuple[str, ...]]] = {
             0: [()],
@@ -281,6 +288,42 @@ class Rules:
         # Two axes may both split inner dims, where these are short.
         if len(mesh.axes) == 2 and (pair := self._pair_classes(mesh)) is not None:
             yield Way(self._splits(mesh, pair, one_by_one=False), partial(self._pair, mesh, pair))
+
+    def zigzag_meshes(self, mesh: Mesh) -> Iterator[Mesh]:
+        """The meshes on which an axis deals positions in zigzag, as ``cp`` lets it: where attention
+        is causal.
+        """
+        if not 1 <= len(mesh.axes) <= 2:
+            return
+        for axis, size in mesh.axes:
+            if axis in (*AXIS_NAMES, "sp") and size > 1:
+                turns = turns_of_axes(self.graph, [ContextAxis(axis, size, "ring")], None, "cp")
+                if turns:
+                    yield Mesh(mesh.axes, turns)
+
+    def _sequence_ways(self, mesh: Mesh) -> Iterator[Way]:
+        """The axis that deals in zigzag splits the sequence, another one the batch or inner dims.
+        Keys go round, or are gathered.
+        """
+        ((along, _),) = mesh.turns
+        if not any(sequence_classes(body) for body in self.graph.bodies):
+            return
+        others = [axis for axis in mesh.names if axis != along]
+        rules: tuple[str | None, ...] = ("batch", "inner") if others else (None,)
+        for rule in rules:
+            for mode in ("ring", "gather"):
+                # A model without a batch, or attention that has no ring.
+                with contextlib.suppress(PlanError):
+                    plan = self._sequence_plan(mesh, along, mode, rule)
+                    yield Way(plan.strategies, partial(_same, plan))
+
+    def _sequence_plan(self, mesh: Mesh, along: str, mode: str, rule: str | None) -> Plan:
+        builder = self.graph.builder(mesh=mesh)
+        for axis, size in mesh.axes:
+            if axis != along and rule is not None:
+                split_dims(builder, axis, self._classes(rule, size))
+        split_context(builder, [ContextAxis(along, mesh.axis_size(along), mode)], {})
+        return builder.plan("autodist")
 
     def plan(self, mesh: Mesh, way: Sequence[str]) -> Plan:
         """The whole model, where axes of a mesh split the batch or the inner dims. Raises
@@ -361,6 +404,10 @@ class Rules:
             if split is not None:
                 found[op.name] = split
         return found
+
+
+def _same(plan: Plan) -> Plan:
+    return plan
 
 
 def _placement(graph: PlannableGraph, way: Way, constraints: Constraints) -> Plan | None:

@@ -114,7 +114,8 @@ class SimplePolicies:
         if not self.space.simple:
             return
         # Meshes by their bound, and those that were never placed.
-        waiting = deque(self._ordered(placed_meshes, left))
+        zigzag = self._in_zigzag([*(placed.where for placed in placed_meshes), *left])
+        waiting = deque(self._ordered(placed_meshes, [*left, *zigzag]))
         while waiting and self._has_time(SIMPLE_PLANS):
             found, all_of = self._gathered(waiting)
             for simple, where, placed_mesh in found:
@@ -164,7 +165,7 @@ class SimplePolicies:
             return
         known = {placed_mesh.where: placed_mesh for placed_mesh in placed_meshes}
         self.result.audited = [self._bounded(candidate, known) for candidate in self.result.audited]
-        for where in (*known, *left):
+        for where in (*known, *left, *self._in_zigzag([*known, *left])):
             number, mesh, place = where
             bound_s = known[where].bound_s if where in known else 0.0
             # It was compared, or it cannot be better: the answer says that something was.
@@ -173,6 +174,16 @@ class SimplePolicies:
             else:
                 mesh = known[where].fastest.plan.mesh if where in known else mesh
                 self.result.not_compared.append(mesh_title(number, mesh, place))
+
+    def _in_zigzag(self, wheres: Sequence[PipelineMesh]) -> list[PipelineMesh]:
+        """Meshes of a search with an axis that deals in zigzag: these it does not place itself."""
+        if not self.space.zigzag:
+            return []
+        return [
+            (number, mesh, place)
+            for number, plain, place in wheres
+            for mesh in self._rules.zigzag_meshes(plain)
+        ]
 
     def _bounded(self, candidate: Candidate, known: Mapping[PipelineMesh, PlacedMesh]) -> Candidate:
         """A candidate of theirs that was there before its mesh was placed, with the bound that is

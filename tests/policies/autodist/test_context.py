@@ -5,6 +5,7 @@ trained like one device.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import plans
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from planning import slow_machine
 from torch import Tensor, nn
 
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.frontend.verification.verify import verify
 from shardwright.policies.autodist.autodist_policy import search
@@ -24,7 +27,9 @@ from shardwright.policies.autodist.questions.explain import (
     explain_operator,
     factor_dims,
 )
+from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 
 INPUTS = {"x": torch.randn(2, 24, 12, generator=torch.Generator().manual_seed(0)).double()}
 
@@ -70,6 +75,24 @@ def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
     assert [choice.name for choice in told.choices if choice.chosen] == ["sp=exchange:k>q"]
     assert min(choice.step_s for choice in told.choices if not choice.chosen) > best.step_s
     assert told.binds == NOTHING_BINDS
+
+
+def test_zigzag_is_tried_where_attention_is_causal_and_may_be_forbidden() -> None:
+    """No plan of ``cp`` is faster, and the next program of the module may not be in zigzag."""
+    model = plans.annotated(plans.traced(Long(is_causal=True), {"x": torch.randn(2, 512, 12)}))
+    slow = slow_machine(4)
+    slow = replace(slow, device=replace(slow.device, tiles=None))
+    config, found = config_of(4), []
+    for zigzag in (True, False):
+        best = search(model, config, AutodistOptions(max_axes=1, zigzag=zigzag), slow).best
+        assert best is not None
+        found.append(best)
+    assert [best.plan.mesh.turns for best in found] == [(("sp", 1),), ()]
+    assert found[0].step_s < found[1].step_s
+    by_hand = compile_graph(model, find_policy("cp").apply, config_of(4, cp_mode="ring"))
+    assert found[0].step_s <= audit(by_hand.program, config, slow).step_s * (1 + 1e-9)
+    with pytest.raises(PlanError, match="beside one that deals positions in zigzag"):
+        find_policy("autodist").following(config, found[0].plan, {})
 
 
 @pytest.mark.parametrize(

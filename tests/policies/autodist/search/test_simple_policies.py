@@ -164,6 +164,7 @@ def test_tp_on_two_axes_is_among_them() -> None:
     space = SearchSpace(
         meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False,
         simple=True,
+        zigzag=False,
         constraints=lambda mesh: whole_batch,
     )  # fmt: skip
 

@@ -138,8 +138,9 @@ class _Writer:
         metadata = self._forms.Metadata(
             self._entries, planner_data=self._paths, storage_data=self._stored
         )
-        if hasattr(metadata, "version"):
-            metadata.version = self._storage.CURRENT_DCP_VERSION
+        version = getattr(self._storage, "CURRENT_DCP_VERSION", None)
+        if version is not None:  # of torch versions that write one
+            metadata.version = version
         write_file(self._folder / DCP_FILE, pickle.dumps(metadata))
 
     @property

@@ -203,6 +203,15 @@ def test_loading_a_distributed_checkpoint_into_pieces(tmp_path):
         )
 
 
+def test_state_dicts_of_torch_of_a_whole_module(tmp_path, monkeypatch):
+    """They find submodules as attributes, which may be something else here."""
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    assert "layers.0.weight" in get_model_state_dict(module)
+    monkeypatch.setattr(type(module), "layers", "something else")
+    with pytest.raises(UsageError, match="they look for its submodule 'layers' as an attribute"):
+        get_model_state_dict(module)
+
+
 def test_functions_are_replaced_when_they_are_imported(tmp_path, monkeypatch):
     """Who never saves with torch's functions does not pay for importing them."""
     load_class(write_files(tmp_path / "code", make_model(), 1, 1))()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.codegen.bodies import LEAVES_OUT, BodyWriter
-from shardwright.compiler.codegen.comments import legend
+from shardwright.compiler.codegen.comments import describe, legend
 from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.emit import (
     Origin,
@@ -232,6 +232,12 @@ class _PipelineWriter(BodyWriter):
         body.append(Line(self._returned(program.whole_output or program.output, scope)))
         words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
         head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
+        # What comes from other stages has no statement that says how it lies.
+        arriving = {c.value.name: c for c in pipeline.crossings if c.target == index}
+        for value, _ in stage.receives:
+            held = arriving[value.name].received.layout
+            said = describe(value, held, pipeline.graph.dims)
+            head.append(f"        # {scope.name(value)}: {said}")
         return [*head, *layout_lines([*self._axis_lines(body, scope, program), *body], 8)]
 
     def _returned(self, output: Tree, scope: Scope) -> str:

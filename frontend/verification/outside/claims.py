@@ -38,6 +38,15 @@ def claims_of(source: str) -> dict[int, tuple[Layout, ...]]:
     return found
 
 
+_RECEIVED = re.compile(r"^ +# (\w+): (\[.*)$")
+
+
+def received_by(source: str) -> dict[str, Layout]:
+    """The layouts of values that come from other stages, by name: comments of a stage's method."""
+    found = (match for line in source.splitlines() if (match := _RECEIVED.match(line)))
+    return {match[1]: Layout.parse(match[2]) for match in found}
+
+
 def _stated(line: str) -> tuple[Layout, ...]:
     """The layouts in the comment of a line; none if it has no such comment."""
     comment = _COMMENT.search(line)

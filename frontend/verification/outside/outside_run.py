@@ -8,6 +8,7 @@ one of them speaks for all; of a pipeline one rank of each stage is typed.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from shardwright.frontend.verification.deviation import tensors_of
 from shardwright.frontend.verification.one_device import loss_of
-from shardwright.frontend.verification.outside.claims import claims_of
+from shardwright.frontend.verification.outside.claims import claims_of, received_by
 from shardwright.frontend.verification.outside.spmd_layouts import (
     TypedMesh,
     in_words,
@@ -35,10 +36,11 @@ from shardwright.frontend.verification.outside.typed_calls import TypedCalls
 from shardwright.frontend.verification.outside.typed_moves import typed_moves
 from shardwright.frontend.verification.trained_ranks import Samples, sample_of
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.module.inputs import TensorSpec
+from shardwright.runtime.module.inputs import InputTable, TensorSpec
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.pipeline.module import PipelineModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.structure import flatten
 
@@ -159,20 +161,25 @@ class _TypedRun:
         source = Path(self.file).read_text(encoding="utf-8")
         self.calls = TypedCalls(claims_of(source), self.file)
         self.calls.wrap(namespace, module)
-        self._type_entry("forward", module, module.inputs)
+        self.received = received_by(source)
+        if isinstance(module, PipelineModule):
+            for index in module.segments:
+                self._type_entry(f"stage{index}", module.stages[index].mesh)
+        else:
+            self._type_entry("forward", module.mesh)
 
-    def _type_entry(self, name: str, module: ParallelModule, inputs: Mapping[str, Any]) -> None:
-        run: Callable[..., Any] = getattr(module, name)
-        mesh = TypedMesh.of(module.mesh, module.ranks.num_units, module.zero)
+    def _type_entry(self, name: str, mesh_of_unit: Mesh) -> None:
+        module, run = self.module, getattr(self.module, name)
+        mesh = TypedMesh.of(mesh_of_unit, module.ranks.num_units, module.zero)
+        leaves = InputTable(name, module.inputs).leaves
 
         def typed(*args: Any, **kwargs: Any) -> Any:
             with self._typing(mesh):
                 self._type_tensors(mesh)
-                names = list(_names_of(run))
-                given = flatten({**dict(zip(names, args, strict=False)), **kwargs})
-                for path, spec in module._input_table.leaves.items():
-                    if isinstance(spec, TensorSpec) and isinstance(given.get(path), Tensor):
-                        _type_input(given[path], spec, mesh)
+                named = {**dict(zip(_names_of(run), args, strict=False)), **kwargs}
+                for path, x in flatten(named).items():
+                    if isinstance(x, Tensor):
+                        self._type_argument(path, x, leaves.get(path), mesh)
                 with self.calls.on(mesh):
                     result = run(*args, **kwargs)
                 self._check_results(result, mesh)
@@ -205,8 +212,20 @@ class _TypedRun:
     def _type_tensors(self, mesh: TypedMesh) -> None:
         for declaration in self.module.declarations:
             tensor = self.module.weights(declaration.name)
+            used = {*declaration.layout.cut_axes, *declaration.layout.grad_partial}
+            if not used <= set(mesh.mesh.names):
+                continue  # of a stage on another mesh
             if not spmd.has_local_type(tensor):
                 spmd.assert_type(tensor, mesh.type_of(declaration.layout))
+
+    def _type_argument(self, path: str, x: Tensor, spec: Any, mesh: TypedMesh) -> None:
+        """An input is whole or a piece, as the file says; so is what other stages sent."""
+        layout = Layout.whole(tuple(x.shape))
+        if path in self.received:
+            layout = self.received[path]
+        elif isinstance(spec, TensorSpec) and spec.layout is not None:
+            layout = spec.layout
+        spmd.assert_type(x, mesh.type_of(layout, of_samples=True))
 
     def _check_results(self, result: Any, mesh: TypedMesh) -> None:
         """Refuse a result that is a summand, or whose gradient would be one: what leaves the
@@ -225,10 +244,4 @@ class _TypedRun:
 
 
 def _names_of(function: Callable[..., Any]) -> Sequence[str]:
-    code = function.__code__
-    return code.co_varnames[1 : code.co_argcount]
-
-
-def _type_input(x: Tensor, spec: TensorSpec, mesh: TypedMesh) -> None:
-    layout = spec.layout or Layout.whole(tuple(x.shape))
-    spmd.assert_type(x, mesh.type_of(layout, of_samples=True))
+    return list(inspect.signature(function).parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -87,10 +87,31 @@ class TypedCalls(TorchFunctionMode):
 
     def wrap(self, namespace: ModuleType, module: Any) -> None:
         """Let the operators of ours that a generated file has imported follow their rules."""
+        if getattr(namespace, "stacked", None) is ops.stacked:
+            setattr(namespace, "stacked", self.stacked)  # noqa: B010
         for name, function in list(vars(namespace).items()):
             known = name in typed_operators.RULES and getattr(ops, name, None) is function
             if known and function is not None:
                 setattr(namespace, name, self._following(name, function))
+
+    def stacked(self, tensors: Sequence[Tensor], dim: int = 0, *, shape: Sequence[int]) -> Tensor:
+        """Elements as one tensor. Which axes deal them out is read from the comment."""
+        if not spmd.is_type_checking():
+            return ops.stacked(tensors, dim, shape=shape)
+        self.num_calls += 1
+        self.told["stacked"] += 1
+        with spmd.no_typecheck():
+            result = ops.stacked(tensors, dim, shape=shape)
+        layouts = claim_of(self.claims, self.line(), 1)
+        cut = [{axis for axes in shard_axes(x) for axis in axes} for x in tensors]
+        stated = set(self.mesh.ordered(layouts[0].cut_axes)) if layouts else set()
+        if any(axes - set(self.mesh.outer) != stated for axes in cut):
+            raise SpmdTypeError(f"elements that are cut over {cut} are stacked over {stated}")
+        spmd.assert_type(result, local_types(tensors[0]))
+        spmd.assert_type(
+            result, local_types(tensors[0]), self.mesh.type_of(layouts[0]).partition_spec
+        )
+        return result
 
     def _following(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         rule = typed_operators.RULES[name]

@@ -8,6 +8,7 @@ that cut it and says so (``norm_axes=(tp,)``).
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ from shardwright.frontend.verification.outside.spmd_layouts import (
 )
 from shardwright.frontend.verification.outside.typed_moves import moved, ordered
 from shardwright.runtime import ops
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.ops.edges import EdgeWords
+from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import AxisGroup
 
 Rule = Callable[..., Any]
@@ -115,8 +118,30 @@ def summed(x: Typed, axes: Iterable[AxisGroup]) -> Typed:
 # operators whose results are like their operands
 
 
+def check_cut(x: Typed, dims: Iterable[int], axes: Iterable[AxisGroup], what: str) -> None:
+    """Refuse a tensor that is whole along axes over which the call takes it for cut."""
+    cut = shard_axes(x)
+    whole = named(axes) - {axis for dim in dims for axis in cut[dim]}
+    if whole:
+        raise SpmdTypeError(f"{what} is whole over {sorted(whole)}, where the call has pieces")
+
+
 @rule("dropout", "dropout1d", "dropout2d", "dropout3d")
-def same_linear(*, input: Typed) -> Typed:
+def dropout(
+    *,
+    input: Typed,
+    rng: RngState | None = None,
+    layout: str | None = None,
+    axes: Sequence[str] = (),
+) -> Typed:
+    """Ranks that hold pieces draw different masks, and those that hold copies the same one."""
+    if rng is not None:
+        drawn = set(axes) if layout is None else set(Layout.parse(layout).cut_axes)
+        cut = {axis for axes in shard_axes(input) for axis in axes}
+        if drawn != cut:
+            raise SpmdTypeError(
+                f"a mask differs over {sorted(drawn)}, and its input is cut over {sorted(cut)}"
+            )
     return einsum("...->...", input, linear_in=(0,))
 
 
@@ -223,6 +248,7 @@ def embedding(
     vocab_axes: Sequence[AxisGroup] = (),
 ) -> Typed:
     check_whole(weight, [0], "the vocabulary", vocab_axes)
+    check_cut(weight, [0], vocab_axes, "the vocabulary")
     labels = LETTERS[: input.ndim]
     return einsum(f"{labels},vw->{labels}w", input, weight, linear_in=(1,))
 
@@ -353,6 +379,8 @@ def cross_entropy(
 ) -> Typed:
     class_dim = 1 if input.ndim > 1 else 0
     check_whole(input, [class_dim], "the classes", class_axes)
+    check_cut(input, [class_dim], class_axes, "a dim of classes")
+    check_cut(input, [d for d in range(input.ndim) if d != class_dim], row_axes, "a loss's rows")
     labels = LETTERS[: input.ndim]
     rows = labels[:class_dim] + labels[class_dim + 1 :]
     of_target = rows if target.ndim < input.ndim else labels
@@ -427,6 +455,90 @@ def mean(
 
 
 # ------------------------------------------------------------------------------------------------
+# experts
+
+
+class Routings(threading.local):
+    """The axes that cut the experts of each routing, and those along which tokens are exchanged."""
+
+    def __init__(self) -> None:
+        self.axes: dict[int, tuple[Any, set[str], set[str]]] = {}
+
+    def note(self, routing: Any, experts: set[str], exchanged: set[str]) -> None:
+        """Remember what a dispatch did. The routing is kept, as it is known by its address."""
+        self.axes[id(routing)] = routing, experts, exchanged
+
+    def of(self, routing: Any) -> tuple[set[str], set[str]]:
+        """What was noted of a routing."""
+        if id(routing) not in self.axes:
+            raise SpmdTypeError("rows of experts come from a dispatch")
+        return self.axes[id(routing)][1:]
+
+
+ROUTINGS = Routings()
+
+
+@rule("dispatch")
+def dispatch(
+    *,
+    x: Typed,
+    chosen: Typed,
+    weights: Typed | None = None,
+    expert_axes: Sequence[AxisGroup] = (),
+    exchange: Sequence[AxisGroup] = (),
+    results: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Rows of tokens for experts. Along an axis of experts each rank takes what its experts get of
+    all tokens, or tokens are exchanged: cut before, and rows are cut after.
+    """
+    check_cut(x, [0], exchange, "a dim of tokens")
+    for given in (chosen, *([] if weights is None else [weights])):
+        if shard_axes(given)[0] != shard_axes(x)[0]:
+            raise SpmdTypeError("the choices of tokens are not cut as the tokens are")
+    experts, exchanged = named(expert_axes), named(exchange)
+    ROUTINGS.note(results[-1], experts, exchanged)
+    found = [einsum("t...->t...", x)]
+    if weights is not None:
+        found.append(einsum("t_->t", weights))
+    for axis in experts - exchanged:
+        found = [moved(one, "convert", axis, R, S(0)) for one in found]
+    return (*found, None)
+
+
+@rule("grouped_linear")
+def grouped_linear(
+    *, rows: Typed, weight: Typed, routing: Any, bias: Typed | None = None, transposed: bool = False
+) -> Typed:
+    """Rows of experts times their matrices: both are cut along the axes of the experts."""
+    experts, _ = ROUTINGS.of(routing)
+    own = []
+    for x in agreed(weight, bias):
+        if set(shard_axes(x)[0]) != experts:
+            raise SpmdTypeError(
+                f"matrices are cut over {shard_axes(x)[0]}, their experts over {sorted(experts)}"
+            )
+        letters = {a: R if a in experts else letter for a, letter in local_types(x).items()}
+        own.append(stand_in(letters, [(), *shard_axes(x)[1:]]))
+    equation = "ri,_io->ro" if transposed else "ri,_oi->ro"
+    product = einsum(equation, rows, own[0], linear_in=(0, 1))
+    return product if bias is None else plus(product, own[1], "ro", "_o")
+
+
+@rule("combine")
+def combine(*, rows: Typed, routing: Any, exchange: Sequence[AxisGroup] = ()) -> Typed:
+    """The sums of tokens: summands along axes of experts, unless rows go back to their tokens."""
+    experts, exchanged = ROUTINGS.of(routing)
+    if named(exchange) != exchanged:
+        raise SpmdTypeError(
+            f"rows go back over {sorted(named(exchange))}, and came over {sorted(exchanged)}"
+        )
+    found = einsum("r...->r...", rows)
+    for axis in experts - exchanged:
+        found = moved(found, "convert", axis, S(0), P)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
 # calls
 
 
@@ -436,12 +548,13 @@ def typed_call(
     """The result of a call, with the type that its rule derives."""
     wanted = inspect.signature(found).parameters
     given = bound(function, args, kwargs)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-    arguments = {k: v for k, v in given.items() if k in wanted or open_ended}
     with spmd.no_typecheck():
         result = function(*args, **kwargs)
+    given["results"] = result
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+    arguments = {k: v for k, v in given.items() if k in wanted or open_ended}
     typed = found(**arguments)
-    if isinstance(result, Tensor) and result is not given.get("input"):
+    if result is not given.get("input"):
         retyped(result, typed)
     return result
 
@@ -451,7 +564,7 @@ def retyped(result: Any, typed: Any) -> None:
     if isinstance(result, tuple | list):
         for one, its_type in zip(result, typed, strict=True):
             retyped(one, its_type)
-    elif isinstance(result, Tensor) and typed is not None:
+    elif isinstance(result, Tensor):
         rules.output(result, typed)
 
 

@@ -215,7 +215,7 @@ def verify(
     with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
-        num_samples = _num_samples(compiled, config) if num_samples is None else num_samples
+        num_samples = samples_per_step(compiled, config) if num_samples is None else num_samples
         given = inputs_per_unit or [
             rolled(dummy_args, unit, config.constants) for unit in range(units)
         ]
@@ -313,7 +313,7 @@ def compile_into(
     return directory
 
 
-def _num_samples(directory: Path, config: ComputeConfig) -> int:
+def samples_per_step(directory: Path, config: ComputeConfig) -> int:
     """The number of samples of a step: what the plan says, or two if it says nothing. It is one
     outside of end2end modules.
     """

@@ -80,6 +80,7 @@ class GPT(PipelineModule):
         self.parameter("norm.bias", "[16]", torch.float32)
 
     def stage1(self, labels, blocks_1_add):
+        # blocks_1_add: [batch, seq, hidden]
         # blocks.2
         # [batch, seq, hidden]  tiny_gpt.py:38
         blocks_2_norm1 = F.layer_norm(blocks_1_add, (16,), self.blocks[2].norm1.weight, self.blocks[2].norm1.bias)

@@ -83,6 +83,7 @@ class GPT(PipelineModule):
         self.parameter("norm.bias", "[16]", torch.float32)
 
     def stage1(self, labels, blocks_0_add):
+        # blocks_0_add: [batch, seq, hidden]
         tp = self.axis("tp")
         local_heads = tp.local_size(4)
 

@@ -46,7 +46,7 @@ class TypedMesh:
         for name, size in reversed(self.mesh.axes):
             found[name] = MeshAxis.of(size, stride)
             stride *= size
-        return found
+        return dict(reversed(found.items()))  # major to minor, as they are asked for
 
     def type_of(self, layout: Layout, *, of_samples: bool = False) -> SpmdType:
         """The type of a tensor. ``of_samples``: it is another one in each unit, as samples and what

@@ -29,6 +29,7 @@ from torch import nn
 
 from shardwright.frontend.huggingface.initialize import initialize
 from shardwright.frontend.huggingface.initialized_model import InitializedModel
+from shardwright.frontend.huggingface.initialized_peft import InitializedPeft
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError, brief
 from shardwright.runtime.ranks.groups import RankMesh
@@ -80,10 +81,10 @@ class ShardwrightMixin:
 
         class Ours(ShardwrightMixin, SFTTrainer): ...
 
-    ``model``: a model of transformers, or one that was initialized already. ``parallel``: the
-    config of :func:`shardwright.initialize` for the former. ``initialize_options``: its other
-    arguments. Gradients are averaged over the units (``grad_reduction="mean"``), as the Trainer
-    has it everywhere.
+    ``model``: a model of transformers, or of peft around one, or one that was initialized already.
+    ``parallel``: the config of :func:`shardwright.initialize` for the former.
+    ``initialize_options``: its other arguments. Gradients are averaged over the units
+    (``grad_reduction="mean"``), as the Trainer has it everywhere.
 
     Raises :class:`ConfigError` for options that cannot be honoured.
     """
@@ -301,9 +302,11 @@ def _check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _made_parallel(model: nn.Module, parallel: Any, options: dict[str, Any]) -> InitializedModel:
+def _made_parallel(
+    model: nn.Module, parallel: Any, options: dict[str, Any]
+) -> InitializedModel | InitializedPeft:
     """The model, initialized."""
-    if isinstance(model, InitializedModel):
+    if isinstance(model, InitializedModel | InitializedPeft):
         if parallel is not None:
             raise UsageError(
                 "parallel= was passed with a model that was initialized already",
@@ -323,11 +326,13 @@ def _made_parallel(model: nn.Module, parallel: Any, options: dict[str, Any]) -> 
     if isinstance(parallel, ComputeConfig):
         if parallel.runtime_ngpus > parallel.plan_ngpus and parallel.grad_reduction != "mean":
             raise _not_a_mean(parallel.grad_reduction)
-        found: InitializedModel = initialize(model, parallel, **options)
+        found: InitializedModel | InitializedPeft = initialize(model, parallel, **options)
         return found
     if parallel.get("grad_reduction", "mean") != "mean":
         raise _not_a_mean(parallel["grad_reduction"])
-    made: InitializedModel = initialize(model, {**parallel, "grad_reduction": "mean"}, **options)
+    made: InitializedModel | InitializedPeft = initialize(
+        model, {**parallel, "grad_reduction": "mean"}, **options
+    )
     return made
 
 

@@ -21,9 +21,11 @@ from shardwright.frontend.huggingface.initialized_model import (
     guard_submodules,
     initialized_class,
 )
+from shardwright.frontend.huggingface.initialized_peft import become_initialized, check_can_wrap
 from shardwright.frontend.huggingface.model_folders import load_whole, pretrained_folder
 from shardwright.frontend.huggingface.model_pieces import check_can_be_cut, cut
 from shardwright.frontend.huggingface.model_programs import Programs
+from shardwright.frontend.huggingface.peft_folders import is_peft_model
 from shardwright.frontend.huggingface.twin import twin_of
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
@@ -67,12 +69,26 @@ def initialize(
     (default: where its config comes from). Each rank reads its own pieces, and never holds the
     whole model.
 
+    A model of peft (``get_peft_model``) is initialized inside, and returned: ``save_pretrained``
+    and ``save_parallelized(..., merge_checkpoints=True)`` write its adapter.
+
     Under ``torchrun`` the process group is made if there is none.
 
     Raises :class:`ConfigError` for a config with unknown keys or one that would do nothing,
     :class:`UsageError` for a second call, :class:`DistributedError` without a job, and what
     :func:`parallelize` raises.
     """
+    if is_peft_model(model):
+        check_can_wrap(model)
+        wrapper: Any = model
+        initialize(
+            wrapper.get_base_model(), config, dummy_forward_args=dummy_forward_args,
+            checkpoint=checkpoint, gen_savedir=gen_savedir, reuse=reuse, load_module=load_module,
+        )  # fmt: skip
+        if not load_module:
+            return None
+        become_initialized(model)
+        return model
     _check_model(model)
     if load_module:
         _join_job(model)

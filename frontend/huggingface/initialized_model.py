@@ -281,7 +281,9 @@ class InitializedModel(nn.Module):
         return self
 
 
-def _refusal(name: str, why: str, hint: str) -> Callable[..., Any]:
+def refusal(name: str, why: str, hint: str) -> Callable[..., Any]:
+    """A method called ``name`` that raises :class:`UsageError`."""
+
     def refused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             f"{type(self).__name__}.{name}() is not for an initialized model", why=why, hint=hint
@@ -336,7 +338,7 @@ def initialized_class(cls: type[nn.Module]) -> type[nn.Module]:
         return calls.run(self, "", args, kwargs)
 
     methods = {
-        name: _refusal(name, why, hint)
+        name: refusal(name, why, hint)
         for name, (why, hint) in REFUSED.items()
         if hasattr(cls, name)
     }

@@ -40,7 +40,12 @@ from shardwright.runtime.checkpoint.pretrained import (
     load_pretrained,
 )
 from shardwright.runtime.checkpoint.save import save_checkpoint
-from shardwright.runtime.errors import CheckpointError, FileError, MissingFileError
+from shardwright.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    FileError,
+    MissingFileError,
+)
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.swap import write_folder, writing
 
@@ -49,15 +54,20 @@ HINT = "another folder, or room and permission to write there"
 _MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
-def save_pieces(model: nn.Module, directory: Path, *, save_config: bool, **state: Any) -> None:
-    """Save the pieces of all ranks into ``directory``, as its only checkpoint. Collective."""
+def save_pieces(
+    model: nn.Module, directory: Path, *, save_config: bool, config_of: Any = None, **state: Any
+) -> None:
+    """Save the pieces of all ranks into ``directory``, as its only checkpoint. Collective.
+
+    ``config_of``: the model whose config is saved, where it is inside ``model``.
+    """
     world = current_world()
     check_folder(world, directory)
     save_checkpoint(directory, model, keep=1, **state)
     with together(world):
         if save_config and world.rank == 0:
             with writing("the config", directory, HINT):
-                write_config(model, directory)
+                write_config(model if config_of is None else config_of, directory)
 
 
 def save_merged(
@@ -70,7 +80,14 @@ def save_merged(
     """
     world = current_world()
     check_folder(world, directory)
-    with _pieces_aside(world, model, directory) as pieces, together(world):
+    with together(world):
+        if has_peft_layers(model):
+            raise ConfigError(
+                f"the layers of {type(model).__name__} are wrapped by peft",
+                why="from_pretrained does not know their names",
+                hint="initialize what get_peft_model returned, and save that; or save pieces",
+            )
+    with pieces_aside(world, model, directory) as pieces, together(world):
         if world.rank == 0:
             with writing("the model", directory, HINT):
                 # Beside the folder, on the same disk, so that files are moved into it and never
@@ -84,7 +101,7 @@ def save_merged(
                         write_config(model, aside)
                     else:
                         (aside / CONFIG_FILE).unlink()
-                    _move_into(aside, directory)
+                    move_into(aside, directory)
                 finally:
                     shutil.rmtree(aside, ignore_errors=True)
 
@@ -162,6 +179,15 @@ def names_in_folder(model: Any, names: Container[str]) -> Rename:
     return there
 
 
+def has_peft_layers(model: nn.Module) -> bool:
+    """Whether layers of ``model`` are wrapped by peft."""
+    return any(
+        base.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
+        for part in model.modules()
+        for base in type(part).__mro__
+    )
+
+
 def write_config(model: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Write ``config.json``, and ``generation_config.json`` of a model that generates, as
     ``save_pretrained`` does. ``dtype``: of the parameters beside it (default: of the model's).
@@ -179,7 +205,7 @@ def _config_of(model: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 @contextmanager
-def _pieces_aside(world: World, model: nn.Module, directory: Path) -> Iterator[Path]:
+def pieces_aside(world: World, model: nn.Module, directory: Path) -> Iterator[Path]:
     """A checkpoint of ``model`` beside ``directory``, deleted afterwards. All ranks share the
     disk.
     """
@@ -193,7 +219,7 @@ def _pieces_aside(world: World, model: nn.Module, directory: Path) -> Iterator[P
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _move_into(fresh: Path, directory: Path) -> None:
+def move_into(fresh: Path, directory: Path) -> None:
     """Put the files of ``fresh`` into ``directory``, each at once, and delete model files of an
     earlier save that are not among them.
     """

@@ -32,6 +32,7 @@ from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.contents import Contents
 from shardwright.runtime.checkpoint.failing_together import together
 from shardwright.runtime.checkpoint.folders import find_folder
+from shardwright.runtime.checkpoint.holdings import is_extra_state
 from shardwright.runtime.checkpoint.merge_files import checked_index
 from shardwright.runtime.checkpoint.optimizer_state import listed
 from shardwright.runtime.checkpoint.pretrained import files_of, load_pretrained
@@ -76,7 +77,7 @@ class PeftNames:
         from peft import get_peft_model_state_dict
 
         _check_peft(model, adapter_name)
-        state = model.state_dict()
+        state = {k: x for k, x in model.state_dict().items() if not is_extra_state(k)}
         names = {id(tensor): name for name, tensor in state.items()}
         with warnings.catch_warnings():  # peft says it again when it saves
             warnings.simplefilter("ignore")
@@ -97,15 +98,6 @@ class PeftNames:
 def is_peft_model(model: object) -> bool:
     """Whether peft made ``model`` of another one."""
     return any(base.__name__ == "PeftModel" for base in type(model).__mro__)
-
-
-def has_peft_layers(model: nn.Module) -> bool:
-    """Whether layers of ``model`` are wrapped by peft."""
-    return any(
-        base.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
-        for part in model.modules()
-        for base in type(part).__mro__
-    )
 
 
 @checked
@@ -233,8 +225,13 @@ def write_adapter(
     out: Path, model: Any, state: Mapping[str, Tensor], adapter_name: str = "default"
 ) -> None:
     """Let peft write an adapter of these values, given by their names in the model."""
+    from peft import PeftModel
+
     with write_folder(out) as fresh:
-        model.save_pretrained(fresh, state_dict=dict(state), selected_adapters=[adapter_name])
+        # Its own method: that of an initialized model saves from all ranks.
+        PeftModel.save_pretrained(
+            model, str(fresh), state_dict=dict(state), selected_adapters=[adapter_name]
+        )
         inner = fresh / adapter_name
         if inner.is_dir():  # peft puts adapters of other names into folders of their own
             for file in inner.iterdir():

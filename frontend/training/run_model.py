@@ -15,6 +15,7 @@ from torch import nn
 from shardwright.frontend.files.module_source import RealTables
 from shardwright.frontend.files.named_object import load_target
 from shardwright.frontend.huggingface.model_folders import pretrained_folder
+from shardwright.frontend.huggingface.peft_folders import is_peft_model
 from shardwright.frontend.training.run_settings import ModelSettings
 from shardwright.runtime.errors import ConfigError, brief, brief_text, did_you_mean
 
@@ -31,8 +32,14 @@ class MadeModel:
     folder: Path | None = None
 
     @property
+    def _inner(self) -> Any:
+        """The model itself, or what peft has put its adapter into."""
+        module: Any = self.module
+        return module.get_base_model() if is_peft_model(module) else module
+
+    @property
     def is_transformers(self) -> bool:
-        return any(base.__name__ == "PreTrainedModel" for base in type(self.module).__mro__)
+        return any(base.__name__ == "PreTrainedModel" for base in type(self._inner).__mro__)
 
     @property
     def parameters_of_forward(self) -> Mapping[str, inspect.Parameter]:
@@ -52,26 +59,27 @@ class MadeModel:
         """
         if "num_items_in_batch" in self.parameters_of_forward:
             return True
-        takes = getattr(self.module, "accepts_loss_kwargs", None)
+        takes = getattr(self._inner, "accepts_loss_kwargs", None)
         if takes is None:
-            kinds = [p.kind for p in self.parameters_of_forward.values()]
+            kinds = [p.kind for p in inspect.signature(self._inner.forward).parameters.values()]
             takes = inspect.Parameter.VAR_KEYWORD in kinds
         return self.is_transformers and bool(takes)
 
     @property
     def shifts_labels(self) -> bool:
         """Whether the loss shifts labels by one itself, so that the first one does not count."""
-        config = getattr(self.module, "config", None)
+        config = getattr(self._inner, "config", None)
         if not self.is_transformers or getattr(config, "is_encoder_decoder", False):
             return False
         # Not `loss_type`: some models have none, and take this loss by default.
-        loss = getattr(self.module, "loss_function", None)
+        loss = getattr(self._inner, "loss_function", None)
         return getattr(loss, "__name__", "") == "ForCausalLMLoss"
 
     @property
     def literals(self) -> dict[str, Any]:
         """What a training step gives ``forward`` besides samples: it needs no cache."""
-        return {"use_cache": False} if "use_cache" in self.input_names else {}
+        names = inspect.signature(self._inner.forward).parameters
+        return {"use_cache": False} if "use_cache" in names else {}
 
 
 def make_model(settings: ModelSettings, seed: int) -> MadeModel:

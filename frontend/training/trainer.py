@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwright.data.make_loader import Loader
 from shardwright.frontend.files.job import Job, exchange_about
 from shardwright.frontend.huggingface.model_folders import load_whole, write_config
+from shardwright.frontend.huggingface.peft_folders import export_peft, is_peft_model
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.training.datasets import example_of, make_dataset, make_loader
 from shardwright.frontend.training.dealt_samples import Batches, batches_of, options_of, policy_of
@@ -633,8 +634,8 @@ def _finish(run: Run) -> RunResult:
 
 
 def _export(run: Run) -> None:
-    """Write the trained model: for ``from_pretrained``, or as whole tensors under the original
-    names.
+    """Write the trained model: for ``from_pretrained``, as an adapter of peft, or as whole tensors
+    under the original names.
     """
     if run.settings.export is None:
         return
@@ -649,6 +650,8 @@ def _written(settings: RunSettings, original: MadeModel, dtype: torch.dtype | No
     folder, out = checkpoint_folder(settings), Path(settings.export)
     if out.exists():
         return str(out)
+    if is_peft_model(original.module):
+        return str(export_peft(folder, out, original.module))
     if not original.is_transformers:
         return str(merge_checkpoint(folder, out))
     module: Any = original.module

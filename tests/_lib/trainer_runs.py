@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft_models
 import torch
 import transformers
 from precision import float64_casts
@@ -35,6 +36,10 @@ class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
 def tiny(name: str) -> Any:
     """A tiny model with biases, norms and tied weights, in float64."""
     transformers.set_seed(0)
+    if name == "llama lora":
+        return peft_models.adapted(
+            lambda: tiny("llama"), target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     if name == "gpt2":
         config: Any = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4,

@@ -73,6 +73,21 @@ def deaf() -> nn.Module:
     return Deaf().double()
 
 
+def lora() -> nn.Module:
+    """A tiny Llama with an adapter of peft."""
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    made: nn.Module = peft.get_peft_model(model, adapter).double()
+    return made
+
+
 class Rows:
     """Rows of tokens, of which the later ones have fewer labels."""
 
@@ -134,8 +149,9 @@ def alone(chosen: RunSettings, model: nn.Module, dataset: Any) -> dict[int, tupl
     """Train in a loop by hand on one device, on whole global batches: loss and norm by
     step. ``model`` is trained in place.
     """
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
     options: Mapping[str, Any] = chosen.optimizer.options
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}], **options

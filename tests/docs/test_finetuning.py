@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import peft
 import pytest
+import transformers
+from tiny_folder import tiny_gpt2
 
 from shardwright.frontend.training.hooks import PLACES
 from shardwright.frontend.training.read_settings import read_run
+from shardwright.runtime.ranks.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "finetuning.md").read_text()
@@ -54,6 +59,23 @@ def test_the_code_of_the_pages() -> None:
     hook(run, {"loss": 0.05})
     hook(run, {})
     assert asked == ["the loss is low enough"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_gpt2(tmp_path / "tiny-gpt2")
+    (code,) = (x for x in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "peft" in x)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["prepare"]()
+    run_ranks(2, names["tune"])
+    names["export"]()
+    base = transformers.AutoModelForCausalLM.from_pretrained("tiny-gpt2")
+    read: Any = peft.PeftModel.from_pretrained(base, "adapter-1")
+    tuned = [p for name, p in read.named_parameters() if "lora_B" in name]
+    assert tuned and all(p.any() for p in tuned)
 
 
 @pytest.mark.slow

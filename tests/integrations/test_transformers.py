@@ -29,7 +29,8 @@ def trained(
     (folder / "job.py").write_text(lines + call)
     run_script(ranks, folder, "job.py")
     history = json.loads((out / "history.json").read_text())
-    return history, load_file(out / "final" / "model.safetensors")
+    (weights,) = (out / "final").glob("*model.safetensors")
+    return history, load_file(weights)
 
 
 @pytest.mark.slow
@@ -46,6 +47,20 @@ def test_runs_equal_the_stock_trainer_and_go_on_under_another_plan(tmp_path: Pat
     history, found = trained(tmp_path, 2, "gpt2", 2, {"plan_ngpus": 1, "use_zero": 1}, checkpoint)
     assert_close_tree(found, weights, "weights of dp")
     assert_close_tree(history[-3:], expected[-3:], "what dp logs")
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft_is_trained_as_by_the_stock_trainer(tmp_path: Path) -> None:
+    expected, weights = trained(tmp_path, 1, "llama lora", 4, None)
+    assert len(weights) == 28
+    split = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}
+    history, found = trained(tmp_path, 2, "llama lora", 4, split)
+    assert_close_tree(found, weights, "adapter of tp")
+    assert_close_tree(history, expected, "what tp logs")
+    checkpoint = str(tmp_path / "run1" / "checkpoint-6")
+    units = {"plan_ngpus": 1, "use_zero": 1}
+    _, found = trained(tmp_path, 2, "llama lora", 2, units, checkpoint)
+    assert_close_tree(found, weights, "adapter of dp")
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:

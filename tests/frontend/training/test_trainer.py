@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from parity import BOUND, assert_close_tree
+from precision import float64_casts
 from safetensors.torch import load_file
-from training_runs import alone, by_step, records, rows, run, settings, tagger
+from training_runs import alone, by_step, lora, records, rows, run, settings, tagger
 
 from shardwright.frontend.training.records import line_of
 from shardwright.runtime.errors import CheckpointError, ConfigError, ShardwrightError
@@ -43,6 +44,25 @@ def test_a_run_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     chosen = settings(tmp_path, **changes)
     assert run(num_ranks, chosen).is_complete
     assert_equal(by_step(chosen), reference(tmp_path / "alone"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_peft_is_trained_and_exported_as_one(tmp_path: Path) -> None:
+    chosen = settings(
+        tmp_path / "run", model__function="training_runs:lora", parallel__policy="tp",
+        export=str(tmp_path / "adapter"),
+    )  # fmt: skip
+    with float64_casts():
+        torch.manual_seed(chosen.seed)
+        model: Any = lora()
+        assert run(2, chosen).is_complete
+        assert_equal(by_step(chosen), alone(chosen, model, rows()))
+    model.save_pretrained(tmp_path / "expected")
+    found, expected = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "expected")
+    )
+    assert_close_tree(found, expected, "adapter")
 
 
 def stopping_at(step: int) -> Any:

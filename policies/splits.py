@@ -88,12 +88,12 @@ def split_dims(
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
         outside = classes_in(graph, builder.graph, classes)
-        within, of_experts, tokens = (
-            classes_in(graph, builder.graph, found) if found else set[int]()
-            for found in (
-                (inside.classes, inside.experts, inside.tokens) if inside else (None, None, None)
+        within, of_experts, tokens = set[int](), set[int](), set[int]()
+        if inside:
+            asked = (inside.classes, inside.experts, inside.tokens)
+            within, of_experts, tokens = (
+                classes_in(graph, builder.graph, found) if found else set[int]() for found in asked
             )
-        )
         splits: dict[str, Strategy] = {}
         for op in graph.ops:
             own_classes, split = outside, None

@@ -87,6 +87,7 @@ class Marks:
 
     def blind(self, sample: int) -> Tensor:
         """The queries of a sample that see no key, ``[L]``."""
+        # Some queries at a time: the mask of all of them would be what marks are there to avoid.
         rows = max(1, 2**24 // max(1, self.num_keys))
         starts = range(0, self.num_queries, rows)
         runs = [(start, min(rows, self.num_queries - start)) for start in starts]
@@ -225,6 +226,8 @@ def seen(marks: Marks, samples: int, *, blind_see_all: bool = False) -> tuple[Se
 
 def _seen(samples: Run, low: Tensor, end: Tensor, exact: bool) -> Seen:
     bands = bands_of(low, end)
+    # So many bands cost more than the tiles that they spare: one band around all, and within it the
+    # marks decide.
     if len(bands) > max(MOST_BANDS, len(low) // 8):
         sees = end > low
         bounds = Band(0, len(low), int(low[sees].min()), int(end[sees].max()))
@@ -265,6 +268,8 @@ def intervals(marks: Marks) -> tuple[Tensor, Tensor, Tensor]:
     for of_query, of_key, name in bisected:
         if name == "eq":
             ascends = _ascends(of_key)
+            # searchsorted needs ascending keys. Those of other samples are not looked at: zeros
+            # will do.
             sorted_key = torch.where(ascends[:, None], of_key, 0).contiguous()
             wanted = of_query.contiguous()
             first = torch.searchsorted(sorted_key, wanted)
@@ -296,6 +301,8 @@ def _bound(
     least, most = of_key.amin(1, keepdim=True), of_key.amax(1, keepdim=True)
     # Marks lie from 1 to most - least + 1; those of queries beyond them at 0 and at the next.
     room = most - least + 3
+    # Part and mark as one number that ascends over the whole sequence, so that one search serves
+    # all parts.
     keys = part * room + (of_key - least + 1)
     wanted = torch.minimum((of_query - least + 1).clamp(min=0), room - 1)
     queries = query_part * room + wanted

@@ -113,6 +113,12 @@ def local_piece(whole: Tensor, layout: Layout, mesh: Mesh, coords: Coords) -> Te
     return whole
 
 
+def _owners(cut: Cut, num_pieces: int) -> Tensor:
+    """The member that holds each position of the dim."""
+    lengths = enumerate(piece_lengths(cut, num_pieces))
+    return join_pieces([torch.full((length,), member) for member, length in lengths], 0, cut)
+
+
 @lru_cache(maxsize=1024)
 def recut_positions(
     cut: Cut, to_cut: Cut, num_pieces: int, index: int
@@ -127,14 +133,7 @@ def recut_positions(
     assert cut.length == to_cut.length, f"{cut} and {to_cut} are cuts of different lengths"
     # For every position of the dim, which member has it under each cut.
     places = torch.arange(cut.length)
-    old_owner, new_owner = (
-        join_pieces(
-            [torch.full((length,), i) for i, length in enumerate(piece_lengths(c, num_pieces))],
-            0,
-            c,
-        )
-        for c in (cut, to_cut)
-    )
+    old_owner, new_owner = _owners(cut, num_pieces), _owners(to_cut, num_pieces)
     # Where the elements of my old piece go, and where those of my new piece come from.
     going_to = new_owner[take_piece(places, 0, cut, num_pieces, index)]
     coming_from = old_owner[take_piece(places, 0, to_cut, num_pieces, index)]

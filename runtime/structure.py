@@ -87,6 +87,8 @@ def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
     if isinstance(obj, list | tuple):
         return tuple(enumerate(obj))
     if dataclasses.is_dataclass(obj):
+        # Model outputs of transformers have None for what they do not hold, and leave it out as
+        # mappings do.
         fields = ((f.name, getattr(obj, f.name, None)) for f in dataclasses.fields(obj))
         return tuple((name, value) for name, value in fields if value is not None)
     if isinstance(obj, Mapping):

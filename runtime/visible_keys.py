@@ -259,12 +259,10 @@ def local_bands(bands: Bands, queries: tuple[Run, ...], keys: tuple[Run, ...]) -
                 borders = theirs.borders(start + shift, stop + shift)
                 corners |= {border - shift for border in borders}
         for a, b in pairwise(sorted(corners)):
+            borders_of_band = ((band.low, band.low_step), (band.end, band.end_step))
             first, last = (
-                tuple(
-                    theirs.place(at + (query - band.start) * step)
-                    for at, step in ((band.low, band.low_step), (band.end, band.end_step))
-                )
-                for query in (a, b - 1)
+                tuple(theirs.place(at + (q - band.start) * step) for at, step in borders_of_band)
+                for q in (a, b - 1)
             )
             if last[1] <= first[0]:
                 continue

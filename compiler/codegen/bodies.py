@@ -206,13 +206,13 @@ class BodyWriter(StatementWriter):
         lines += [self._update(update, scope) for update in run.updates]
         self._container = ""
         lines = with_headings(lines, "block")
-        # A value of training alone is ``None`` in evaluation.
-        outputs = (
-            f"{scope.name(v)} if self.training else None"
-            if v.name in self._train_only
-            else scope.name(v)
-            for v in run.outputs
-        )
+        outputs = []
+        for value in run.outputs:
+            read = scope.name(value)
+            # A value of training alone is ``None`` in evaluation.
+            if value.name in self._train_only:
+                read = f"{read} if self.training else None"
+            outputs.append(read)
         lines.append(Line(f"return {', '.join(outputs)}"))
         # Random draws are named after the number of the layer.
         takes_layer = any("{layer}" in line.code for line in lines)

@@ -66,18 +66,13 @@ class _Fit:
             )
         # ``* k+, n k+ -> * n``: the star has as many dims everywhere.
         star = self.star_size([*operand_terms, *self.annotation.results])
-        operands = [
-            self.expand(term, value, star, name)
-            for term, value, name in zip(
-                operand_terms, self.op.operands, self.op.operand_names, strict=True
-            )
-        ]
-        results = [
-            self.expand(term, value, star, f"result {i}")
-            for i, (term, value) in enumerate(
-                zip(self.annotation.results, self.op.results, strict=True)
-            )
-        ]
+        operands, results = [], []
+        given = zip(operand_terms, self.op.operands, self.op.operand_names, strict=True)
+        for term, value, name in given:
+            operands.append(self.expand(term, value, star, name))
+        made = zip(self.annotation.results, self.op.results, strict=True)
+        for number, (term, value) in enumerate(made):
+            results.append(self.expand(term, value, star, f"result {number}"))
         # First which names there are and what they are, then the size of each.
         kinds = self.kinds([*operands, *results], results)
         segments = self.infer_sizes([*operands, *results])

@@ -156,18 +156,14 @@ class _Reader:
         if isinstance(value, type):
             # A class is what it and its bases define; those of libraries change with the version of
             # these.
-            own = [
-                part
-                for base in value.__mro__
-                if not _is_of_library(base)
-                for part in vars(base).items()
-            ]
-            return [
-                word
-                for name, part in own
-                if not _is_bookkeeping(name)
-                for word in (name, *self.read(part))
-            ]
+            words: list[str] = []
+            for base in value.__mro__:
+                if _is_of_library(base):
+                    continue
+                for name, part in vars(base).items():
+                    if not _is_bookkeeping(name):
+                        words += [name, *self.read(part)]
+            return words
         if isinstance(value, CustomOpDef):
             parts = (
                 value._init_fn,
@@ -208,13 +204,11 @@ class _Reader:
 
 def _names(code: CodeType) -> list[str]:
     """The names that code reads from outside, those of functions within it included."""
-    inner = [
-        name
-        for constant in code.co_consts
-        if isinstance(constant, CodeType)
-        for name in _names(constant)
-    ]
-    return [*code.co_names, *inner]
+    found = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found += _names(constant)
+    return found
 
 
 def _is_filled(cell: Any) -> bool:

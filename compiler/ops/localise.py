@@ -92,12 +92,10 @@ def local_sizes(
             elif start is not None:
                 start += offset(sizes[0], axis)
             if mesh.axis_size(axis) > 1 or not spelled:
-                sizes = [
-                    LocalSize(n, Symbol(axis))
-                    if spelled
-                    else local_size(n, axis, mesh.axis_size(axis))
-                    for n in sizes
-                ]
+                if spelled:
+                    sizes = [LocalSize(n, Symbol(axis)) for n in sizes]
+                else:
+                    sizes = [local_size(n, axis, mesh.axis_size(axis)) for n in sizes]
         segments[factor.name], offsets[factor.name] = tuple(sizes), start
     return LocalSizes(
         segments, offsets, axes, {factor.name: factor.size for factor in rule.factors}

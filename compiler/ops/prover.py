@@ -211,16 +211,14 @@ class OperatorCall:
         ]
         # In an example call without a word on gradients all that can have one is checked.
         explicit = any(x.requires_grad for x in operands)
-        values = (
-            IRValue(
-                f"x{i}",
-                tuple(x.shape),
-                x.dtype,
-                x.requires_grad if explicit else is_continuous(x),
-                *((ValueKind.PARAMETER, f"x{i}") if isinstance(x, nn.Parameter) else ()),
-            )
-            for i, x in enumerate(operands)
-        )
+        made = []
+        for number, x in enumerate(operands):
+            name, wants = f"x{number}", x.requires_grad if explicit else is_continuous(x)
+            value = IRValue(name, tuple(x.shape), x.dtype, wants)
+            if isinstance(x, nn.Parameter):
+                value = replace(value, kind=ValueKind.PARAMETER, fqn=name)
+            made.append(value)
+        values = iter(made)
         # The values take the places of the tensors, in one order with ``operands``.
         named = map_leaves(
             tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf
@@ -347,12 +345,13 @@ class OperatorCall:
             shards(x, layout, mesh, generator)
             for x, layout in zip(self.operands, operand_layouts, strict=True)
         ]
-        grads = [
-            shards(g, dual(layout), mesh, generator)
-            if is_continuous(g)
-            else [g] * mesh.size  # the latter are not used
-            for g, layout in zip(whole.sent, result_layouts, strict=True)
-        ]
+        grads = []
+        for grad, layout in zip(whole.sent, result_layouts, strict=True):
+            # What has no gradient gets something in its place, which nobody uses.
+            parts = [grad] * mesh.size
+            if is_continuous(grad):
+                parts = shards(grad, dual(layout), mesh, generator)
+            grads.append(parts)
 
         def run(rank: int, axes: Mapping[str, Any]) -> _Outcome:
             env = {**axes, "self": self._module(mesh, mesh.coords(rank))}

@@ -49,13 +49,11 @@ def broadcast(
         for dim, size in enumerate(shape, start=ndim - len(shape)):
             whole[dim] = size if whole[dim] == 1 else whole[dim]
     result = [f"{prefix}{dim}" if size != 1 else "1" for dim, size in enumerate(whole)]
-    terms = [
-        [
-            "1" if size == 1 else result[dim]
-            for dim, size in enumerate(shape, start=ndim - len(shape))
-        ]
-        for shape in shapes
-    ]
+    terms = []
+    for shape in shapes:
+        # Dims are matched from the last one on, as torch broadcasts them.
+        own = result[ndim - len(shape) :]
+        terms.append(["1" if size == 1 else name for name, size in zip(own, shape, strict=True)])
     return terms, result
 
 

@@ -207,12 +207,12 @@ class _Lowering:
         loops = find_loops(ops, along)
         # An operator that a training step does not need is in no loop.
         inside = {op.name for loop in loops for op in loop.ops}
-        self.assignments = {
-            name: assignment
-            if name in inside
-            else {axis: s for axis, s in assignment.items() if axis not in self.plan.loops}
-            for name, assignment in self.assignments.items()
-        }
+        assignments = dict(self.assignments)
+        for name, assignment in self.assignments.items():
+            if name not in inside:
+                on_mesh = {a: s for a, s in assignment.items() if a not in self.plan.loops}
+                assignments[name] = on_mesh
+        self.assignments = assignments
         self._loops = {op.name: loop for loop in loops for op in loop.ops}
         return list(side_by_side(ops, loops))
 

@@ -101,14 +101,13 @@ def _stored_by_mesh(plan: Plan, holders: Mapping[str, tuple[int, ...]]) -> Store
     the tensor.
     """
     meshes = dict.fromkeys(stage.mesh for stage in plan.stages)
-    return {
-        mesh: {
-            fqn: layout
-            for fqn, layout in plan.stored.items()
-            if fqn not in holders or plan.stages[holders[fqn][0]].mesh == mesh
-        }
-        for mesh in meshes
-    }
+    found: dict[Mesh, dict[str, Layout]] = {mesh: {} for mesh in meshes}
+    for fqn, layout in plan.stored.items():
+        # What no stage holds may be written in the axes of any of them.
+        homes = [plan.stages[holders[fqn][0]].mesh] if fqn in holders else meshes
+        for mesh in homes:
+            found[mesh][fqn] = layout
+    return found
 
 
 def _lower_body(

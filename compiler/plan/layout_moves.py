@@ -91,12 +91,11 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
     kept = _kept(now.places, goal.places)
     # Axes that may cut next: the first one of each place of the goal that does not cut it yet.
     # Axes that may be joined next: the last one of each place that must not stay.
-    addable = {
-        place.axes[count]: (place, count)
-        for place in goal.places
-        for count in (_present(place, now.places),)
-        if count < len(place.axes)
-    }
+    addable = {}
+    for place in goal.places:
+        count = _present(place, now.places)
+        if count < len(place.axes):
+            addable[place.axes[count]] = (place, count)
     droppable = {
         place.axes[-1]: place for place in now.places if len(place.axes) > kept.get(place.key, 0)
     }

@@ -11,6 +11,7 @@ look-ups of small keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -153,13 +154,12 @@ def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
     """Which places share a dim and whether they can be cut together there; which are single
     elements.
     """
-    together = tuple(
+    together: list[bool | None] = []
+    for one, other in itertools.combinations(keys, 2):
         # Cuts of different dims never hinder each other.
-        None if a[0] != b[0] else fits(Place(*a, ()), [Place(*b, ())])
-        for i, a in enumerate(keys)
-        for b in keys[i + 1 :]
-    )
-    return len(keys), together, tuple(key[2:] == ((1,), ()) for key in keys)
+        same_dim = one[0] == other[0]
+        together.append(fits(Place(*one, ()), [Place(*other, ())]) if same_dim else None)
+    return len(keys), tuple(together), tuple(key[2:] == ((1,), ()) for key in keys)
 
 
 def _cuts(state: State, places: Places) -> Cuts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.dataflow import Dataflow
@@ -33,15 +35,11 @@ def inference_like(schedule: Schedule) -> Schedule:
     """All microbatches forward through a rank's first stage, then through its next one, on the
     placement of ``schedule``.
     """
-    actions = tuple(
-        tuple(
-            ScheduleAction(ActionKind.FORWARD, stage, microbatch)
-            for stage in schedule.stages_of(rank)
-            for microbatch in range(schedule.num_microbatches)
-        )
-        for rank in range(schedule.num_ranks)
-    )
-    return Schedule(schedule.num_microbatches, schedule.placement, actions, "inference")
+    actions = []
+    for rank in range(schedule.num_ranks):
+        pairs = itertools.product(schedule.stages_of(rank), range(schedule.num_microbatches))
+        actions.append(tuple(ScheduleAction(ActionKind.FORWARD, *pair) for pair in pairs))
+    return Schedule(schedule.num_microbatches, schedule.placement, tuple(actions), "inference")
 
 
 def by_hand(actions: tuple[str, ...]) -> Schedule:

@@ -299,8 +299,9 @@ class Recorder:
         """The values of results, with names of their own. ``trained``: whether they are made of
         something that takes a gradient.
         """
-        return [
-            IRValue(
+        values = []
+        for label, result in zip(self._labels(len(results), word, frame), results, strict=True):
+            value = IRValue(
                 self.names.unique(label),
                 tuple(self.dynamic.size(size) for size in result.shape),
                 result.dtype,
@@ -308,8 +309,8 @@ class Recorder:
                 ValueKind.ACTIVATION,
                 takes_gradient=trained and result.requires_grad,
             )
-            for label, result in zip(self._labels(len(results), word, frame), results, strict=True)
-        ]
+            values.append(value)
+        return values
 
     def _labels(self, count: int, word: str, frame: FrameType | None) -> list[str]:
         """The words that results are named by: the module's path, and the user's variable or the

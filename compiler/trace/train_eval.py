@@ -180,15 +180,14 @@ def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
 
     # A plan names the operators of both bodies in one table.
     taken = {op.name for op in train.ops}
+
+    def own(op: IROp) -> IROp:
+        name = _unused(f"{op.name}_eval", op_names) if op.name in taken else op.name
+        return replace(op.map_args(new), name=name)
+
     return replace(
         eval_,
-        ops=tuple(
-            replace(
-                op.map_args(new),
-                name=_unused(f"{op.name}_eval", op_names) if op.name in taken else op.name,
-            )
-            for op in eval_.ops
-        ),
+        ops=tuple(map(own, eval_.ops)),
         constants=tuple((new(value), tensor) for value, tensor in eval_.constants),
         buffer_updates=tuple((before, new(after)) for before, after in eval_.buffer_updates),
         output=eval_.output.map(new),

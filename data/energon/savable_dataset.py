@@ -102,14 +102,10 @@ class SavableDataset:
     @property
     def splits(self) -> list[Split]:
         """How workers share the samples of each source."""
+        offset, shuffles = self.worker_config.seed_offset, (self.shuffle_buffer_size or 0) > 1
+        most = self.max_samples_per_sequence
         return [
-            Split(
-                len(source),
-                self.worker_config.seed_offset,
-                (self.shuffle_buffer_size or 0) > 1,
-                self.max_samples_per_sequence,
-                number,
-            )
+            Split(len(source), offset, shuffles, most, number)
             for number, source in enumerate(self.sources)
         ]
 

@@ -98,13 +98,12 @@ HIDDEN = 0.01
 
 def fit_rates(points: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Bytes/s of each operator, forward and backward."""
-    return {
-        point["operator"]: (
-            point["forward_bytes"] / point["forward_s"],
-            point["backward_bytes"] / point["backward_s"],
-        )
-        for point in points
-    }
+    rates = {}
+    for point in points:
+        forward = point["forward_bytes"] / point["forward_s"]
+        backward = point["backward_bytes"] / point["backward_s"]
+        rates[point["operator"]] = (forward, backward)
+    return rates
 
 
 def fit_link(points: Points, otherwise: float = FASTEST_BYTES_PER_S) -> tuple[Link, float]:

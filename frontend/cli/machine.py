@@ -104,16 +104,16 @@ def _environment() -> Iterator[Line]:
 def _collective(backend: str) -> Line:
     """Start two processes that add two numbers."""
     function = f"from {__name__} import check_collective; check_collective({backend!r})"
-    ranks = [
-        subprocess.Popen(
+    ranks = []
+    for variables in rank_variables(2):
+        rank = subprocess.Popen(
             [sys.executable, "-c", function],
             env={**os.environ, **variables},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for variables in rank_variables(2)
-    ]
+        ranks.append(rank)
     problem = None
     for number, rank in enumerate(ranks):
         try:

@@ -259,13 +259,14 @@ def _stored_in(like: Path, path: str) -> dict[str, Layout]:
     tensors = Manifest.read(like).tensors
     prefix = f"{path}." if path else ""
     # ZeRO-3 cuts over the units once more, as it did for the first program.
-    return {
-        name.removeprefix(prefix): _inside_units(one.layout)
-        for one in tensors.values()
-        if one.kind != "constant"
-        for name in one.names
-        if name.startswith(prefix)
-    }
+    stored = {}
+    for tensor in tensors.values():
+        if tensor.kind == "constant":
+            continue
+        for name in tensor.names:
+            if name.startswith(prefix):
+                stored[name.removeprefix(prefix)] = _inside_units(tensor.layout)
+    return stored
 
 
 def _inside_units(layout: Layout) -> Layout:

@@ -63,13 +63,11 @@ def with_cache(policy: Policy, known: Mapping[str, str]) -> Policy:
                 # Every program must take and return keys and values as the first one does: the
                 # cache of one call is the input of the next.
                 wishes[path] = known.get(path, natural)
-        inputs = {
-            value.name: wished_layout(
-                known.get(path) or wishes.get(path, "whole"), value.shape, Layout(())
-            )
-            for path, value in input_paths(graph).items()
-            if _is_kept(path, value)
-        }
+        inputs = {}
+        for path, value in input_paths(graph).items():
+            if _is_kept(path, value):
+                wish = known.get(path) or wishes.get(path, "whole")
+                inputs[value.name] = wished_layout(wish, value.shape, Layout(()))
         return replace(plan, inputs=inputs, outputs={**plan.outputs, **wishes})
 
     text = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]

@@ -103,12 +103,9 @@ class Call:
         tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
         symbols = config.dim_symbols()
         dims = _given(symbols, tensors) if names_dims else _varying(module, tensors)
-        kinds = {
-            path: _kind(leaf, dims.get(path, {}), heads.get(path))
-            if isinstance(leaf, Tensor)
-            else repr(leaf)
-            for path, leaf in leaves.items()
-        }
+        kinds = {path: repr(leaf) for path, leaf in leaves.items() if path not in tensors}
+        for path, tensor in tensors.items():
+            kinds[path] = _kind(tensor, dims.get(path, {}), heads.get(path))
         own = getattr(module, "config", None)
         kinds |= {f"config.{name}": repr(getattr(own, name, None)) for name in READ_FROM_CONFIG}
         if torch.is_autocast_enabled(device.type):

@@ -118,14 +118,12 @@ def _rebound(value: Any, memo: Mapping[int, Any]) -> Any:
     seen = [_content(cell) for cell in value.__closure__]
     if not any(isinstance(item, nn.Module | Tensor) and id(item) in memo for item in seen):
         return value
-    cells = tuple(
-        CellType(memo[id(item)])
-        if isinstance(item, nn.Module | Tensor) and id(item) in memo
-        else cell
-        for cell, item in zip(value.__closure__, seen, strict=True)
-    )
+    cells = []
+    for cell, item in zip(value.__closure__, seen, strict=True):
+        is_copied = isinstance(item, nn.Module | Tensor) and id(item) in memo
+        cells.append(CellType(memo[id(item)]) if is_copied else cell)
     rebound = FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
     )
     rebound.__kwdefaults__, rebound.__dict__ = value.__kwdefaults__, dict(value.__dict__)
     return rebound

@@ -219,12 +219,10 @@ def verify(
         given = inputs_per_unit or [
             rolled(dummy_args, unit, config.constants) for unit in range(units)
         ]
+        # Each unit gets samples of its own: their numbers are dealt in turns.
+        numbers = [number * units for number in range(num_samples)]
         samples = [
-            [
-                rolled(in_float64(x), number * units, config.constants)
-                for number in range(num_samples)
-            ]
-            for x in given
+            [rolled(in_float64(x), number, config.constants) for number in numbers] for x in given
         ]
         reduction = config.grad_reduction
 

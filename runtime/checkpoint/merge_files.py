@@ -157,13 +157,11 @@ def _merge_into(folder: Path, contents: Contents, max_file_bytes: int | None) ->
             folder, OPTIMIZER_STEM, contents, states, max_file_bytes, {}
         )
         files |= more_files
-        moved = {
-            name: {
-                key: _in_one_piece(record, keys[name, key], where)
-                for key, record in records.items()
-            }
-            for name, records in optimizer.tensors.items()
-        }
+        moved: dict[str, dict[str, TensorRecord]] = {}
+        for name, records in optimizer.tensors.items():
+            moved[name] = {}
+            for key, record in records.items():
+                moved[name][key] = _in_one_piece(record, keys[name, key], where)
         optimizer = replace(optimizer, tensors=moved)
     return replace(index, tensors=tensors, files=files, optimizer=optimizer, num_ranks=1)
 

@@ -423,16 +423,13 @@ def _cut_state(named: NamedState, places: Mapping[str, StatePlace]) -> NamedStat
     """The parts that this rank has, of state whose tensors are whole. All are copies: optimizers
     count steps in place, and ranks that are threads may share the whole.
     """
-    return NamedState(
-        named.groups,
-        {
-            name: {
-                key: _cut(value, places[name]) if isinstance(value, Tensor) else value
-                for key, value in entries.items()
-            }
-            for name, entries in named.state.items()
-        },
-    )
+    state: dict[str, dict[str, Any]] = {}
+    for name, entries in named.state.items():
+        state[name] = {}
+        for key, value in entries.items():
+            is_tensor = isinstance(value, Tensor)
+            state[name][key] = _cut(value, places[name]) if is_tensor else value
+    return NamedState(named.groups, state)
 
 
 def _cut(whole: Tensor, place: StatePlace) -> Tensor:

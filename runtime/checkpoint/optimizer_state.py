@@ -199,13 +199,12 @@ def state_dict_for(
     names, places = group_names(optimizer, holdings), state_places(optimizer, holdings)
     copies = {holding.name for holding in holdings.tensors if holding.is_copy}
     empty = {name for name, place in places.items() if place.is_empty}
-    kept = {
-        name: {
-            key: value for key, value in entries.items() if key != MASTER or places[name].has_master
-        }
-        for name, entries in state.state.items()
-        if name not in copies | empty
-    }
+    kept = {}
+    for name, entries in state.state.items():
+        if name in copies | empty:
+            continue
+        has_master = places[name].has_master
+        kept[name] = {key: x for key, x in entries.items() if key != MASTER or has_master}
     # Some optimizers make their state when they are made, and miss it later even for nothing at
     # all.
     kept |= {

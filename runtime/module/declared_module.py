@@ -300,12 +300,11 @@ class DeclaredModule(CompiledModule):
 
     def gradient_groups(self) -> dict[str, Communicator]:
         """See :meth:`CompiledModule.gradient_groups`."""
-        return {
-            declaration.name: self.ranks_of(declaration).group(
-                declaration.layout.grad_partial, across_units=True
-            )
-            for declaration, _ in self.trained_parameters()
-        }
+        groups = {}
+        for declaration, _ in self.trained_parameters():
+            axes = declaration.layout.grad_partial
+            groups[declaration.name] = self.ranks_of(declaration).group(axes, across_units=True)
+        return groups
 
     def is_counted(self, declaration: Declaration) -> bool:
         """See :meth:`CompiledModule.is_counted`."""

@@ -65,14 +65,11 @@ class TensorSpec:
     def layout_for(self, sizes: Mapping[str, int]) -> Layout:
         """The layout of a piece, with numbers for the sizes that vary."""
         assert self.layout is not None
-        return Layout(
-            tuple(
-                tuple(
-                    Atom(tuple(sizes.get(s, s) for s in atom.segments), atom.axes) for atom in dim
-                )
-                for dim in self.layout.dims
-            )
-        )
+        dims = []
+        for dim in self.layout.dims:
+            segments = (tuple(sizes.get(s, s) for s in atom.segments) for atom in dim)
+            dims.append(tuple(map(Atom, segments, (atom.axes for atom in dim))))
+        return Layout(tuple(dims))
 
     def __str__(self) -> str:
         if self.layout is not None:
@@ -133,12 +130,11 @@ class InputTable:
                 self._refuse_shape(path, spec, leaf, "the whole tensor is to be cut")
             return local_piece(leaf, layout, self._mesh, self._coords).contiguous()
 
-        return {
-            name: map_leaves(value, piece, name)
-            if any(path == name or path.startswith(f"{name}.") for path in self.pieces)
-            else value
-            for name, value in given.items()
-        }
+        found = dict(given)
+        for name, value in given.items():
+            if any(path == name or path.startswith(f"{name}.") for path in self.pieces):
+                found[name] = map_leaves(value, piece, name)
+        return found
 
     def check(self, given: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of ``given`` by path. ``absent``: the arguments that the compiled call did

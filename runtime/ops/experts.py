@@ -129,6 +129,8 @@ def combine(
     if routing.choice is None:
         return _summed(rows, routing.token, num_tokens)
     # All rows of a token are here: they are summed in the order in which it chose their experts.
+    # The sum over one dim of [tokens, top_k, hidden]: added in the same order on every device and
+    # under every plan, which index_add does not promise.
     by_token = routing.choice.argsort()
     return rows.index_select(0, by_token).view(num_tokens, top_k, *rows.shape[1:]).sum(1)
 
@@ -218,7 +220,9 @@ def _local(
 ) -> tuple[Tensor, Tensor | None, Routing]:
     start, count = _experts_of(expert_axes, num_experts)
     num_tokens, top_k = chosen.shape
+    # [tokens * top_k], counted from this rank's first expert: others are below 0, or too large.
     expert = chosen.reshape(-1) - start
+    # Stable, so that the rows of an expert are in the order of the tokens.
     order = expert.argsort(stable=True)
     complete = count == num_experts  # then a GPU is not asked how many rows there are
     if not complete:
@@ -258,6 +262,7 @@ def _exchanged(
     """Send each token once to every rank that has an expert for it, and make the rows there."""
     num_tokens, top_k = chosen.shape
     owners, starts, count = _owners(expert_axes, axis, num_experts)
+    # [tokens, top_k]: the rank of this axis that has the chosen expert.
     owner = owners.to(x.device)[chosen]
     inside = owner >= 0
 
@@ -266,11 +271,14 @@ def _exchanged(
     number = torch.arange(num_tokens, device=x.device)
     pairs = inside.reshape(-1).nonzero().squeeze(1)
     pair_owner, pair_token = owner.reshape(-1)[pairs], pairs.div(top_k, rounding_mode="floor")
+    # [ranks, tokens]: a token with two experts on one rank goes there once.
     wanted[pair_owner, pair_token] = True
     receiver, sent_token = wanted.nonzero(as_tuple=True)
     pairs_by_owner = pair_owner.argsort(stable=True)
     pairs, pair_owner = pairs[pairs_by_owner], pair_owner[pairs_by_owner]
     pair_token = pair_token[pairs_by_owner]
+    # Where each sent token stands in the whole message; less what goes to ranks before the
+    # receiver, where it stands among those that the receiver gets from this rank.
     sent_before = wanted.reshape(-1).cumsum(0).view_as(wanted) - 1
     tokens_to = torch.bincount(receiver, minlength=axis.size)
     pairs_to = torch.bincount(pair_owner, minlength=axis.size)
@@ -341,6 +349,8 @@ def _returned(rows: Tensor, routing: Routing, axis: AxisGroup, token_dim: TokenD
         or arrivals.token_dim != token_dim  # the sums belong to other ranks than the tokens
     ):
         arrivals = _departures(routing, axis, token_dim)
+    # Summed before they are sent: one row goes home for each token that came, whatever number of
+    # experts it had here.
     made = _summed(rows, arrivals.position, sum(arrivals.received))
     back = exchange_rows(made, axis, arrivals.received, arrivals.sent)
     return _summed(back, arrivals.tokens, arrivals.num_tokens)
@@ -396,6 +406,7 @@ def _together(
     """:func:`_all_to_all` of several tensors of one dtype, in one message."""
     if len(tensors) == 1:
         return [_all_to_all(tensors[0], axis, send[0], receive[0], phase)]
+    # A rank's part of the message is the parts of all tensors, end to end.
     widths = [math.prod(x.shape[1:]) for x in tensors]
     out, into = (
         [[width * rows for rows in counts] for width, counts in zip(widths, sizes, strict=True)]

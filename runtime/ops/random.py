@@ -109,6 +109,8 @@ class RngState:
             [f"{axis}={self.coords[axis]}" for axis in sorted(axes)] if self.mode == "fast" else []
         )
         text = "|".join(map(str, [self.seed, draw, self.step, self.microbatch, self.unit, *coords]))
+        # A hash instead of a sum of the parts: neighbouring steps and ranks get seeds that have
+        # nothing to do with each other. 63 bits, as torch's seeds have a sign.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def generator(
@@ -250,6 +252,7 @@ class Draw(_Drawn):
         generator = rng.generator(self.name, device, layout.cut_axes)
         if rng.mode == "fast" or not layout.cut_axes:
             return make(layout.local_shape(rng.mesh, rng.coords), generator)
+        # Every rank draws the whole and takes its piece: slow, and the same under every plan.
         return local_piece(make(layout.shape, generator), layout, rng.mesh, rng.coords)
 
 

@@ -315,15 +315,12 @@ def _steps(
         pairs = (((of + step) % size, of) for of in range(size))
         return not any(needed(some, by, of) for by, of in pairs for some in seen)
 
-    return tuple(
-        _Step(
-            (index - step) % size,
-            (index + step) % size,
-            step == 0 or is_idle(step),
-            tuple(share(some, step) for some in seen),
-        )
-        for step in range(size)
-    )
+    steps = []
+    for step in range(size):
+        shares = tuple(share(some, step) for some in seen)
+        no_message = step == 0 or is_idle(step)
+        steps.append(_Step((index - step) % size, (index + step) % size, no_message, shares))
+    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)

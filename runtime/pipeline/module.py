@@ -208,12 +208,10 @@ class PipelineModule(ParallelModule):
         self._messages = world.connect(channels)
         # Actions of the ranks that send to this one, to post receives in their order.
         senders = set().union(*(body.senders for body in self._bodies))
+        ranks = sorted({self.rank, *senders})
+        told = {rank: everyone[self._to_world(rank)]["actions"] for rank in ranks}
         self._parsed = {
-            mode: {
-                rank: parse_actions(everyone[self._to_world(rank)]["actions"][mode])
-                for rank in sorted({self.rank, *senders})
-            }
-            for mode in self.actions
+            mode: {rank: parse_actions(told[rank][mode]) for rank in ranks} for mode in self.actions
         }
 
     def _to_world(self, rank: int) -> int:

@@ -102,14 +102,12 @@ class Routes:
                         _Piece(transfer, stage, box)
                     )
         # By peer, payload and sending stage, in the order in which the peer sends.
-        self._incoming = {
-            key: sorted(
-                (piece for piece in pieces if _is_there(piece.box)),
-                key=lambda p: (p.stage, p.transfer.name, p.box),
-            )
-            for key, pieces in incoming.items()
-            if key[0] != rank
-        }
+        self._incoming = {}
+        for key, pieces in incoming.items():
+            if key[0] != rank:
+                there = (piece for piece in pieces if _is_there(piece.box))
+                in_order = sorted(there, key=lambda p: (p.stage, p.transfer.name, p.box))
+                self._incoming[key] = in_order
 
     @property
     def senders(self) -> set[int]:
@@ -132,13 +130,12 @@ class Routes:
         payload = PAYLOADS.get(action.kind)
         if payload is None:
             return []
-        return [
-            (
-                Arrival(payload, piece.stage, action.stage, piece.transfer.name, action.microbatch),
-                piece,
-            )
-            for piece in self._incoming.get((peer, payload, action.stage), ())
-        ]
+        found = []
+        for piece in self._incoming.get((peer, payload, action.stage), ()):
+            name, target = piece.transfer.name, action.stage
+            arrival = Arrival(payload, piece.stage, target, name, action.microbatch)
+            found.append((arrival, piece))
+        return found
 
     def needs(self, action: ScheduleAction) -> list[tuple[Arrival, Transfer]]:
         """What an action of this rank receives."""
@@ -181,14 +178,13 @@ class Exchange:
         self._to_world = to_world
         self._device = device
         senders = sorted({peer for of_microbatch in routes for peer in of_microbatch.senders})
-        self._channels = {
-            peer: deque(
-                (number, *item)
-                for number, action in enumerate(actions[peer])
-                for item in routes[action.microbatch].arrivals(peer, action)
-            )
-            for peer in senders
+        self._channels: dict[int, deque[tuple[int, Arrival, _Piece]]] = {
+            peer: deque() for peer in senders
         }
+        for peer, channel in self._channels.items():
+            for number, action in enumerate(actions[peer]):
+                arrivals = routes[action.microbatch].arrivals(peer, action)
+                channel.extend((number, *item) for item in arrivals)
 
         def numbers(listed: Sequence[ScheduleAction]) -> dict[tuple[Payload, int, int], int]:
             receiving = [(n, a) for n, a in enumerate(listed) if a.kind in PAYLOADS]

@@ -52,13 +52,12 @@ def global_norm(
             hint="use norm_type=2.0, another positive order, or infinity",
         )
     # One norm for each tensor, then the norm of these.
-    norms = [
-        torch.linalg.vector_norm(
-            tensor.grad, order, dtype=torch.promote_types(dtype, tensor.grad.dtype)
-        )
-        for tensor in counted
-        if tensor.grad is not None and tensor.grad.numel()
-    ]
+    norms = []
+    for tensor in counted:
+        grad = tensor.grad
+        if grad is not None and grad.numel():
+            wide = torch.promote_types(dtype, grad.dtype)
+            norms.append(torch.linalg.vector_norm(grad, order, dtype=wide))
     # In float64: a sum of squares overflows float32 long before the norm does.
     mine = (
         torch.stack(norms).double() if norms else torch.zeros(1, dtype=torch.float64, device=device)

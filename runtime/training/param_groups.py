@@ -92,13 +92,10 @@ def agreed_members(
     Raises :class:`ConfigError` if its groups have another number or other options on some rank.
     """
     positions = {name: position for position, name in enumerate(order)}
-    mine = [
-        [
-            _described(_options(group)),
-            _mask([names[id(tensor)] for tensor in group["params"]], positions),
-        ]
-        for group in optimizer.param_groups
-    ]
+    mine = []
+    for group in optimizer.param_groups:
+        own = [names[id(tensor)] for tensor in group["params"]]
+        mine.append([_described(_options(group)), _mask(own, positions)])
     told = world.all_gather_object(mine)
     members = [0] * len(told[0])
     # The same number of groups with the same options everywhere; their members are joined.

@@ -48,12 +48,9 @@ def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer)
     # An entry with nothing but a master goes: the optimizer has no state there before its first
     # step.
     masters = {number for number, _ in _masters(optimizer)}
-    state = {
-        number: {key: value for key, value in values.items() if key != MASTER}
-        if number in masters
-        else values
-        for number, values in state_dict["state"].items()
-    }
+    state = dict(state_dict["state"])
+    for number in masters & state.keys():
+        state[number] = {key: x for key, x in state[number].items() if key != MASTER}
     return {
         **state_dict,
         "state": {

@@ -495,12 +495,11 @@ class BodyMemory:
             self.ledger.release(self.gathered.pop(name))
 
     def _forwards(self, region: _Region) -> list[Forward]:
-        return [
-            self.footprints.forward(
-                i, [self.values[value.name].form for value in reads(i)], trains=True
-            )
-            for i in region.instructions
-        ]
+        found = []
+        for instruction in region.instructions:
+            forms = [self.values[value.name].form for value in reads(instruction)]
+            found.append(self.footprints.forward(instruction, forms, trains=True))
+        return found
 
     def release(self, storages: list[int]) -> None:
         """Let go of storages, and empty the list."""

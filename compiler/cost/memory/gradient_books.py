@@ -194,15 +194,10 @@ class GradientBooks:
         settings = self._settings
         # Others keep a gradient of their own: nobody else has a copy, and nobody shares the update.
         items = [item for item in reversed(trained) if item.copies > 1 or self._is_split(item)]
-        entries = [
-            Entry(
-                item.group,
-                item.dtype,
-                item.num_elements * settings.gradient_dtype(item.dtype).itemsize,
-                bool(item.cut),
-            )
-            for item in items
-        ]
+        entries = []
+        for item in items:
+            num_bytes = item.num_elements * settings.gradient_dtype(item.dtype).itemsize
+            entries.append(Entry(item.group, item.dtype, num_bytes, bool(item.cut)))
         return [
             [items[index] for index in members]
             for members in deal_buckets(entries, settings.bucket_cap_bytes)

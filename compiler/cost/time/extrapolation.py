@@ -43,13 +43,10 @@ def largest_message(
     """
     # A pipeline: of each crossing the smaller end, as that is what goes over the link.
     if isinstance(program, PipelineProgram):
-        crossed = [
-            min(
-                local_bytes(held.layout, crossing.value.dtype, held.mesh)
-                for held in (crossing.sent, crossing.received)
-            )
-            for crossing in program.crossings
-        ]
+        crossed = []
+        for crossing in program.crossings:
+            dtype, holdings = crossing.value.dtype, (crossing.sent, crossing.received)
+            crossed.append(min(local_bytes(held.layout, dtype, held.mesh) for held in holdings))
         return max(
             [*crossed, *(largest_message(stage, config, optimizer) for stage in program.programs)],
             default=0,

@@ -231,13 +231,12 @@ def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:
     def runs(count: int, rank: int) -> tuple[Run, ...]:
         return dealt(count, num_ranks, rank, turns=mesh.turns_of(axis))
 
-    received = [
-        keys_seen(bands, runs(num_queries, by), runs(num_keys, of))
-        for by in range(num_ranks)
-        for of in range(num_ranks)
-        if of != by
-    ]
-    by_rank = [sum(received[i : i + num_ranks - 1]) for i in range(0, len(received), num_ranks - 1)]
+    received, by_rank = [], []
+    for by in range(num_ranks):
+        others = (of for of in range(num_ranks) if of != by)
+        of_others = [keys_seen(bands, runs(num_queries, by), runs(num_keys, of)) for of in others]
+        received += of_others
+        by_rank.append(sum(of_others))
     return min(1.0, max(by_rank) / max(1.0, num_keys * (num_ranks - 1) / num_ranks))
 
 

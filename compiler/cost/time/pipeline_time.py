@@ -60,8 +60,9 @@ def pipeline_cost(
     plan = program.plan
     # First what each action of each stage takes, then when it runs.
     schedule = schedule_of_step(plan, trains=not config.inference_only)
-    bodies = [
-        body_time(
+    bodies = []
+    for stage_program, stage in zip(program.programs, plan.stages, strict=True):
+        body = body_time(
             stage_program,
             hardware,
             stage.ranks,
@@ -69,8 +70,7 @@ def pipeline_cost(
             trains=schedule.trains,
             unit_size=config.plan_ngpus,
         )
-        for stage_program, stage in zip(program.programs, plan.stages, strict=True)
-    ]
+        bodies.append(body)
     added = [
         addition_s(own, plan.num_microbatches, config, hardware, optimizer)
         for own in program.programs

@@ -86,12 +86,12 @@ def _adaptive(num_spatial: int, linear: bool) -> RuleMaker:
         # does not know.
         if len(op.results) > 1:
             return found
-        windows = [
-            (size // count, 0, size // count)
-            if is_static(size) and is_static(count) and count > 1 and size % count == 0
-            else None
-            for size, count in zip(sizes, made, strict=True)
-        ]
+        windows: list[tuple[int, int, int] | None] = []
+        for size, count in zip(sizes, made, strict=True):
+            window = None
+            if is_static(size) and is_static(count) and count > 1 and size % count == 0:
+                window = (size // count, 0, size // count)
+            windows.append(window)
         target = f"{RUNTIME}.{op.target}"
         found = with_edges(
             found,

@@ -175,13 +175,9 @@ class _Draft:
         an operator makes inside has its own.
         """
         ops, activations = self.formulation.graph.ops, self.activations
-        made = {
-            # Where each value is made.
-            value.name: index
-            for index, op in enumerate(ops)
-            for value in op.results
-            if value.name not in self.alive
-        }
+        # Where each value is made.
+        made = {value.name: index for index, op in enumerate(ops) for value in op.results}
+        made = {name: index for name, index in made.items() if name not in self.alive}
         found: dict[str, list[int]] = {}
         for index, op in enumerate(ops):
             for share in activations.shares.get(op.name, ()):

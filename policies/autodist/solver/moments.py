@@ -9,6 +9,7 @@ no more room there (`Moments.merge`).
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
@@ -62,14 +63,8 @@ class Moments:
                 continue
             # Between two times at which something begins or ends, nothing changes: a moment is such
             # a time.
-            times = sorted(
-                {
-                    time
-                    for start, end in row.intervals.values()
-                    if start < end
-                    for time in (start, end)
-                }
-            )
+            ends = (pair for pair in row.intervals.values() if pair[0] < pair[1])
+            times = sorted(set(itertools.chain.from_iterable(ends)))
             # Moments of all rows are counted through.
             place = {time: count + i for i, time in enumerate(times)}
             for node, (start, end) in row.intervals.items():
@@ -153,15 +148,17 @@ class Moments:
         # Numbers of the moments that stay.
         place = np.concatenate([[0], np.cumsum(keep)])
         self.room, self.rows, self.times = self.room[keep], self.rows[keep], self.times[keep]
-        self.spans = {
-            node: tuple(
+        moved = {}
+        for node, spans in self.spans.items():
+            # Spans over moments that are all gone go with them.
+            left = tuple(
                 Span(int(place[span.first]), int(place[span.last]), span.used)
                 for span in spans
                 if place[span.first] < place[span.last]
             )
-            for node, spans in self.spans.items()
-        }
-        self.spans = {node: spans for node, spans in self.spans.items() if spans}
+            if left:
+                moved[node] = left
+        self.spans = moved
 
     def merge(self) -> None:
         """Drop moments that are kept whenever the one before or after is."""

@@ -134,14 +134,10 @@ class Network:
         part.strategies = list(self.strategies)
         part.edges, part.neighbours = {}, {node: set() for node in part.costs}
         if rows is None:
-            rows = [
-                WorkRow(
-                    row.index,
-                    row.room,
-                    {node: used for node, used in row.usage.items() if node in part.costs},
-                )
-                for row in self.rows
-            ]
+            rows = []
+            for row in self.rows:
+                usage = {node: used for node, used in row.usage.items() if node in part.costs}
+                rows.append(WorkRow(row.index, row.room, usage))
         part.rows, part.moments = rows, self.moments.part(part.costs)
         return part
 

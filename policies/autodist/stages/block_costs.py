@@ -193,13 +193,9 @@ def useful_ways(single: Sequence[Way]) -> tuple[Way, ...]:
             best.append(way)
     # Few are enough: those that save most per second, and the one that saves most.
     if len(best) > MAX_WAYS:
-        kept = {
-            id(way)
-            for way in sorted(best[:-1], key=lambda way: way.again.time_s / way.again.saved_bytes)[
-                : MAX_WAYS - 1
-            ]
-        }
-        best = [way for way in best if id(way) in kept or way is best[-1]]
+        cheapest = sorted(best[:-1], key=lambda way: way.again.time_s / way.again.saved_bytes)
+        kept = {id(way) for way in (*cheapest[: MAX_WAYS - 1], best[-1])}
+        best = [way for way in best if id(way) in kept]
     return tuple(best)
 
 

@@ -300,13 +300,11 @@ class Walk:
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
             # Held alone, or by two stages that share out the optimizer's state.
             held, shared = (
-                num_bytes
-                + gradient
-                + kept_bytes(
+                num_bytes + gradient + kept_bytes(
                     setting.optimizer, layout, value.dtype, self.storage_mesh, config, num_stages
                 )
                 for num_stages in (1, 2)
-            )
+            )  # fmt: skip
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer,
                 setting.ranks,

@@ -82,12 +82,11 @@ class Sizes:
         """The elements of every value that a rank holds on average, by name."""
         values = (*self.graph.sources, *(result for op in self.graph.ops for result in op.results))
         stored = stored_shares(self.graph)
-        return {
-            value.name: stored.get(value.name, 1.0)
-            * estimate(product(value.shape))
-            / self._cuts(value)
-            for value in values
-        }
+        found = {}
+        for value in values:
+            whole = stored.get(value.name, 1.0) * estimate(product(value.shape))
+            found[value.name] = whole / self._cuts(value)
+        return found
 
     def summed(self, value: IRValue) -> list[Travel]:
         """What travels to sum a value that is there in summands: of the places to which linear

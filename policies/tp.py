@@ -141,14 +141,8 @@ def _much_is_whole(work: WorkShare | None) -> bool:
     """Whether convolutions that no axis divides are much of the work."""
     if work is None:
         return False
-    return (
-        sum(
-            share
-            for where, share in work.whole
-            if where.endswith(tuple(f"({name})" for name in CONVOLUTIONS))
-        )
-        > MUCH
-    )
+    kinds = tuple(f"({name})" for name in CONVOLUTIONS)
+    return sum(share for where, share in work.whole if where.endswith(kinds)) > MUCH
 
 
 def files(config: ComputeConfig) -> list[Path]:

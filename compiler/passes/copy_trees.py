@@ -119,8 +119,8 @@ def trees(num_goals: int) -> tuple[tuple[int, ...], ...]:
     """
 
     def rooted(parents: tuple[int, ...]) -> bool:
-        # Walk up from every goal. One that has not come to the source by then goes in a circle.
         """Whether every goal comes to the source in at most as many steps as there are goals."""
+        # Walk up from every goal. One that has not come to the source by then goes in a circle.
         for goal in range(num_goals):
             for _ in range(num_goals):
                 goal = parents[goal] if goal >= 0 else goal

@@ -135,15 +135,11 @@ def _operators(before: Plan, after: Plan) -> tuple[Change, ...]:
             for axis in old
             if new.get(axis, old[axis]) != old[axis]
         )
-        words = [
-            _told(plan, op, chosen, by_name=not stale)
-            for plan, chosen in ((before, old), (after, new))
-        ]
+        both = ((before, old), (after, new))
+        words = [_told(plan, op, chosen, by_name=not stale) for plan, chosen in both]
+        # Names of dims may be alike where strategies are not.
         if words[0] == words[1]:
-            words = [
-                _told(plan, op, chosen, by_name=False)
-                for plan, chosen in ((before, old), (after, new))
-            ]
+            words = [_told(plan, op, chosen, by_name=False) for plan, chosen in both]
         found.append(Change(op, words[0], words[1]))
     return tuple(found)
 

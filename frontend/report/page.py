@@ -74,18 +74,14 @@ def page(
     known = [
         ("per step", amount(cost.step_s, "s")),
         ("on the fullest rank", amount(cost.peak_bytes, "B")),
-        *(
-            [("waiting in the pipeline", f"{cost.bubble:.1%}"), *_about_stages(plan)]
-            if plan.stages
-            else []
-        ),
-        *facts,
     ]
+    if plan.stages:
+        known += [("waiting in the pipeline", f"{cost.bubble:.1%}"), *_about_stages(plan)]
     return environment.from_string(text).render(
         title=f"{model}: {plan.policy} on {mesh_in_words(plan)}",
         subtitle=f"{hardware.name}{units}. Times and bytes are predicted; "
         "docs/cost-model.md says how well.",
-        facts=known,
+        facts=[*known, *facts],
         sections=[
             *sections,
             *_sections(plan, cost, hardware, limit, plan.stored if stored is None else stored),
@@ -278,9 +274,8 @@ def _alike(parts: Iterable[tuple[int, dict[str, float]]]) -> tuple[list[Bar], st
     for rank, own in parts:
         ranks.setdefault(tuple(own.items()), []).append(rank)
     found = [Bar(_named(own), dict(items)) for items, own in ranks.items()]
-    return found[:ROWS_SHOWN], f" The first {ROWS_SHOWN} of {len(found)} kinds of ranks." if len(
-        found
-    ) > ROWS_SHOWN else ""
+    more = f" The first {ROWS_SHOWN} of {len(found)} kinds of ranks."
+    return found[:ROWS_SHOWN], more if len(found) > ROWS_SHOWN else ""
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -302,12 +297,11 @@ def _places(plan: Plan) -> list[str]:
             for stage in plan.stages
             for index, rank in enumerate(stage.ranks)
         }
-    return [
-        ", ".join(
-            f"{axis} {at}" for axis, at in mesh.coords(index).items() if mesh.axis_size(axis) > 1
-        )
-        for mesh, index in mesh_of.values()
-    ]
+    places = []
+    for mesh, index in mesh_of.values():
+        coords = mesh.coords(index).items()
+        places.append(", ".join(f"{axis} {at}" for axis, at in coords if mesh.axis_size(axis) > 1))
+    return places
 
 
 def _operators(plan: Plan) -> list[tuple[str, ...]]:

@@ -48,34 +48,21 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ("model", manifest.class_name),
         ("policy", plan.policy),
         ("mesh", f"{mesh_in_words(plan)}, {units} unit{'s' if units != 1 else ''}"),
-        *(
-            [
-                (
-                    "pipeline",
-                    f"{stages_in_words(plan)}, {plan.schedule}, {plan.num_microbatches} "
-                    "microbatches",
-                )
-            ]
-            if plan.stages
-            else []
-        ),
-        *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
-        *([("zero", ", ".join(zero))] if zero else []),
-        *(
-            [
-                (
-                    "experts",
-                    "the busiest rank is assumed to get "
-                    f"{imbalance_text(plan.imbalance)} of an even share",
-                )
-            ]
-            if plan.imbalance is not None
-            else []
-        ),
-        ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
-        ("files", str(directory)),
-        *([("work", str(WorkShare.from_json(manifest.work)))] if manifest.work is not None else []),
     ]
+    if plan.stages:
+        microbatches = f"{plan.num_microbatches} microbatches"
+        lines.append(("pipeline", f"{stages_in_words(plan)}, {plan.schedule}, {microbatches}"))
+    if plan.batch is not None:
+        lines.append(("batch", f"{plan.batch} samples in a unit"))
+    if zero:
+        lines.append(("zero", ", ".join(zero)))
+    if plan.imbalance is not None:
+        share = f"{imbalance_text(plan.imbalance)} of an even share"
+        lines.append(("experts", f"the busiest rank is assumed to get {share}"))
+    versions = f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"
+    lines += [("made by", versions), ("files", str(directory))]
+    if manifest.work is not None:
+        lines.append(("work", str(WorkShare.from_json(manifest.work))))
     return Text("\n".join(f"{name:<8} {value}" for name, value in lines))
 
 

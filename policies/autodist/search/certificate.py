@@ -127,7 +127,7 @@ def _space(result: SearchResult, best: Candidate) -> str:
     if best.is_mixed:
         assert best.cut_request is not None
         number = len(best.cut_request.placements)
-        return f"{best.title}; {number} placements offered to every stage"
+        return f"{best.title}; {number} candidate placements for every stage"
     return f"{best.title}; {best.placed[0].space}"
 
 
@@ -138,8 +138,8 @@ def _proof(result: SearchResult, best: Candidate) -> list[str]:
         return [ARITHMETIC]
     if best.is_mixed:
         words = (
-            "the placements offered were chosen before the stages; with them the bound holds for "
-            "every split between blocks"
+            "the candidate placements were chosen before the stages; with them the bound holds "
+            "for every split between blocks"
         )
         return [words, *_not_in_bound(result)]
     proof = [best.placed[0].proof]
@@ -154,7 +154,7 @@ def _proof(result: SearchResult, best: Candidate) -> list[str]:
             "between blocks"
         )
     if result.tried_mixed:
-        proof.append("stages that differ were searched with the placements offered to them")
+        proof.append("stages that differ were searched with their candidate placements")
     return [*proof, *_not_in_bound(result)]
 
 

@@ -2,7 +2,7 @@
 
 The subproblem with the least bound is taken next. It is split at a node on which the pieces that
 meet at its best multipliers disagree: the strategy of one of them, and all others. Every subproblem
-starts from its parent's multipliers, and every piece is offered as a choice. It is exact:
+starts from its parent's multipliers, and every piece is proposed as a choice. It is exact:
 subproblems are only dropped when their bound reaches the best cost.
 """
 
@@ -91,18 +91,18 @@ def branch(relaxation: Relaxation, root: Maximum, ceiling: float, progress: Prog
 def offer_piece(
     relaxation: Relaxation, piece: Piece, local: LocalSearch, progress: Progress
 ) -> None:
-    """Offer a piece's choice if it is within the rows; repair it first if there is no choice
+    """Propose a piece's choice if it is within the rows; repair it first if there is no choice
     yet.
     """
     network = relaxation.network
     if (piece.excess <= 0).all():
         if piece.cost < progress.cost:
-            progress.offer(network.expand(dict(enumerate(piece.choice.tolist()))))
+            progress.propose(network.expand(dict(enumerate(piece.choice.tolist()))))
     elif progress.choice is None:
         local.load(piece.choice)
         if local.repair(progress):
             local.descend(progress)
-            progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
+            progress.propose(network.expand(dict(enumerate(local.choice.tolist()))))
 
 
 def _split(

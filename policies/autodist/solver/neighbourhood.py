@@ -56,12 +56,12 @@ def improve_parts(
     until_s: float = 0.0,
 ) -> NDArray[np.intp]:
     """Improve a choice within the rows until time is over or nothing improves any more; every
-    better one is offered.
+    better one is proposed.
 
     Args:
         network: with all rows.
         choice: among the strategies left, by node of the problem.
-        progress: better choices are offered to it.
+        progress: better choices are proposed to it.
         expand: how to make a choice of the problem; that of the network if None.
         rounds: how often all sizes of parts are gone through without an improvement before it ends.
         until_s: end when no more seconds than these are left.
@@ -87,7 +87,7 @@ def improve_parts(
         # A ball: a node and those near to it, which may change together.
         if _improve(state, _ball(network, int(rng.choice(nodes)), size), progress):
             failures = idle = 0
-            progress.offer(
+            progress.propose(
                 expand(state.choice)
                 if expand
                 else network.expand(dict(enumerate(state.choice.tolist())))

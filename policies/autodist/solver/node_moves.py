@@ -69,14 +69,14 @@ class Moves:
         np.subtract.at(changes, self._last, amounts)
         return np.asarray(np.cumsum(changes)[:-1])
 
-    def offer(self, choice: NDArray[np.intp], progress: Progress, prices: Array) -> None:
-        """Bring a choice within the limits, make it cheaper and offer it."""
+    def propose(self, choice: NDArray[np.intp], progress: Progress, prices: Array) -> None:
+        """Bring a choice within the limits, make it cheaper and propose it."""
         self.load(choice)
         if prices.any():
             self.descend(progress, prices=prices)
         if self.repair(progress, prices):
             self.descend(progress)
-            progress.offer(self.network.expand(dict(enumerate(self.choice.tolist()))))
+            progress.propose(self.network.expand(dict(enumerate(self.choice.tolist()))))
 
     def load(self, choice: NDArray[np.intp]) -> None:
         """Start from a choice, by node of the problem."""

@@ -94,12 +94,12 @@ def search_over_time(
             more = _worst(moments, -moments.room, sorted(set(range(len(moments))) - chosen))
         else:
             start = inner.choice
-            progress.offer(start)
+            progress.propose(start)
             # The choice may exceed other moments: these come in next.
             over = over_limit(network, start)
             more = _worst(moments, over, np.flatnonzero(over > 0)) - chosen
             if more:
-                Moves(network).offer(network.condense(start), progress, np.zeros(len(moments)))
+                Moves(network).propose(network.condense(start), progress, np.zeros(len(moments)))
         if not more:
             return
         chosen |= more

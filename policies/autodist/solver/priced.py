@@ -26,15 +26,15 @@ PATIENCE = 20
 MIN_STEP = 1e-4
 """The step length, relative to Polyak's, at which the prices are as good as they get."""
 
-FIRST_OFFER = 40
+FIRST_PROPOSAL = 40
 """Passes before the first choice is read off; then every twenty passes, later every eighth of
 all.
 """
 
 
 def search_priced(network: Network, progress: Progress, seconds: float) -> None:
-    """Raise the bound and offer choices until steps are short, the gap is closed or the seconds are
-    over.
+    """Raise the bound and propose choices until steps are short, the gap is closed or the seconds
+    are over.
     """
     # Message passing for the bound at given prices, moves for choices.
     messages, moves = Messages(network), Moves(network)
@@ -43,7 +43,7 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
     places = moves.spread(np.array([row_of[node] for node in moves.span_nodes], dtype=np.intp))
     room = network.moments.room
     prices, best_prices = np.zeros(len(room)), np.zeros(len(room))
-    best, step, since, next_offer = -np.inf, 0.1, 0, FIRST_OFFER
+    best, step, since, next_proposal = -np.inf, 0.1, 0, FIRST_PROPOSAL
     direction: Array | None = None
     end_s = progress.left_s - seconds
 
@@ -62,9 +62,9 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
         if bound > best:
             best, best_prices = bound, prices.copy()
             progress.raise_bound(bound + network.constant, PROOF)
-        if count >= next_offer:
-            next_offer = count + max(FIRST_OFFER // 2, count // 8)
-            moves.offer(messages.rounded(), progress, prices)
+        if count >= next_proposal:
+            next_proposal = count + max(FIRST_PROPOSAL // 2, count // 8)
+            moves.propose(messages.rounded(), progress, prices)
         if since >= PATIENCE:
             step, since, direction = step / 2, 0, None
             move_to(best_prices)
@@ -91,4 +91,4 @@ def search_priced(network: Network, progress: Progress, seconds: float) -> None:
         move_to(best_prices)
         messages.forward()
         messages.backward()
-        moves.offer(messages.rounded(), progress, prices)
+        moves.propose(messages.rounded(), progress, prices)

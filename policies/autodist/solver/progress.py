@@ -16,7 +16,7 @@ class Progress:
     """The state of one call of the solver, that every method reports to.
 
     Args:
-        problem: costs and rows of what is offered are those of the problem itself, never of a
+        problem: costs and rows of what is proposed are those of the problem itself, never of a
             simplified form.
         time_limit_s: seconds from now.
         target_gap: a gap that is small enough.
@@ -62,7 +62,7 @@ class Progress:
         """Whether the best choice is proved optimal."""
         return self.cost - self.bound <= CLOSED * abs(self.cost) and self.choice is not None
 
-    def offer(self, choice: Sequence[int]) -> bool:
+    def propose(self, choice: Sequence[int]) -> bool:
         """Keep a choice if it is the best and respects every row; whether it was kept."""
         cost = evaluate(self.problem, choice)
         if cost >= self.cost or not all(row.holds(row.used(choice)) for row in self.problem.rows):

@@ -16,7 +16,7 @@ How it is solved, each step only if the one before left a gap and time is left:
    (renumbering.py).
 1. `simplify` drops what cannot matter, and finds rows that cannot be kept (network.py).
 2. No row can bind: elimination is exact, repeated blocks included (eliminate.py).
-3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of
+3. Rows: the best multipliers give a bound, the choices met on the way are proposed; crossing two of
    them, repair and local search give better ones (relaxation.py, crossing.py, local_search.py).
 4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved
    exactly while the rest stays (neighbourhood.py), until many parts in a row bring nothing.
@@ -131,7 +131,7 @@ def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -
         progress.prove_infeasible(failure)
         return
     if start is not None:
-        progress.offer(start)
+        progress.propose(start)
     search_over_time(network, problem, progress, _search_network)
 
 
@@ -145,7 +145,7 @@ def _search_network(
         local.load(network.condense(start))
         if local.repair(progress):
             local.descend(progress)
-            progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
+            progress.propose(network.expand(dict(enumerate(local.choice.tolist()))))
     # Chains of blocks have small joins: exact tables. Nets that are too wide are searched
     # otherwise.
     relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN, out_of_time=progress.is_over)
@@ -165,7 +165,7 @@ def _search_network(
     progress.raise_bound(maximum.bound, "Lagrange multipliers with exact elimination")
     # Choices near the best multipliers; if the gap stays, branch or look around the best.
     for choice in choices_of(relaxation, maximum, progress):
-        progress.offer(network.expand(dict(enumerate(choice.tolist()))))
+        progress.propose(network.expand(dict(enumerate(choice.tolist()))))
     if progress.done:
         return
     if len(network.costs) <= MAX_BRANCHED:
@@ -182,7 +182,7 @@ def _eliminate(relaxation: Relaxation, progress: Progress) -> None:
             Infeasible(True, "no choice avoids all forbidden pairs: proved by elimination")
         )
         return
-    progress.offer(relaxation.network.expand(dict(enumerate(best.choice.tolist()))))
+    progress.propose(relaxation.network.expand(dict(enumerate(best.choice.tolist()))))
     # the same sum in another order: what it differs by from the cost is rounding
     progress.raise_bound(progress.cost, "elimination")
 

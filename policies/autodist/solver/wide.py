@@ -73,7 +73,7 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
         progress.prove_infeasible(failure)
         return
     if not reduced.network.costs:
-        _offer_the_only(reduced, progress, "elimination")
+        _propose_the_only(reduced, progress, "elimination")
     prices: dict[int, float] = {}
     # Rounds of: raise the bound, look for choices, drop what cannot be in a better one.
     while not progress.done:
@@ -90,7 +90,7 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
             progress.raise_bound(progress.cost, PROOF)
             return
         if not reduced.network.costs:
-            _offer_the_only(reduced, progress, PROOF)
+            _propose_the_only(reduced, progress, PROOF)
             return
         # Small enough for a library.
         if num_pairs(reduced.network) <= MAX_PROGRAM_PAIRS:
@@ -117,9 +117,9 @@ def _improve(reduced: Reduced, progress: Progress, seconds: float) -> None:
             )
 
 
-def _offer_the_only(reduced: Reduced, progress: Progress, proof: str) -> None:
+def _propose_the_only(reduced: Reduced, progress: Progress, proof: str) -> None:
     """Every node has one strategy left: that choice, or the best so far."""
-    progress.offer(reduced.expand(np.zeros(len(reduced.network.strategies), dtype=np.intp)))
+    progress.propose(reduced.expand(np.zeros(len(reduced.network.strategies), dtype=np.intp)))
     progress.raise_bound(progress.cost, proof)
 
 
@@ -127,7 +127,7 @@ def _integer_program(reduced: Reduced, progress: Progress) -> None:
     """The rest exactly, by a library."""
     answer = solve_program(reduced.network, integer=True, time_limit_s=progress.left_s)
     if answer.choice is not None:
-        progress.offer(reduced.expand(answer.choice))
+        progress.propose(reduced.expand(answer.choice))
     # Infeasible means: nothing within the rows, or nothing better than what is known.
     if answer.infeasible:
         if progress.choice is None:
@@ -180,13 +180,13 @@ def _split_and_bound(
                     continue
             # One choice is left.
             if not part.network.costs:
-                progress.offer(part.expand(np.zeros(len(part.network.strategies), dtype=np.intp)))
+                progress.propose(part.expand(np.zeros(len(part.network.strategies), dtype=np.intp)))
                 continue
             # A small part is given to a library.
             if num_pairs(part.network) <= SMALL_PROGRAM_PAIRS and found < progress.cost:
                 answer = solve_program(part.network, integer=True, time_limit_s=progress.left_s)
                 if answer.choice is not None:
-                    progress.offer(part.expand(answer.choice))
+                    progress.propose(part.expand(answer.choice))
                 if answer.infeasible or answer.bound >= progress.cost * (1 - 1e-9):
                     continue
                 found = max(found, answer.bound)
@@ -265,7 +265,7 @@ class _Ascent:
         """
         best = _Best(-math.inf, self.multipliers)
         direction: Array | None = None
-        step, since, next_offer = 0.1, 0, 1
+        step, since, next_proposal = 0.1, 0, 1
         end_s = self.progress.left_s - seconds
         # Subgradient ascent, as in ``priced.py``, with one multiplier for each row.
         for count in range(1, 1_000_000):
@@ -279,11 +279,11 @@ class _Ascent:
                     self.progress.raise_bound(bound + self.network.constant, PROOF)
                 elif bound + self.network.constant >= self.progress.cost:
                     break
-            # Choices are offered less and less often.
+            # Choices are proposed less and less often.
             choice = self.messages.choice()
-            if count == next_offer or since == PATIENCE:
-                self._offer(choice)
-                next_offer = max(next_offer, count) * 5 // 4 + 1
+            if count == next_proposal or since == PATIENCE:
+                self._propose(choice)
+                next_proposal = max(next_proposal, count) * 5 // 4 + 1
             if self.progress.done or self.progress.left_s <= end_s:
                 break
             if since >= PATIENCE:
@@ -339,12 +339,12 @@ class _Ascent:
             ]
         )
 
-    def _offer(self, choice: NDArray[np.intp]) -> None:
+    def _propose(self, choice: NDArray[np.intp]) -> None:
         self.local.load(choice)
         self.local.descend(self.progress, within=False)
         if self.local.repair(self.progress):
             self.local.descend(self.progress)
-            self.progress.offer(self.reduced.expand(self.local.choice))
+            self.progress.propose(self.reduced.expand(self.local.choice))
 
     def drop_expensive(self) -> None:
         """Drop the strategies that no choice as cheap as the best has."""

@@ -63,8 +63,8 @@ def test_stages_that_differ_win_where_ranks_do_not_divide() -> None:
     assert (
         certificate is not None and certificate.bound_s <= certificate.cost_s == found.best.step_s
     )
-    assert "the placements offered were chosen before the stages" in str(certificate)
-    assert "placements offered to every stage" in certificate.space
+    assert "the candidate placements were chosen before the stages" in str(certificate)
+    assert "candidate placements for every stage" in certificate.space
 
 
 @pytest.mark.slow

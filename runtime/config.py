@@ -160,6 +160,8 @@ class ComputeConfig:
                 DistributedOptimizerConfig.of(self.distributed_optimizer),
             )
         if self.use_zero is None:
+            # Frozen: what is read into another form, or decided by other fields, is set past the
+            # dataclass.
             object.__setattr__(self, "use_zero", self.distributed_optimizer is not None)
         _check_ranks(self)
         _check_bucket(self)
@@ -431,6 +433,7 @@ def _json_mapping(name: str, value: Any) -> dict[str, Any]:
             f"{name} is nested in itself, or too deeply",
             why=f"it has more than {MOST_LEVELS} levels",
         )
+    # A copy, so that the config does not change with the caller's dict.
     copy: dict[str, Any] = _json_value(name, value)
     return copy
 
@@ -508,6 +511,7 @@ def _read_constants(constants: Any) -> dict[str, Any]:
                     hint=hint,
                 )
             read[path] = _as_lists(listed)
+    # Sorted, as the order in which a user lists inputs must not change the digest.
     return dict(sorted(read.items()))
 
 

@@ -118,6 +118,7 @@ class Loop:
     def module_path(self) -> str:
         """The path of the innermost module that all of its operators belong to."""
         paths = [call.original.module_path.split(".") for call in self.calls]
+        # Level by level from the root: the names that all paths have in common.
         shared = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
         return ".".join(names[0] for names in shared)
 

@@ -117,6 +117,8 @@ class SavableLoader:
         """The samples of each batch from one on."""
         size, workers = self.dataset.batch_size, len(self._streams)
         while self.dataset.repeat or batches < len(self):
+            # Workers give batches in turns, as torch's DataLoader takes them: so the count of
+            # batches alone says where each of them is.
             turn, worker = divmod(batches, workers)
             stream = self._streams[worker]
             stop = (turn + 1) * size

@@ -193,6 +193,8 @@ def global_boundaries(num_samples: int, num_workers: int) -> list[int]:
     """Where the samples of each of all workers begin, and where the last one's end."""
     base, rest = divmod(num_samples, num_workers)
     sizes = [base] * num_workers
+    # What is left over is spread out, so that neighbouring workers, which share a rank, do not all
+    # get one more.
     for worker in bit_reversed(range(num_workers))[:rest]:
         sizes[worker] += 1
     return [0, *accumulate(sizes)]

@@ -164,6 +164,7 @@ def build(path: Path) -> Arrays:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
+                # Contents are padded to whole blocks.
                 end = member.offset_data + -(-member.size // HEADER_BYTES) * HEADER_BYTES
                 if not member.isreg():
                     continue
@@ -179,6 +180,8 @@ def build(path: Path) -> Arrays:
         raise _truncated(path, str(error)) from error
     with open(path, "rb") as file:
         file.seek(end)
+        # A tar file ends with blocks of zeros. tarfile itself takes a file that was cut between two
+        # members for a whole one.
         if file.read(HEADER_BYTES) != bytes(HEADER_BYTES):
             raise _truncated(path, f"the archive has no end behind its last member, at {end}")
     if len(set(keys)) < len(keys):

@@ -72,11 +72,14 @@ def allow_rounding(
     repeats: Sequence[Reference],
     is_zero: Callable[[str], bool],
 ) -> dict[str, list[Deviation]]:
-    """``found`` with what is allowed for tensors that differ by more than the bound, see above; and
-    for uncertain gradients, for parameters that they update, and for buffers, which see those
-    parameters in later steps, :data:`ORDERS` times the noise of the reference, where that is more
-    than allowed before. Of a gradient whose exact value is not zero (``is_zero``, asked by its
-    name), a difference of :data:`LEAST_MISTAKE` stays one. Losses stay at the bound.
+    """Deviations with more allowed where the reference itself is uncertain.
+
+    Uncertain gradients, parameters that they update, and buffers, which see these parameters in
+    later steps, may differ by :data:`ORDERS` times the noise of the reference. Other tensors beyond
+    the bound may differ by :data:`OWN` times their noise. Losses stay at the bound.
+
+    ``is_zero``: whether the exact value of a gradient is zero, by its name. Where it is not, a
+    difference of :data:`LEAST_MISTAKE` is refused whatever the noise.
     """
     noises = {d.name: _noise(d, "gradients", reference, repeats) for d in found["gradients"]}
     uncertain = {

@@ -145,6 +145,7 @@ class StepsWithoutSums:
         self._version = module[name]._version
         if before in (None, self._version):
             return
+        # Said once, and by one rank.
         self._name = None
         if module.ranks.rank == module.ranks.unit == 0:
             warnings.warn(

@@ -110,6 +110,8 @@ class CompiledModule(Scope):
         them.
         """
         if self.reducer is not None and self.reducer.is_attached:
+            # The reducer may have parameters of other modules, whose gradients are not this one's
+            # to clear.
             own = {id(parameter) for parameter in self.parameters()}
             if all(id(parameter) in own for parameter in self.reducer.parameters):
                 self.reducer.clear(set_to_none)

@@ -328,6 +328,7 @@ class DeclaredModule(CompiledModule):
             True  # with assign=True, those of the submodules are replaced after this
         )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        # A state dict of the original module has no such entry, and is right without it.
         missing_keys = rest[0]
         if key in missing_keys:
             missing_keys.remove(key)

@@ -100,6 +100,8 @@ def kernel_for(
 def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
     """The output of a block and its lse: zeros and minus infinity for a query that sees no key."""
     if block.flipped:
+        # Kernels have the causal form alone. Read backwards, keys from the i-th on are keys up to
+        # the i-th.
         out, lse = kernel.forward(block.turned())
         return out.flip(2), lse.flip(2)
     if block.flat:
@@ -107,6 +109,8 @@ def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
     out, lse = kernel.forward(block)
     if block.bias is None:
         return out, lse
+    # What kernels give for a query without keys differs; merging needs nothing, with a weight of
+    # zero.
     blind = (block.bias == -math.inf).all(-1).expand(lse.shape)
     return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
 

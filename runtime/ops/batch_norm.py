@@ -104,6 +104,7 @@ class _BatchNorm(torch.autograd.Function):
         input, weight, mean, scale = ctx.saved_tensors
         ndim = input.ndim
         grad = grad.to(mean.dtype)
+        # Computed again from the input, which is there anyway, instead of kept since the forward.
         normalised = (input.to(mean.dtype) - _per_channel(mean, ndim)).mul_(
             _per_channel(scale, ndim)
         )

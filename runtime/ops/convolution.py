@@ -110,6 +110,8 @@ def _transposed(num_dims: int) -> Callable[..., Tensor]:
 def _own(y: Tensor, cut: CutDim, stride: int, padding: int) -> Tensor:
     """What this rank makes, of the places that its window reaches."""
     start, stop = cut.made
+    # Place ``p`` of the operand is added at ``p * stride - padding`` and behind: so the first place
+    # that the call made is that of the first place read.
     offset = start - (cut.read[0] * stride - padding) if stop > start else 0
     return y.narrow(cut.edge.dim, offset, stop - start)
 

@@ -148,6 +148,7 @@ def _reduced(rows: Tensor, row_weights: Tensor, reduction: str, row_axes: Axes) 
     if reduction == "sum":
         return rows.sum()
     wide = accumulation_dtype(rows.dtype)
+    # The divisor is that of all ranks, so results are summands: their sum is the mean.
     return (rows.sum(dtype=wide) / sum_over(row_weights.sum(dtype=wide), row_axes)).to(rows.dtype)
 
 

@@ -67,10 +67,12 @@ def _scan(
     totals, index = total(x, dim), 0
     for axis in reversed(axes):  # minor to major, so that pieces come in order
         totals = all_gather(totals, axis, dim, backward="reduce_scatter")
+    # This rank's number among all pieces, the first axis counting most.
     for axis in axes:
         index = index * axis.size + axis.index
     # Also where no piece comes before: a rank that left out the gathering would miss in its
     # backward.
     before = totals.narrow(dim, 0, index)
+    # The scan of what the pieces before come to, and of the own piece: the places behind are right.
     scanned: Tensor = scan(torch.cat([before, x], dim), dim)
     return scanned.narrow(dim, index, x.shape[dim])

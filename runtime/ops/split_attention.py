@@ -181,6 +181,7 @@ def _same_heads(
     if enable_gqa and key.shape[-3] == value.shape[-3]:
         return query, key, value
     if enable_gqa:
+        # Keys and values with different numbers of heads: both are spread to those of the queries.
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
     heads = max(x.shape[-3] for x in (query, key, value))
     query, key, value = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (query, key, value))
@@ -379,6 +380,8 @@ class _SplitAttention(torch.autograd.Function):
         attention, kernel = ctx.attention, ctx.kernel
         blocks = _Blocks(query, mask, attention)
         dtype = lse.dtype
+        # sum(grad * out) is what all weights of a query have in common in the gradient of the
+        # scores: a block needs no other block's weights (Dao, "FlashAttention-2", 2023).
         delta = (grad.to(dtype) * out).sum(-1)
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # of queries that see no key at all
         of_query = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
@@ -389,6 +392,8 @@ class _SplitAttention(torch.autograd.Function):
         )
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
+            # A sink has the weight of its score and the value zero: its gradient is -weight *
+            # delta.
             weights = (sinks.to(dtype).view(1, -1, 1) - lse).exp()
             of_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype).view_as(sinks)
         home = _Home(attention, key, value, dtype)
@@ -567,6 +572,8 @@ def _start(
 ) -> PendingRows:
     """Begin to send a message to one rank of the axis while another one comes."""
     assert axis is not None
+    # An all-to-all in which each rank sends to one rank alone: NCCL and gloo both have it, and it
+    # needs no groups of two.
     send, receive = [0] * axis.size, [0] * axis.size
     send[to], receive[source] = message.numel(), num_elements
     return axis.communicator.all_to_all_rows_async(message, send, receive, phase=phase)

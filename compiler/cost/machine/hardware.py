@@ -135,6 +135,7 @@ class Hardware:
     def _digest(self) -> str:
         tiers = [_tier_json(replace(tier, rule=None)) for tier in self.tiers]
         data = {"num_devices": self.num_devices, "device": device_json(self.device), "tiers": tiers}
+        # Names, sources and measurements are for people: they change no cost.
         decisive = json.dumps(data, sort_keys=True)
         return hashlib.sha256(decisive.encode()).hexdigest()
 

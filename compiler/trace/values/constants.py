@@ -20,43 +20,16 @@ from shardwright.compiler.trace.values.known_inputs import KnownInput
 from shardwright.runtime.errors import TraceError
 
 RANDOM = {
-    "dropout",
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "normal",
-    "multinomial",
-}
-RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
+    "dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like",
+    "randint_like", "normal", "multinomial", "bernoulli", "uniform", "poisson", "empty",
+    "empty_like", "new_empty",
+}  # fmt: skip
 
 SIZED = {
-    "view",
-    "reshape",
-    "expand",
-    "broadcast_to",
-    "repeat",
-    "tile",
-    "unflatten",
-    "split",
-    "narrow",
-    "roll",
-    "pad",
-}
-SIZED |= {
-    "interpolate",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "new_zeros",
-    "new_ones",
-    "new_empty",
-    "new_full",
-}
+    "view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "split",
+    "narrow", "roll", "pad", "interpolate", "zeros", "ones", "empty", "full", "new_zeros",
+    "new_ones", "new_empty", "new_full",
+}  # fmt: skip
 """Operators whose sizes may be tensors of one integer; a graph holds numbers there."""
 
 
@@ -230,6 +203,7 @@ class Constants:
         """The arguments of an operator of :data:`SIZED` with numbers in the place of tensors whose
         values are known.
         """
+        # The first argument of other operators is the tensor that gets the size.
         kept = 0 if name in FACTORIES else 1
         named = {
             key: arg if key in ("input", "self") else self._number(arg)
@@ -285,6 +259,8 @@ class Constants:
         if self._in_dummies is None:
             made_of = {name: frozenset((name,)) for name in self._dummies}
             self._in_dummies = _Known(
+                # What is found out goes into the first map: it is true of the dummy arguments, not
+                # of every call.
                 ChainMap({}, self._known.real, self._dummies),
                 ChainMap({}, self._known.made_of, made_of),
                 in_dummies=True,

@@ -63,6 +63,8 @@ class Selection:
         in ``whole[mask]``.
         """
         dropped = self.mask.logical_not().flatten()
+        # The chosen are 0, the dropped 1: a stable sort moves the chosen to the front and keeps
+        # their order.
         order = dropped.to(torch.int64).argsort(stable=True)
         return self.whole.flatten(0, self.mask.ndim - 1)[order].flatten()
 
@@ -104,6 +106,7 @@ def _dims(selection: Selection, dim: Any, keepdim: bool) -> tuple[int, ...] | No
     count = {
         None: selection.whole.ndim,
         0: selection.mask.ndim,
+        # Dim 0 of ``whole[mask]``, counted from the end.
         -1 - len(selection.row): selection.mask.ndim,
     }
     (dim,) = dim if isinstance(dim, tuple | list) and len(dim) == 1 else (dim,)
@@ -156,6 +159,8 @@ def _cross_entropy(
 ) -> Any:
     if not _same_rows(input, target) or len(input.row) != 1 or target.row:
         return NotImplemented
+    # What was not chosen is a label that is ignored, so it counts neither in the sum nor in the
+    # mean.
     logits, classes = input.filled(0), target.filled(ignore_index)
     options = {"weight": weight, "ignore_index": ignore_index, **kwargs}
     if reduction != "none":
@@ -186,6 +191,7 @@ def _ctc_loss(
         return NotImplemented
     chosen_first = targets.chosen_first()
     starts = target_lengths.cumsum(0) - target_lengths
+    # [samples, longest]: the targets of each sample as a row; what lies behind its own is not read.
     places = starts[:, None] + torch.arange(targets.mask.shape[1], device=starts.device)
     rows = chosen_first[places.clamp(max=chosen_first.shape[0] - 1)]
     return F.ctc_loss(log_probs, rows, input_lengths, target_lengths, blank, reduction, **kwargs)
@@ -224,89 +230,19 @@ READERS: dict[str, Callable[..., Any]] = {
 """
 
 _SIGNS = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "neg",
-    "abs",
-    "and",
-    "or",
-    "xor",
-    "invert",
-}
-_SIGNS |= {"eq", "ne", "lt", "le", "gt", "ge"}
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "neg", "abs", "and", "or",
+    "xor", "invert", "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
+
 ELEMENTWISE = {
-    "add",
-    "sub",
-    "subtract",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "remainder",
-    "rsub",
-    "pow",
-}
-ELEMENTWISE |= {
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "neg",
-    "negative",
-    "abs",
-    "sign",
-    "exp",
-    "expm1",
-    "log",
-    "log2",
-    "log1p",
-}
-ELEMENTWISE |= {
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "logsigmoid",
-    "softplus",
-    "relu",
-    "gelu",
-    "silu",
-    "clamp",
-    "clamp_min",
-}
-ELEMENTWISE |= {
-    "clamp_max",
-    "maximum",
-    "minimum",
-    "logaddexp",
-    "where",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "square",
-}
-ELEMENTWISE |= {
-    "logical_and",
-    "logical_or",
-    "logical_not",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "int",
-    "long",
-}
-ELEMENTWISE |= {"bool", "detach", "clone", "contiguous"}
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "remainder",
+    "rsub", "pow", "sqrt", "rsqrt", "reciprocal", "neg", "negative", "abs", "sign", "exp",
+    "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "logsigmoid", "softplus",
+    "relu", "gelu", "silu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
+    "logaddexp", "where", "eq", "ne", "lt", "le", "gt", "ge", "square", "logical_and",
+    "logical_or", "logical_not", "to", "float", "double", "half", "bfloat16", "int", "long",
+    "bool", "detach", "clone", "contiguous",
+}  # fmt: skip
 """Functions, by name, whose result is chosen by the mask that has chosen their operands; signs are
 in :data:`_SIGNS`.
 """

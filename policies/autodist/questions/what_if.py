@@ -28,12 +28,12 @@ NO_LIMIT_GB = 1e9
 
 
 def levers(request: Request) -> list[Choice]:
-    """What one more gigabyte of memory, and links of twice the rate, would buy on the mesh of the
-    plan; without a memory limit, whether memory binds; and of a model that returns more than its
-    loss, what to return nothing else would; of a model with experts, what if they were chosen more
-    or less evenly. The plan itself counts too, where nothing better is
-    found. If the same search is better on this mesh alone, that is a row of its own: it is no merit
-    of the others.
+    """What would help on the mesh of the plan: one more gigabyte of memory, memory without limit,
+    links of twice the rate. For a model that returns more than its loss: to return the loss alone.
+    For a model with experts: tokens that choose them more evenly, or less.
+
+    The plan itself stands in a row where nothing better is found. If the same search is better on
+    this mesh alone, that is a row of its own, as it is no merit of the others.
     """
     hardware, options, best = request.hardware, request.options, request.best
     limit = (

@@ -108,8 +108,8 @@ class SimplePolicies:
         self.clock.reserve(0.0)
 
     def run(self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]) -> None:
-        """Audit the plans of the simple policies that may beat the best one, on the meshes that
-        were placed and those that are left, the most likely first; those that do are candidates.
+        """Audit the plans of the simple policies that may beat the best one, the most likely first.
+        Those that do become candidates. Meshes are those that were placed and those in ``left``.
         """
         if not self.space.simple:
             return
@@ -136,9 +136,10 @@ class SimplePolicies:
     def _gathered(
         self, waiting: deque[tuple[PipelineMesh, PlacedMesh | None]]
     ) -> tuple[list[tuple[SimplePlan, PipelineMesh, PlacedMesh | None]], set[PipelineMesh]]:
-        """The plans on the next meshes, as many as half of the time that is left is enough for, the
-        one likely the best first; and the meshes of which they are all that may be better. A mesh
-        with more of them goes on waiting.
+        """Make plans on the next meshes, in at most half of the time that is left.
+
+        Returns the plans, the one that is likely the best first, and the meshes of which these are
+        all plans that may be better. A mesh with more of them goes on waiting.
         """
         found: list[tuple[SimplePlan, PipelineMesh, PlacedMesh | None]] = []
         all_of: set[PipelineMesh] = set()

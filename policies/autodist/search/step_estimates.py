@@ -55,9 +55,10 @@ class StepEstimates:
         self._parameters: list[tuple[Declaration, int]] = self._alike_parameters()
 
     def step_s(self, mesh: Mesh, num_positions: int, pp_place: int, setting: Setting) -> float:
-        """About the seconds of a step, of the best way to deal out the axes of a mesh, on so many
-        positions that share all work evenly and never wait; infinite where no simple policy has
-        such a mesh.
+        """An estimate of the seconds of a step, with the axes of the mesh dealt out in the best way.
+
+        The positions share all work evenly and never wait. It is infinite where no simple policy
+        has such a mesh.
         """
         ranks = position_ranks(mesh, num_positions, pp_place)[0]
         return min(

@@ -138,9 +138,11 @@ class Subsearches:
     def search(
         self, one: Callable[[Subsearch, float, float], SearchResult], time_limit_s: float
     ) -> SearchResult:
-        """What ``one`` finds for all of them, each in its share of the time that is left, where it
-        only audits what is predicted to be about as good as the best so far. One that could not end
-        in time, as the quickest so far took longer, is not begun.
+        """Run all of them by ``one``, each in its share of the time that is left, and join what
+        they find.
+
+        Each audits only what is predicted to be about as good as the best so far. One is not begun
+        if less time is left than the quickest so far took.
         """
         # The usual case: one search, all the time.
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:

@@ -55,7 +55,7 @@ class StepEstimates:
         self._parameters: list[tuple[Declaration, int]] = self._alike_parameters()
 
     def step_s(self, mesh: Mesh, num_positions: int, pp_place: int, setting: Setting) -> float:
-        """An estimate of the seconds of a step, with the axes of the mesh dealt out in the best way.
+        """An estimate of the seconds of a step, with the axes of the mesh dealt out as is best.
 
         The positions share all work evenly and never wait. It is infinite where no simple policy
         has such a mesh.

@@ -84,6 +84,7 @@ def patched(
         stack.enter_context(_modules_converted(tracer.refusals))
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
+        stack.enter_context(_flex_attention_refused(tracer.refusals))
         stack.enter_context(_sizes_computed_with())
         stack.enter_context(_values_readable(real_values, questions))
         for owner, name, function in [*known_functions_of(module), *expert_loops_of(module)]:
@@ -221,6 +222,40 @@ def _scripts_inlined(refusals: Refusals) -> Iterator[None]:
     with replaced(torch.jit.ScriptFunction, "__call__", inlined):
         yield
     assert torch.jit.ScriptFunction.__call__ is call
+
+
+FLEX = "torch.nn.attention.flex_attention"
+"""The module of flex attention."""
+
+_FLEX_BEGINS = {"_validate_sdpa_input": "flex_attention", "create_mask": "create_block_mask"}
+"""What its functions call on any tensors, by a name that no model imports."""
+
+
+@contextmanager
+def _flex_attention_refused(refusals: Refusals) -> Iterator[None]:
+    """Refuse flex attention in words. Its own are of kernels and of fake values."""
+
+    def refuse(function: str) -> Callable[..., Any]:
+        def raise_refusal(*args: Any, **kwargs: Any) -> Any:
+            with refusals:
+                raise TraceError(
+                    f"{function} cannot be traced",
+                    where=str(user_location()),
+                    why="torch compiles its functions of scores and masks itself, and calls none "
+                    "of the operators that a plan could split",
+                    hint="F.scaled_dot_product_attention with is_causal=True or a mask that "
+                    "compares positions or documents, of which no mask of all pairs is made; in "
+                    'models of transformers attn_implementation="sdpa"',
+                )
+
+        return raise_refusal
+
+    with ExitStack() as stack:
+        flex = sys.modules.get(FLEX)
+        for name, function in _FLEX_BEGINS.items():
+            if hasattr(flex, name):
+                stack.enter_context(replaced(flex, name, refuse(function)))
+        yield
 
 
 @contextmanager

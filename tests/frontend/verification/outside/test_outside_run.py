@@ -84,7 +84,7 @@ STOPPED = {
     "Expert gradients that grow with the ranks",
     "Experts counted from zero on every rank",
 }
-"""Those of which no file can be made, or whose run ends with an error before it is refused."""
+"""The exhibits without a file that loads, or whose run ends with an error of its own."""
 
 QUICK = {"The last layer norm", "The bias of a row-parallel linear", "The router's weight"}
 

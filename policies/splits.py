@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import Strategy, has_factor, placements
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
@@ -19,7 +21,7 @@ from shardwright.policies.expert_axes import ExpertAxis, exchange_of, experts_of
 from shardwright.policies.labels import label
 from shardwright.policies.sequence_cut import cut_of_free
 from shardwright.policies.sequences import Positions, position_split
-from shardwright.policies.weight_operands import PRODUCTS
+from shardwright.policies.weight_operands import PRODUCTS, is_convolution
 
 
 def inner_axes(
@@ -79,9 +81,12 @@ def split_dims(
     classes: set[int],
     inside: InsideExperts | None = None,
     positions: Positions | None = None,
+    *,
+    alone: bool = False,
 ) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body
-    included. ``positions``: the dims along which what would be computed on every rank is split,
+    included. ``alone``: convolutions that have none of the classes are split by themselves.
+    ``positions``: the dims along which what would be computed on every rank is split,
     where no more is sent for that (sequence parallelism, Korthikanti et al. 2022).
     """
     # In how many pieces a dim is cut by this axis; other axes may cut it as well.
@@ -101,6 +106,8 @@ def split_dims(
             if inside is not None and runs_experts(op, graph, of_experts):
                 own_classes, split = within, exchange_of(op, graph, tokens, of_experts)
             split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
+            if split is None and alone and is_convolution(op):
+                split = _split_alone(op, num_pieces, builder.pieces(op))
             if split is not None:
                 splits[op.name] = split
             else:
@@ -184,6 +191,30 @@ def split_of(
         )
 
     return f"split:{max(found, key=spread)}" if found else None
+
+
+def _split_alone(op: IROp, num_pieces: int, cut: Mapping[str, int]) -> Strategy | None:
+    """The split of a convolution between whole values for which least is sent, if there is one that
+    leaves no rank with more than another.
+
+    What has the split factor is gathered, the result forward and the operand's gradient backward.
+    What lacks it is summed, which sends twice as much.
+    """
+    assert op.rule is not None
+    sent: dict[str, float] = {}
+    for factor in op.rule.factors:
+        pieces = cut.get(factor.name, 1) * num_pieces
+        in_weight = has_factor(op.rule.operands[op.operands.index(op.arg("weight"))], factor.name)
+        even = estimate(factor.size) % pieces == 0
+        if not in_weight or not even or not op.rule.splittable(factor.name, pieces):
+            continue
+        (result,), (refs,) = op.results, op.rule.results
+        x, x_refs = op.operands[0], op.rule.operands[0]
+        sent[factor.name] = sum(
+            estimate(product(value.shape)) * (1 if has_factor(dims, factor.name) else 2)
+            for value, dims in ((result, refs), *([(x, x_refs)] if x.takes_gradient else []))
+        )
+    return f"split:{min(sent, key=lambda name: sent[name])}" if sent else None
 
 
 def note_fallback(

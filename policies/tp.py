@@ -14,7 +14,8 @@ there may be two axes: 4 groups on 8 ranks are split over ``tp=4``, all else ove
 Whether the channels of convolutions are split depends on the machine: an image is large beside the
 work that makes it. Where convolutions that stay whole are much of the model's work, ``tp`` also
 tries plans that split more of them, and takes the one whose step is the fastest on the hardware
-given, by the cost model.
+given, by the cost model. Where convolutions between whole values are left, such as those that embed
+patches or positions, it tries to split each of these by itself.
 """
 
 from __future__ import annotations
@@ -98,12 +99,17 @@ def _with_experts(
 
 
 def _plan(
-    graph: PlannableGraph, config: ComputeConfig, options: TensorOptions, channel_price: float
+    graph: PlannableGraph,
+    config: ComputeConfig,
+    options: TensorOptions,
+    channel_price: float,
+    *,
+    alone: bool = False,
 ) -> Plan:
     axes = inner_axes(graph, config.plan_ngpus, config.rank_order, channel_price)
     builder = graph.builder(mesh={name: axis.axis_size for name, axis in axes.items()} or {"tp": 1})
     for name, axis in axes.items():
-        split_dims(builder, name, axis.classes, positions=options.positions)
+        split_dims(builder, name, axis.classes, positions=options.positions, alone=alone)
     return builder.plan("tp")
 
 
@@ -121,19 +127,26 @@ def _fastest(
 
     # Another plan must be clearly faster, as the estimate is none of its best.
     best, least = plan, (1 - CLEARLY) * seconds(first)
-    for other in _different(
-        (_plan(graph, config, options, price) for price in CHANNEL_PRICES), plan
-    ):
-        if (found := seconds(lowered(graph, config, other))) < least:
-            best, least = other, found
+    price, program = 1.0, first
+    others = ((other, _plan(graph, config, options, other)) for other in CHANNEL_PRICES)
+    for other_price, other in _different(others, plan):
+        tried = lowered(graph, config, other)
+        if (found := seconds(tried)) < least:
+            best, least, price, program = other, found, other_price, tried
+    # A convolution between whole values, as one that embeds patches or positions.
+    if _much_is_whole(work_share(program)):
+        other = _plan(graph, config, options, price, alone=True)
+        limit = least if best is plan else (1 - CLEARLY) * least
+        if seconds(lowered(graph, config, other)) < limit:
+            best = other
     return best
 
 
-def _different(plans: Iterable[Plan], plan: Plan) -> Iterable[Plan]:
-    """The plans that are neither ``plan`` nor the one before."""
-    for other in plans:
+def _different(plans: Iterable[tuple[float, Plan]], plan: Plan) -> Iterable[tuple[float, Plan]]:
+    """The plans, each with its price, that are neither ``plan`` nor the one before."""
+    for price, other in plans:
         if (other.mesh, other.strategies) != (plan.mesh, plan.strategies):
-            yield other
+            yield price, other
             plan = other
 
 

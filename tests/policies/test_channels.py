@@ -99,7 +99,28 @@ class Inverted(nn.Module):
         return self.head((x + self.second(x)).mean((2, 3))).square().mean()
 
 
+class Residual(nn.Module):
+    """Positions are embedded as in wav2vec 2.0: a convolution in groups between whole values. A
+    norm of all channels keeps these whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv1d(3, 8, 4, 4), nn.LayerNorm(8)
+        self.positions = nn.Conv1d(8, 8, 9, padding=4, groups=4)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.patches(x).transpose(1, 2))
+        x = self.norm(x + F.gelu(self.positions(x.transpose(1, 2)).transpose(1, 2)))
+        return self.norm(x + self.down(F.gelu(self.up(x)))).square().mean()
+
+
 OWN = {
+    "residual": (
+        Residual,
+        {"x": torch.randn(2, 3, 32, dtype=torch.float64, generator=GENERATOR)},
+    ),
     "extractor": (Extractor, {"x": torch.randn(2, 150, dtype=torch.float64, generator=GENERATOR)}),
     "inverted": (
         Inverted,
@@ -153,6 +174,16 @@ def test_every_convolution_of_an_extractor_is_split(tmp_path: Path) -> None:
         "[8/tp, 8, 3]",
         "[8, 8/tp, 3]",
     ]
+
+
+def test_convolutions_between_whole_values_are_split_by_themselves(tmp_path: Path) -> None:
+    """The one in groups reads a piece and gives a piece, in groups."""
+    module, inputs = model_of("residual")
+    compiled = plans.compile_with(
+        plans.traced(module, inputs), "tp", 2, pas_config={"hardware": hardware(tmp_path, 1e12)}
+    )
+    assert share(compiled) == pytest.approx(0.5, abs=0.01)
+    assert str(compiled.program.layout_of("positions.weight")) == "[4/tp * 2, 2, 9]"
 
 
 @pytest.mark.slow

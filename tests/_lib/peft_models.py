@@ -7,15 +7,49 @@ from typing import Any
 
 import peft
 import torch
+import torch.nn.functional as F
 import zoo
 from precision import float64_casts
-from torch import nn
+from torch import Tensor, nn
 
 QWEN3 = zoo.ZooModel(
     "qwen3",
     zoo.hf("Qwen3ForCausalLM", "Qwen3Config", **zoo.LLAMA, head_dim=4),
     zoo.causal_lm(32),
 )
+
+
+class Int8Linear(nn.Linear):
+    """A linear whose weight is kept as int8, with a scale for each row."""
+
+    scale: Tensor
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        """The nearest one to ``linear``."""
+        made = cls(linear.in_features, linear.out_features, bias=False)
+        weight = linear.weight.detach()
+        made.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        whole = (weight / made.scale).round().to(torch.int8)
+        made.weight = nn.Parameter(whole, requires_grad=False)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+class Quantised(zoo.ZooModel):
+    """A model whose layers are :class:`Int8Linear`, but for the head."""
+
+    def build(self, *, seed: int = 0, **overrides: Any) -> nn.Module:
+        model = super().build(seed=seed, **overrides)
+        for path, part in list(model.named_modules()):
+            if isinstance(part, nn.Linear) and path.endswith("_proj"):
+                parent, _, leaf = path.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, Int8Linear.of(part))
+        return model
+
+
 CONV1D = {"fan_in_fan_out": True}
 """GPT-2 keeps its weights the other way round."""
 
@@ -44,6 +78,10 @@ MODELS: dict[str, tuple[str | zoo.ZooModel, dict[str, Any]]] = {
     "llama dropout": (
         "llama",
         {"target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.1},
+    ),
+    "llama lora on int8": (
+        Quantised("llama-int8", zoo.llama, zoo.causal_lm(32)),
+        {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     ),
     "gpt2 lora": (
         "gpt2",

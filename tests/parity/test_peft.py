@@ -36,6 +36,7 @@ MORE_CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
     ("llama tied, trained embedding", "hybrid", 4, 4, STEPS),
     ("llama some tokens", "tp", 2, 2, {}),
     ("llama dropout", "tp", 2, 2, {}),
+    ("llama lora on int8", "tp", 2, 4, {"use_zero": 3}),
     ("gpt2 lora", "hybrid", 4, 4, STEPS),
     ("gpt2 dora", "tp", 2, 2, {}),
     ("qwen3 lora", "autodist", 2, 2, STEPS),

@@ -63,7 +63,7 @@ class CallRecorder:
         # be functional has changed an argument.
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         key = self._repeated.key(func, args, kwargs) if inputs and run is None else None
-        out = None if key is None else self._repeated.results(key, inputs)
+        out = None if key is None else self._repeated.results(key)
         is_repeated = out is not None
         if not is_repeated:
             out = self.run(run or func, args, kwargs)

@@ -20,7 +20,7 @@ from traces import shared_traces
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.frontend.verification.trained_ranks import train_plan
-from shardwright.frontend.verification.verify import _num_samples, compile_into
+from shardwright.frontend.verification.verify import compile_into, samples_per_step
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -124,7 +124,7 @@ def compared(
         files = compile_into(directory, cast, inputs, policy, config)
     units = config.runtime_ngpus // config.plan_ngpus
     per_unit = [
-        [rolled(inputs, k * units + unit) for k in range(_num_samples(files, config))]
+        [rolled(inputs, k * units + unit) for k in range(samples_per_step(files, config))]
         for unit in range(units)
     ]
     samples = [sample for unit in per_unit for sample in unit]

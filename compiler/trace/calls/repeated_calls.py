@@ -3,7 +3,8 @@
 The layers of a model make the same calls, on tensors of the same shapes. Torch's fake tensors need
 a tenth of a millisecond or more for each of them. What a call gives follows from shapes, strides,
 dtypes and the other arguments, so it is run once, and afterwards its results are made at once: new
-fake tensors of the shapes that are known, in the memory of an argument where they are views.
+fake tensors of the shapes that are known. Views are run each time: what is written to the tensor
+they view changes whether gradients flow through them.
 
     x @ w    [32, 64] @ [64, 8], gradients flow   runs, and gives f32[32, 8]
     y @ v    [32, 64] @ [64, 8], gradients flow   gives f32[32, 8]
@@ -43,14 +44,12 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A result of a call. ``memory_of``: the tensor among the arguments that it is a view of."""
+    """A result of a call, in memory of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
     dtype: torch.dtype
     requires_grad: bool
-    memory_of: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +94,12 @@ class RepeatedCalls:
             return None
         return tuple(parts)
 
-    def results(self, key: Hashable, inputs: Sequence[torch.Tensor]) -> Any:
+    def results(self, key: Hashable) -> Any:
         """New results of a call that was run before; ``None`` if they are not known."""
         found = self._known.get(key)
         if found is None:
             return None
-        made = [self._made(result, inputs) for result in found.of]
+        made = [self._made(result) for result in found.of]
         flows = [x for x, result in zip(made, found.of, strict=True) if result.requires_grad]
         if flows:
             through = iter(_follow(flows, self._leaf))
@@ -118,19 +117,16 @@ class RepeatedCalls:
             return
         tensors = [out] if kind is None else list(out)
         results = tuple(_described(tensor, inputs) for tensor in tensors)
-        memories = {x.untyped_storage()._cdata for x in tensors if isinstance(x, torch.Tensor)}
-        apart = len(memories) == len(tensors)
-        if all(r is not None and (apart or r.memory_of is not None) for r in results):
+        if any(result is None for result in results):
+            return
+        if len({x.untyped_storage()._cdata for x in tensors}) == len(tensors):
             self._known[key] = _Results(tuple(r for r in results if r is not None), kind)
 
-    def _made(self, result: _Result, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _made(self, result: _Result) -> torch.Tensor:
         with in_kernel_invocation_manager(self._mode):
             memory = torch.empty_strided(
                 result.shape, result.stride, dtype=result.dtype, device="meta"
             )
-            if result.memory_of is not None:
-                of = inputs[result.memory_of].untyped_storage()
-                memory.set_(of, result.offset, result.shape, result.stride)
         return FakeTensor(self._mode, memory, _CPU)
 
 
@@ -180,18 +176,15 @@ def _described(tensor: Any, inputs: Sequence[torch.Tensor]) -> _Result | None:
         return None
     if tensor.device != _CPU or tensor.is_inference() or tensor.dtype.is_complex:
         return None
-    # A view claims to require a gradient under no_grad, where none flows through it.
+    # Under no_grad nothing new requires a gradient.
     if tensor.is_neg() or (tensor.requires_grad and not torch.is_grad_enabled()):
         return None
     memory = tensor.untyped_storage()
-    owner = next(
-        (n for n, x in enumerate(inputs) if x.untyped_storage()._cdata == memory._cdata), None
-    )
+    if any(x.untyped_storage()._cdata == memory._cdata for x in inputs):
+        return None
     shape, stride = tuple(tensor.shape), tensor.stride()
-    offset = int(tensor.storage_offset())
-    if owner is None:
-        reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
-        nbytes = (reach if tensor.numel() else 0) * tensor.element_size()
-        if offset or memory.nbytes() != nbytes:
-            return None
-    return _Result(shape, stride, offset, tensor.dtype, tensor.requires_grad, owner)
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+    nbytes = (reach if tensor.numel() else 0) * tensor.element_size()
+    if tensor.storage_offset() or memory.nbytes() != nbytes:
+        return None
+    return _Result(shape, stride, tensor.dtype, tensor.requires_grad)

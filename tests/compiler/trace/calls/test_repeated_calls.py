@@ -64,9 +64,9 @@ def test_layers_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         count = 0
         traced(Deep(layers))
         runs.append(count)
-    # Of each further layer run only the few calls that change an argument or are not in C.
+    # Of each further layer run only views, calls that change an argument, and those not in C.
     assert (runs[2] - runs[1]) == 3 * (runs[1] - runs[0])
-    assert runs[1] - runs[0] <= 12 < runs[0] / 2
+    assert runs[1] - runs[0] <= 13 < runs[0] / 2
 
 
 def test_the_graph_is_that_of_calls_that_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

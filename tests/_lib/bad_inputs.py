@@ -29,7 +29,12 @@ from bad_compiler_inputs import (
 )
 from bad_data_inputs import data_targets, expert_targets
 from bad_input_targets import Target
-from bad_training_inputs import initialize_targets, rank_targets, training_targets
+from bad_training_inputs import (
+    initialize_targets,
+    peft_targets,
+    rank_targets,
+    training_targets,
+)
 from bad_values import VALUES
 
 import shardwright
@@ -223,6 +228,7 @@ MAKERS: Mapping[Callable[[Path], list[Target]], Sequence[str]] = {
     data_targets: ("data",),
     expert_targets: ("experts",),
     initialize_targets: ("initialize",),
+    peft_targets: ("peft",),
 }
 """What makes targets, and their groups. In a job of one rank, as of :func:`run_ranks`."""
 

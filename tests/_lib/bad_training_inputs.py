@@ -169,6 +169,34 @@ def initialize_targets(folder: Path) -> list[Target]:
     ]  # fmt: skip
 
 
+def peft_targets(folder: Path) -> list[Target]:
+    """What writes and reads folders of peft: a model with an adapter that one rank has trained."""
+    import peft  # takes seconds
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    base.save_pretrained(folder / "peft-base")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(folder / "peft-adapter")
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    args = {"input_ids": ids, "labels": ids}
+    module = shardwright.parallelize(model, args, "dp", CONFIG, gen_savedir=folder / "peft-files")
+    shardwright.save_checkpoint(folder / "peft-run", module)
+    numbers = iter(range(10**9))
+    return [
+        Target("peft", "export_peft", shardwright.export_peft,
+            lambda: {"directory": folder / "peft-run", "model": model,
+                "out": folder / f"peft-exported-{next(numbers)}"}),
+        Target("peft", "load_peft", shardwright.load_peft,
+            lambda: {"module": module, "model": model, "adapter": folder / "peft-adapter",
+                "base": folder / "peft-base"}),
+        Target("peft", "start_peft", shardwright.start_peft,
+            lambda: {"model": model, "base": folder / "peft-base",
+                "out": folder / f"peft-started-{next(numbers)}"}),
+    ]  # fmt: skip
+
+
 def rank_targets(folder: Path) -> list[Target]:
     """What starts ranks, numbers them, and says what they do."""
     mpu = shardwright.MPU()

@@ -216,7 +216,7 @@ def test_the_searches_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     entry = zoo.get("gpt2")
     names: dict[str, Any] = {"model": entry.build().float(), "dummy_args": entry.inputs()}
-    first, second, third = blocks("docs/autodist.md")
+    first, models, second, third = blocks("docs/autodist.md")
     first = first.replace("\n)", "\n    load_module=False,\n)")
     second = second.replace(
         '{"global_batch": 256}',
@@ -225,7 +225,9 @@ def test_the_searches_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     second = second.replace(
         '"saved", config)', '"saved", config, load_module=False, instance_name="saved")'
     )
-    for block in (first, second, third):
+    for block in (first, models, second, third):
         exec(block, names)
+    llama, inputs = names["make_llama"]()
+    assert llama.device.type == "meta" and inputs["input_ids"].shape == (4, 2048)
     assert len(list(tmp_path.rglob("gencode*.py"))) == 16 and (tmp_path / "plan.json").exists()
     assert names["found"].gap == 0 and names["found"].plan.mesh.size == 8

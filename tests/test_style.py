@@ -1,5 +1,5 @@
-"""Docstrings begin with the thing or with a verb, no conditional expression holds another, and no
-two files of the package have one name.
+"""Docstrings begin with the thing or with a verb, no conditional expression holds another, no two
+files of the package have one name, and tests mirror the tree.
 
 A first word such as "Of" or "By" makes a riddle of a docstring, as what it is about stands nowhere.
 """
@@ -116,6 +116,17 @@ def test_a_file_name_says_what_is_inside():
         if len(folders) > 1 and {folder.removesuffix("/tables") for folder in folders} not in given
     ]
     assert not doubled, "\n".join(doubled)
+
+
+def test_a_test_lies_where_the_file_that_it_is_called_after_does():
+    """A test of several files has a name that no file below its folder has."""
+    elsewhere = []
+    for test in (ROOT / "tests").rglob("test_*.py"):
+        folder, name = test.relative_to(ROOT / "tests").parent, test.name.removeprefix("test_")
+        files = [file.parent.relative_to(ROOT) for file in (ROOT / folder).rglob(name)]
+        if test.parent != ROOT / "tests" and files and folder not in files:
+            elsewhere.append(f"{test.relative_to(ROOT)}: a file of that name is in {files[0]}")
+    assert not elsewhere, "\n".join(elsewhere)
 
 
 def test_the_files_are_those_of_the_package():

@@ -70,6 +70,8 @@ def _edge(words: Sequence[Any], mesh: Mesh) -> tuple[Edge, list[str]]:
     the dummy arguments.
     """
     dim, size, result_size, window, axes = words
+    # Generated code writes a size as a number of units, ``(2, "seq")``, where the unit varies, and
+    # as a plain number, of units of 1, where nothing does.
     (num, unit), (result_num, result_unit) = (
         n if isinstance(n, tuple) else (n, 1) for n in (size, result_size)
     )

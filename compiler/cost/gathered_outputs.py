@@ -60,6 +60,8 @@ def gathered_outputs(
             value.name: path for path, value in stage.output.leaves() if isinstance(value, IRValue)
         }
         for step in stage.steps:
+            # Only adapters by which a rank receives what it did not have: a slice or a pad sends
+            # nothing.
             if not isinstance(step, Adapt) or step.step.kind not in _RECEIVING:
                 continue
             received = _received_bytes(step, stage)

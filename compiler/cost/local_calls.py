@@ -183,12 +183,14 @@ def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
             cuts = [mesh.axis_size(axis) for axis in atom.axes]
             if atom.element:
                 index, count = atom.element
+                # One element of a dim: rank 0, whose piece is the largest, has it or has not.
                 size *= index < cut_sizes((count,), cuts)[0]
             else:
                 size *= sum(cut_sizes(segments, cuts))
         shape.append(size)
     if layout.density is None:
         return tuple(shape)
+    # Rows of experts: how many there are follows from what routers choose, not from the shape.
     return stored_shape(tuple(shape), layout.density, mesh.num_ranks(layout.dims[0][0].axes))
 
 

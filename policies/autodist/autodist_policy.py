@@ -128,6 +128,7 @@ def settled(
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
     best = found.best.plan
+    # An operator without an entry is computed whole on every rank, as an empty one says.
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
     return replace(
         best,
@@ -237,6 +238,8 @@ def options_of(
     )
     if subsearch.batch is None:
         return chosen
+    # Microbatches of a pipeline, or gradients accumulated by the training loop: one count, two
+    # options.
     name = "num_microbatches" if subsearch.config.use_end2end else "update_freq"
     return replace(chosen, **{name: subsearch.batch.num_microbatches})  # type: ignore[arg-type]
 

@@ -106,6 +106,8 @@ class AutodistOptions:
                 "could be saved",
                 hint="leave out one of them",
             )
+        # A global batch decides the number of microbatches. What deals it out has no meaning
+        # without it, and another number of microbatches would contradict it.
         if self.global_batch is None:
             alone = [name for name in OF_A_BATCH if getattr(self, name)]
             if alone:

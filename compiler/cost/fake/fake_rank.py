@@ -130,6 +130,8 @@ class FakeRank:
             )
             with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
                 found = _tensors(eval(code, scope))
+            # A call with more results than the graph knows would be given wrong footprints in
+            # silence.
             if len(found) != len(op.results):
                 raise TypeError(f"{op.target} gives {len(found)} tensors, not {len(op.results)}")
             return found
@@ -142,14 +144,18 @@ class FakeRank:
         """
         # The group of a fake rank answers at once, with tensors of the right shape.
         size = self.mesh.num_ranks(step.axes)
+        # Rank 0 is the one that keeps its tensor. The last rank makes zeros, which takes memory.
         keeps_one = "keep_one" in (step.kind, step.backward) or step.kind == "grad_keep_one"
         words: list[Any] = [x, self._group("+".join(step.axes), size, size - 1 if keeps_one else 0)]
+        # The arguments stand in the order of generated code: tensor, group, dim and cut before, dim
+        # and cut after.
         if step.dim is not None:
             assert step.cut is not None
             words += [step.dim, self._cut(step.cut)]
         if step.to_dim is not None and step.to_cut is not None:
             words += [step.to_dim, self._cut(step.to_cut)]
         adapter = getattr(adapters, step.kind)
+        # Adapters whose gradient may come back in several ways are told which one is meant.
         has_backward = (
             step.kind in ("all_gather", "narrow", "all_reduce", "keep_one")
             and step.backward is not None

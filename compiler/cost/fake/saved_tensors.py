@@ -148,6 +148,7 @@ def attributed(
     """
     # Tensors are told apart by the address of their memory.
     of_operand = _positions(operands)
+    # Storages are told apart by address. An in-place result is its operand, so operands come first.
     of_result = {key: index for key, index in _positions(results).items() if key not in of_operand}
     found: tuple[set[int], set[int]] = (set(), set())
     internal: dict[int, int] = {}
@@ -158,6 +159,8 @@ def attributed(
                 where.add(positions[storage._cdata])
                 break
         else:
+            # Neither: a tensor that the operator made for its backward alone, such as a softmax's
+            # sums.
             internal[storage._cdata] = storage.nbytes()
     views = tuple(of_operand.get(result.untyped_storage()._cdata) for result in results)
     return Saved(tuple(sorted(found[0])), tuple(sorted(found[1])), tuple(internal.values()), views)

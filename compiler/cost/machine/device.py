@@ -183,6 +183,7 @@ def read_device(fields: Fields) -> Device:
         attention_efficiency=_read_both(fields, "attention_efficiency", (1.0, 1.0)),
         sharing=_read_sharing(fields),
     )
+    # A key that nothing has read is unknown, and refused with its path.
     fields.finish()
     return device
 

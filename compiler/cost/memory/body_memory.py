@@ -419,9 +419,12 @@ class BodyMemory:
         assert isinstance(instruction, Adapt)
         group = self._groups[self._group_of[instruction.result.name]]
         summed = [adapter for adapter in group if adapter.of.takes_gradient]
+        # The gradients wait for each other: the collective runs when the last of them is there.
         if instruction is not summed[-1] or instruction.step.backward != "reduce_scatter":
             return 0
         mesh = self.footprints.rank.mesh
+        # All whole gradients are there, their copies end to end beside them, and the pieces that
+        # come out. What one weight alone takes is counted where its adapter is.
         pieces = [local_bytes(a.step.before, a.of.dtype, mesh) for a in summed[:-1]]
         wholes = [self._whole_bytes(adapter) for adapter in summed]
         return sum(pieces) + sum(wholes[:-1]) + sum(wholes)
@@ -442,6 +445,8 @@ class BodyMemory:
             local_bytes(node.instruction.step.after, weight.dtype, self.footprints.rank.mesh)
             // narrow
         )
+        # The whole gradient in the wide dtype, and what gradient and piece take more than in the
+        # narrow one, in which they are counted elsewhere.
         return whole * wide + (whole + weight.num_bytes // narrow) * (wide - narrow)
 
     def _accumulated(

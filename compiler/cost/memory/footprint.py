@@ -284,6 +284,7 @@ class Footprints:
             shape = local_shape(layout, self.rank.mesh)
             takes_gradient = value.takes_gradient and trains
             results.append(TensorForm.contiguous(shape, value.dtype, takes_gradient))
+        # Storages are numbered over operands first, then results; each result has its own.
         made = tuple(form.num_bytes for form in results)
         storages = tuple(range(len(forms), len(forms) + len(made)))
         keeps = any(form.requires_grad for form in results)
@@ -330,6 +331,7 @@ def _signature(instruction: Instruction) -> object:
 
 def _signature_of_loop(loop: Loop) -> object:
     """What two loops must share: the calls, and which of them reads what of which."""
+    # Values by the order in which they are met: two layers differ in names alone.
     numbers: dict[str, int] = {}
 
     def number(value: IRValue) -> int:

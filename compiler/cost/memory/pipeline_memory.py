@@ -141,6 +141,8 @@ class _PositionMemory:
         """
         peak, results = self._schedule_peak(messages)
         books = self.books
+        # After the last action nothing of a microbatch is left but what the module returns. The
+        # step of the optimizer comes on top of that, and may be the peak.
         books.ledger.restart()
         self._deliver(results)
         if self.trains:

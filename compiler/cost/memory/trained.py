@@ -69,9 +69,11 @@ def updated_shares(
     splits its state has its own busiest rank, so with several groups this is an upper bound.
     """
     if optimizer.is_elementwise:
+        # An elementwise update is split evenly, whatever the shapes.
         return {item.name: 1 / item.shards for item in packed}
 
     def needed_bytes(item: Trained) -> float:
+        # The owner of a parameter in pieces gathers its value and its gradient first.
         values_and_gradients = 2 * item.whole_elements * item.dtype.itemsize if item.cut else 0
         return state_bytes(optimizer, item.updated_shape, item.dtype, config) + values_and_gradients
 

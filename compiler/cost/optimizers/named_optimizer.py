@@ -140,6 +140,7 @@ def _found(text: str) -> MakeOptimizer:
             hint="name a class, or a function that takes a list of parameters and returns an "
             "optimizer",
         )
+    # ``torch.optim`` has more names than optimizers: ``lr_scheduler``, for example.
     if not callable(made) or (not colon and not _is_optimizer(made)):
         known = (
             [n for n, item in vars(torch.optim).items() if _is_optimizer(item)]

@@ -175,6 +175,8 @@ def reduction_s(
         return 0.0
     unit = mesh.size if unit_size is None else unit_size
     stages = (tuple(ranks), *map(tuple, elsewhere))
+    # A parameter is a part of a bucket, so its share of the bucket's latency goes by its bytes. The
+    # seconds per byte are the same for all parameters of one kind, and kept.
     return num_bytes * _per_byte(
         axes, mesh, stages, num_units, unit, bucket_bytes, collective, num_groups, across, hardware
     )

@@ -337,7 +337,8 @@ def parameter_s(
     ``ranks``: ranks of the unit. If they are fewer than the unit has, they are those of a pipeline
     stage, which adds up whole gradients whatever ZeRO does with them at the end.
     """
-    # A stage runs its microbatches one after the other, and sums once behind them.
+    # A stage adds to its gradients in every backward action, which a schedule places itself. So the
+    # reduction is asked about one microbatch, and the additions are counted apart.
     staged = len(ranks) < config.plan_ngpus
     found = Reduction.of(
         [declaration],

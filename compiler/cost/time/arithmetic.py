@@ -171,12 +171,16 @@ def _contraction(call: LocalCall) -> tuple[_Product, tuple[int, int]] | None:
     """
     rule = call.op.rule
     assert rule is not None
+    # Operators of the user's own are called ``module.name``; those of torch have no dot.
     if "." not in call.op.target or len(rule.results) != 1:
         return None
     kept = factors_of(rule.results[0])
     for i in range(len(rule.operands)):
         for j in range(i + 1, len(rule.operands)):
             a, b = factors_of(rule.operands[i]), factors_of(rule.operands[j])
+            # As in ``m k, k n -> m n``: a factor of both that the result lacks (k), and a factor of
+            # each alone that it keeps (m and n). Without the latter it is a sum, not a product of
+            # matrices.
             if (a & b) - kept and (a & kept) - b and (b & kept) - a:
                 return _matrix_product(call, i, j), (i, j)
     return None

@@ -172,8 +172,10 @@ class _Sums:
         )
         backs = self.trains and door.of.takes_gradient
         if step.kind in ("narrow", "all_gather"):
+            # Every element is read once and written once.
             copied = device.memory_s(2 * num_bytes)
             return OpTime(copied, copied if backs else 0.0)
+        # In each turn: read the sum so far and a summand, and write the sum.
         added = count * device.memory_s(3 * num_bytes)
         return OpTime(0.0, added if backs and step.kind == "grad_all_reduce" else 0.0)
 

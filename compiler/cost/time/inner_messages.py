@@ -289,6 +289,8 @@ def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> flo
     assert rule is not None
     factor = split_factor(assignment[axis], 0)
     assert factor is not None
+    # The labels have the factor, so rows are split: what is summed is the number of rows that
+    # count.
     if call.op.target in ("cross_entropy", "nll_loss") and factor in factors_of(rule.operands[1]):
         return 1.0
     if call.op.target == LINEAR_LOSS:
@@ -298,4 +300,5 @@ def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> flo
         return float(call.operands[0].shape[1])
     if call.op.target == "group_norm":
         return float(call.operands[0].shape[0] * estimated_size(call.op.arg("num_groups")))
+    # A softmax over a split dim exchanges one maximum and one sum for each row of the rest.
     return call.operands[0].num_elements / max(1, call.factors[factor])

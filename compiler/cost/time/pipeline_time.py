@@ -257,6 +257,7 @@ def stage_times(
     kinds = {
         action.kind for listed in schedule.actions for action in listed if action.stage == index
     }
+    # A schedule that has ``B`` alone computes gradients of inputs and weights together.
     if ActionKind.INPUT_GRADIENT not in kinds:
         return StageTimes(body.forward_s, whole_s, 0.0)
     inputs = [

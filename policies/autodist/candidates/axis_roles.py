@@ -155,6 +155,8 @@ def meshes_with(degrees: Mapping[str, int], size: int, max_axes: int) -> list[Me
     """Every mesh of ``size`` ranks with an axis for each degree above 1, in any order, and as many
     others as ``max_axes`` leaves, at least one where ranks are left.
     """
+    # For example 16 ranks with tp=4: 4 ranks are left, so meshes of one axis more are tp=4 x x=4
+    # and x=4 x tp=4, in both orders, as it matters which ranks are neighbours.
     fixed = [(role, degree) for role, degree in degrees.items() if degree > 1]
     total = math.prod(degree for _, degree in fixed)
     if size % total:
@@ -162,6 +164,8 @@ def meshes_with(degrees: Mapping[str, int], size: int, max_axes: int) -> list[Me
     found: dict[Mesh, None] = {}
     for rest in meshes(size // total, max(1, max_axes - len(fixed))):
         for order in itertools.permutations((*fixed, *rest.axes)):
+            # The other axes have no names yet. Two orders of them would be the same mesh, so one is
+            # kept.
             if [axis for axis in order if axis in rest.axes] == list(rest.axes):
                 found[Mesh(tuple(order))] = None
     return list(found)

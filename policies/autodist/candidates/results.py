@@ -78,6 +78,8 @@ class CutRequest:
                 self.named_schedule.name != ""
                 and SCHEDULES[self.named_schedule.name].splits_backward
             )
+        # A schedule by hand has no name to look up, so its actions say it: ``W`` is a gradient put
+        # off.
         return any(
             action.kind is ActionKind.WEIGHT_GRADIENT
             for row in self.by_hand.actions

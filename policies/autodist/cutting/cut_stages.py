@@ -233,6 +233,8 @@ class Cutter:
         least, free = self.leanest(cut_request), self.cut(cut_request, float("inf"))
         if least is None or not isinstance(free, Candidate):
             return []
+        # From most computed again to nothing: between, memory need not fall steadily, as the moment
+        # in which a layer is computed again has a peak of its own.
         found = {least.plan.recompute: least}
         for share in SHARES:
             between = self.cut(
@@ -250,6 +252,8 @@ class Cutter:
         # If no chain gets below, placements on other sizes are not worth making.
         count = self.space.num_microbatches
         for starts, layers in self._chains(cut_request.placements[0].walk, cut_request.num_stages):
+            # No placement on other ranks has been made yet. Each is assumed to be as good, rank by
+            # rank, as the best one known, which no real one is likely to beat.
             placements = self._placed_blocks(
                 cut_request,
                 [
@@ -336,6 +340,7 @@ class Cutter:
         def is_named(part: Part) -> bool:
             return any(_matches(part.path, name) for name in named or ())
 
+        # Costs of blocks are asked for again and again, for other schedules on the same cut.
         key = walk, tuple(starts), bool(layers)
         if key not in self._costs:
             parts = self._layer_parts if layers else {}

@@ -144,6 +144,7 @@ class Prediction:
                 cut_request.num_positions,
                 cut_request.pp_place,
             )
+        # Stages that differ lie on consecutive ranks, in the order of the stages.
         found, device = [], 0
         for stage in split.stages:
             found.append(tuple(range(device, device + stage.num_devices)))

@@ -75,6 +75,8 @@ def constrained(plan: Plan, graph: IRGraph, constraints: Constraints) -> Plan | 
             plan.strategies.get(name, {}).get(axis, "R") not in left for axis, left in only.items()
         ):
             return None
+    # How tensors are stored may be said of any plan: lowering gathers or cuts where an operator
+    # wants something else.
     held = {
         fqn: layout
         for fqn in constraints.stored
@@ -220,6 +222,8 @@ def _check_answered(graph: IRGraph, module: str, wanted: str, axis: str) -> None
                 continue
             assert op.rule is not None
             every = strategies(op.rule)
+            # A pin is answered by a strategy (``split:n``), or by the name of a dim that one
+            # splits.
             named = {name for s in every if (name := _dim(op, s, body.dims)) is not None}
             if wanted in every or wanted in named:
                 return

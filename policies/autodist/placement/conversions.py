@@ -200,11 +200,13 @@ class Conversions:
 
     def tree(self, kind: ValueType, source: int, goals: Iterable[int]) -> dict[int, int]:
         """Every layout to be made, to the one it is made from."""
+        # In a fixed order, so that plans do not depend on the order of sets.
         left = sorted({goal for goal in goals if goal != source}, key=self._name)
         if not left:
             return {}
         table = self._table(kind, tuple(sorted({source, *left}, key=self._name)))
         start, ends = table.position[source], [table.position[goal] for goal in left]
+        # The cheapest arborescence: from the source, or from a copy that is made anyway.
         parents = best_tree(table.weights[start, ends], table.weights[np.ix_(ends, ends)])
         return {
             goal: source if parent < 0 else left[parent]

@@ -159,14 +159,18 @@ class _Emission:
                 copy.last = max(copy.last, place.stretch)
 
     def _make(self, layout: int, place: Place) -> _Copy:
+        # A copy under ``None`` serves everyone. What gathers a weight (ZeRO-3) serves its own
+        # module alone, as it is let go of after that module.
         found = self.known.get((layout, None)) or self.known.get((layout, place.module))
         if found is not None:
             return found
+        # Along the tree: what this copy is made of is made first.
         start = self._make(self.tree[layout], place)
         copy = _Copy(layout, place, start)
         self.copies.append(copy)
         kind = self.uses.kind
         gathers = kind.is_weight and self.conversions.gathers(kind, start.layout, layout)
+        # A copy of something local is local: its source is not there for other modules.
         everywhere = (start.layout, None) in self.known and not gathers
         self.known[layout, None if everywhere else place.module] = copy
         return copy

@@ -158,6 +158,7 @@ def _copied(
                 for layout in node.choices.operands[:, position].tolist()
             ]
             found.append((maker, reader, converted[maker, reader] * np.array(sizes, float)))
+            # A view has no memory of its own, so the copy is of what it is a view of.
             if saved_for_backward(made_by.op).views[:1] not in ((), (None,)):
                 waiting.append((maker, made_by))
     return found

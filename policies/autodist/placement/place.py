@@ -227,6 +227,8 @@ def placement_of(
     return Placement(
         plan_of(request, formulation, choice),
         cost_s,
+        # A bound may exceed the cost by rounding.
+        # A bound may exceed the cost by rounding.
         min(cost_s, bound_s),
         proof,
         _space(request, formulation),
@@ -297,6 +299,8 @@ def runners_up(
         if chosen == placement.choice[index]:
             found.append(RunnerUp(name, placement.cost_s, placement.choice))
             continue
+        # All other operators may choose anew, so this is the price of the choice, not of a change
+        # to it.
         solution = solve(pinned(formulation.problem, index, chosen), time_limit_s=limit)
         if isinstance(solution, Infeasible):
             found.append(RunnerUp(name, float("inf"), None))

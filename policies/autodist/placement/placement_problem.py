@@ -176,6 +176,8 @@ class _Builder:
         for path, value in self.graph.output.leaves():
             if not isinstance(value, IRValue):
                 continue
+            # ``"sharded"``: as it is made, nobody reads it. ``"sent"``: it leaves a stage. Else
+            # whole, or in the layout that is given.
             wanted = request.outputs.get(path, "whole")
             if wanted == "sharded":
                 self.readers.setdefault(value.name, [])
@@ -201,6 +203,7 @@ class _Builder:
         if maker.node is None:
             return
         table = self.draft.pricing.layouts
+        # Sums are not put off across stages: what is sent is a value, not a summand.
         stripped = {
             gives: replace(table[gives], partial=(), grad_partial=()) for gives in used(maker.gives)
         }

@@ -125,6 +125,8 @@ class Pricing:
             distinct = tuple(dict.fromkeys(sets))
             position = {wanted: index for index, wanted in enumerate(distinct)}
             prices = self.conversions.seconds(kind, sources, distinct)
+            # Prices are [distinct layouts given, distinct sets wanted]; here they are spread over
+            # all choices and all sets, of which many are alike. ``sources`` is sorted.
             rows = np.searchsorted(np.array(sources), maker.gives)
             self.arrays[full] = prices[
                 rows[:, None], np.array([position[wanted] for wanted in sets])[None, :]

@@ -55,6 +55,7 @@ def _tables(graph: IRGraph) -> set[str]:
         if not value.takes_gradient and value.name not in updated
     }
     for op in graph.ops:
+        # Operators come in the order of the program, so one pass finds what follows from what.
         if all(value.name in found for value in op.operands) and _is_pure(op):
             found |= {value.name for value in op.results}
     return found

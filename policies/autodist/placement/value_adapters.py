@@ -117,10 +117,12 @@ class Values:
         fixed = uses.fixed
         sets = tuple(union((fixed, want)) for want in reader.wants) if fixed else reader.wants
         prices = self._prices(kind, maker, sets, ("edge", reader.key, fixed))
+        # Free for all pairs: no edge, which keeps the problem small and easy to eliminate.
         if not prices.any():
             return
         self._spread(uses, maker, reader.node, prices)
         if maker.node is None:
+            # The value is given, in its one layout: the price is the reader's alone.
             self.draft.charge(reader.node, prices[0])
         else:
             self.draft.edges.append((maker.node, reader.node, prices))
@@ -247,6 +249,8 @@ class Values:
             return gives, [reader.wants for reader in readers], self.draft.pricing.conversions
         over = self.draft.pricing.over_units(self.draft.request.config)
         differentiable = kind.differentiable
+        # With ZeRO-3 a parameter is stored in pieces over the units too, an axis that the mesh of
+        # operators does not have.
         sources = tuple(over.stored(layout, differentiable=differentiable) for layout in gives)
         goals = [
             tuple(over.wanted(want, differentiable=differentiable) for want in reader.wants)

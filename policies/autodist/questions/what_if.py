@@ -206,6 +206,7 @@ def _faster_links(hardware: Hardware, factor: float) -> Hardware:
     """The machine with all rates of its links multiplied."""
 
     def scaled(rate: float | None) -> float | None:
+        # ``None`` is no limit, which stays none.
         return None if rate is None else rate * factor
 
     def tier(item: Tier) -> Tier:

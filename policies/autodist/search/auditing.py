@@ -188,6 +188,8 @@ class Audits:
         if cut_request is None:
             return None
         over = peak_bytes - self.space.memory_bytes
+        # Predictions of memory are off by some percent, so the limit of the next cut is lowered by
+        # more than what this one took too much.
         for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
             found = self.cutter.cut(cut_request, candidate.used_bytes - by * over)
             if isinstance(found, NoGain):
@@ -232,6 +234,8 @@ def _in_order(plan: Plan) -> Plan:
     and no ranks.
     """
     names = {axis: f"{axis.rstrip('0123456789')}@{size}" for axis, size in plan.mesh.axes}
+    # Two plans that differ in axis names or in the order of axes alone are one plan. Numbers behind
+    # names go, ``dp2`` is ``dp``; if two axes then are the same, all keep their names.
     if len(set(names.values())) == len(names):
         plan = renamed(plan, names)
 

@@ -50,10 +50,12 @@ class LossPieces:
         too_large = sorted(self.audits.too_large, key=lambda item: item[1].step_s)
         for candidate, cost in too_large[:MOST]:
             clock = self.state.clock
+            # Each try is an audit, which must be able to end in time.
             if clock.is_over or clock.spent(clock.longest_s(AUDIT)) > 1.0:
                 return self.state.end_by_time()
             over = cost.peak_bytes - self.state.space.memory_bytes
             is_wanted = not self.state.result.audited or cost.step_s < self.state.best_s()
+            # Pieces save what whole logits take, with their gradients, and nothing more than that.
             if over < COPIES * logits_bytes and is_wanted:
                 self._try(candidate, cost)
         return None

@@ -181,6 +181,7 @@ class MeshSearch:
 
     def _despite_overlap(self, fastest: PlacedModel, num_positions: int) -> PlacedModel:
         """The placement with a bound that also holds where collectives run beside passes."""
+        # The schedule that may hide most decides, as the bound is for all of them.
         chunks = [found.chunks for found in self.state.named_schedules(num_positions)]
         share = share_despite_overlap(
             self.state.config, num_positions, max(chunks, default=1), self.space.num_microbatches
@@ -433,6 +434,7 @@ class MeshSearch:
         """
         # Meshes of which something was tried have the bounds of these candidates.
         known = {id(candidate.placed[0]) for candidate in self.result.tried}
+        # A mesh is answered when one of its placements became a candidate that was tried.
         answered = {
             placed_mesh.where
             for placed_mesh, placed in self._made
@@ -445,6 +447,8 @@ class MeshSearch:
             if not self.state.named_schedules(number):
                 continue
             if number == 1:
+                # Without stages the bound of the placement is the bound of the mesh. A pipeline's
+                # is not, so it is named as not bounded, if it might be better.
                 self.result.unanswered[title] = placed_mesh.bound_s
             elif placed_mesh.bound_s < self.state.best_s() and title not in self.result.unbounded:
                 self.result.unbounded.append(title)

@@ -91,6 +91,8 @@ class Placer:
             time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
             target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=mesh_request.num_microbatches,
+            # Evaluation may ask for outputs that a training step leaves out; steps are what is
+            # optimised.
             outputs=training_wishes(self.graph, self.config),
             recompute=mesh_request.recompute,
             in_flight=mesh_request.in_flight,

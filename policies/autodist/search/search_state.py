@@ -232,6 +232,8 @@ class SearchState:
         try:
             with self.clock.timed(_placing(len(mesh_request.mesh.axes))):
                 placed = self._over_units(self.place(mesh_request))
+            # Ctrl-C inside the solver: the answer is used by who wants it, else the search ends
+            # here, too.
             if placed.interrupted and not keeps:
                 raise KeyboardInterrupt
             return placed

@@ -502,6 +502,9 @@ def _least_bytes(
         for each in walk.parameters:
             if each.places[0] in own:
                 num_bytes = each.held_bytes if each.places[-1] in own else each.shared_bytes
+                # Gradients are made by the first backward, and the fullest moment may come before
+                # it.
                 held[position] += num_bytes - (0.0 if gradients else each.gradient_bytes)
         kept[position].append(walk.kept.first(own.start, own.stop))
+    # Of several stages on a position, all in flight may be of the smallest: so it is a bound.
     return max(h + count * min(k) for h, count, k in zip(held, in_flight, kept, strict=True))

@@ -295,6 +295,7 @@ class SimplePolicies:
             self.result.refuse(title, error)
             return False
         if cost.peak_bytes > self.space.memory_bytes:
+            # For the message if nothing fits at all: what came nearest.
             self.result.least = min(self.result.least, least_of(cost, title))
         elif cost.step_s < self.state.beaten_s():
             self.result.audited.insert(

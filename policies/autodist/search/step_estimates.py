@@ -42,6 +42,8 @@ class StepEstimates:
     """
 
     def __init__(self, graph: PlannableGraph, config: ComputeConfig) -> None:
+        # One program on 2 x 2 ranks, whose work and messages are then scaled to every mesh. Making
+        # it once is what makes estimates cheap.
         builder = graph.builder(mesh={BATCH: 2, INNER: 2})
         split_dims(builder, BATCH, batch_classes(graph))
         split_dims(builder, INNER, choose_dims(graph, 2))

@@ -204,6 +204,7 @@ def _add(
     )
     total.unbounded += [f"{title}, {subsearch.title}" for title in found.unbounded]
     total.not_compared += [f"{title}, {subsearch.title}" for title in found.not_compared]
+    # Some search had time for some simple policy: then the message names what was left, not all.
     total.is_compared |= found.is_compared
     total.arithmetic_bound_s = min(total.arithmetic_bound_s, found.arithmetic_bound_s)
     total.unanswered |= {

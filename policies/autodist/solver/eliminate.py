@@ -346,10 +346,14 @@ class Elimination:
         ``choice`` is indexed by node.
         """
         assert self._arena is not None
+        # Backwards: the last nodes taken out depend on those that stay, earlier ones on later ones.
         for batch in reversed(self.batches):
             total: Array | float = 0.0
             near = choice[batch.neighbours]
             for first, others in batch.reads:
+                # Tables lie flat in one arena. An entry is at the table's start plus the
+                # neighbour's choice times its stride; ``index`` is [nodes of the batch,
+                # strategies].
                 index = first
                 for position, stride in others:
                     index = index + near[:, position, None] * stride
@@ -431,6 +435,7 @@ def _minimum_by_strategy(inputs: Sequence[Array], size: int) -> Array:
         if best is None:
             best = total
         else:
+            # In place where it can be: these tables may have hundreds of megabytes.
             best = np.minimum(best, total, out=best if best.shape == total.shape else None)
     assert best is not None
     return best

@@ -168,6 +168,8 @@ class LocalSearch:
         num_made = 0
         for position in moves:
             node = int(self._owner[position])
+            # A neighbour has moved since gains were worked out, so that of this node is no longer
+            # right.
             if node in stale:
                 continue
             strategy = int(position) - self.start[node]

@@ -108,6 +108,8 @@ def _ball(network: Network, centre: int, size: int) -> set[int]:
     found, queue = {centre}, deque([centre])
     while queue and len(found) < size:
         node = queue.popleft()
+        # A hub, such as a table that all layers read, joins everything: through it the ball would
+        # be of nodes that have nothing else to do with the centre.
         if len(network.neighbours[node]) > size and node != centre:
             continue
         for other in sorted(network.neighbours[node]):

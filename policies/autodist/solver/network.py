@@ -111,6 +111,7 @@ class Network:
         self.costs[node] = self.pool.take(self.costs[node], (index,))
         for other in self.neighbours[node]:
             a, b = min(node, other), max(node, other)
+            # Tables are kept once, as [strategies of the smaller node, of the larger one].
             both = (index, slice(None)) if a == node else (slice(None), index)
             self.edges[a, b] = self.pool.take(self.edges[a, b], both)
         for row in self.rows:

@@ -130,6 +130,7 @@ class Problem:
                 assert used.shape == sizes[node], (
                     f"row {index}, node {node}: {used.shape} for {sizes[node]} strategies"
                 )
+        # Repeated layers share their arrays; each is looked at once.
         seen: dict[int, Array] = {}
         for cost in (*nodes, *(cost for _, _, cost in edges)):
             seen.setdefault(id(cost), cost)

@@ -190,6 +190,8 @@ def _layers(graph: IRGraph) -> list[str | None]:
     paths = [op.module_path for op in graph.ops]
     numbered = [_numbered(path) for path in paths]
     sizes = Counter(numbered)
+    # A numbered module counts as a layer if it holds modules of its own, or a run of operators. A
+    # single ``Linear`` in a ``Sequential`` is none.
     if any(
         own and (path != own or sizes[own] >= MIN_RUN)
         for path, own in zip(paths, numbered, strict=True)

@@ -91,6 +91,8 @@ class Positions:
         if that does not fit.
         """
         nothing: list[Ways] = [()] * len(stages)
+        # The fullest moment first: what fits there mostly fits everywhere. ``most`` is a moment
+        # that may never be, with the most of every stage; what fits there fits for sure.
         by_need = sorted(moments, key=lambda moment: -self._used(stages, nothing, moment))
         most = tuple(map(max, zip(*moments, strict=True)))
         found = (self._cheapest(stages, moment) for moment in dict.fromkeys((*by_need, most)))

@@ -335,6 +335,8 @@ class _Paths:
         groups: dict[int, tuple[Array | None, list[int]]] = {}
         for origin, table in before.items():
             if np.isfinite(table[:, used]).any():
+                # Placements whose messages to this stage are one table are one group: for each
+                # block only the cheapest of them can be a part of the best path.
                 message = self._message(origin, index, used)
                 groups.setdefault(id(message), (message, []))[1].append(origin)
         found = []
@@ -376,6 +378,8 @@ class _Paths:
         them ends if they are larger.
         """
         tables = self._with_again(counts, memory_bytes)
+        # Bisection. The invariant: some average of splits keeps ``high``, and none is known for
+        # ``low``.
         low, high = 0.0, upper
         if not self._keep(tables, high):
             return upper

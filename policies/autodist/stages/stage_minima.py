@@ -118,6 +118,8 @@ class Least:
         """The most that every stage saves in so many seconds, where blocks may be computed again by
         fractions.
         """
+        # The upper hull of (seconds, bytes saved) of each block: by fractions, the best that can be
+        # had for a time lies on it.
         segments = [
             _hull(times, saved) for times, saved in zip(self._again_s, self._saved, strict=True)
         ]
@@ -137,6 +139,7 @@ class Least:
             time_s, saved = (
                 ranges([sum(each[part] for each in listed) for listed in own]) for part in range(2)
             )
+            # A rate that takes no time is used whole.
             share = np.divide(left, time_s, out=np.ones_like(left), where=time_s > 0)
             share = np.minimum(share, 1.0)
             found += share * saved

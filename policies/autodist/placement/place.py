@@ -228,7 +228,6 @@ def placement_of(
         plan_of(request, formulation, choice),
         cost_s,
         # A bound may exceed the cost by rounding.
-        # A bound may exceed the cost by rounding.
         min(cost_s, bound_s),
         proof,
         _space(request, formulation),

@@ -378,8 +378,8 @@ class _Paths:
         them ends if they are larger.
         """
         tables = self._with_again(counts, memory_bytes)
-        # Bisection. The invariant: some average of splits keeps ``high``, and none is known for
-        # ``low``.
+        # Bisection. The invariant: some split keeps within ``high``; none is known that keeps
+        # within ``low``.
         low, high = 0.0, upper
         if not self._keep(tables, high):
             return upper

@@ -150,10 +150,12 @@ def passes(graph: IRGraph, decide: Decide, emit: Emit) -> tuple[AnyPass, ...]:
     """
     config = decide.config
     inference: tuple[AnyPass, ...] = (FunctionPass("inference", without_gradients),)
+    # Ranks may draw each their own piece, or all must draw what one device would.
     draws = draw_pieces if config.rng == "fast" else check_draws
     return (
         FunctionPass("name", _with_class_name),
         *(inference if config.inference_only else ()),
+        # Who searched for a plan has annotated the graph already.
         *(() if isinstance(graph, PlannableGraph) else ANNOTATE),
         decide,
         SettleZero(config),

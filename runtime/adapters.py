@@ -235,6 +235,8 @@ def _exchange(
 
 def _recut(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, to_cut: Cut, phase: Phase) -> Tensor:
     positions = recut_positions(cut, to_cut, axis.size, axis.index)
+    # For each member: the positions of this rank's piece that go there, and where in the new piece
+    # what comes from there belongs.
     going, coming = ([p.to(x.device) for p in by_member] for by_member in positions)
     shapes = [(*x.shape[:dim], p.numel(), *x.shape[dim + 1 :]) for p in coming]
     received = axis.communicator.all_to_all(

@@ -130,6 +130,8 @@ def is_path(value: Any) -> bool:
     except (TypeError, UnicodeEncodeError):
         return False
     return (
+        # Python raises ValueError for a zero byte, and OSError for names that are too long: both
+        # only when the file is opened, which is far from the call.
         b"\0" not in name
         and len(name) < MOST_PATH
         and all(len(part) <= MOST_NAME for part in name.split(b"/"))
@@ -187,6 +189,7 @@ def _sequence_of(element: Kind | None, accepted: type[Any], words: str) -> Kind:
 def _tuple_of(parts: tuple[Any, ...]) -> Kind:
     if len(parts) == 2 and parts[1] is Ellipsis:
         return _sequence_of(kind_of(parts[0]), tuple, "a tuple")
+    # ``tuple[int, str]``: so many items, each of its own kind.
     kinds = [kind_of(part) for part in parts]
 
     def accepts(value: Any) -> bool:

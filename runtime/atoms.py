@@ -85,6 +85,7 @@ def merge_atoms(dim: Dim) -> Dim:
         if not atom.axes:
             if atom.size == 1:
                 continue
+            # Segments of an uncut atom lie end to end anyway, so their bounds say nothing.
             atom = Atom((atom.size,))
             if merged and not merged[-1].axes:
                 merged[-1] = Atom((merged[-1].size * atom.size,))

@@ -454,6 +454,7 @@ def _json_value(path: str, value: Any) -> Any:
     if (
         value is None
         or isinstance(value, bool | int | str)
+        # JSON has no infinity and no nan, and a config is hashed as JSON.
         or (isinstance(value, float) and math.isfinite(value))
     ):
         return value

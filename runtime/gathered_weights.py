@@ -358,6 +358,8 @@ class WeightGathering:
             )
             storage = whole.untyped_storage()
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            # By address. The weak reference tells whether the storage at that address is still the
+            # same.
             self._uses[storage._cdata] = reference, use, member
 
     def _forget_freed(self) -> None:

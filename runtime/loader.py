@@ -126,6 +126,8 @@ def _let_go_with_class(
 ) -> None:
     """Release a module when its class is gone. ``keeps``: the module holds the class."""
     name, reference = loaded.__name__, weakref.ref(loaded)
+    # Module and class hold each other. Without this the class would live as long as ``sys.modules``
+    # has the module, which is for ever.
     if not keeps:
         del module.__dict__[name]
 

@@ -179,6 +179,8 @@ def remembered(
     """What ``find`` gives, once for each ``question`` and these tensors, as long as the first of
     them lives.
     """
+    # The first tensor is the key, weakly held, so that answers go when a batch goes. Versions tell
+    # whether somebody has written into one since.
     tensors = [mark for mark in marks if isinstance(mark, Tensor)]
     if not tensors:
         return _found(find)
@@ -216,6 +218,8 @@ def seen(marks: Marks, samples: int, *, blind_see_all: bool = False) -> tuple[Se
             blind = end[index] <= low[index] if one.exact else marks.blind(index)
             bands = (*one.bands, *_flat_bands(blind, marks.num_keys))
             one = replace(one, bands=tuple(sorted(bands, key=lambda band: band.start)))
+        # Samples that see alike, one behind another, are computed together. What is not exact has a
+        # mask of its own, and stays apart.
         last = found[-1] if found else None
         if last is not None and (last.bands, last.exact, one.exact) == (one.bands, True, True):
             found[-1] = Seen((last.samples[0], last.samples[1] + 1), one.bands)

@@ -112,6 +112,7 @@ def common(runs: Iterable[Run], others: Sequence[Run]) -> tuple[Run, ...]:
     first = 0
     """The first of the others that does not end before the run at hand."""
     for start, size in runs:
+        # Both ascend, so what ends before this run ends before all later ones.
         while first < len(others) and sum(others[first]) <= start:
             first += 1
         for begin, length in islice(others, first, None):

@@ -313,6 +313,7 @@ def joined_tiles(bands: Bands, num_keys: int, call_pairs: int = 0) -> tuple[Tile
         cost = sum(tile.num_pairs + call_pairs for tile in own)
         if groups and call_pairs and not (band.flat or groups[-1][0][0].flat):
             group = groups[-1][0]
+            # The keys that any query of the joined tile sees, with those in between.
             low, end = _hull([*group, band])
             together = (band.stop - group[0].start) * (end - low) + call_pairs
             if together < spent + cost:

@@ -169,6 +169,8 @@ class Wait:
         :meth:`pause`.
         """
         now = time.monotonic()
+        # A process that was stopped, or a laptop that slept, has not waited all that time for
+        # others.
         spent = min(now - self._last, meant_s + _STALL_S)
         self._last = now
         self.waited_s += spent
@@ -176,6 +178,7 @@ class Wait:
         if self._silent_s >= self.limit_s:
             return False
         if self.waited_s >= self._notice_s:
+            # Twice as late each time, so that an hour of waiting is a few lines of log.
             self._notice_s = 2 * self.waited_s
             if self.what:
                 logger.warning("%s, for %.0f s so far%s", self.what, self.waited_s, more)

@@ -144,6 +144,7 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        # A field that a template misspells is an error, not an empty string.
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["docstring"] = lambda text: docstring(str(text))

@@ -173,6 +173,7 @@ class _PipelineWriter(BodyWriter):
         self.imports |= set(PIPELINE_IMPORTS)
         dims = program.graph.dims
         meshes = (stage.mesh.over_units(plan.zero) for stage in plan.stages)
+        # Only an example for the file's head, so any axis of any stage will do.
         axes = (axis for mesh in meshes for axis in mesh.names)
         return {
             "origin": origin,
@@ -498,6 +499,7 @@ def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) ->
         end = end_of(
             crossing.sent, crossing.received, rank, arriving=arriving, differentiable=gradient
         )
+        # Shapes and pieces are written down where they never vary; else a method works them out.
         words[2:2] = [f"shape={end.shape}"]
         words += [f"pieces={_boxes(end.pieces)}", f"grad_pieces={_boxes(end.grad_pieces)}"]
     return f"Transfer({', '.join(words)})"

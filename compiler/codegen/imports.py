@@ -6,6 +6,7 @@ from __future__ import annotations
 def sorted_imports(statements: set[str]) -> list[str]:
     """Standard library and third parties first, then ours; names from one module on one line."""
     plain = sorted(s for s in statements if s.startswith("import "))
+    # Names by module: each statement so far imports one name.
     merged: dict[str, set[str]] = {}
     for statement in statements:
         if statement.startswith("from "):

@@ -69,6 +69,8 @@ def size_names(
         if (
             factor in axes
             and dim is not None
+            # A dim that nothing names is called ``dim3``: a variable of that name would explain
+            # nothing.
             and not dim.name.startswith("dim")
             and len(segments) == 1
         ):

@@ -432,6 +432,7 @@ class StatementWriter:
         sizes = [Line(f"{name} = {text(size)}") for (size, _), name in scope.sizes.items()]
         lines = [*sizes, *lines]
         variables = self._axis_variables(program)
+        # Looking for a name in a text is quick, parsing it is not; most lines name no axis.
         speaking = (
             line.code for line in lines if any(name in line.code for name in variables.values())
         )

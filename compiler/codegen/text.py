@@ -77,6 +77,8 @@ def with_headings(lines: list[Line], own: str) -> list[Line]:
     statement counts as one of the module around it, as its weight says its name.
     """
     counts = Counter(line.module for line in lines if line.module is not None)
+    # A module with a single line, a leaf such as ``mlp.act``, gets no heading of its own: its line
+    # stands under ``mlp``.
     around = {path: path.rpartition(".")[0] for path in counts}
     parents = set(around.values())
     homes = {

@@ -67,6 +67,7 @@ def verify(graph: IRGraph) -> None:
             f"the tensor of constant %{value.name} does not fit {print_value(value)}",
         )
     op_names: set[str] = set()
+    # Each operator may read what stands above it, and defines its results for those below.
     for op in graph.ops:
         _require(op.name not in op_names, graph, op, f"two operators are named {op.name}")
         op_names.add(op.name)

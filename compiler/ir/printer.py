@@ -116,6 +116,7 @@ def print_arg(arg: Arg) -> str:
         return f"%{arg.name}"
     if isinstance(arg, tuple | list):
         return f"({', '.join(map(print_arg, arg))}{',' if len(arg) == 1 else ''})"
+    # ``1:n`` and ``::2``, as between brackets.
     if isinstance(arg, slice):
         bounds = ["" if bound is None else print_arg(bound) for bound in (arg.start, arg.stop)]
         return ":".join(bounds + ([print_arg(arg.step)] if arg.step is not None else []))

@@ -47,6 +47,7 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "buffer_updates": [[before.name, after.name] for before, after in graph.buffer_updates],
         "argument_order": list(graph.argument_order),
         "dynamic_dims": [[dim.input, dim.dim, dim.symbol] for dim in graph.dynamic_dims],
+        # Costs, and with them plans, are those of the example's sizes.
         "examples": dict(sorted(_examples(graph).items())),
         "training_only": graph.training_only,
         "constant_inputs": [

@@ -181,9 +181,11 @@ def to_python(size: Size) -> str:
     kind = type(size).__name__
     if size.is_Float:
         return repr(float(size))
+    # Simplified part by part, so that ``(b*8)/8`` is ``b`` in the file.
     parts = [to_python(simplify(part)) for part in size.args]
     if size.is_Add:
         return " + ".join(
+            # ``n - 1``, not ``-1 + n``: numbers stand last in a sum.
             sorted(parts, key=lambda text: (text.lstrip("-").isdigit(), text))
         ).replace("+ -", "- ")
     if size.is_Relational:

@@ -154,6 +154,8 @@ class _Fit:
         dims: list[tuple[Name, ...]] = []
         for dim in term.dims:
             if isinstance(dim, Star):
+                # The stars of all tensors get the same names, so ``* k, k n -> * n`` ties their
+                # dims together.
                 dims += [(Name(f"*{i}", dim.span, dim.kind),) for i in range(star or 0)]
             else:
                 dims.append(dim)

@@ -52,6 +52,8 @@ def with_edges(rule: OpRule, target: str, ways: Sequence[Way]) -> OpRule:
         source, target_factor = before[0].factor, after[0].factor
         if not all(_frozen(rule, name) for name in (source, target_factor)):
             continue
+        # A dim that keeps its size is one factor (a convolution of stride 1 with padding). Else the
+        # result has a dim of its own, and cutting one means cutting the other: an exchange.
         if source == target_factor:
             same[source] = ParallelFactor(empty=True)
         else:
@@ -86,6 +88,7 @@ def with_picks(rule: OpRule, target: str, places: Mapping[int, Size]) -> OpRule:
 
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
         assert op.rule is not None
+        # A slice of one dim and a pick from another: the form passes the words of both.
         words = dict(edges.local_args(op, local)) if edges and edges.local_args else {}
         picked = []
         for dim, place in found.items():

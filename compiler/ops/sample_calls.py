@@ -230,6 +230,7 @@ def _resized(op: IROp, rule: OpRule, sizes: Mapping[str, Size]) -> IROp:
 
     def size_of(ref: Any) -> Size:
         factor = rule.factor(ref.factor)
+        # One element of a dim, such as the query of ``q k v`` in one matrix.
         if ref.element is not None:
             return 1
         return (

@@ -106,6 +106,8 @@ class _Finder:
         if opened is None or repeated is None:
             return value
         before, (wide,) = opened.operands[0], repeated.results
+        # [B, groups, T, D] to [B, groups, repeats, T, D]; the reshape then joins groups and
+        # repeats.
         is_group = (*wide.shape[:2], *wide.shape[3:]) == before.shape and wide.ndim == 5
         shape = (before.shape[0], *value.shape[1:])
         fits = opened.results[0].shape == (*before.shape[:2], 1, *before.shape[2:])
@@ -117,6 +119,8 @@ class _Finder:
     def _written_out(self, op: IROp) -> IROp | None:
         """``probs @ value``, followed back to the query."""
         probs, value = op.operands
+        # From the end to the beginning: value product, dropout, softmax, mask, scale, query times
+        # key.
         at = self._back(probs, "dropout", "to", "contiguous")
         sliced = self._step(at, "getitem")
         if sliced is not None:
@@ -126,6 +130,7 @@ class _Finder:
             return None
         logits, sinks = softmax.operands[0], None
         if sliced is not None:
+            # ``probs[..., :-1]``: the last column is the sink's, which has no value.
             if sliced.arg("index") != (Ellipsis, slice(None, -1)):
                 return None
             found = self._with_sinks(logits)
@@ -171,8 +176,11 @@ class _Finder:
         joined = self._reader.made_by(shifted.arg("input") if shifted else logits, "cat")
         if joined is None or joined.arg("dim") not in (-1, 3) or len(joined.operands) != 2:
             return None
+        # Nothing else may read what the pattern replaces, or it would be computed twice.
         uses = 1
         if shifted is not None:
+            # ``logits - logits.max(-1, keepdim=True)``, as GPT-OSS writes it: softmax is the same
+            # without.
             most = self._reader.made_by(shifted.arg("other"), "max", "amax")
             if most is None or most.operands != joined.results or not most.arg("keepdim"):
                 return None

@@ -97,6 +97,7 @@ def _joined(program: Program, *, first_alone: bool, last_alone: bool) -> Program
         ends = _ends_of_groups(sizes, first_alone=first_alone, last_alone=last_alone)
         start = 0
         for end in ends:
+            # The others join the collective of the first one, so they must follow it at once.
             first, *others = stretch[start:end]
             behind[id(first)] = [replace(gather, joins=True) for gather in others]
             moved.update(map(id, others))

@@ -82,6 +82,8 @@ def with_sums(graph: IRGraph, plan: Plan) -> Looped:
         axis, strategy = along[op.name]
         assignment = plan.assignment(op.name)
         check_in_pieces(op, axis, {**assignment, axis: strategy}, plan)
+        # Means of pieces do not add up where pieces have different numbers of rows that count. Sums
+        # do.
         if is_mean_over(op, strategy):
             op, *behind = _as_sum(op, graph)
             ops += [op, *behind]
@@ -135,6 +137,7 @@ def find_loops(ops: Sequence[IROp], along: Mapping[str, str]) -> tuple[LoopOps, 
     leader: dict[str, str] = {}
 
     def first(name: str) -> str:
+        # Follow the leaders up to the first operator of the group.
         while leader[name] != name:
             name = leader[name]
         return name

@@ -256,6 +256,7 @@ class _Lowering:
         stands at its door: a piece is taken, or a value is shared by all pieces.
         """
         axis = loop.axis
+        # The body is lowered like a program of its own, in which values of a piece are values.
         inner = _Lowering(
             self.graph, self.plan, self.whole_in_units, self.delivers, self.assignments
         )
@@ -288,6 +289,7 @@ class _Lowering:
                     inner.routes[value.name] = {**inner.routes[value.name], goal: Route(goal, ())}
         inner._compute(list(loop.ops))
         gives: list[Adapt] = []
+        # What somebody outside reads leaves through a door, whole along the loop's axis.
         for value, made_as in made.values():
             if value.name in self._read_outside(loop):
                 outside = without_axis(made_as, axis)

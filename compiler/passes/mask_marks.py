@@ -114,12 +114,15 @@ class MaskReader:
         return FoldedValues(self.graph)
 
     def _marks(self, mask: IRValue, lengths: tuple[Size, Size]) -> MaskMarks | None:
+        # With one query or one key, rows and columns of the mask cannot be told apart.
         if not 2 <= mask.ndim <= 4 or 1 in lengths:
             return None
         found: list[Atom] = []
         bands: list[Bands] = []
         if not self._collect(mask, found, bands):
             return None
+        # What follows from sizes alone (causal, windows) is known while compiling. What depends on
+        # values (padding, documents) is compared at run time.
         by_size = [atom for atom in found if self._is_by_size(atom)]
         by_value = [atom for atom in found if atom not in by_size]
         if not by_size and not bands:
@@ -206,6 +209,7 @@ class MaskReader:
         left, right = op.arg("input"), op.arg("other")
         if not (_is_mark(left) and _is_mark(right)):
             return None
+        # Always as query marks against key marks: with the sides changed, ``<`` becomes ``>``.
         if not _positions(left)[0] and not _positions(right)[1]:
             return right, name, left
         if not _positions(left)[1] and not _positions(right)[0]:

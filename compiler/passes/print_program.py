@@ -18,6 +18,7 @@ def print_program(program: Program) -> str:
     ]
     returned = _returned(program.output)
     for position, instruction in enumerate(program.instructions):
+        # Behind the body comes what only outputs of evaluation need.
         if position == len(program.body):
             lines.append(f"  in training: return {returned}")
         lines += _lines(instruction)

@@ -46,6 +46,8 @@ def input_layouts(graph: IRGraph, config: ComputeConfig, plan: Plan) -> dict[str
         for path in paths:
             value = values[path]
             if mode == "sharded":
+                # A layout that the plan names is kept; without one, the layout in which operators
+                # read it.
                 found.setdefault(value.name, _as_used(graph, plan, value))
             else:
                 found.pop(value.name, None)

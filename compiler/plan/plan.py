@@ -274,6 +274,7 @@ class Plan:
         """The reverse of :meth:`to_json`."""
 
         def layout(item: str | None) -> Layout | str | None:
+            # An output is a layout, ``[8, 64/tp]``, or a word: ``whole``, ``drop``.
             return Layout.parse(item) if isinstance(item, str) and item.startswith("[") else item
 
         with malformed(

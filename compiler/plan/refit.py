@@ -146,6 +146,7 @@ def _inputs(plan: Plan, graph: IRGraph, problems: list[str]) -> dict[str, Layout
     result = {}
     for name, layout in plan.inputs.items():
         value = values.get(name)
+        # An input that is gone is refused later, with all other names that nothing answers to.
         if value is None or layout.shape == value.shape:
             result[name] = layout
             continue

@@ -29,6 +29,7 @@ def draw_text(timeline: Timeline, width: int | None = None) -> str:
         line = [IDLE] * round(timeline.makespan_s * scale)
         for span in spans:
             start, end = round(span.start_s * scale), round(span.end_s * scale)
+            # Both ends are rounded, not the width: neighbours then never overlap, nor drift apart.
             line[start:end] = _label(span.action, end - start)
         lines.append(f"rank {rank} ".ljust(margin) + "".join(line).rstrip())
     held = ", ".join(map(str, timeline.peak_in_flight))

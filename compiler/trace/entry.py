@@ -49,6 +49,7 @@ def trace(
     changes a parameter, or relies on hooks that no graph can show; the text names the line.
     """
     arguments = bind_arguments(module, dummy_args)
+    # Before anything runs: hooks and mixed modes would shape the trace in silence.
     check_hooks(module)
     warn_mixed_training(module)
     name, dims = name or type(module).__name__, dynamic_dims or {}

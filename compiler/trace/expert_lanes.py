@@ -132,6 +132,7 @@ def _find_bodies(ops: Sequence[IROp], lanes: Sequence[Lane]) -> None:
             lane.end, lane.before = op, before
             continue
         lane.body.append(op)
+        # What is computed of a lane's rows belongs to the lane.
         lane_of.update({value.name: lane for value in op.results})
 
 
@@ -272,6 +273,7 @@ class _Merge:
         alike = [key for key, _ in op.args] == [key for key, _ in other.args]
         if not alike or any(getattr(op, name) != getattr(other, name) for name in facts):
             _refuse(other, f"{other.target} stands where it has {op.target} for the first expert")
+        # ``same``: what stands for each value of the first lane in this one.
         own = {value.name for value in same.values()}
         for (_, ours), (_, theirs) in zip(op.args, other.args, strict=True):
             for a, b in itertools.zip_longest(leaves(ours), leaves(theirs)):
@@ -319,6 +321,7 @@ class _Merge:
         weights: dict[str, IRValue] = {}
         for op in self.first.body:
             index = _row_index(op, token, choice)
+            # Rows taken from the result, to be added to, are no rows of tokens.
             if index is None or op.arg("input") is self.first.before:
                 continue
             source: IRValue = op.arg("input")
@@ -488,9 +491,11 @@ class _Merge:
         makers = [self.made_by.get(value.name) for value in weights]
         known = [maker for maker in makers if maker is not None]
         if len(known) == len(weights):
+            # ``w.t()`` of each: the stack of the matrices, turned.
             if all(_turns(maker) for maker in known):
                 whole, turned = self._stacked([maker.operands[0] for maker in known], op)
                 return whole, not turned
+            # ``w[0]``, ``w[1]``, ...: all parts of one parameter, in order, are that parameter.
             whole_of = {maker.operands[0].name for maker in known}
             indices = [_only_index(maker) for maker in known]
             if len(whole_of) == 1 and indices == list(range(len(weights))):
@@ -529,6 +534,7 @@ class _Merge:
             return self.now[end.arg("source").name]
         values: IRValue = end.arg("values")
         if self._overwrites(end):
+            # With one choice per token no two experts write one row, so overwriting is adding.
             if self.question.chosen.ndim == 2 and self.question.chosen.shape[1] != 1:
                 _refuse(
                     end,
@@ -562,6 +568,7 @@ class _Merge:
         values: IRValue = end.arg("values")
         added = next((op for op in self.first.body if values in op.results), None)
         token = self.first.rows[0]
+        # The rows of the result as they were: ``y[token]``.
         taken = [
             op.results[0].name
             for op in self.first.body

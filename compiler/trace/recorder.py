@@ -349,6 +349,7 @@ class Recorder:
             return tuple(self.arg(item, caller) for item in arg)
         if isinstance(arg, slice):
             return slice(self.arg(arg.start), self.arg(arg.stop), self.arg(arg.step))
+        # Every device becomes that of the rank that runs the file.
         if isinstance(arg, torch.device):
             return RankDevice()
         if isinstance(arg, np.ndarray):

@@ -124,6 +124,7 @@ class _Run:
         signature = tuple(
             (name, input_tree(self.recorder, value, name)) for name, value in arguments.items()
         )
+        # Arguments may be caches, which forward fills: what has changed in them is told of below.
         before = structure.flatten(arguments)
         result = self._run_forward(arguments)
         after = structure.flatten(arguments)

@@ -114,6 +114,7 @@ def check_files(folder: Path, index: Index, names: Iterable[str] | None = None) 
         for name in names
         if (problem := index.files[name].problem(folder / name)) is not None
     ]
+    # Reading a tensor compares it with its checksum; what is read here is thrown away.
     without = {name for name in names if index.files[name].sha256 is None}
     if without and not problems:
         with MappedFiles(folder) as files:

@@ -149,6 +149,7 @@ def import_pretrained(folder: Path, out: Path, *, max_file_bytes: int | None = N
             sources = {name: _source(files, where[name], name) for name in names}
             written[file] = write_tensors(fresh / file, sources)
             for name, source in sources.items():
+                # A folder of Hugging Face holds whole tensors: each is one piece.
                 whole = Region.whole(source.shape)
                 pieces = (PieceRecord(file, name, whole),) if whole.num_elements else ()
                 tensors[name] = TensorRecord(source.shape, source.dtype, pieces)

@@ -100,6 +100,7 @@ def _entries(metadata: Made) -> tuple[dict[Entry, TensorRecord], dict[Entry, _Va
         offset = index.state.get("offset")
         at = None if offset is None else _sizes(offset)
         file, place = info.field("relative_path"), Place(info.field("offset"), info.field("length"))
+        # A file of another folder, ``../x``, could be any file of the machine.
         if file != Path(file).name:
             raise ValueError(f"{file!r} is no file of this folder")
         stored[index.field("fqn"), at] = file, place
@@ -204,6 +205,8 @@ class _Folder:
         self, above: Entry, module: Mapping[str, TensorRecord]
     ) -> OptimizerRecord | None:
         """The optimizer, if its state is there by the names of parameters."""
+        # torch writes an optimizer under one of several keys. What a key that is not the right one
+        # has marked as used is taken back.
         before = set(self.used)
         for key in OPTIMIZER_KEYS:
             self.used, root = set(before), (*above, key)

@@ -49,6 +49,8 @@ def write_dcp(folder: Path, contents: Contents, max_file_bytes: int | None) -> N
     index, optimizer = contents.index, contents.index.optimizer
     masters = {} if optimizer is None else _masters(optimizer.tensors)
     for name, record in index.tensors.items():
+        # The value in full precision where there is one: a reader that knows no masters then loses
+        # nothing.
         source = masters.get(name, record)
         paths: list[tuple[str, ...]] = [("model", other) for other in (name, *record.aliases)]
         if name in masters:
@@ -66,6 +68,7 @@ def write_dcp(folder: Path, contents: Contents, max_file_bytes: int | None) -> N
             writer.add(list(names), (*root, "params"))
     if index.step is not None:
         writer.add(index.step, ("step",))
+    # What has no place in torch's form, such as the state of random numbers and of a loader.
     own = replace(index, tensors={}, files={}, optimizer=None).to_json()
     writer.add(json.dumps(own), (OWN_KEY,))
     writer.finish()
@@ -111,6 +114,7 @@ class _Writer:
         # Without this, a view would bring the memory that it is a view of.
         torch.save(value.detach().contiguous().clone() if is_tensor else value, blob)
         data, at = blob.getbuffer(), self._file.tell()
+        # A file that is empty takes anything, or a large tensor would find no place at all.
         if at and self._most is not None and at + len(data) > self._most:
             self._close()
             self._number += 1

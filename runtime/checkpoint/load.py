@@ -365,6 +365,8 @@ def _groups_here(
     for names, options in record.groups:
         here: dict[str, None] = {}
         for name in names:
+            # A tied parameter has several names, and may have been saved under another one than it
+            # has here.
             known = dict.fromkeys(
                 first[other] for other in (name, *index.tensors[name].aliases) if other in first
             )

@@ -72,6 +72,7 @@ def read_checkpoint(directory: Path | str) -> WholeCheckpoint:
         module: StateDict = OrderedDict()
         for name, record in index.tensors.items():
             whole = contents.read(record)
+            # Names of one tied parameter get one tensor, as ``state_dict`` gives them.
             module.update(dict.fromkeys((name, *record.aliases), whole))
         module.update({key: decode(value) for key, value in index.extra_states.items()})
         set_random_states(module, index.random)

@@ -128,6 +128,8 @@ class _RankState:
         self._copies: set[str] = set()
         for key, extra in state.items():
             if is_plan(key, extra):
+                # A part of a larger model writes its plan under its own path:
+                # ``encoder._extra_state``.
                 prefix = key.removesuffix(EXTRA_STATE)
                 self.unit = max(self.unit, extra["unit"])
                 self.random[prefix.removesuffix(".")] = extra["rng"]

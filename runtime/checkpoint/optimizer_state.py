@@ -159,6 +159,7 @@ def group_names(optimizer: Optimizer, holdings: Holdings) -> list[tuple[str, ...
     Raises :class:`CheckpointError` if one is not a parameter of the module.
     """
     names = {id(holding.tensor): holding.name for holding in holdings.tensors}
+    # With ZeRO an optimizer is given shards in the place of parameters; they go by the same names.
     names |= {
         id(shard.tensor): names[id(shard.parameter)]
         for shard in shards_of(optimizer)

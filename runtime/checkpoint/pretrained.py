@@ -119,6 +119,7 @@ def load_pretrained(
                 if not names:
                     continue
                 known |= set(names)
+                # A tied parameter is stored under one of its names; which one is up to the writer.
                 name = next((name for name in names if name in where), None)
                 if name is None:
                     problems.append(f"{names[0]!r} is missing")

@@ -132,6 +132,8 @@ class BlobFile:
     def _tensor(self, key: str, archive: zipfile.ZipFile, form: _Form) -> Tensor:
         if not math.prod(form.shape):
             return torch.empty(form.shape, dtype=form.dtype)
+        # The largest index that the strides reach. ``as_strided`` would read beyond the memory in
+        # silence.
         last = form.offset + sum(
             (size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)
         )
@@ -214,6 +216,7 @@ def _plain(saved: Any, tensor: Callable[[Made], Tensor]) -> Any:
         return tuple(saved.given[0])
     if any(is_named(saved, f"torch._utils.{name}") for name in REBUILDS):
         return tensor(saved)
+    # Any other class stays a description: making it would run code that the file names.
     if getattr(saved, "name", None) is not None:
         raise TypeError(f"it is a {saved.name}, which is not made here")
     return saved

@@ -74,6 +74,7 @@ def take_snapshot(
         if scheduler is None
         else encode(scheduler.state_dict(), "the scheduler's state"),
         loader=None if loader is None else loader_states(loader),
+        # What the user adds is one value for the job, and rank 0's counts.
         extra=encode(extra, "extra") if world.rank == 0 else None,
         step=step,
         num_ranks=world.size,
@@ -134,6 +135,7 @@ def _state_record(place: StatePlace, key: str, value: Tensor, piece_of: AddPiece
         return TensorRecord(
             shape, value.dtype, piece_of(full_key, value, Region.whole(shape)), like_parameter=False
         )
+    # A flat shard of a parameter may begin and end inside rows: then it is several boxes.
     pieces: tuple[PieceRecord, ...] = ()
     for number, (view, region) in enumerate(place.views(value)):
         pieces += piece_of(

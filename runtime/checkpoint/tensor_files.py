@@ -180,6 +180,7 @@ def _header(
         }
         offset += source.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Data begins at a multiple of eight bytes, so that a mapped file can be read as any dtype.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little"), text
 

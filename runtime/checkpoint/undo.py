@@ -37,6 +37,7 @@ def undone_on_error(
         if loader is not None:
             stack.callback(_quietly, _states_again(loader))
         yield
+        # Nothing was raised: what would undo is let go of.
         stack.pop_all()
 
 

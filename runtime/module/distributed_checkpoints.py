@@ -77,6 +77,8 @@ class _AtImport(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
+            # The module is imported later, if at all: it is changed right after it has run, before
+            # anybody sees it.
             execute = spec.loader.exec_module
 
             def execute_and_replace(module: ModuleType) -> None:

@@ -111,6 +111,7 @@ class InputTable:
         Raises :class:`InputError` for what is no tensor of that number of dims.
         """
         leaves = flatten(dict(given))
+        # Sizes that vary are told by the tensors that are given: ``{"batch": 8}``.
         sizes: dict[str, int] = {}
         for path, spec in self.leaves.items():
             value = leaves.get(path)

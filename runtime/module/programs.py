@@ -125,11 +125,13 @@ class Programs:
         """``index``, which must be that of all ranks that run one program together."""
         main = self.main
         meets_units = main.zero > 1 or self.compile_another is not None
+        # Gradients are then reduced inside backward, so units meet there, too.
         if main.reducer is not None and main.reducer.asynchronous:
             meets_units = True
         group = main.ranks.world.everyone if meets_units else main._unit
         if group.size == 1:
             return index
+        # One collective for the largest and the smallest: max(-x) is -min(x).
         both = torch.tensor([index, -index], device=main._device)
         most, least = group.all_reduce(both, "max", phase="setup").tolist()
         if most != -least:

@@ -183,8 +183,11 @@ class CudaEfficient:
         self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
     ) -> BlockGrads:
         query, key, value = self._operands(block)
+        # The kernel reads the logsumexp in whole aligned rows. With infinity there, exp(score -
+        # inf) is 0.
         missing = -query.shape[-2] % self.ALIGNED
         padded = torch.nn.functional.pad(lse, (0, missing), value=math.inf)
+        # Seed and offset of dropout, of which there is none.
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         of_query, of_key, of_value, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
             _dense(grad),
@@ -237,11 +240,15 @@ class WrittenOut:
             torch.unflatten(x, 1, (heads, -1)) for x in (block.query, grad, lse, delta)
         )
         products = self._products(block)
+        # Backward of softmax attention (Dao et al., "FlashAttention", algorithm 4). With weights W,
+        # dW = dO V' and dS = W * (dW - delta); b: batch, g: key heads, r: query heads of each, q,
+        # k: positions.
         weights = (self._scores(block, products) - lse[..., None]).exp()
         of_weights = torch.einsum("bgrqd,bgkd->bgrqk", grad, block.value)
         of_scores = weights * (of_weights - delta[..., None])
         of_products = of_scores
         if block.cap is not None:
+            # scores = cap * tanh(products / cap), whose derivative is 1 - tanh².
             of_products = of_scores * (1 - (products / block.cap).tanh().square())
         scaled = (of_products * block.scale).to(query.dtype)
         return BlockGrads(
@@ -261,6 +268,7 @@ class WrittenOut:
         if block.flat:
             return torch.zeros_like(scores)
         if block.cap is not None:
+            # The cap comes before bias and masks, as in Gemma 2: a mask of -inf would become -cap.
             scores = block.cap * (scores / block.cap).tanh()
         if block.bias is not None:
             scores = scores + _by_group(block.bias, heads)

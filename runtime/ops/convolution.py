@@ -58,6 +58,8 @@ def _convolution(num_dims: int) -> Callable[..., Tensor]:
             paddings[cut.edge.dim - first] = (0, 0)
         if any(before != behind for before, behind in paddings):
             x = F.pad(x, [n for pair in reversed(paddings) for n in pair])
+            # A padding that differs at both ends is given as values, as ``F.conv2d`` takes one
+            # number a dim.
             paddings = [(0, 0)] * num_dims
         both = tuple(before for before, _ in paddings)
         return trimmed(plain(x, weight, bias, stride, both, dilation, groups), cuts)

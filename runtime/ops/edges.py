@@ -90,6 +90,8 @@ def window(x: Tensor, cut: CutDim, fill: float | None = 0.0) -> Tensor:
     """:func:`windows` of one dim. Without ``fill`` the window ends where the dim does."""
     edge, index = cut.edge, cut.index
     start, stop = cut.read
+    # Values that no rank has, in front of the dim and behind it. A rank that reads nothing gets
+    # enough of them for one place, as torch's operators take no empty input; it is cut off later.
     left = right = 0
     if start == stop:
         right = max(1, edge.window.reach)
@@ -97,6 +99,8 @@ def window(x: Tensor, cut: CutDim, fill: float | None = 0.0) -> Tensor:
         left = 0 if edge.window.wraps else min(max(0, -start), stop - start)
         right = stop - start - length(edge.wanted(index)) - left
     for hop in hops(edge, index):
+        # One exchange for each axis of the cut, from the outer to the inner one. Only at the last
+        # one is it known what lies at the ends of this rank's window.
         last = hop.axis == len(cut.axes) - 1
         group, me = cut.axes[hop.axis], index[hop.axis]
         ends = (left, right) if last else (0, 0)
@@ -171,6 +175,7 @@ class _Read(torch.autograd.Function):
             at = 0
             for start, stop in common(hop.have[me], want):
                 place = result.narrow(dim, _offset(hop.have[me], start), stop - start)
+                # Windows overlap, so an element may have gradients from several ranks.
                 place.add_(chunk.narrow(dim, at, stop - start))
                 at += stop - start
         return result, None, None, None, None, None

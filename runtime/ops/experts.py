@@ -155,6 +155,7 @@ def grouped_linear(
     dtype = weight.dtype
     if autocast and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    # [experts, in, out], however the model stores them.
     matrices = weight.to(dtype) if transposed else weight.to(dtype).transpose(-2, -1)
     out = _grouped_product(rows.to(dtype), matrices, routing.counts)
     if bias is not None:
@@ -360,16 +361,19 @@ def _departures(routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Arriv
     """How rows go to the ranks that their tokens belong to, if they did not come from there."""
     device = routing.token.device
     whole = _positions(token_dim, axis, device)
+    # By token: the rank it belongs to, and its number among the tokens of that rank.
     owner = torch.empty(routing.num_tokens, dtype=torch.long, device=device)
     number = torch.empty_like(owner)
     for index, positions in enumerate(whole):
         owner[positions] = index
         number[positions] = torch.arange(positions.numel(), device=device)
+    # Rows of one token are added up before they are sent: one message for each token and rank.
     present, position = torch.unique(routing.token, return_inverse=True)
     by_owner = owner[present].argsort(stable=True)
     present, place = present[by_owner], by_owner.argsort()
     going = torch.bincount(owner[present], minlength=axis.size)
     came = _all_to_all(going, axis, [1] * axis.size, [1] * axis.size)
+    # Sizes must be known on the host. On a GPU this waits for the router.
     received, sent = going.tolist(), came.tolist()
     tokens = _all_to_all(number[present], axis, received, sent)
     return Arrivals(

@@ -128,6 +128,7 @@ class _Chunked(torch.autograd.Function):
             ]
             with torch.enable_grad(), ctx.autocast():
                 rows = ctx.rows_of(*operands, labels)
+            # The order of input, matrix and bias, in which gradients are taken up below.
             asked = [x for x in operands if x is not None and x.requires_grad]
             found = iter(torch.autograd.grad(rows, asked, grad[here]))
             if grad_input is not None:

@@ -40,6 +40,8 @@ def _mean_of(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ]
 
     def over_count(*args: object, count: int, **kwargs: object) -> Tensor:
+        # A rank that took the mean of its own piece would weigh its elements by the size of the
+        # piece.
         arguments = {**dict(zip(names, args, strict=False)), **kwargs, "reduction": "sum"}
         return loss(**arguments) / count
 

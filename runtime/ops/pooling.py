@@ -28,6 +28,7 @@ def _max_pool(num_dims: int) -> Callable[..., Tensor]:
         edges: Sequence[EdgeWords] = (),
     ) -> Tensor:
         cuts = cut_dims(edges)
+        # Padding must never be a maximum.
         x = windows(input, cuts, -math.inf)
         paddings = _beside(padding, cuts, input.ndim, num_dims)
         y: Tensor = plain(x, kernel_size, stride, paddings, dilation, ceil_mode)
@@ -128,6 +129,7 @@ def _adaptive(name: str) -> Callable[..., Tensor]:
         ]
         for cut in cuts:
             start, stop = cut.made
+            # A rank without places makes one, which is trimmed: torch makes no empty results.
             sizes[cut.edge.dim - first] = max(1, stop - start)
         # A dim that becomes one place: an average over this rank's places, by its share of all.
         share = 1.0

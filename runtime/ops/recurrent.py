@@ -26,6 +26,8 @@ def _seeded(rng: RngState, draw: str, device: torch.device) -> Iterator[None]:
         if device.type == "cpu"
         else torch.cuda.default_generators[device.index]
     )
+    # torch's recurrent layers draw their dropout from the default generator alone. Ranks that are
+    # threads share it, so one at a time.
     with _default_generator:
         state = generator.get_state()
         generator.manual_seed(rng.generator_seed(draw))

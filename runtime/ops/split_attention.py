@@ -479,6 +479,7 @@ class _Blocks:
             return as_bias(seen, dtype)
         if part.tile.kind != "masked":
             return None
+        # [queries, 2]: the first key that each query of the tile sees, and the end of those.
         ends = torch.tensor(part.tile.ends, device=self._query.device)
         columns = torch.arange(part.keys[1], device=self._query.device)
         seen = (columns >= ends[:, :1]) & (columns < ends[:, 1:])

@@ -230,6 +230,7 @@ class _Graph:
         above: dict[Node, Node] = {node: node for node in self.outer}
 
         def part(node: Node) -> Node:
+            # Union-find with path halving: each step skips one node on the way to the root.
             while above[node] is not node:
                 above[node] = node = above[above[node]]
             return node
@@ -324,6 +325,7 @@ def _children_first(roots: Sequence[Node]) -> list[Node]:
     while stack:
         node, is_left = stack.pop()
         if is_left:
+            # Met for the second time: everything below it is in the order.
             order.append(node)
         elif node not in seen:
             seen.add(node)

@@ -98,6 +98,8 @@ class Body:
                     layouts[transfer.name, source, target], (source, target), strict=True
                 )
             )
+            # Both ends work out the same pieces from the two layouts, and take their own part of
+            # them.
             end = end_of(
                 sent,
                 received,

@@ -141,6 +141,7 @@ class StoreExchange:
         wait = Wait(
             "rank 0 waits for the other ranks to read of an error", min(CONFIRM_S, timeout_s())
         )
+        # Not for ever: a rank that is gone never reads anything.
         missing = set(range(1, self.size))
         while missing:
             missing -= self._ask(partial(self._done_with, key, tuple(missing)), wait)
@@ -256,6 +257,7 @@ class StoreExchange:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """An error as a JSON value, for :func:`rebuilt`."""
+    # Our own errors are made again in parts, so that they print as they do here; others as text.
     parts = None
     if isinstance(error, ShardwrightError):
         parts = {name: getattr(error, name) for name in ("what", "where", "why", "hint")}

@@ -150,6 +150,8 @@ def _where(x: Tensor | None) -> str | None:
         subject = _subjects.stack[-1]
         parts.append(subject if isinstance(subject, str) else subject())
     else:
+        # In backward the stack has no line of the model: the node that autograd runs tells the
+        # place.
         node = torch._C._current_autograd_node()
         in_backward = node is not None
         name = None if x is None or in_backward else name_of(x)
@@ -164,6 +166,7 @@ def _nearest_parameter(node: Any) -> str | None:
     """The name of the parameter that autograd's graph reaches first from a node, towards the
     inputs.
     """
+    # Breadth first, so that the nearest one is found first. Large graphs are given up.
     waiting, seen = deque([node] if node is not None else []), {node}
     while waiting and len(seen) < _MANY_NODES:
         following = waiting.popleft()

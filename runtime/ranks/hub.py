@@ -211,6 +211,7 @@ class Hub:
                     f"{in_words(gone)} ended while others wait for it", why=self._who_waits()
                 ),
             )
+        # Nobody is left who could answer anybody.
         elif len(blocked) + len(self._ended) == self.num_ranks and blocked:
             self.abort(
                 None, DistributedError("the ranks wait for each other", why=self._who_waits())

@@ -100,6 +100,7 @@ class RoleTable:
         that the order lacks, and expert layers whose stages would be other ranks.
         """
         dense = {"tp": sizes.tensor, "cp": sizes.context, "pp": sizes.pipeline}
+        # Megatron's rule: what the other sizes leave of the ranks.
         dense["dp"] = _remaining(num_ranks, dense, "data-parallel")
         _check_names(order)
         groups: dict[Role, Groups] = {
@@ -130,6 +131,7 @@ class RoleTable:
         # Several stages may lie on one position, as in interleaved schedules: each position counts
         # once.
         places = list(dict.fromkeys((mesh, tuple(ranks)) for mesh, ranks in stages))
+        # The first rank of each unit. All else is worked out for one unit and moved by these.
         starts = range(0, unit_size * num_units, unit_size)
         positions = [tuple(s + r for s in starts for r in ranks) for _, ranks in places]
         groups: dict[Role, Groups] = {
@@ -145,6 +147,7 @@ class RoleTable:
             groups[role] = tuple(tuple(s + r for r in group) for s in starts for group in inside)
         grid: Mesh | None = None
         grid_ranks: tuple[int, ...] = ()
+        # Positions of different sizes have no rank that corresponds, so no pipeline groups.
         if len({len(ranks) for ranks in positions}) == 1:
             groups["pipeline"] = tuple(tuple(sorted(g)) for g in zip(*positions, strict=True))
         if len({mesh for mesh, _ in places}) == 1:

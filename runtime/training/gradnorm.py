@@ -104,5 +104,6 @@ def unscale(gradients: Iterable[Tensor], factor: float, device: torch.device) ->
         torch._amp_foreach_non_finite_check_and_unscale_(
             alike, found, torch.full((1,), factor, device=place)
         )
+        # Only added up, and not looked at: asking for the value would wait for the device.
         total += found.to(device).squeeze(0)
     return total

@@ -124,6 +124,7 @@ def _attention_where(op: IROp) -> OpRule:
     grouped = heads != groups
     sizes = {"g": groups, "r": quotient(heads, groups)} if grouped else {}
     names = ["(g r)", "g", "g"] if grouped else ["h", "h", "h"]
+    # A dim of size 1 has no factor: there is nothing to split.
     if heads == 1:
         names = ["1", "1", "1"]
     elif groups == 1:
@@ -137,6 +138,8 @@ def _attention_where(op: IROp) -> OpRule:
         if parameter == "sinks":
             operands.append([names[0]])
             continue
+        # ``m`` and ``n`` are the positions of queries and keys once more, under other names: marks
+        # stay whole where ``q`` and ``k`` are cut.
         position = "m^" if parameter.startswith("query_marks") else "n^"
         dims = [batch, "1", *((position, "1") if position == "m^" else ("1", position))]
         aligned = zip(mark.shape, dims[4 - mark.ndim :], strict=True)

@@ -154,6 +154,7 @@ def _interpolate(op: IROp) -> OpRule:
         nonempty=True,
     )
     scales = _scales(op)
+    # How many places beside its own a place of the result reads, on each side.
     neighbours = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1}
     mode = op.arg("mode", "nearest")
     if scales is None or mode not in neighbours or op.arg("align_corners"):

@@ -61,6 +61,7 @@ def _getitem(op: IROp) -> OpRule:
                 places[item.dim] = start
         elif item.kind == "int" and is_static(source.shape[item.dim]):
             places[item.dim] = item.arg % source.shape[item.dim]
+        # A number takes its dim out of the result.
         result_dim += item.kind != "int"
     return with_picks(with_edges(rule, f"{RUNTIME}.getitem", ways), f"{RUNTIME}.getitem", places)
 

@@ -121,6 +121,8 @@ def _with_shares(rule: OpRule, target: str, dims: list[int]) -> OpRule:
         words = {**given, "shares": tuple(shares)}
         return {name: word for name, word in words.items() if word}
 
+    # The average over a cut dim is a sum over ranks of averages times shares, so it may be cut at
+    # any place, and a rank may have none of it.
     averaged = dict.fromkeys(names, ParallelFactor(anywhere=True, empty=True))
     form = ParallelForm(target, {**(edges.factors if edges else {}), **averaged}, {}, local_args)
     return replace(rule, parallel=form)

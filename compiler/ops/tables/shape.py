@@ -250,6 +250,7 @@ def _repeat_interleave(op: IROp) -> OpRule:
 
     def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
         sizes = [local.dim_size(_copies(rule, refs)) for refs in rule.results[0]]
+        # A rank may have some of the copies of each element: then it repeats less often.
         return {"repeats": sizes[0 if dim is None else dim % len(sizes)]}
 
     result: TensorRefs

@@ -232,6 +232,7 @@ def scattered(
         return recorder.emit_one(scatter, like, whole, part, *args)
     dtype = whole.dtype.to_real()
     halves = []
+    # (real, imaginary) of the whole and of the part, scattered each by itself.
     for half in (torch.real, torch.imag):
         parts = [
             recorder.emit_one(half, TensorType(x.shape, dtype, x.requires_grad), x)

@@ -106,6 +106,7 @@ def _of_one_hot(masks: IRValue, expert: object, made_by: dict[str, IROp]) -> Que
     if one_hot is None or one_hot.target != "one_hot":
         return None
     chosen = one_hot.operands[0]
+    # ``one_hot(chosen).permute(2, 1, 0)``: experts come first, as each is asked for its row.
     first, *dims = (dim % masks.ndim for dim in op.arg("dims"))
     if first != chosen.ndim or chosen.ndim not in (1, 2):
         return None
@@ -168,8 +169,11 @@ class ChosenExperts:
         question = question_of(value, recorder.makers)
         if question is None:
             return None
+        # The same mask may be asked several times: rows are found once.
         if value.name not in self._known:
             _check_branches(user_frame(), recorder)
+            # As many rows as no other size of a model is likely to be, so that they can be told
+            # apart.
             fakes = tuple(torch.empty(NUM_ROWS, dtype=torch.int64) for _ in range(mask.ndim))
             call = Call(rows_of_expert, "rows_of_expert", (value,), {})
             made = recorder.emit(call, [TensorType((NUM_ROWS,), torch.int64, False)] * mask.ndim)

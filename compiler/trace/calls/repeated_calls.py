@@ -149,6 +149,7 @@ def _add(parts: list[Any], arg: Any) -> None:
     """Append what is known of an argument. Types are part of it: ``1 == 1.0 == True``."""
     kind = type(arg)
     if kind is FakeTensor:
+        # What a call does may depend on more than shape and dtype here.
         if arg.constant is not None or arg.is_inference() or arg.dtype.is_complex:
             raise _NotPlain
         place = (arg.shape, arg.stride(), arg.storage_offset())
@@ -159,6 +160,7 @@ def _add(parts: list[Any], arg: Any) -> None:
             _add(parts, item)
     elif kind is slice:
         parts.extend((kind, arg.start, arg.stop, arg.step))
+        # A bound may be a symbolic size, whose value is no part of its text.
         for item in (arg.start, arg.stop, arg.step):
             if not isinstance(item, int | None):
                 raise _NotPlain

@@ -129,6 +129,7 @@ def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRVa
         )
     if name in ("T", "t", "mT", "H", "mH", "permute"):
         order = _permutation(call, whole.ndim)
+        # order[i] is where dim i came from, so order.index(d) is where dim d has gone.
         inverse = tuple(order.index(dim) for dim in range(whole.ndim))
         return recorder.emit_one(torch.Tensor.permute, like, new, inverse)
     # Views of a part: the rest stays as it was.

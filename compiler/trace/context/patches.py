@@ -186,6 +186,8 @@ def _checkpoints_traced_through(
 ) -> Iterator[None]:
     """Both modes of ``torch.utils.checkpoint`` just run the function, in a recompute region."""
 
+    # In the place of autograd Functions whose forward runs without a graph, so that nothing in it
+    # would be recorded with gradients.
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

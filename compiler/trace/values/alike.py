@@ -207,6 +207,7 @@ class _Numbering:
         if op.target == "masked_fill" and kept_by(operands[0]) and self._is(op.arg("mask"), 0):
             return operands[0]
         if op.target == "where":
+            # where(True, x, y) is x, where(False, x, y) is y.
             for name, holds in (("input", 1), ("other", 0)):
                 kept = op.arg(name)
                 if (
@@ -260,6 +261,7 @@ class _Numbering:
         :, None].expand(...)`` as heads. Attention with ``enable_gqa`` does the same.
         """
         made = [self._made_by.get(value.name)]
+        # Back from the reshape: expand, then the indexing that has opened a dim.
         for _ in range(2):
             made.append(
                 self._made_by.get(made[-1].operands[0].name)
@@ -289,6 +291,7 @@ def _scores_that_count(mask: torch.Tensor) -> Hashable:
     counts = mask
     if mask.dtype != torch.bool:
         counts = mask == 0
+        # An additive mask: 0 counts, very negative numbers do not. Anything else is a bias.
         if not bool((counts | (mask <= _HIDDEN)).all()):
             return tensor_digest(mask)
     if bool(counts.all()):

@@ -50,14 +50,18 @@ def as_eager(run: Run, said: set[Said]) -> Traced:
     if looked.questions.hold_in_every_call:
         return _standing(looked, warned, said)
     unlooked = run(Questions(), {})
+    # Masks on the meta device have no values. Libraries mostly ask whether anything is masked: all
+    # ones, that is "no", stand in for them.
     stood_for = _ones(looked, unlooked, only_meta=True)
     if stood_for:
         looked, warned = _looking(run, stood_for)
+    # The values that were looked at have changed the graph: they are compiled in, and checked.
     if not _alike(unlooked, looked, stood_for):
         looked, warned = _with_fewest_questions(run, looked, warned, stood_for)
         if stood_for.keys() & dict(looked.graph.constant_inputs).keys():
             raise _without_values(looked, stood_for)
         return _standing(looked, warned, said)
+    # Nothing has changed with these values. Would it without any masked place?
     unmasked = _ones(looked, unlooked, only_meta=False)
     if unmasked and not _alike(unlooked, _looking(run, unmasked)[0], unmasked):
         return _standing(looked, warned, said)

@@ -170,6 +170,7 @@ class Constants:
         """Every value that a tensor is made of, itself first, with the call that has made it, if
         one has.
         """
+        # Each value once, though many calls may read it.
         seen = {(first := self._recorder.value(tensor)).name}
         ways = [first]
         while ways:

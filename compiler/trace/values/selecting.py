@@ -204,6 +204,7 @@ class Selecting:
         return tuple(map(self._whole, args)), {key: self._whole(arg) for key, arg in kwargs.items()}
 
     def _whole(self, arg: Any) -> Any:
+        # Containers of torch and named tuples may not be rebuilt from their items.
         if type(arg) in (tuple, list):
             return type(arg)(map(self._whole, arg))
         found = self._of(arg) if isinstance(arg, torch.Tensor) else None

@@ -106,6 +106,7 @@ def _only_raises(code: CodeType, start: int, other: int) -> bool:
     """
     instructions, offsets = disassemble(code)
     handled = [range(entry.start, entry.end) for entry in dis.Bytecode(code).exception_entries]  # type: ignore[attr-defined]
+    # Every way through the byte code, each instruction once.
     raises, seen, ways = False, set(), [start]
     while ways:
         position = ways.pop()
@@ -132,6 +133,7 @@ def _only_raises(code: CodeType, start: int, other: int) -> bool:
                     if instruction.argval in offsets
                     else len(instructions)
                 )
+                # A jump back is a loop: it may run for ever, and do anything.
                 if target < position:
                     return False
                 ways += [target] if target != other else []

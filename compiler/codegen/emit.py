@@ -182,6 +182,7 @@ class Writer(BodyWriter):
             ],
             "class_name": graph.name,
             "inputs": self._input_lines(graph, program.input_layouts),
+            "known_buffers": self._known_buffer_lines(graph),
             "training_only": graph.training_only,
             "declarations": self._declarations(),
             "bodies": self._bodies(),

@@ -190,6 +190,7 @@ class _PipelineWriter(BodyWriter):
             "class_name": program.graph.name,
             "inputs": self._input_lines(program.graph),
             "arguments": _argument_lines(program.graph, _symbols(program)),
+            "known_buffers": self._known_buffer_lines(program.graph),
             "training_only": program.graph.training_only,
             "size_methods": size_methods,
             "output_stages": {body: _output_lines(p) for body, p in named},

@@ -53,6 +53,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "is_staged",
     "is_summed_elsewhere",
     "joined_axes",
+    "known_buffers",
     "layouts",
     "layouts_eval",
     "leave_sums",

@@ -178,6 +178,15 @@ class StatementWriter:
             lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
         return lines
 
+    def _known_buffer_lines(self, graph: IRGraph) -> list[str]:
+        """The lines of the dict of buffers whose values are compiled in, by original name."""
+        names, lines = {buffer.name: buffer.fqn for buffer in graph.buffers}, []
+        for name, tensor in graph.constant_buffers:
+            values = tensor.tolist()
+            self.imports |= imports_of_literal(values)
+            lines += wrap(f"{quoted(names[name])}: {source(values)},", WIDTH - 8)
+        return lines
+
     # statements
 
     def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:

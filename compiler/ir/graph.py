@@ -73,8 +73,8 @@ class IRGraph:
     ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has
     after the call.
     ``constants``: the tensors that constant values stand for. ``constant_inputs``: by name, the
-    values of inputs that the trace has read; a call with others must be refused. ``conditions``:
-    relations between dynamic sizes that the traced control flow took for granted; a call that
+    values of inputs that the trace has read; a call with others must be refused.
+    ``constant_buffers``: the same of buffers that a checkpoint may change. ``conditions``: relations between dynamic sizes that the traced control flow took for granted; a call that
     breaks one must be refused. ``eval_graph``: the body for ``training=False`` where it differs in
     structure; parameters and buffers are shared by name. ``autocast``: the dtype of the autocast
     block that the module was traced in, if any; operators stand in it by their own ``autocast``.
@@ -94,6 +94,7 @@ class IRGraph:
     buffer_updates: tuple[tuple[IRValue, IRValue], ...] = ()
     dynamic_dims: tuple[DynamicDim, ...] = ()
     constant_inputs: tuple[tuple[str, torch.Tensor], ...] = ()
+    constant_buffers: tuple[tuple[str, torch.Tensor], ...] = ()
     conditions: tuple[sympy.Basic, ...] = ()
     eval_graph: IRGraph | None = None
     autocast: torch.dtype | None = None

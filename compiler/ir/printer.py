@@ -58,6 +58,7 @@ def print_graph(graph: IRGraph) -> str:
     lines += [f"  default {name} = {print_arg(default)}" for name, default in graph.defaults]
     lines += ["  training only"] if graph.training_only else []
     lines += [f"  constant input {name}" for name, _ in graph.constant_inputs]
+    lines += [f"  constant buffer {name}" for name, _ in graph.constant_buffers]
     lines += [f"  where {print_size(condition)}" for condition in graph.conditions]
     lines += [f"  {print_op(op, graph.dims)}" for op in graph.ops]
     lines += [f"  update %{before.name} = %{after.name}" for before, after in graph.buffer_updates]

@@ -53,6 +53,9 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "constant_inputs": [
             [name, tensor_digest(tensor)] for name, tensor in graph.constant_inputs
         ],
+        "constant_buffers": [
+            [name, tensor_digest(tensor)] for name, tensor in graph.constant_buffers
+        ],
         "conditions": [print_size(condition) for condition in graph.conditions],
         "autocast": str(graph.autocast) if graph.autocast else None,
         "module_types": dict(sorted(graph.module_types.items())),

@@ -148,6 +148,7 @@ class _Run:
                 for p, dim, name in self.dynamic.all_dims()
             ),
             constant_inputs=tuple(self.constants.inputs_read()),
+            constant_buffers=tuple(self.constants.buffers_read()),
             conditions=self.dynamic.conditions(),
             autocast=self.autocast,
             module_types={
@@ -196,8 +197,10 @@ class _Run:
             if value.requires_grad and not value.takes_gradient:  # a buffer
                 self.recorder.ask_gradient(value, leaf=True)
             self.sources.append((tensor, fake, value))
-            if not tensor.persistent:
-                self.constants.add_buffer(value.name, tensor.original)
+            if not tensor.is_parameter:
+                self.constants.add_buffer(
+                    value.name, tensor.original, persistent=tensor.persistent
+                )
             for holder, key in tensor.places:
                 holder[key] = fake
 

@@ -146,10 +146,8 @@ class Tracer(TorchFunctionMode):
         chose an expert, or choose by a mask.
         """
         # Branches on whether numbers are finite take the one for finite numbers.
-        if name in ("__bool__", "is_nonzero", "item"):
-            outcome = finite_outcome(self._recorder, args[0])
-            if outcome is not None:
-                return outcome
+        if (outcome := self._finite_outcome(name, args)) is not None:
+            return outcome
         if (passes := self._passing_check(name)) is not None:
             return passes
         # A mask that follows from an undeclared input is not read: it would become a constant.
@@ -252,7 +250,15 @@ class Tracer(TorchFunctionMode):
             passes = self._passing_check(name)
             if passes is not None:
                 return passes
+            if (outcome := self._finite_outcome(name, args)) is not None:
+                return outcome
         return self._run_on_values(func, args, kwargs)
+
+    def _finite_outcome(self, name: str, args: tuple[Any, ...]) -> bool | None:
+        """What a call that reads one truth value gives for finite numbers, if it asks for these."""
+        if name not in ("__bool__", "is_nonzero", "item"):
+            return None
+        return finite_outcome(self._recorder, args[0])
 
     def _write(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call gives that writes to its first argument; ``_NOT_WRITTEN`` for other calls."""

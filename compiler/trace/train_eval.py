@@ -25,17 +25,21 @@ def merge(train: IRGraph, eval_: IRGraph) -> IRGraph:
     training are marked ``only_in="train"``; anything else makes the graph of eval mode the
     ``eval_graph`` of the other.
     """
-    read = dict((*eval_.constant_inputs, *train.constant_inputs))
-    train, eval_ = (
-        replace(
-            train, constant_inputs=tuple(sorted(read.items(), key=lambda item: item[0]))
-        ).live(),
-        eval_.live(),
-    )
+    inputs = _by_name((*eval_.constant_inputs, *train.constant_inputs))
+    buffers = _by_name((*eval_.constant_buffers, *train.constant_buffers))
+    train = replace(train, constant_inputs=inputs, constant_buffers=buffers).live()
+    eval_ = eval_.live()
     try:
         return _Merge(train, eval_).result()
     except _Different:
         return replace(train, eval_graph=_with_own_names(train, eval_))
+
+
+def _by_name(
+    read: tuple[tuple[str, torch.Tensor], ...],
+) -> tuple[tuple[str, torch.Tensor], ...]:
+    """Values by name, each name once, in the order of names."""
+    return tuple(sorted(dict(read).items(), key=lambda item: item[0]))
 
 
 class _Merge:

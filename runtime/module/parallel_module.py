@@ -62,6 +62,7 @@ from shardwright.runtime.module.extra_state import (
 )
 from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
+from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.programs import Programs
 from shardwright.runtime.module.tracers import refuse_onnx, refuse_tracers
 from shardwright.runtime.module.wrappers import watch_wrappers
@@ -85,6 +86,7 @@ class ParallelModule(DeclaredModule):
     the sets of axes that one adapter goes over. ``gathers_weights``: some parameters are stored in
     pieces and used whole; ``zero``: over how many units. With ``end2end`` the module is called by
     :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample gives.
+    ``known_buffers``: by name, the values of buffers that forward has read when it was compiled.
     ``autocast``: the dtype of the autocast block that the module was compiled in, if any, see
     :mod:`shardwright.runtime.autocast`. ``training_only``: there is no program for evaluation.
     ``weight_digests``: what the files of initial values must be; the loader sets it.
@@ -108,6 +110,7 @@ class ParallelModule(DeclaredModule):
     autocast: ClassVar[torch.dtype | None] = None
     is_called: ClassVar[bool] = True
     training_only: ClassVar[bool] = False
+    known_buffers: ClassVar[Mapping[str, Any]] = {}
     other_programs: ClassVar[Sequence[type[ParallelModule]]] = ()
 
     _input_table: InputTable
@@ -133,6 +136,7 @@ class ParallelModule(DeclaredModule):
         self._places = {}
         self._parameters_declared = []
         self._gathering = WeightGathering()
+        self._known_buffers = KnownBuffers(self)
         # The generated class names its tensors, and they are made.
         self.declare()
         self._make_tensors(init_params)
@@ -391,7 +395,10 @@ class ParallelModule(DeclaredModule):
             self.rng.next_microbatch()
 
     def check_mode(self) -> None:
-        """Raise :class:`UsageError` in eval mode if there is no program for it."""
+        """Raise :class:`UsageError` in eval mode if there is no program for it, and where buffers
+        hold other values than those that are compiled in.
+        """
+        self._known_buffers.check()
         if self.training_only and not self.training:
             raise UsageError(
                 f"{type(self).__name__} was compiled for training only, and is in eval mode",

@@ -32,6 +32,7 @@ from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.declared_module import directory_of_class
 from shardwright.runtime.module.inputs import ABSENT
+from shardwright.runtime.module.known_buffers import KnownBuffers
 from shardwright.runtime.module.scope import Scope, place
 from shardwright.runtime.module.weights import WeightFiles
 
@@ -181,6 +182,7 @@ def _sharing(
     made._make_input_table()
     made._declarations, made._places, made._parameters_declared = {}, {}, []
     made._gathering = WeightGathering()
+    made._known_buffers = KnownBuffers(made)
     made._steps_without_sums = main._steps_without_sums
     made.declare()
     shared = _shared(main, program_class, made._declarations, path)

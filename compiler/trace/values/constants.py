@@ -33,6 +33,10 @@ SIZED = {
 """Operators whose sizes may be tensors of one integer; a graph holds numbers there."""
 
 
+MOST_KNOWN = 16
+"""Numbers in a persistent buffer whose values forward may read: lengths, limits and flags."""
+
+
 class _NotConstant(Exception):
     """The value depends on an input, a parameter or a random number."""
 
@@ -60,6 +64,7 @@ class Constants:
         self.read: set[str] = set()
         """Names of the buffers and inputs whose values forward has looked at."""
         self._inputs: dict[str, KnownInput] = {}
+        self._buffers: set[str] = set()  # those among ``_inputs`` that are persistent buffers
         self._dummies: dict[str, torch.Tensor] = {}
         self._in_dummies: _Known | None = None
         self._paths: dict[str, str] = {}
@@ -88,13 +93,19 @@ class Constants:
         with unset_fake_temporarily():
             return self._bind(function(*args, **kwargs), "const")
 
-    def add_buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Let the values of a buffer be known that no checkpoint holds: a part of how the module
-        was built.
+    def add_buffer(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
+        """Let the values of a buffer be known. One that no checkpoint holds is a part of how the
+        module was built. A ``persistent`` one is taken for a constant if it is small and forward
+        reads it, as an undeclared input is: the module checks it from then on.
         """
-        if not tensor.is_meta:
-            self._known.real[name] = tensor.detach().cpu()
-            self._known.made_of[name] = frozenset((name,))
+        if tensor.is_meta or (persistent and tensor.numel() > MOST_KNOWN):
+            return
+        values = tensor.detach().cpu()
+        if persistent:
+            self._inputs[name] = KnownInput(values.clone(), False)
+            self._buffers.add(name)
+        self._known.real[name] = values
+        self._known.made_of[name] = frozenset((name,))
 
     def add_input(self, name: str, known: KnownInput) -> None:
         """Let the values of an input be known."""
@@ -104,7 +115,12 @@ class Constants:
 
     def inputs_read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and values of every input whose values forward has looked at."""
-        return ((name, known.values) for name, known in self._inputs.items() if name in self.read)
+        read = self._inputs.keys() & self.read - self._buffers
+        return ((name, known.values) for name, known in self._inputs.items() if name in read)
+
+    def buffers_read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of every persistent buffer whose values forward has looked at."""
+        return ((name, self._inputs[name].values) for name in sorted(self._buffers & self.read))
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor that follows from constants alone, computed for real; ``None`` for

@@ -94,6 +94,13 @@ def warn_found(graph: IRGraph, constants: Mapping[str, Any]) -> None:
     leaves = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
     paths = {value.name: path for path, value in leaves if isinstance(value, IRValue)}
     found = [path for name, _ in graph.constant_inputs if (path := paths[name]) not in constants]
+    if graph.constant_buffers:
+        buffers = ", ".join(name for name, _ in graph.constant_buffers)
+        warnings.warn(
+            f"forward reads the values of the buffers {buffers}: those that the model has now are "
+            "compiled in, and calls after others were loaded are refused",
+            stacklevel=3,
+        )
     if found:
         declared = ", ".join(f'"{name}": ...' for name in found)
         warnings.warn(

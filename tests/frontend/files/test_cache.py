@@ -152,6 +152,7 @@ OTHER_GRAPHS: dict[str, Any] = {
     "autocast": torch.bfloat16,
     "module_types": {"": "Model"},
     "constant_inputs": (("x", torch.ones(2, dtype=torch.int64)),),
+    "constant_buffers": (("length", torch.tensor(3)),),
     "training_only": True,
 }
 DECIDE_NOTHING = {SourceLocation: "source", "rule": "rule", "dims": "dims"}

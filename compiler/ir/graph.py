@@ -74,7 +74,8 @@ class IRGraph:
     after the call.
     ``constants``: the tensors that constant values stand for. ``constant_inputs``: by name, the
     values of inputs that the trace has read; a call with others must be refused.
-    ``constant_buffers``: the same of buffers that a checkpoint may change. ``conditions``: relations between dynamic sizes that the traced control flow took for granted; a call that
+    ``constant_buffers``: the same of buffers that a checkpoint may change. ``conditions``:
+    relations between dynamic sizes that the traced control flow took for granted; a call that
     breaks one must be refused. ``eval_graph``: the body for ``training=False`` where it differs in
     structure; parameters and buffers are shared by name. ``autocast``: the dtype of the autocast
     block that the module was traced in, if any; operators stand in it by their own ``autocast``.

@@ -198,9 +198,7 @@ class _Run:
                 self.recorder.ask_gradient(value, leaf=True)
             self.sources.append((tensor, fake, value))
             if not tensor.is_parameter:
-                self.constants.add_buffer(
-                    value.name, tensor.original, persistent=tensor.persistent
-                )
+                self.constants.add_buffer(value.name, tensor.original, persistent=tensor.persistent)
             for holder, key in tensor.places:
                 holder[key] = fake
 

@@ -180,7 +180,8 @@ class StatementWriter:
 
     def _known_buffer_lines(self, graph: IRGraph) -> list[str]:
         """The lines of the dict of buffers whose values are compiled in, by original name."""
-        names, lines = {buffer.name: buffer.fqn for buffer in graph.buffers}, []
+        names = {buffer.name: buffer.fqn or "" for buffer in graph.buffers}
+        lines = []
         for name, tensor in graph.constant_buffers:
             values = tensor.tolist()
             self.imports |= imports_of_literal(values)

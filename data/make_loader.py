@@ -113,6 +113,7 @@ def loader(
         multiprocessing_context=multiprocessing_context,
     )
     tail = _tail(drop_last, wrap)
+    # A stream has no index: what needs one is refused.
     if _is_iterable(dataset) and weights is None:
         needs_index = {
             "shuffle": shuffle,

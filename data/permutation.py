@@ -136,6 +136,8 @@ class Order:
         order = functools.partial(permute, size=num_blocks, permutation_key=key(self.seed, epoch))
         places = positions // block
         if rest:
+            # For example 10 samples in blocks of 4: the block of two may come first, second or
+            # last, and everything behind it begins two places earlier.
             early = _place_of(num_blocks - 1, num_blocks, key(self.seed, epoch))
             behind = positions >= early * block + rest
             places = np.where(behind, (positions - rest) // block + 1, places)

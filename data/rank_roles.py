@@ -241,6 +241,7 @@ def roles(
         )
     if isinstance(source, Roles):
         return source
+    # From the most explicit to what is told by its methods alone.
     if source is None:
         made = _explicit(replica, num_replicas)
     elif isinstance(source, ParallelModule):
@@ -333,6 +334,7 @@ def _of_mpu(mpu: Any) -> Roles:
             why="ranks count from 0",
             hint="give roles an mpu that is initialised",
         )
+    # Megatron's name first, then DeepSpeed's shorter one.
     stages = _asked(mpu, "get_pipeline_model_parallel_world_size", 1) or _asked(
         mpu, "get_pipeline_parallel_world_size", 1
     )
@@ -446,6 +448,7 @@ def _of_plan(plan: Any, rank: int | None, num_ranks: int | None) -> Roles:
     size = plan.mesh.size
     num_ranks = num_ranks or size
     if plan.stages:
+        # Mostly tokens go into the first stage, and labels into the last one.
         places = [plan.stages[0], plan.stages[-1]]
         readers = []
         for path in plan.inputs or (ALL_INPUTS,):

@@ -32,6 +32,7 @@ def _add(digest: Any, value: Any) -> None:
     digest.update(f"<{type(value).__name__}".encode())
     if isinstance(value, Tensor) and value.layout == torch.strided:
         digest.update(str((value.dtype, tuple(value.shape))).encode())
+        # Bytes, not numbers: nan is not equal to itself, and 0.0 equals -0.0.
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         digest.update(_ends(data, _MOST_BYTES).tobytes())
     elif isinstance(value, np.ndarray) and value.dtype != object:

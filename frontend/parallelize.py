@@ -227,6 +227,7 @@ def parallelize(
             **{f"ComputeConfig.{name}": value for name, value in order.config.to_json().items()},
         )
         made = make_files(job, order, strategy)
+        # Further programs, for calls with other sizes, on the parameters of the first.
         others = job.every_rank_does(lambda: [order_like(order, a) for a in more_dummy_args])
         job.agree(more_dummy_args=[other.directory.name for other in others])
         made_of_others = [make_files(job, other, strategy) for other in others]

@@ -72,6 +72,7 @@ class PlanSearch:
             )
         check_save(options)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
+        # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
         with in_dtype(module, module_dtype):
             tracer = _Tracer(module, dummy_args, config, options)
 

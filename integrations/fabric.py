@@ -188,6 +188,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
         module, optimizer = _module_of(state), _optimizer_of(state)
         extra = dict(load_checkpoint(path, module, optimizer).extra or {})
         for name, value in state.items():
+            # Already loaded, piece by piece.
             if value is module or value is optimizer:
                 continue
             if name not in extra:

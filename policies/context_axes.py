@@ -324,6 +324,7 @@ def _no_heads(
         for factor in op.rule.factors
         if graph.dims.factors.get((op.name, factor.name)) in heads
     ]
+    # Grouped heads are two factors: 4 groups x 2 heads.
     numbers = " x ".join(
         f"{factor.size}" + (f" in {cut[factor.name]} pieces" if factor.name in cut else "")
         for factor in found

@@ -73,6 +73,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         program = lowered(graph, config, plan(modes))
         return step_seconds(program, config, options.hardware, ranks)
 
+    # Ring, all-to-all or gather, where the options leave it open: each is lowered and priced.
     chosen = plan(cheapest_modes(graph, axes, seconds, options.sequence))
     return in_pieces(graph, chosen, options, config, "cp")
 

@@ -167,6 +167,7 @@ class _Stage:
         axes = tuple((name, size) for name, size in sizes.items() if size > 1 or name == "pp")
         turns = turns_of_axes(self.graph, self.context, options.cp_turns, "hybrid")
         mesh = Mesh(axes, turns)
+        # A stage alone lies on its own ranks; the order is that of the whole unit.
         order = self.config.rank_order if "pp" in outer else None
         builder = self.graph.builder(mesh=mesh, order=order)
         positions = options.positions

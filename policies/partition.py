@@ -103,6 +103,7 @@ def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0
         tolerance=CLEARLY,
         block_share=FINELY,
     )
+    # Stages on each position: 2 for an interleaved schedule of 8 stages on 4 ranks.
     named_schedule = NamedSchedule(schedule.name, schedule.num_stages // schedule.num_ranks)
     by_hand = None if schedule.name in SCHEDULES else schedule
     lowered = LoweredPlacement(PlacedModel(walk.program.plan, 0.0, "", ""), walk)

@@ -248,6 +248,9 @@ def _split_3d(builder: PlanBuilder) -> None:
         columns = {axis: _column_classes(builder, body, _size(builder, axis)) for axis in splits}
         sides = _sides(builder, body)
         for op in body.ops:
+            # After a linear, rows and columns have changed places, so the next one finds its input
+            # as the last one left it, without moving anything (Bian et al., "Maximizing Parallelism
+            # in Distributed Training for Huge Neural Networks", 2021).
             row_axis, column_axis = ("j", "k") if sides[op.name] == 0 else ("k", "j")
             if op.target in PRODUCTS and (weights := _weights(op, body)):
                 if op.target == "embedding":

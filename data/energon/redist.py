@@ -55,6 +55,7 @@ def redistribute(
         raise ConfigError(f"{world_size} ranks with {num_workers} workers each cannot read")
     found = _checked(states)
     first = found[0]
+    # Without workers the process of the rank itself reads, as one worker would.
     total = world_size * max(1, num_workers)
     order = (first["seed_offset"], first["shuffle"], first["max_samples_per_sequence"])
     splits = []
@@ -82,6 +83,7 @@ def redistribute(
                 "world_size": world_size,
                 "num_workers": num_workers,
                 "batch_size": batch_size or first["batch_size"],
+                # The new state is one of the beginning: what was read is no longer in ``dealt``.
                 "position": 0,
                 "dealt": dealt,
             }
@@ -111,6 +113,8 @@ def _left(
     for state in states:
         dealt = state.get("dealt")
         for worker in range(per_rank):
+            # Workers take batches in turns: after 5 batches of 2 workers, worker 0 has made 3 and
+            # worker 1 has made 2.
             turns = (state["position"] + per_rank - 1 - worker) // per_rank
             streams = worker_streams(
                 splits,

@@ -223,6 +223,7 @@ class SavableLoader:
                 )
             group = config.process_group()
             source = config.global_rank(src_rank)
+            # As text: pickles of a state would bring the sender's classes.
             held = [json.dumps(None if state is None else list(state))]
             dist.broadcast_object_list(held, source, group)
             state = json.loads(held[0])

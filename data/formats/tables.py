@@ -48,6 +48,8 @@ class Tables:
                 )
             rows = rows.select_columns(columns)
         self._rows = rows.with_format("torch")
+        # The number of rows is known of all files together, which is enough to tell that data
+        # changed.
         counts = [len(rows), *([0] * (len(found) - 1))]
         self.fingerprint = fingerprint_of("table", found, counts)
 

@@ -278,6 +278,7 @@ def _describe_program(device: Device, measured: dict[str, Any]) -> tuple[Device,
     attention = next(
         point for point in measured["references"] if point["operator"] == KERNEL_ATTENTION
     )
+    # The device as described so far, so that the quotient is what the kernel lacks to it.
     alone = attention_s(device)
     found = replace(
         device,

@@ -336,6 +336,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         )
         command.add_arguments(added)
         added.add_argument("--debug", action="store_true", help="print a traceback for an error")
+        # A name, not the function: importing it would import torch for ``--help``.
         added.set_defaults(function=command.function)
         parsers[name] = added
     return parser, parsers

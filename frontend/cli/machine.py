@@ -103,6 +103,7 @@ def _environment() -> Iterator[Line]:
 
 def _collective(backend: str) -> Line:
     """Start two processes that add two numbers."""
+    # In processes of their own, as a group cannot be made twice in one.
     function = f"from {__name__} import check_collective; check_collective({backend!r})"
     ranks = []
     for variables in rank_variables(2):
@@ -120,6 +121,7 @@ def _collective(backend: str) -> Line:
             _, told = rank.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             told = f"it did not end within {LIMIT_S} s"
+        # Once one has not ended in time, its partner waits for it for ever.
         rank.kill()
         if rank.wait() != 0 and problem is None:
             last = next(iter(reversed(told.strip().splitlines())), f"exit code {rank.returncode}")

@@ -125,6 +125,7 @@ def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfi
                 why="it is the number of ranks that share one copy of the model",
                 hint="--plan-ngpus 4; with --parallel it follows from the sizes",
             )
+        # One unit, unless something else is said.
         fields.setdefault("runtime_ngpus", fields["plan_ngpus"])
         named, config = options.policy, ComputeConfig.of(fields)
     if isinstance(named, str) and ":" in named:

@@ -173,6 +173,7 @@ class Request:
         """What differs from the request for which a directory was made, in words."""
         # The model, the config field by field, versions, files, operators.
         words = []
+        # Digests only: which part of the model has changed is not known.
         if made_for.get("graph") != self.graph:
             words.append("the model, or its dummy arguments, changed")
         config, other = self.config.to_json(), made_for.get("config", {})
@@ -221,6 +222,7 @@ class Stored:
         """
         # A process may have been killed between two renames.
         recover_folder(directory)
+        # Under the lock nobody else writes here, so what is unfinished belongs to nobody.
         remove_unfinished(directory, alone=True)
         if not directory.exists():
             return cls(directory)

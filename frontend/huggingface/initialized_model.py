@@ -76,6 +76,7 @@ class Calls:
                 if not path:
                     check_parameters(model, self._parameters)
                 self._note_gradients(model, path)
+            # ``train()`` and ``eval()`` are called on the model; programs follow.
             if main.training != model.training:
                 main.train(model.training)
         result = main.call_program(program, (), arguments)
@@ -337,6 +338,7 @@ def initialized_class(cls: type[nn.Module]) -> type[nn.Module]:
         calls: Calls = self.__dict__[CALLS]
         return calls.run(self, "", args, kwargs)
 
+    # ``save_pretrained`` and its kin would write one rank's pieces as the whole: refused in words.
     methods = {
         name: refusal(name, why, hint)
         for name, (why, hint) in REFUSED.items()

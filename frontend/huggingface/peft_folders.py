@@ -256,6 +256,8 @@ def _first_values(model: Any, path: str, read: Any, adapter_name: str) -> dict[s
     for one in ("modules_to_save", "trainable_token_indices", "layers_to_transform"):
         if getattr(config, one, None):
             setattr(config, one, None)
+    # Empty modules around the layer, so that peft finds it under its own path and names what it
+    # adds as in the whole model.
     skeleton = nest = nn.Module()
     *folders, leaf = path.split(".")
     for folder in folders:
@@ -264,6 +266,7 @@ def _first_values(model: Any, path: str, read: Any, adapter_name: str) -> dict[s
     nest.add_module(leaf, layer)
     inject_adapter_in_model(config, skeleton, adapter_name)
     made = {f"{PREFIX}{key}": value for key, value in skeleton.state_dict().items()}
+    # Some methods (PiSSA, OLoRA) take a part out of the base weight, which lies in pieces here.
     changed = [k for k, v in real.items() if not torch.equal(made[f"{name}.base_layer.{k}"], v)]
     if changed:
         raise ConfigError(

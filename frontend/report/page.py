@@ -106,6 +106,7 @@ def _sections(
         rows.setdefault(f"rank {activity.rank}", []).append(
             Box(activity.name, activity.start_s, activity.end_s)
         )
+    # By rank, the parts of its peak in the order of the legend, without empty ones.
     held = (
         {key: float(m.by_category[key]) for key in CATEGORIES if m.by_category.get(key)}
         for m in cost.memory

@@ -104,6 +104,7 @@ def make_dataset(settings: DataSettings, model: MadeModel) -> tuple[Any, Transfo
     elif settings.tokens is not None:
         assert settings.length is not None
         dataset = TokenWindows(settings.tokens, length=settings.length)
+        # Models of transformers shift labels themselves: for them labels are the inputs.
         first = labels_of_inputs if model.shifts_labels else None
     elif settings.jsonl is not None:
         dataset, first = JsonLines(settings.jsonl), lists_as_tensors

@@ -76,6 +76,7 @@ def _watched(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         for number, rank in enumerate(ranks):
             code = rank.poll()
             if failed is None and code not in (None, 0, STOPPED_EXIT_CODE):
+                # The others will fail too, waiting for this one; they get time to say so in words.
                 failed, deadline = number, time.monotonic() + GRACE_S
         time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]

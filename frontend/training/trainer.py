@@ -379,6 +379,7 @@ def _tell_start(run: Run) -> dict[str, Any]:
         model=type(model).__name__,
         ranks=run.world.size,
         policy=run.settings.parallel.policy,
+        # A pipeline has a mesh for each stage.
         mesh=" | ".join(str(stage.mesh) for stage in stages) or str(model.mesh),
         units=run.batches.num_units,
         microbatches=run.batches.num_microbatches,

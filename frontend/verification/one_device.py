@@ -58,6 +58,7 @@ def reference_run(
     """
     model = copied(model)
     scale = {"sum": 1.0, "mean": 1.0 / len(inputs_per_unit)}[reduction]
+    # Units share parameters, and each has buffers (running statistics) of its own.
     unit_buffers = [clone(dict(model.named_buffers())) for _ in inputs_per_unit]
     losses: list[list[Tensor]] = []
     outputs: list[Any] = []
@@ -82,6 +83,7 @@ def reference_run(
                     losses[-1].append(loss.detach().clone())
                     if step == 0:
                         outputs.append(clone(tensors_of(result)))
+                # What this unit's samples have made of them, for its next step.
                 unit_buffers[unit] = clone(dict(model.named_buffers()))
             if step == 0:
                 gradients = {

@@ -126,6 +126,8 @@ def _own_references_wider(models: Sequence[nn.Module]) -> Iterator[None]:
     the classes of ``models``.
     """
     names: list[tuple[ModuleType, str, torch.dtype]] = []
+    # ``def norm(x, dtype=torch.float32)`` has bound its dtype when it was defined, whatever the
+    # name means later.
     defaults: list[tuple[FunctionType, tuple[Any, ...] | None, dict[str, Any] | None]] = []
     try:
         for module in _files_of(models):

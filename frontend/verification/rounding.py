@@ -89,6 +89,7 @@ def allow_rounding(
     def allowed(kind: str, d: Deviation) -> Deviation:
         if kind == "losses":
             return d
+        # A parameter follows from its own gradient. A buffer may follow from any parameter.
         follows = d.name in uncertain or (kind == "buffers" and bool(uncertain))
         if not follows and d.excess <= 1.0:
             return d

@@ -116,6 +116,7 @@ def _rebound(value: Any, memo: Mapping[int, Any]) -> Any:
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
     seen = [_content(cell) for cell in value.__closure__]
+    # ``memo`` is that of ``copy.deepcopy``: what was copied, by the address of the original.
     if not any(isinstance(item, nn.Module | Tensor) and id(item) in memo for item in seen):
         return value
     cells = []

@@ -63,6 +63,7 @@ def train_plan(
         config.runtime_ngpus,
         lambda index: train_rank(directory, config, samples, index, steps, optimizer, training),
     )
+    # The first rank of each unit: all ranks of a unit return the same losses.
     unit_starts = results[:: config.plan_ngpus]
     losses = [
         [loss for result in unit_starts for loss in result.losses[step]] for step in range(steps)
@@ -73,6 +74,8 @@ def train_plan(
         zeros = torch.zeros(tuple(declaration.layout.shape), dtype=declaration.dtype)
         holders = [result for result in results if name in result.spans]
         if declaration.kind == "parameter":
+            # Where pieces of several ranks overlap, the one that is farther from the reference
+            # counts.
             expected = reference.gradients[name] if reference else None
             pieces = [(h.spans[name], h.gradients[name]) for h in holders if name in h.gradients]
             merged = whole(pieces, zeros if expected is None else expected)

@@ -216,6 +216,7 @@ def verify(
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = samples_per_step(compiled, config) if num_samples is None else num_samples
+        # Units must differ, or a reduction that takes one unit's gradient for all would pass.
         given = inputs_per_unit or [
             rolled(dummy_args, unit, config.constants) for unit in range(units)
         ]
@@ -252,6 +253,7 @@ def verify(
         mesh = Manifest.read(compiled).mesh
         lone = lone_gradients(ours.gradients, reference.gradients)
         lone_names = {one.name for one in lone}
+        # What only one side has is told of by itself; numbers are compared where both have some.
         both, expected = (
             {name: g for name, g in side.gradients.items() if name not in lone_names}
             for side in (ours, reference)

@@ -119,6 +119,8 @@ def _typed_rank(
     def run(rank: int) -> None:
         module = load_class(directory)()
         module.train(training)
+        # One rank is typed at a time: the checker's state belongs to the process, and ranks are
+        # threads.
         if rank == typed:
             runs.append(_TypedRun(module))
         unit_samples = samples[rank // config.plan_ngpus]

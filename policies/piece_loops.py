@@ -118,12 +118,11 @@ def along_longest(graph: IRGraph, ops: Sequence[IROp], count: int) -> dict[str, 
     candidates: set[int] | None = None
     for op in ops:
         assert op.rule is not None
-        own = {
-            index
-            for factor in op.rule.factors
-            if (index := graph.dims.factors.get((op.name, factor.name))) is not None
-            and runs_in_pieces(op, f"split:{factor.name}", count) is None
-        }
+        own = set()
+        for factor in op.rule.factors:
+            index = graph.dims.factors.get((op.name, factor.name))
+            if index is not None and runs_in_pieces(op, f"split:{factor.name}", count) is None:
+                own.add(index)
         candidates = own if candidates is None else candidates & own
     # Of equally long ones the inner dim, which is the sequence and not the batch.
     lengths = {i: estimate(graph.dims.classes[i].size) for i in candidates or ()}

@@ -161,13 +161,12 @@ def heads_factor(
     """
     assert op.rule is not None and graph.dims is not None
     rule = op.rule
-    found = [
-        factor
-        for factor in rule.factors
-        if graph.dims.factors.get((op.name, factor.name)) in heads
-        and rule.splittable(factor.name, cut.get(factor.name, 1) * num_pieces)
-        and least(factor.segments, cut.get(factor.name, 1) * num_pieces) > 0
-    ]
+    found = []
+    for factor in rule.factors:
+        pieces = cut.get(factor.name, 1) * num_pieces
+        is_head = graph.dims.factors.get((op.name, factor.name)) in heads
+        if is_head and rule.splittable(factor.name, pieces) and least(factor.segments, pieces) > 0:
+            found.append(factor)
     tensors = (*rule.operands, *rule.results)
     most = max(found, key=lambda f: sum(has_factor(t, f.name) for t in tensors), default=None)
     return most.name if most else None
@@ -182,12 +181,12 @@ def position_split(
     """
     assert op.rule is not None and graph.dims is not None
     rule = op.rule
-    found = [
-        factor.name
-        for factor in rule.factors
-        if graph.dims.factors.get((op.name, factor.name)) in sequence
-        and rule.splittable(factor.name, cut.get(factor.name, 1) * num_pieces)
-    ]
+    found = []
+    for factor in rule.factors:
+        pieces = cut.get(factor.name, 1) * num_pieces
+        is_position = graph.dims.factors.get((op.name, factor.name)) in sequence
+        if is_position and rule.splittable(factor.name, pieces):
+            found.append(factor.name)
     in_results = [ref.factor for refs in rule.results for dim in refs for ref in dim]
     order = [*in_results, *found]  # what no result has is summed over
     if found:

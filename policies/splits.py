@@ -178,12 +178,12 @@ def split_of(
     assert op.rule is not None and graph.dims is not None
     rule = op.rule
     # The factors that may be cut into so many more pieces.
-    found = [
-        factor.name
-        for factor in rule.factors
-        if graph.dims.factors.get((op.name, factor.name)) in classes
-        and rule.splittable(factor.name, cut.get(factor.name, 1) * num_pieces)
-    ]
+    found = []
+    for factor in rule.factors:
+        pieces = cut.get(factor.name, 1) * num_pieces
+        is_meant = graph.dims.factors.get((op.name, factor.name)) in classes
+        if is_meant and rule.splittable(factor.name, pieces):
+            found.append(factor.name)
 
     def spread(name: str) -> tuple[int, int]:
         return sum(has_factor(refs, name) for refs in rule.results), sum(

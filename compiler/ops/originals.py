@@ -71,14 +71,13 @@ def unpatched() -> Iterator[Mapping[Any, str]]:
 
 
 def _replaced() -> list[tuple[_Place, str]]:
-    return [
-        (place, name)
-        for place in _PLACES
-        for name, value in sorted(vars(place.owner).items())
-        if not name.startswith("_")
-        and inspect.isroutine(value)
-        and not _belongs(place.owner, name, value)
-    ]
+    found = []
+    for place in _PLACES:
+        for name, value in sorted(vars(place.owner).items()):
+            is_public_function = not name.startswith("_") and inspect.isroutine(value)
+            if is_public_function and not _belongs(place.owner, name, value):
+                found.append((place, name))
+    return found
 
 
 def _belongs(place: Any, name: str, value: Any) -> bool:

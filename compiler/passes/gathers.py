@@ -187,13 +187,14 @@ def _ends_of_groups(sizes: Sequence[int], *, first_alone: bool, last_alone: bool
             if start == 0:
                 best[start, end] = (1, -1)
                 continue
-            found = [
-                (best[before, start][0] + 1, before)
-                for before in range(start)
-                if (before, start) in best
-                and sum(sizes[before:start]) + size <= most_forward
-                and sum(sizes[before:start]) + 2 * size <= most_backward
-            ]
+            found = []
+            for before in range(start):
+                # The group in front and this one are there at the same time; in backward this one
+                # has its gradient beside it.
+                in_front = sum(sizes[before:start])
+                fits = in_front + size <= most_forward and in_front + 2 * size <= most_backward
+                if (before, start) in best and fits:
+                    found.append((best[before, start][0] + 1, before))
             if found:
                 best[start, end] = min(found)
     _, start = min(

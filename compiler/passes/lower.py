@@ -170,12 +170,12 @@ class _Lowering:
         self._compute(early)
         # An output of evaluation that is there anyway costs nothing, so it is not left out.
         made = {result.name for op in late for result in op.results}
-        left_out = {
-            path
-            for path, value in leaves
-            if plan.outputs.get(path) == "eval"
-            and (self.delivers or value.name in made or not self._is_there(value, path))
-        }
+        left_out = set()
+        for path, value in leaves:
+            if plan.outputs.get(path) != "eval":
+                continue
+            if self.delivers or value.name in made or not self._is_there(value, path):
+                left_out.add(path)
         # ``output`` of a training step has holes, marked ``LeftOut``, at the outputs that it leaves
         # out.
         output = self._output(graph.output, "", left_out)

@@ -18,6 +18,7 @@ one, and splitting its first factor splits whole heads.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -337,17 +338,16 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
 
     # An exchange of two dims is one of their pieces, each with each. A ring is told where in the
     # sequence its blocks lie, which can be said of factors in one piece only.
-    exchanges = tuple(
-        replace(exchange, source=source, target=target)
-        for exchange in rule.exchanges
-        for source in exchanged(exchange.source)
-        for target in exchanged(exchange.target)
-        if exchange.kind is not ExchangeKind.RING or in_one_piece(exchange)
-    )
+    exchanges: list[Exchange] = []
+    for exchange in rule.exchanges:
+        if exchange.kind is ExchangeKind.RING and not in_one_piece(exchange):
+            continue
+        pairs = itertools.product(exchanged(exchange.source), exchanged(exchange.target))
+        exchanges += [replace(exchange, source=source, target=target) for source, target in pairs]
     sizes = {factor.name: factor.size for factor in factors}
     return replace(
         rule,
-        exchanges=exchanges,
+        exchanges=tuple(exchanges),
         factors=tuple(factors),
         operands=tuple(_rename(tensor, renamed, sizes) for tensor in rule.operands),
         results=tuple(_rename(tensor, renamed, sizes) for tensor in rule.results),

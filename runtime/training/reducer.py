@@ -67,13 +67,12 @@ class Reducer:
         self.agreement: TrainingAgreement | None = None
         self._pre_hooks: Hooks = OrderedDict()
         self._post_hooks: Hooks = OrderedDict()
-        self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _arrival(weakref.ref(self), position, index)
-            )
-            for position, bucket in enumerate(self.buckets)
-            for index, member in enumerate(bucket.members)
-        ]
+        self._handles = []
+        for position, bucket in enumerate(self.buckets):
+            for index, member in enumerate(bucket.members):
+                arrived = _arrival(weakref.ref(self), position, index)
+                notice = member.parameter.register_post_accumulate_grad_hook
+                self._handles.append(notice(arrived))  # type: ignore[no-untyped-call]
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:

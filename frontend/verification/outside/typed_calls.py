@@ -230,14 +230,13 @@ class TypedCalls(TorchFunctionMode):
         derived = [tuple(a for a in axes if a not in self.mesh.outer) for axes in shard_axes(x)]
         same_dims = [set(a) for a in stated] == [set(a) for a in derived]
         letters = self.mesh.type_of(layout, of_samples=True).local_type
-        wrong = [
-            axis
-            for axis, letter in local_types(x).items()
-            if axis in letters
-            and axis not in self.mesh.outer
-            and letter is not letters[axis]
-            and (x.requires_grad or {letter, letters[axis]} != {spmd.I, spmd.R})
-        ]
+        wrong = []
+        for axis, letter in local_types(x).items():
+            if axis not in letters or axis in self.mesh.outer or letter is letters[axis]:
+                continue
+            # Without a gradient, I and R are the same: a whole value on every rank.
+            if x.requires_grad or {letter, letters[axis]} != {spmd.I, spmd.R}:
+                wrong.append(axis)
         if not same_dims or wrong:
             raise SpmdTypeError(
                 f"{self.file}:{self.line()} states {layout}, and spmd_types derives {in_words(x)}"

@@ -114,16 +114,13 @@ def _running(
     """The bytes that each choice of the operators ``names`` needs while it runs, beyond what it
     keeps from the forward to the backward.
     """
-    return {
-        index: np.array(
-            [
-                float(_while_running(node.op, assignment, request.mesh))
-                for assignment in node.choices.assignments
-            ]
-        )
-        for index, node in enumerate(formulation.nodes)
-        if isinstance(node, OpNode) and node.op.name in names
-    }
+    found: dict[int, Seconds] = {}
+    for index, node in enumerate(formulation.nodes):
+        if isinstance(node, OpNode) and node.op.name in names:
+            assignments = node.choices.assignments
+            needed = [float(_while_running(node.op, each, request.mesh)) for each in assignments]
+            found[index] = np.array(needed)
+    return found
 
 
 def _copied(

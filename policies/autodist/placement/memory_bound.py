@@ -162,13 +162,12 @@ class _Draft:
             self.request.microbatches * float(op_choices[op.name].forward_s.min())
             for op in graph.ops
         ]
-        return {
-            root: sum(
-                fastest[index] * sizes[root] / claims[index]
-                for index in range(part.start, part.stop)
-            )
-            for root, part in smallest.items()
-        }
+        # By root: each operator's seconds, shared out among all that claim it by their sizes.
+        found = {}
+        for root, part in smallest.items():
+            own = range(part.start, part.stop)
+            found[root] = sum(fastest[index] * sizes[root] / claims[index] for index in own)
+        return found
 
     def _places(self) -> dict[str, list[int]]:
         """The places of what makes each root that may be let go of, and of all that keep it; what

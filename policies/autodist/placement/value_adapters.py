@@ -6,6 +6,8 @@ applies.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -218,12 +220,10 @@ class Values:
                 len(alike),
             )
             if key not in arrays:
+                gathers = functools.partial(conversions.gathers, uses.kind)
                 gathered = {
-                    (source, want): any(
-                        conversions.gathers(uses.kind, source, goal) for goal in want
-                    )
-                    for source in set(sources)
-                    for want in set(wants)
+                    (source, want): any(gathers(source, goal) for goal in want)
+                    for source, want in itertools.product(set(sources), set(wants))
                 }
                 # ``[stored layouts, wants]``: whether anything is gathered on the way.
                 table = np.array([[gathered[source, want] for want in wants] for source in sources])

@@ -41,12 +41,11 @@ def walled_edges(network: Network, wall: float) -> dict[int, dict[int, Array]]:
             walled[id(edge)] = np.where(np.isinf(edge), wall, edge)
         return walled[id(edge)]
 
-    return {
-        node: {
-            other: finite(network.edge(other, node)) for other in sorted(network.neighbours[node])
-        }
-        for node in sorted(network.costs)
-    }
+    edges: dict[int, dict[int, Array]] = {}
+    for node in sorted(network.costs):
+        near = sorted(network.neighbours[node])
+        edges[node] = {other: finite(network.edge(other, node)) for other in near}
+    return edges
 
 
 class LocalSearch:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -308,12 +309,11 @@ class Messages:
                 differentiable=value.requires_grad,
                 takes_gradient=value.takes_gradient,
             ).values()
+            gradient = value.takes_gradient
+            steps = itertools.chain.from_iterable(route.steps for route in found)
             times = [
-                step_time(
-                    step, value.dtype, mesh, ranks, hardware, differentiable=value.takes_gradient
-                )
-                for route in found
-                for step in route.steps
+                step_time(step, value.dtype, mesh, ranks, hardware, differentiable=gradient)
+                for step in steps
             ]
             self._copies[key] = _sides(times)
         return self._copies[key]

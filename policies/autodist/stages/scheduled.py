@@ -101,6 +101,12 @@ class _Game:
         """``[stage, part]``: of the splits."""
         return np.tensordot(self.mixed, np.array(self.splits), axes=1)
 
+    def _with_each_split(self, rows: Sequence[Array]) -> Array:
+        """``[rows, splits]``: the parts of each row, weighted with those of each split."""
+        if not rows:
+            return np.zeros((0, 0))
+        return np.tensordot(np.array(rows), np.array(self.splits), axes=((1, 2), (1, 2)))
+
     def solve(self) -> tuple[Array, float, bool] | None:
         """Mix what is there so that neither side can better it: what the parts of each stage count
         in the average of chains with the prices of memory, and these prices together; and whether
@@ -109,12 +115,7 @@ class _Game:
         """
         # ``[chains, splits]``: the seconds of each chain with each split; ``[moments, splits]``:
         # what is held.
-        table, held = (
-            np.tensordot(np.array(rows), np.array(self.splits), axes=((1, 2), (1, 2)))
-            if rows
-            else np.zeros((0, 0))
-            for rows in (self.chains, self.moments)
-        )
+        table, held = self._with_each_split(self.chains), self._with_each_split(self.moments)
         scale = float(table.max()) or 1.0
         held[np.abs(held) < OVER] = (
             0.0  # what rounding left of all that is saved would lead the solver astray

@@ -469,12 +469,10 @@ class _Paths:
         # Bisection: does a split exist that needs no more?
         while low < high:
             middle = (low + high) // 2
-            fitting = {
-                count: [
-                    (np.where(table <= sizes[middle], 0.0, np.inf), nothing) for table in listed
-                ]
-                for count, listed in tables.items()
-            }
+            fitting = {}
+            for count, listed in tables.items():
+                allowed = (np.where(table <= sizes[middle], 0.0, np.inf) for table in listed)
+                fitting[count] = [(each, nothing) for each in allowed]
             if self.least_sum([fitting[count] for count in counts], np.inf) is not None:
                 high = middle
             else:

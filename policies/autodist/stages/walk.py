@@ -7,6 +7,7 @@ operator.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -299,12 +300,10 @@ class Walk:
             num_elements = num_bytes / value.dtype.itemsize
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
             # Held alone, or by two stages that share out the optimizer's state.
-            held, shared = (
-                num_bytes + gradient + kept_bytes(
-                    setting.optimizer, layout, value.dtype, self.storage_mesh, config, num_stages
-                )
-                for num_stages in (1, 2)
-            )  # fmt: skip
+            kept = functools.partial(
+                kept_bytes, setting.optimizer, layout, value.dtype, self.storage_mesh, config
+            )
+            held, shared = (num_bytes + gradient + kept(num_stages) for num_stages in (1, 2))
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer,
                 setting.ranks,

@@ -102,9 +102,8 @@ class IRGraph:
     # Module path -> class name, for naming.
     module_types: Mapping[str, str] = field(default_factory=dict)
     dims: ModelDims | None = None  # filled by the dims pass
-    training_only: bool = (
-        False  # in eval mode forward changes parameters, which only optimizers may
-    )
+    # In eval mode forward changes parameters, which only optimizers may.
+    training_only: bool = False
 
     @property
     def bodies(self) -> tuple[IRGraph, ...]:

@@ -120,9 +120,8 @@ class Recorder:
         self._checked: dict[str, IRValue] = {}  # value name -> what was checked
         # Tensors by ``id``, which Python gives anew once an object is gone.
         self._kept: list[Any] = []
-        self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = (
-            None  # set by the tracer
-        )
+        # Set by the tracer.
+        self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     # values of tensors
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,21 +192,7 @@ def verify(
     Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values,
     less than a step, or where ``spmd_types`` is asked for and not installed.
     """
-    if steps < 1:
-        raise ConfigError(
-            f"there is nothing to compare after {steps} steps", hint="compare at least one step"
-        )
-    if num_samples is not None and num_samples < 1:
-        raise ConfigError(
-            f"there is nothing to compare of {num_samples} samples",
-            hint="compare at least one in a step",
-        )
-    for name, number in (("steps", steps), ("num_samples", num_samples or 1)):
-        if number > MOST_STEPS:
-            raise ConfigError(
-                f"{name}={brief(number)} is too many to compare",
-                hint=f"compare at most {MOST_STEPS:,}",
-            )
+    _check_numbers(steps, num_samples)
     certify = outside_certificate() if outside else None
     policy, config = without_form(pas_policy, compute_config)
     model = model_in_float64(module)
@@ -252,18 +238,7 @@ def verify(
         ours = train_plan(compiled, config, samples, steps, optimizer, model.training, reference)
         mesh = Manifest.read(compiled).mesh
         lone = lone_gradients(ours.gradients, reference.gradients)
-        lone_names = {one.name for one in lone}
-        # What only one side has is told of by itself; numbers are compared where both have some.
-        both, expected = (
-            {name: g for name, g in side.gradients.items() if name not in lone_names}
-            for side in (ours, reference)
-        )
-        found: dict[str, list[Deviation]] = {
-            "losses": deviations({"loss": ours.losses}, {"loss": reference.losses}),
-            "gradients": deviations(both, expected),
-            "parameters": deviations(ours.parameters, reference.parameters),
-            "buffers": deviations(ours.buffers, reference.buffers),
-        }
+        found = _deviations(ours, reference, {one.name for one in lone})
         if any(
             d.excess > 1.0 for kind in ("gradients", "parameters", "buffers") for d in found[kind]
         ):
@@ -276,6 +251,42 @@ def verify(
             )
     losses = tuple(loss.item() for loss in ours.losses[-1])
     return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with, certificate)
+
+
+def _check_numbers(steps: int, num_samples: int | None) -> None:
+    if steps < 1:
+        raise ConfigError(
+            f"there is nothing to compare after {steps} steps", hint="compare at least one step"
+        )
+    if num_samples is not None and num_samples < 1:
+        raise ConfigError(
+            f"there is nothing to compare of {num_samples} samples",
+            hint="compare at least one in a step",
+        )
+    for name, number in (("steps", steps), ("num_samples", num_samples or 1)):
+        if number > MOST_STEPS:
+            raise ConfigError(
+                f"{name}={brief(number)} is too many to compare",
+                hint=f"compare at most {MOST_STEPS:,}",
+            )
+
+
+def _deviations(
+    ours: Reference, reference: Reference, lone_names: Collection[str]
+) -> dict[str, list[Deviation]]:
+    """How far the ranks are from one device, by kind. ``lone_names``: parameters of which one side
+    only has a gradient; these are told of by themselves.
+    """
+    both, expected = (
+        {name: g for name, g in side.gradients.items() if name not in lone_names}
+        for side in (ours, reference)
+    )
+    return {
+        "losses": deviations({"loss": ours.losses}, {"loss": reference.losses}),
+        "gradients": deviations(both, expected),
+        "parameters": deviations(ours.parameters, reference.parameters),
+        "buffers": deviations(ours.buffers, reference.buffers),
+    }
 
 
 def outside_certificate() -> Callable[..., OutsideReport]:

@@ -193,9 +193,8 @@ class DeclaredModule(CompiledModule):
                 # Where its first name leads; further names lead to the same tensor.
                 where, parameter = self._places[declaration.name][0], self.weights(declaration.name)
                 for scope, leaf in self._places[declaration.name][1:]:
-                    scope._parameters[leaf] = (
-                        parameter  # load_state_dict(assign=True) unties what is one tensor here
-                    )
+                    # Load_state_dict(assign=True) unties what is one tensor here.
+                    scope._parameters[leaf] = parameter
                 self._parameters_declared.append(
                     DeclaredParameter(where, parameter, declaration.requires_grad)
                 )
@@ -324,9 +323,8 @@ class DeclaredModule(CompiledModule):
         if key not in state_dict:
             check_holds_wholes(self, key)
         self.note_loaded()
-        self._are_replaced = (
-            True  # with assign=True, those of the submodules are replaced after this
-        )
+        # With assign=True, those of the submodules are replaced after this.
+        self._are_replaced = True
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         # A state dict of the original module has no such entry, and is right without it.
         missing_keys = rest[0]

@@ -185,9 +185,8 @@ class Scope(nn.Module):
         )
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.__dict__["_is_loading"] = (
-            True  # with assign=True, torch puts other parameters in the place of those there are
-        )
+        # With assign=True, torch puts other parameters in the place of those there are.
+        self.__dict__["_is_loading"] = True
         try:
             super()._load_from_state_dict(*args)
         finally:

@@ -104,14 +104,9 @@ def pipeline_cost(
         after, end = position.after(spans)
         activities += after
         ends.append(end)
-        comm: dict[str, float] = {}
-        volumes: dict[str, float] = {}
-        for index in position.stages:
-            for name, seconds in bodies[index].comm_s.items():
-                comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
-                volumes[name] = (
-                    volumes.get(name, 0.0) + plan.num_microbatches * bodies[index].comm_bytes[name]
-                )
+        comm, volumes = _communication(
+            [bodies[index] for index in position.stages], plan.num_microbatches
+        )
         # What a position was busy with that was no communication.
         compute_s = busy_s - sum(comm.values()) + reduction.optimizer_s
         for name, (seconds, num_bytes) in reduction.messages.items():
@@ -133,6 +128,20 @@ def pipeline_cost(
         messages=_of_a_step(transfers, plan.num_microbatches),
         message_bytes=_of_a_step(transfer_bytes(program), plan.num_microbatches),
     )
+
+
+def _communication(
+    bodies: Sequence[BodyTime], num_microbatches: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds and bytes of the collectives of a position's stages in a step, by name."""
+    seconds: dict[str, float] = {}
+    volumes: dict[str, float] = {}
+    for body in bodies:
+        for name, each_s in body.comm_s.items():
+            seconds[name] = seconds.get(name, 0.0) + num_microbatches * each_s
+            each_bytes = body.comm_bytes[name]
+            volumes[name] = volumes.get(name, 0.0) + num_microbatches * each_bytes
+    return seconds, volumes
 
 
 def _ranks_of_positions(program: PipelineProgram) -> list[tuple[int, ...]]:

@@ -153,9 +153,8 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
                 break
             if not walked or least is None or least <= problem.rows[0].limit or smallest:
                 return solution
-            smallest = (
-                True  # the row may have been corrected too far: what uses least of it may fit
-            )
+            # The row may have been corrected too far: what uses least of it may fit.
+            smallest = True
             problem = replace(
                 formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),)
             )
@@ -184,19 +183,18 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         measured_s = time.monotonic() - measuring
         used = rows[0].used(found.choice)
         limit = min(problem.rows[0].limit, used) if problem.rows else used
-        limit *= (
-            (HURRIED_CORRECTION if request.hurried else CORRECTION)
-            * request.memory_limit_bytes
-            / memory.peak_bytes
-        )
+        correction = HURRIED_CORRECTION if request.hurried else CORRECTION
+        limit *= correction * request.memory_limit_bytes / memory.peak_bytes
         problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
     # No more corrections.
     assert request.memory_limit_bytes is not None and memory is not None
+    return _too_large(memory, request.memory_limit_bytes)
+
+
+def _too_large(memory: RankMemory, limit_bytes: float) -> Infeasible:
+    peak, limit = (amount(size, "B", digits=4) for size in (memory.peak_bytes, limit_bytes))
     return Infeasible(
-        False,
-        f"{amount(memory.peak_bytes, 'B', digits=4)} at the peak ({memory.moment}) of the "
-        "best plan found, "
-        f"of {amount(request.memory_limit_bytes, 'B', digits=4)}",
+        False, f"{peak} at the peak ({memory.moment}) of the best plan found, of {limit}"
     )
 
 

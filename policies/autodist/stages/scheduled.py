@@ -117,9 +117,8 @@ class _Game:
         # what is held.
         table, held = self._with_each_split(self.chains), self._with_each_split(self.moments)
         scale = float(table.max()) or 1.0
-        held[np.abs(held) < OVER] = (
-            0.0  # what rounding left of all that is saved would lead the solver astray
-        )
+        # What rounding left of all that is saved would lead the solver astray.
+        held[np.abs(held) < OVER] = 0.0
         # The shares of splits are variables; the longest chain is minimised.
         model, sum_of = model_builder.Model(), model_builder.LinearExpr.weighted_sum
         shares = [model.new_var(0.0, 1.0, False, f"s{index}") for index in range(len(self.splits))]

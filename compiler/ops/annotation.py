@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 from shardwright.compiler.ir.op import IROp, leaves
-from shardwright.compiler.ir.size import Size, divides, product, quotient
+from shardwright.compiler.ir.size import Size, divides, is_static, product, quotient
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.grammar import Annotation, Name, Star, Term, parse, underline
 from shardwright.compiler.ops.opdef import OpDef
@@ -256,7 +256,9 @@ class _Fit:
             if known != size:
                 span = (dim[0].span[0], dim[-1].span[1]) if dim else self.term_span(what)
                 text = " x ".join(name.name for name in dim) or "the dim as written"
-                self.fail(f"{where}, but {text} is {known}", span)
+                static = is_static(known) and is_static(size)
+                hint = None if static else "give dims of always equal size one name in dynamic_dims"
+                self.fail(f"{where}, but {text} is {known}", span, hint)
         elif not divides(known, size):
             self.fail(f"{where}, which {known} does not divide", unknown[0].span)
         else:

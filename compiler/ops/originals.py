@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
@@ -42,6 +42,54 @@ _PLACES = (
     _Place("torch.fft", torch.fft),
     _Place("torch.special", torch.special),
 )
+
+
+_KNOWN = ("torch", "shardwright.frontend.verification.precision")
+"""Modules whose functions may stand in torch's places: its own, and those of casts to float64,
+which calls are recorded through.
+"""
+
+
+Name = tuple[Any, str]
+"""Where a function stands: in which module or class, and its name there."""
+
+
+def names_of(operators: Mapping[Any, tuple[str, Any]]) -> dict[str, list[Name]]:
+    """The names in torch of every operator, now; ``operators``: those that functions mean."""
+    names: dict[str, list[Name]] = {}
+    for place in _PLACES:
+        for name in (name for name in dir(place.owner) if not name.startswith("_")):
+            function = getattr(place.owner, name, None)
+            try:
+                operator = operators.get(function)
+            except TypeError:  # unhashable
+                continue
+            if operator is not None:
+                names.setdefault(operator[0], []).append((place.owner, name))
+    return names
+
+
+def replacement(names: Iterable[Name]) -> tuple[str, Any] | None:
+    """The first of these names under which a program has put a function of its own, in words, and
+    that function.
+    """
+    for owner, name in names:
+        function = getattr(owner, name, None)
+        if not _belongs(owner, name, function):
+            return f"{_TITLES[owner]}.{name}", function
+    return None
+
+
+def name_of(function: Any) -> Name | None:
+    """The name in torch under which a program has put this function."""
+    for place in _PLACES:
+        for name, value in vars(place.owner).items():
+            if value is function and not _belongs(place.owner, name, value):
+                return place.owner, name
+    return None
+
+
+_TITLES = {place.owner: place.title for place in _PLACES}
 
 
 @contextmanager
@@ -84,7 +132,9 @@ def _belongs(place: Any, name: str, value: Any) -> bool:
     """Whether a function is what torch itself has put there."""
     # Methods written in C++ have no module of their own.
     owner = getattr(value, "__objclass__", value)
-    if not str(getattr(owner, "__module__", "")).startswith("torch"):
+    # A wrapper made with functools.wraps says that its module is torch's; its globals do not lie.
+    scope = getattr(value, "__globals__", {"__name__": getattr(owner, "__module__", "")})
+    if not str(scope["__name__"]).startswith(_KNOWN):
         return False
     own_name = str(getattr(value, "__name__", name))
     if own_name.lstrip("_") == name:

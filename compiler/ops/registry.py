@@ -12,7 +12,9 @@ from shardwright.compiler.ops import tables
 from shardwright.compiler.ops.definitions import CALLABLES, OPS, Normalise
 from shardwright.compiler.ops.opdef import OpDef
 
-__all__ = ["CALLABLES", "OPS", "Normalise", "find", "get", "tables"]
+__all__ = ["CALLABLES", "NAMES", "OPS", "Normalise", "find", "get", "tables"]
+
+NAMES = tables.NAMES
 
 
 def find(function: Any) -> tuple[OpDef, Normalise | None] | None:

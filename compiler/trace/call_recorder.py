@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops import registry
+from shardwright.compiler.ops import originals, registry
 from shardwright.compiler.trace.calls.call_arguments import (
     only_first_differentiable,
     tensors_in,
@@ -48,6 +48,8 @@ class CallRecorder:
     def __init__(self, recorder: Recorder, literals: Literals, repeated: RepeatedCalls) -> None:
         self._recorder, self._literals, self._repeated = recorder, literals, repeated
         self._depth = 0  # calls being executed, one inside the other
+        # Operators of which all names in torch mean what torch calls so.
+        self._unreplaced: set[str] = set()
 
     @property
     def is_running(self) -> bool:
@@ -58,6 +60,8 @@ class CallRecorder:
     ) -> Any:
         """Run a call that changes none of its arguments, and record it if it makes tensors."""
         recorder = self._recorder
+        found = registry.find(func)
+        self._refuse_replaced(func, found[0].name if found else None)
         inputs = list(tensors_in((args, kwargs)))
         # Torch counts in-place writes to each tensor. The counts tell whether a call that claims to
         # be functional has changed an argument.
@@ -72,7 +76,6 @@ class CallRecorder:
         if name in _PIECES and len(results) == 1:
             kind: Any = type(out)
             return kind((self._only_piece(name, args, kwargs),))
-        found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         if key is not None and not is_repeated and not changed:
             self._repeated.keep(key, out, inputs)
@@ -125,6 +128,31 @@ class CallRecorder:
         values = recorder.emit(call, [TensorType.of(result) for result in results])
         self._bind(results, values, inputs, call)
         return out
+
+    def _refuse_replaced(self, func: Any, operator: str | None) -> None:
+        """Refuse a call of torch's in whose place the program has put a function of its own.
+
+        torch gives its function modes the function that stands there, while that one runs and has
+        called torch's own. Recorded, it would run twice. And files call operators by these names.
+        """
+        if operator is not None:
+            if operator in self._unreplaced:
+                return
+            self._unreplaced.add(operator)
+            names = registry.NAMES.get(operator, [])
+        else:
+            name = originals.name_of(func)
+            names = [name] if name else []
+        if (replaced := originals.replacement(names)) is None:
+            return
+        title, function = replaced
+        own = getattr(function, "__name__", type(function).__name__)
+        raise self._recorder.refusal(
+            f"{title} has been replaced by {own}(), and forward calls torch's own",
+            "put torch's function back before the module is compiled; in the model, call "
+            f"{own}() by its own name",
+            f"generated files call torch's functions by name, and would run {own}() for it",
+        )
 
     def _only_piece(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The one piece into which a tensor is cut: all of it, for ``unbind`` without the dim of

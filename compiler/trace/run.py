@@ -240,16 +240,26 @@ class _Run:
                 raise tracer.refusals.first from error
             if isinstance(error, ShardwrightError):
                 raise
-            location = location_of_error(error)
-            raise TraceError(
-                f"forward of {type(self.module).__name__} failed while it was traced: "
-                f"{type(error).__name__}: {error}",
-                where=str(location) if location else None,
-                hint="call the module with the dummy arguments to see whether it runs by itself",
-            ) from error
+            raise self._failed(error) from error
         if tracer.refusals.first is not None:
             raise tracer.refusals.first
         return result
+
+    def _failed(self, error: Exception) -> TraceError:
+        """The refusal of a model whose ``forward`` raised ``error``."""
+        location, why = location_of_error(error), None
+        hint = "call the module with the dummy arguments to see whether it runs by itself"
+        # torch's numbers that stand for sizes lack some of what an int has, such as a hash.
+        if "SymInt" in str(error) or "SymFloat" in str(error):
+            why = "a dynamic size is given to what takes only a plain number"
+            hint = "compute with + - * // % and math, or leave the dim out of dynamic_dims"
+        return TraceError(
+            f"forward of {type(self.module).__name__} failed while it was traced: "
+            f"{type(error).__name__}: {error}",
+            where=str(location) if location else None,
+            why=why,
+            hint=hint,
+        )
 
     # effects
 

@@ -122,7 +122,7 @@ class Sized(torch.nn.Module):
         part = h[:, : math.ceil(seq / 2)].square().sum()
         return last.square().sum() + h.sin().sum() + part, {
             "rows": num * seq,
-            "root": math.sqrt(seq),
+            "root": math.sqrt(seq) + math.isqrt(seq),
             "h": h,
         }
 

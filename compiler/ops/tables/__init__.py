@@ -7,7 +7,7 @@ before it first imports this package.
 import warnings
 
 from shardwright.compiler.ops.definitions import CALLABLES
-from shardwright.compiler.ops.originals import unpatched
+from shardwright.compiler.ops.originals import names_of, unpatched
 
 with unpatched() as _stand_ins:
     from shardwright.compiler.ops.tables import (
@@ -34,7 +34,11 @@ with unpatched() as _stand_ins:
         shape,
     )
 
+    NAMES = names_of(CALLABLES)
+    """The names in torch of every operator."""
+
 __all__ = [
+    "NAMES",
     "attention",
     "cast",
     "conv",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from shardwright.compiler.trace.calls.routed_experts import experts_function, ex
 from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.calls.transforms import Modes, vmap_traced
 from shardwright.compiler.trace.context.running_modules import RunningModules
-from shardwright.compiler.trace.context.source import user_location
+from shardwright.compiler.trace.context.source import called_by_user, user_location
 from shardwright.compiler.trace.refusals import Refusals
 from shardwright.compiler.trace.values.questions import Questions
 from shardwright.runtime.errors import TraceError
@@ -86,6 +87,7 @@ def patched(
         stack.enter_context(_batches_averaged())
         stack.enter_context(_flex_attention_refused(tracer.refusals))
         stack.enter_context(_sizes_computed_with())
+        stack.enter_context(_sizes_spelled())
         stack.enter_context(_values_readable(real_values, questions))
         for owner, name, function in [*known_functions_of(module), *expert_loops_of(module)]:
             stack.enter_context(replaced(owner, name, function))
@@ -117,6 +119,7 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
     "log10": lambda x: _log2(x) / math.log2(10),
     "exp": lambda x: math.e ** _float(x),
     "pow": lambda x, y: _float(x) ** y,
+    "isqrt": lambda x: math.floor(torch._sym_sqrt(x)),  # type: ignore[attr-defined]
 }
 """What the functions of ``math`` are of a dynamic size, which they would take as a number."""
 
@@ -134,6 +137,43 @@ def _sizes_computed_with() -> Iterator[None]:
     with ExitStack() as stack:
         for name, symbolic in _OF_SIZES.items():
             stack.enter_context(replaced(math, name, made(getattr(math, name), symbolic)))
+        yield
+
+
+@contextmanager
+def _sizes_spelled() -> Iterator[None]:
+    """A dynamic size that is made into text reads as that of the dummy arguments.
+
+    torch writes the name of its symbol, ``s0``. A model that looks up ``f"{height}x{width}"`` in a
+    table would take another way than it does alone, and nothing would notice.
+    """
+
+    def spelled(
+        number: torch.SymInt | torch.SymFloat, spell: Callable[[Any], str], plain: Callable[[], str]
+    ) -> str:
+        if not called_by_user():  # torch's own messages speak of symbols
+            return plain()
+        text = spell(number.node.hint)
+        warnings.warn(
+            f"{user_location()}: forward makes text of a dynamic size, which reads {text} in every "
+            "call, as in this one. Messages may do so; decide by the size, not by its text.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return text
+
+    with ExitStack() as stack:
+        for kind in (torch.SymInt, torch.SymFloat):
+            write = kind.__repr__
+
+            def written(self: Any, write: Callable[[Any], str] = write) -> str:
+                return spelled(self, repr, lambda: write(self))
+
+            def formatted(self: Any, spec: str, write: Callable[[Any], str] = write) -> str:
+                return spelled(self, lambda hint: format(hint, spec), lambda: write(self))
+
+            stack.enter_context(replaced(kind, "__repr__", written))
+            stack.enter_context(replaced(kind, "__format__", formatted))
         yield
 
 

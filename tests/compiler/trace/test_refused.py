@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpret import run_graph
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -574,3 +576,36 @@ def test_flex_attention_is_refused_in_words(function: object, name: str) -> None
     assert "F.scaled_dot_product_attention with is_causal=True" in told
     # Afterwards they are torch's own again.
     assert create_block_mask(lambda b, h, q, k: q >= k, None, None, 3, 3, "cpu") is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "title", "function"),
+    [
+        (torch.Tensor, "exp", "torch.Tensor.exp", lambda x: x.exp()),
+        (torch, "relu", "torch.relu", lambda x: torch.relu(x)),
+        # A call by another name of the operator: files write it as F.relu, which calls torch.relu.
+        (torch, "relu", "torch.relu", lambda x: x.relu()),
+        (F, "silu", "torch.nn.functional.silu", lambda x: F.silu(x)),
+    ],
+)
+def test_a_function_of_torch_that_the_program_has_replaced(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, title: str, function: object
+) -> None:
+    """What it multiplies by would be multiplied by twice: in the graph, and in what files call."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def tripled(*args: object) -> Tensor:
+        return original(*args) * 3
+
+    monkeypatch.setattr(owner, name, tripled)
+    what, where, why, hint = error_of(function).split("\n")
+    assert what == f"{title} has been replaced by {name}(), and forward calls torch's own"
+    assert "test_refused.py:" in where
+    assert why == (
+        f"  why:   generated files call torch's functions by name, and would run {name}() for it"
+    )
+    assert hint == (
+        "  try:   put torch's function back before the module is compiled; in the model, call "
+        f"{name}() by its own name"
+    )

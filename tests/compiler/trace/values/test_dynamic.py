@@ -146,6 +146,35 @@ def test_branches_on_sizes_become_conditions() -> None:
     assert "  where rows > 3\n" in print_graph(graph)
 
 
+class LooksUp(nn.Module):
+    """Chooses by the text of a size, as models with tables for several resolutions do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * {"4x6": 2.0, "7x6": 3.0}.get(f"{x.shape[0]}x{x.shape[1]:d}", 5.0)
+
+
+def test_the_text_of_a_size_is_that_of_the_dummy_arguments_and_is_said() -> None:
+    with pytest.warns(UserWarning, match="makes text of a dynamic size, which reads 4 in every"):
+        graph = trace(LooksUp(), {"x": X}, dynamic_dims=ROWS)
+    same_as_eager(graph, LooksUp(), {"x": X})
+
+
+class Keys(nn.Module):
+    """Takes a size for what only a plain number can be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * {4: 2.0}[x.shape[0]]
+
+
+def test_a_size_where_only_a_number_can_be_is_named() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Keys(), {"x": X}, dynamic_dims=ROWS)
+    assert str(caught.value).split("\n")[-2:] == [
+        "  why:   a dynamic size is given to what takes only a plain number",
+        "  try:   compute with + - * // % and math, or leave the dim out of dynamic_dims",
+    ]
+
+
 def test_wrong_declarations() -> None:
     with pytest.raises(
         TraceError,

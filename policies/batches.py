@@ -13,6 +13,7 @@ def batch_classes(graph: IRGraph) -> set[int]:
     batches laid end to end, and batches whose rows were taken apart and put together again.
     """
     assert graph.dims is not None
+    # A number, such as a temperature, has no batch.
     with_rows = [value for value in graph.inputs if value.ndim]
     classes = {
         graph.dims.values[value.name][0][0]

@@ -97,6 +97,7 @@ def context_axes(
             why=f"cp={_text(sizes)}, cp_mode={list(modes)}",
             hint='give cp a size for each mode, as in cp=[2, 4] with cp_mode=["gather", "ulysses"]',
         )
+    # An axis of one rank cuts nothing.
     found = [(size, mode) for size, mode in zip(sizes, modes, strict=True) if size > 1]
     return [
         ContextAxis("cp" if index == 0 else f"cp{index + 1}", size, mode)

@@ -35,6 +35,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
         )
     ep = config.plan_ngpus // etp if options.ep is None else options.ep
     axes = expert_axes(config.plan_ngpus, 1, ep, options.etp, "ep")
+    # One rank still has a mesh with the axis that users name.
     mesh = {axis.name: axis.size for axis in axes} or {"ep": 1}
     builder = graph.builder(mesh=mesh, order=config.rank_order)
     split_on_expert_axes(builder, axes, "ep")

@@ -83,6 +83,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     axes = context_axes(options.cp, options.cp_mode, "hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
+    # The ranks among which positions are dealt: both kinds of splitting a sequence go together.
     shared = options.cp_size * (tp if options.sequence_parallel else 1)
     if shared > 1:
         check_sequence(graph, shared, "hybrid", options.sequence)

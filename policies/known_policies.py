@@ -54,6 +54,7 @@ def find_policy(policy: str | PolicyFunction) -> Policy:
     if policy in _registered:
         return _registered[policy]
     if policy in BUILT_IN:
+        # Imported when it is asked for: ``dp`` needs no solver.
         built_in: Policy = import_module(BUILT_IN[policy]).POLICY
         return built_in
     raise PlanError(f"there is no policy {policy!r}", hint=did_you_mean(policy, policy_names()))

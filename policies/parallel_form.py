@@ -190,6 +190,7 @@ def _tensor(value: Any) -> tuple[int, str, int | None]:
 
 def _check_size(size: int, mode: str, depth: int | None) -> None:
     """Squares and cubes alone, as in the original; policy ``tensor`` takes rectangles too."""
+    # The nearest size that the mode can have: this one, if it is such a size.
     edges = {
         "1d": size,
         SEQUENCE: size,

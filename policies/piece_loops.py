@@ -62,6 +62,7 @@ def in_pieces(
                 hint=f"{name}_pieces=1 or more; 1 leaves it whole",
             )
         if count > 1:
+            # An operator is in one loop at most; the loss comes first.
             taken = {op for loop in loops.values() for op in loop.strategies}
             free = [ops for ops in parts(graph) if taken.isdisjoint(op.name for op in ops)]
             loops[name] = _loop(graph, free, count, name, policy)
@@ -161,6 +162,7 @@ def losses(graph: IRGraph) -> list[list[IROp]]:
             continue
         if logits.ndim < 2:
             continue
+        # From the loss back to what makes the vocabulary: as long as a value has that dim.
         classes = set(dims.values[logits.name][1])
         ops = {loss.name: loss}
         reached = [logits]

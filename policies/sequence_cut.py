@@ -128,6 +128,7 @@ class _Positions:
         letter = placements(rule_of(op), strategy)[0][position]
         if letter == "S":
             text = piece(op, position, strategy, self.axis_size)
+            # One node for each piece that is wanted: however many read it, it is made once.
             wanted = readers.cut.setdefault(text, self.problem.node())
             forbid(wanted, when)
         elif letter == "R":

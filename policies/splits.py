@@ -164,6 +164,7 @@ def _gather_again(
         assert op.rule is not None
         letters = placements(op.rule, splits[op.name])[0]
         for value, letter in zip(op.operands, letters, strict=True):
+            # ``G``: the product reads it whole, and it lies in pieces: it is gathered in front.
             if letter == "G" and value.name in cut and value.takes_gradient:
                 builder.gather(value.name, AGAIN)
 
@@ -211,6 +212,8 @@ def _split_alone(op: IROp, num_pieces: int, cut: Mapping[str, int]) -> Strategy 
         (result,), (refs,) = op.results, op.rule.results
         x, x_refs = op.operands[0], op.rule.operands[0]
         sent[factor.name] = sum(
+            # Gathering a result sends it once. Summing it sends it twice: reduce-scatter, then
+            # gather.
             estimate(product(value.shape)) * (1 if has_factor(dims, factor.name) else 2)
             for value, dims in ((result, refs), *([(x, x_refs)] if x.takes_gradient else []))
         )

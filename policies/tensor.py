@@ -292,6 +292,7 @@ def _sides(builder: PlanBuilder, body: IRGraph) -> dict[str, int]:
             for i, v in enumerate(op.operands)
             if v.name in side_of and i not in weights
         ]
+        # The larger operand decides, as converting the smaller one sends less.
         side = max(known, key=lambda item: item[0])[1] if known else 0
         if len({s for size, s in known if 2 * size > max(known)[0]}) > 1:
             builder.note(
@@ -323,6 +324,7 @@ def _split_linear(
     """The strategies of a linear: its outputs over one axis, its summed dim over the other one."""
     assert op.rule is not None and body.dims is not None
     found: dict[str, Strategy] = {}
+    # ``[M, K] x [K, N]``: N is in the result, K is summed.
     for axis, in_result in ((n_axis, True), (k_axis, False)):
         for factor in op.rule.factors:
             if (
@@ -353,6 +355,7 @@ def _split_table(
     for factor in op.rule.factors:
         index = body.dims.factors.get((op.name, factor.name))
         in_result = has_factor(op.rule.results[0], factor.name)
+        # The columns of a table are in the result; its rows, the vocabulary, are looked up.
         axis = column_axis if in_result else row_axis
         if index not in columns[axis] or not _can(builder, op, axis, factor.name):
             continue

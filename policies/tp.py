@@ -80,6 +80,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
     if options.ep is not None or options.etp is not None:
         return _with_experts(graph, config, options)
     plan = _plan(graph, config, options, 1.0)
+    # Only channels depend on the machine; for all else the rule is as good anywhere.
     if config.plan_ngpus > 1 and any(is_convolution(op) for op in graph.ops):
         plan = _fastest(graph, config, options, plan)
     return replace(graph, plan=in_pieces(graph, plan, options, config, "tp"))

@@ -291,6 +291,7 @@ class Cut:
             return [(0, 1)] if any(a <= self.element[0] < a + n for a, n in held) else []
         found, offset = [], 0
         for segment in self.segments:
+            # Each segment is cut by itself: a rank has a piece of q, one of k and one of v.
             for start, size in dealt(segment, num_pieces, index, turns=self.turns):
                 found.append((offset + start, size))
             offset += segment

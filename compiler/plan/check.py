@@ -184,6 +184,7 @@ def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDi
     told = ", ".join(
         f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items()
     )
+    # A common mistake with an answer of its own, before what holds of any.
     exchanging = [axis for axis, strategy in assignment.items() if exchange(strategy)]
     if len(exchanging) > 1 and op.rule.densities is not None:
         raise PlanError(
@@ -288,6 +289,7 @@ def suggestion(name: str, known: Iterable[str]) -> str | None:
     where they are few, or those that are least unlike it.
     """
     known = tuple(known)
+    # ``linaer`` is close to ``linear``; ``mlp`` is close to no name, and a part of many.
     close = difflib.get_close_matches(name, known, n=1)
     containing = sorted(other for other in known if name and name in other)
     if not close and containing:

@@ -85,6 +85,7 @@ def size_sources(
     """
     by_name = {value.name: value for value in graph.inputs}
     found: dict[str, tuple[IRValue, int] | None] = {}
+    # In reverse, so that the first input that has the dim whole is the one that stays.
     for one in reversed(graph.dynamic_dims):
         layout = given.get(one.input)
         is_whole = layout is None or not layout.dim_axes(one.dim)

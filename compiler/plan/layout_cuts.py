@@ -51,6 +51,7 @@ def cut_places(layout: Layout, mesh: Mesh) -> list[Place]:
             axes = tuple(axis for axis in atom.axes if mesh.axis_size(axis) > 1)
             if axes:
                 places += _even_pieces(dim, outer, atom, axes, mesh)
+            # What stands in front of an atom in its dim: ``[3 * 4/tp]`` cuts 3 times 4 elements.
             outer = product((outer, atom.size))
     return _single_elements(places, mesh)
 

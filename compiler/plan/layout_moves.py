@@ -204,6 +204,8 @@ def _kept(now: Sequence[Place], then: Sequence[Place]) -> dict[PlaceKey, int]:
     wanted = {place.key: place.axes for place in then}
     kept = {}
     for place in now:
+        # Axes cut from major to minor, so only a common beginning leaves the same pieces: ``a, b``
+        # and ``a, c`` share the pieces of ``a``.
         common = 0
         for a, b in zip(place.axes, wanted.get(place.key, ()), strict=False):
             if a != b:

@@ -16,6 +16,7 @@ def split_dim_names(graph: IRGraph, plan: Plan) -> dict[str, dict[str, str]]:
     bodies = [body.dims for body in graph.bodies if body.dims is not None]
     for op, assignment in plan.strategies.items():
         for axis, strategy in assignment.items():
+            # An exchange cuts one dim before and another one behind: ``batch -> experts``.
             sides = (0, 1) if exchange(strategy) else (1,)
             named = [_dim_name(bodies, op, split_factor(strategy, side)) for side in sides]
             if all(named):

@@ -27,6 +27,7 @@ def wished_layout(wish: Layout | str | None, shape: tuple[Size, ...], made: Layo
     layout = Layout.whole(shape)
     if wish is not None and wish.startswith(CUT):
         for word in wish.removeprefix(CUT).split():
+            # ``"0/dp 1/cp"``: dim 0 over dp, dim 1 over cp.
             dim, *axes = word.split("/")
             layout = layout.with_dim(int(dim), (Atom((shape[int(dim)],), tuple(axes)),))
     return layout

@@ -95,6 +95,7 @@ class Loop:
                 if isinstance(step, Adapt)
                 else (step.op.operands, step.op.results)
             )
+            # What the body makes itself is no operand.
             found |= {v.name: v for v in values if v.name not in made | found.keys()}
             made |= {result.name for result in results}
         return tuple(found.values())

@@ -244,6 +244,7 @@ def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, 
     for position, item in enumerate(items):
         for value in item.inputs if isinstance(item, Run) else reads(item):
             last[value.name] = position
+    # The last use counts: behind it backward gathers the value anew.
     names = {value.name for value in kept}
     over: dict[int, list[IRValue]] = {}
     for item in items:
@@ -382,6 +383,7 @@ def instruction_key(
         return _loop_key(instruction, token, container, symbols)
     if isinstance(instruction, Adapt):
         step = instruction.step
+        # Sizes that vary have names, and a method of two layers takes them as arguments.
         cuts = [cut for cut in (step.cut, step.to_cut) if cut is not None]
         for cut in cuts:
             for size in cut.sizes:

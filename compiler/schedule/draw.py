@@ -53,6 +53,8 @@ def _chars_per_second(timeline: Timeline, room: int | None) -> float:
     full = max((len(name) + 1) / time_s for time_s, name in named if time_s > 0)
     if room is None or full * timeline.makespan_s <= room:
         return full
+    # If all times are multiples of the shortest one, as in a picture of a schedule, take whole
+    # columns for it, so that the picture has no uneven widths.
     shortest_s = min(time_s for time_s, _ in named if time_s > 0)
     most = max(1, room) / timeline.makespan_s
     even = all(math.isclose(time_s / shortest_s, round(time_s / shortest_s)) for time_s, _ in named)

@@ -127,6 +127,7 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
 @checked
 def to_json(schedule: Schedule) -> str:
     """Everything about ``schedule``, one line per rank."""
+    # One line a rank, which ``json.dumps`` with an indent would break at every action.
     rows = ",\n".join(
         f"    {json.dumps([str(action) for action in actions])}" for actions in schedule.actions
     )

@@ -168,6 +168,8 @@ def _rounds(rank: int, num_ranks: int, num_microbatches: int, chunks: range) -> 
     after the other, then the next p.
     """
     runs = []
+    # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", section
+    # 2.2.
     for start in range(0, num_microbatches, num_ranks):
         end = min(start + num_ranks, num_microbatches)
         runs += [

@@ -131,6 +131,7 @@ def _missing_backward(
         ScheduleAction(kind, stage, microbatch)
         for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
     )
+    # A backward is one action (B), or two (I, W); never both.
     parts = [part for part in (inputs, weights) if part in seen]
     if whole in seen and parts:
         raise PlanError(

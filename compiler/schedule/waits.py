@@ -48,6 +48,7 @@ def waits_of(schedule: Schedule, dataflow: Dataflow) -> Waits:
                     yield forward[previous[stage], microbatch]
             case ActionKind.BACKWARD | ActionKind.INPUT_GRADIENT:
                 yield forward[stage, microbatch]
+                # The gradients of what this stage has sent: they come from the stages that read it.
                 for source in dataflow.gradient_sources[stage]:
                     yield input_gradient[source, microbatch]
                 if stage in following:

@@ -61,6 +61,7 @@ def watch_distributed_checkpoints(part: CompiledModule | Optimizer) -> None:
         if _is_watching:
             return
         _is_watching = True
+        # DCP may be imported later: then its functions are replaced as the import ends.
         sys.meta_path.insert(0, _AtImport())
         for name in _WATCHED:
             if name in sys.modules:

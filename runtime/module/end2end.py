@@ -82,6 +82,7 @@ def arguments_of(sample: Any, names: Sequence[str], inputs: Mapping[str, Any]) -
     literals = {
         path: value for path, value in inputs.items() if "." not in path and path not in names
     }
+    # The first argument may itself be a dict: then its leaves are the paths that the file knows.
     if not inputs.keys() & flatten({names[0]: sample}).keys():
         if isinstance(sample, Mapping):
             return {**literals, **sample}

@@ -134,6 +134,8 @@ class WeightFiles:
         if not shape:
             file.check(first, last)
             return
+        # Tensors lie row by row, so a rank that reads some rows need not read the others for a
+        # digest.
         row_bytes = (last - first) // shape[0]
         for start, stop in runs[0]:
             file.check(first + start * row_bytes, first + stop * row_bytes)

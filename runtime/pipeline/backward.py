@@ -288,6 +288,7 @@ class _Graph:
             above = self._above(edges)
             if not any(node in above for node, _ in edges):
                 return edges
+            # One level down at a time, until no child hangs below another.
             lower = [
                 _children(node) if node in above else [(node, number)] for node, number in edges
             ]

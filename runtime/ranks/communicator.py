@@ -236,6 +236,7 @@ class Communicator:
         given = [x.detach().contiguous() for x in xs]
         assert all(x.shape[0] % self.size == 0 for x in given), "pieces of one length"
         total = sum(x.numel() for x in given)
+        # A piece of the sum takes a summand from each of the others.
         received = total // self.size * (self.size - 1)
         self._count(phase, "reduce_scatter", given[0], total, received)
         pieces = [x.new_empty(_with_length(x, 0, x.shape[0] // self.size)) for x in given]

@@ -185,6 +185,7 @@ def _generated_line() -> str | None:
     """The innermost line of generated code that is being executed."""
     frame = sys._getframe()
     while frame is not None:
+        # Innermost first: a method of a block says more than the forward that calls it.
         if str(frame.f_globals.get("__name__", "")).startswith(GENERATED):
             file, line = frame.f_code.co_filename, frame.f_lineno
             text = linecache.getline(file, line).strip()

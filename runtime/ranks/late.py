@@ -117,6 +117,7 @@ class Late:
         if not missing:
             return "all of them are in it"
         verb = "has" if len(missing) == 1 else "have"
+        # Who has failed explains why the rest is late.
         failed = [rank for rank in missing if rank in failures]
         return (
             f"{in_words(missing)} {verb} not come to it: {self._members.states(failed or missing)}"

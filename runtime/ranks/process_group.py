@@ -69,6 +69,8 @@ def _let_go() -> None:
         holder.let_go()
     for module in filter(None, map(sys.modules.get, _WITH_DEFAULT_GROUPS)):
         for function in filter(inspect.isfunction, vars(module).values()):
+            # torch binds the default group as a default argument in some places, which keeps it
+            # alive.
             defaults = function.__defaults__ or ()
             if any(isinstance(default, dist.ProcessGroup) for default in defaults):
                 function.__defaults__ = tuple(

@@ -186,6 +186,7 @@ def _axes_of(role: Role, mesh: Mesh) -> tuple[str, ...]:
     """The axes of a plan's mesh along which a role's ranks differ. Policies name their axes
     (``dp``, ``tp``, ``tp2``, ``cp``, ``ep``, ...); an axis of any other name splits the model.
     """
+    # Without experts there is no grid of theirs, and no ranks that differ in it.
     has_experts = bool(_EXPERT_AXES & set(mesh.names))
     found = {
         "tensor": lambda name: name not in _BATCH_AXES | _CONTEXT_AXES,

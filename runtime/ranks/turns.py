@@ -49,6 +49,7 @@ class Turns:
         self.lock.release()
         in_time = self._gates[rank].acquire(timeout=timeout_s)
         self.lock.acquire()
+        # The call may have come between the end of the wait and the lock.
         if in_time or self._gates[rank].acquire(blocking=False):
             return True
         self.call(rank)

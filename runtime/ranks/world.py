@@ -85,6 +85,7 @@ class World(ABC):
                 f"a group of ranks {list(ranks)} cannot be made",
                 why=f"the world has ranks 0 to {self.size - 1}, each once",
             )
+        # Made by all ranks, members or not: torch makes a group collectively.
         if len(key) > 1 and key not in self._transports:
             self._transports[key] = self._make_transport(key)
         if self.rank not in key:
@@ -154,6 +155,7 @@ class World(ABC):
         if self.size == 1:
             return json.loads(json.dumps(value))
         text = json.dumps(value).encode() if self.rank == src else b""
+        # First how long it is, as the others must have room for it.
         length = self.everyone.broadcast(torch.tensor([len(text)], device=self.device), src)
         data = (
             torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -151,6 +151,7 @@ def _clip_grad_norm_(
         )
         return empty
     given.sync()
+    # Parameters of ordinary modules that the caller has put into the same list.
     own = [tensor.grad for tensor in given.ordinary if tensor.grad is not None]
     norm = _total(given, own, norm_type, error_if_nonfinite, foreach)
     clip_by_norm([*given.holders, *given.ordinary], max_norm, norm, foreach)

@@ -159,6 +159,7 @@ class ParallelOptimizer(Optimizer):
             device,
         )
         with concerning("whether gradients are finite"):
+            # A sum of numbers that are 0 or more: above 0 if one of them is.
             return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
 
     @property

@@ -98,6 +98,8 @@ class ParameterShard:
         elif self.remainder is not None and self.remainder.is_current:
             self.tensor.data = self.value
             self.remainder.is_current = False
+        # Somebody has written to the parameter. Elements that are still their master rounded keep
+        # the master, which has more digits; the others are taken over.
         elif getattr(self.parameter, _WRITTEN, None) != self.parameter._version:
             own, mine = self.tensor.detach(), self._mine().view(self.tensor.shape)
             own.copy_(torch.where(is_rounded(own, mine), own, mine.to(own.dtype)))
@@ -165,6 +167,8 @@ def shard_tensor(
     """
     data = parameter.detach()
     shape = (stop - start,) if flat else tuple(data.shape)
+    # Nothing of it is this rank's: an optimizer gets an empty tensor, so that its groups are those
+    # of all ranks.
     if start == stop:
         empty = (0, *data.shape[1:]) if data.ndim and not flat else (0,)
         return nn.Parameter(data.new_empty(empty, dtype=dtype)), dtype == data.dtype

@@ -52,6 +52,7 @@ def pieces(sizes: Sequence[int], slice_sizes: Sequence[int]) -> list[list[tuple[
     for start, size in zip(starts, sizes, strict=False):
         row = []
         for low, high in itertools.pairwise(bounds):
+            # The slice's bounds, seen from the beginning of the parameter and cut off at its ends.
             first = min(max(low - start, 0), size)
             row.append((first, min(max(high - start, first), size)))
         result.append(row)

@@ -69,6 +69,7 @@ def _at_best(device: Device) -> Device:
     """A device that does all products at the best rate that this one has for any."""
     efficiency = device.matmul_efficiency
     if isinstance(efficiency, Mapping):
+        # A table of one point is the same fraction for products of all sizes.
         tables = {
             dtype: EfficiencyTable((1,), (1,), (1,), (max(table.fractions),))
             for dtype, table in efficiency.items()

@@ -561,6 +561,7 @@ def _shortened(parts: Sequence[Part], layers: Mapping[int, str]) -> tuple[str, .
     """Their paths; ``model.layers.*`` or ``model.layers.*.mlp`` where those of all layers of a list
     are meant.
     """
+    # ``{"model.layers.*": 32}``: a pattern is written only if all 32 are meant.
     every = Counter(map(layer_pattern, layers.values()))
     found: dict[str, list[Part]] = {}
     for part in parts:

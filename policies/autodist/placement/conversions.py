@@ -110,6 +110,7 @@ class _Pair:
 
     @classmethod
     def of(cls, weight: float, steps: Sequence[StepTime]) -> _Pair:
+        # From the first gather on, what comes of it is not kept for backward, but made again.
         first = next((index for index, step in enumerate(steps) if step.gathers), len(steps))
         return cls(
             weight,

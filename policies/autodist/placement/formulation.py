@@ -157,11 +157,13 @@ class Formulation:
         maker, gives = node.maker
         source = int(gives[0 if maker is None else choice[maker]])
         wants = [use.wants[choice[use.node]] for use in node.uses.readers]
+        # What a program's end or a buffer wants reads the value, too.
         wants += [node.uses.fixed] if node.uses.fixed else []
         exact = self.conversions.exact
         paid = exact(node.kind, source, (relay,)) + sum(
             exact(node.kind, relay, want) for want in wants
         )
+        # The tree that is emitted may share more copies, so this is mostly zero or less.
         return node.uses.seconds(self.conversions, source, choice) - paid
 
     def settle(self, choice: Sequence[int]) -> tuple[int, ...]:

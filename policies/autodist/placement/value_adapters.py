@@ -180,6 +180,7 @@ class Values:
             kind, maker, tuple((layout,) for layout in layouts), ("relay", layouts)
         )
         node = RelayNode(value, kind, layouts, (maker.node, maker.gives), uses)
+        # A given value has one layout: reaching the relay from it is the relay's own cost.
         cost = prices[0] if maker.node is None else np.zeros(len(layouts))
         index = draft.add(node, cost, draft.home_of(maker, readers))
         relay = Maker(index, np.array(layouts), ("relay", layouts))
@@ -265,6 +266,8 @@ class Values:
         shares = []
         for reader in readers:
             assert reader.node is not None
+            # Exact if all readers want the same copy, and too little if they do not: so it is a
+            # bound.
             share = self._prices(uses.kind, outside, reader.wants, reader.key)[0] / len(readers)
             self.draft.charge(reader.node, share)
             shares.append(share)

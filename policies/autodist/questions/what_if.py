@@ -146,6 +146,7 @@ def _by_role(
     for dim in {found.name for found in graph.dims.classes}:
         for axis in axes:
             role = axis.rstrip("0123456789")
+            # ``tp2`` has the role of ``tp``. Axes of any other name are free.
             if role in roles and role_of(dim) != role:
                 forbid[dim] = (*forbid.get(dim, ()), axis)
     return forbid

@@ -81,6 +81,7 @@ class LossPieces:
             found = self.audits.audit(made)
             if found is None or found.peak_bytes <= self.state.space.memory_bytes:
                 return
+            # Logits are no longer what the peak is made of: more pieces would only take time.
             if found.peak_bytes >= needed:
                 return
             needed = found.peak_bytes

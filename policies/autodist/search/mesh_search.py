@@ -357,6 +357,7 @@ class MeshSearch:
                 return self.state.end_by_time()
             if not self._hurries():
                 yield request
+            # The last request is the one that needs least memory.
             elif request is placed_mesh.further[-1]:
                 yield replace(request, hurried=True)
 

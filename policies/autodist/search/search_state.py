@@ -246,6 +246,8 @@ class SearchState:
     def lowered(self, placed: PlacedModel, ranks: tuple[int, ...]) -> LoweredPlacement:
         """A placement lowered. One on the first ranks is kept for stages that differ."""
         for known in self.placements:
+            # Lowering takes as long as placing; a bound that has changed since does not matter to
+            # it.
             if known.placed.plan is placed.plan and known.walk.setting.ranks == ranks:
                 return replace(known, placed=placed)
         lowered = LoweredPlacement(

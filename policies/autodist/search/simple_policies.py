@@ -200,6 +200,7 @@ class SimplePolicies:
         self, placed_meshes: Sequence[PlacedMesh], left: Sequence[PipelineMesh]
     ) -> Sequence[tuple[PipelineMesh, PlacedMesh | None]]:
         """All meshes, those first whose plans of simple policies are likely the best."""
+        # Of meshes that the search has placed, those whose bound is above the best plan are out.
         known = {
             placed_mesh.where: placed_mesh
             for placed_mesh in placed_meshes

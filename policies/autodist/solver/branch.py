@@ -98,6 +98,7 @@ def offer_piece(
     if (piece.excess <= 0).all():
         if piece.cost < progress.cost:
             progress.propose(network.expand(dict(enumerate(piece.choice.tolist()))))
+    # A choice that breaks a row is only worth repairing while there is none at all.
     elif progress.choice is None:
         local.load(piece.choice)
         if local.repair(progress):

@@ -262,6 +262,7 @@ class Elimination:
         others = sorted(self._others[node])
         axis = {other: i + 1 for i, other in enumerate(others)}
         axis[node] = 0
+        # In the order of dims, not of names of nodes: two layers then have one key, and one table.
         inputs = sorted(
             (len(factor.scope), tuple(axis[n] for n in factor.scope), factor.table)
             for factor, count in self._factors[node].items()
@@ -403,6 +404,8 @@ def _gather(arena: Array, batch: Batch, axes: tuple[int, ...], starts: NDArray[n
     """
     dims = batch.dims(axes)
     size = math.prod(dims)
+    # Three ways to the same tables: a view of one, copies of few large ones, one indexing of many
+    # small ones.
     if len(starts) == 1:
         tables = arena[starts[0] : starts[0] + size][None]
     elif size > _SLICE_ABOVE:

@@ -84,6 +84,7 @@ class Network:
         """Add the cost between two nodes to what there is, ``[strategies of a, strategies of
         b]``.
         """
+        # An edge from a node to itself: only equal strategies meet, on the diagonal.
         if a == b:
             self.costs[a] = self.pool.add(self.costs[a], self.pool.intern(np.diagonal(cost)))
             return

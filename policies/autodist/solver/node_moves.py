@@ -82,6 +82,7 @@ class Moves:
         """Start from a choice, by node of the problem."""
         self.choice = choice.copy()
         self.marginals = self._unary.copy()
+        # The marginal of a strategy: what the whole choice would cost with it, beside a constant.
         for node, others in self._others.items():
             part = self.marginals[
                 self.start[node] : self.start[node] + len(self.network.costs[node])

@@ -47,6 +47,7 @@ class Pool:
         key = ("take", id(array), *parts)
         if key not in self._results:
             taken = array
+            # Dim by dim, as several index arrays at once would be paired, not crossed.
             for dim in reversed(range(array.ndim)):
                 taken = taken[(slice(None),) * dim + (index[dim],)]
             self._results[key] = self.intern(taken)

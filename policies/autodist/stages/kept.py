@@ -70,9 +70,11 @@ class Kept:
         for root in self._of(start, stop, front):
             keepers, made = self._keepers.get(root, []), self._made.get(root)
             inside = made is not None and start <= made and root not in front
+            # Made inside and kept by nobody behind: then it need not be kept at all.
             if inside and keepers and keepers[-1] < stop:
                 saved += self._bytes[root]
             elif made is not None and not inside and not keepers:
+                # Made outside and so far kept by nobody: computing again has to keep it.
                 saved -= self._bytes[root]
         return saved
 

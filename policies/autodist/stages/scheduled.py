@@ -94,6 +94,7 @@ class _Game:
             [self.splits[index] for index in kept],
         )
         mixed = self.mixed[kept]
+        # Shares of a mixture add up to one.
         self.mixed = mixed / mixed.sum() if mixed.any() else mixed
         return True
 

@@ -117,6 +117,7 @@ class StageCosts:
         fit. ``least``: no less.
         """
         found = np.where(self.least_bytes(count) > memory_bytes * (1 + 1e-12), np.inf, 0.0)
+        # ``[start, stop]``: above 0 where a stage of these blocks is too large as it is.
         lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
         for start, stop in zip(
             *np.nonzero(np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)), strict=True

@@ -54,6 +54,8 @@ def checked(function: Checked) -> Checked:
         _check(function, args, kwargs)
         try:
             return function(*args, **kwargs)
+        # Python's own complaint of a call that does not fit the signature, in our words; a
+        # TypeError from inside goes on as it is.
         except TypeError as error:
             _check_bound(function, args, kwargs, error)
             raise

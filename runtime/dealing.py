@@ -57,6 +57,7 @@ def deal_buckets(entries: Sequence[Entry], cap_bytes: float) -> list[list[int]]:
     filling: dict[Hashable, tuple[list[int], float]] = {}
     buckets: list[list[int]] = []
     for index, entry in enumerate(entries):
+        # A bucket is summed in one collective: over one group, in one dtype.
         key = (entry.group, entry.dtype, entry.is_apart)
         members, filled = filling.get(key, ([], 0.0))
         if not members or filled + entry.num_bytes > cap_bytes:
@@ -64,6 +65,7 @@ def deal_buckets(entries: Sequence[Entry], cap_bytes: float) -> list[list[int]]:
             buckets.append(members)
         members.append(index)
         filling[key] = (members, filled + entry.num_bytes)
+    # In the order in which they are complete, as backward fills them.
     return sorted(buckets, key=lambda members: members[-1])
 
 

@@ -118,6 +118,7 @@ def malformed(
     """
     try:
         yield
+    # Said in words already, where more is known.
     except ShardwrightError:
         raise
     except (

@@ -118,6 +118,7 @@ class CheckedFile:
         self._file.seek(first)
         while left > 0:
             data = self._file.read(min(left, _READ_BYTES))
+            # A file that was cut off: the digest will not be right.
             if not data:
                 break
             digest.update(data)

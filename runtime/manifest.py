@@ -196,6 +196,7 @@ def check_versions(path: Path, data: Any) -> None:
     for field_name, installed, num_parts, title in checks:
         if field_name not in data:
             raise _damaged(path, f"it has no {field_name}")
+        # Patch releases do not change what files mean.
         made_with = str(data[field_name])
         if made_with.split(".")[:num_parts] != installed.split(".")[:num_parts]:
             raise LoadError(

@@ -78,6 +78,7 @@ class Marks:
         for of_query, of_key, name in zip(self.queries, self.keys, self.comparisons, strict=True):
             left = _taken(_taken(of_key, 0, (samples,)), 1, keys).unsqueeze(1)
             right = _taken(_taken(of_query, 0, (samples,)), 1, queries).unsqueeze(2)
+            # ``[samples, 1, keys]`` against ``[samples, queries, 1]``.
             holds = COMPARISONS[name](left, right)
             found = holds if found is None else found & holds
         shape = [sum(size for _, size in runs) for runs in (queries, keys)]
@@ -136,6 +137,7 @@ def marks_of(
     names = list(comparisons)
     if bands is not None:
         low, end = _ends_of(bands, lengths[0])
+        # Bands are two marks more: key >= the first that is seen, and key < the end.
         position = torch.arange(lengths[1], device=device)[None]
         queries += [low[None].to(device), end[None].to(device)]
         keys += [position, position]

@@ -93,6 +93,7 @@ def pad_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Ten
         result = x.new_zeros(*x.shape[:dim], cut.length, *x.shape[dim + 1 :])
         take_piece(result, dim, cut, num_pieces, index).copy_(x)
         return result
+    # Pieces in several runs (zigzag, segments) are laid into each other by ``join_pieces``.
     shapes = [
         (*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in piece_lengths(cut, num_pieces)
     ]

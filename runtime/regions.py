@@ -167,6 +167,7 @@ def untiled(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
         if not region.fits(shape):
             return f"a piece lies outside of {list(shape)}"
     found = cells([whole, *regions])
+    # Cells are told by which regions cover them; number 0 is the whole tensor.
     missing = found.get(frozenset((0,)), 0)
     if missing:
         return f"{missing} of {whole.num_elements} elements are in no piece"

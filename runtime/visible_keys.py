@@ -130,6 +130,7 @@ def _corners(band: Band, start: int, stop: int, first_key: int, key_stop: int) -
         *(when(band.low, band.low_step, key) for key in (first_key, key_stop)),
         *(when(band.end, band.end_step, key) for key in (first_key, key_stop)),
     ]
+    # The interval grows or shrinks: somewhere its ends meet.
     if band.low_step != band.end_step:
         found.append(when(band.low, band.low_step, band.end))
         found.append(when(band.end, band.end_step, band.low))

@@ -164,6 +164,7 @@ class BodyWriter(StatementWriter):
             *([number] if run.container and method.takes_layer else []),
         ]
         arguments += [*inputs, *run.symbols]
+        # Where the block is recomputed, its random numbers must be the same the second time.
         if not run.recompute:
             return f"self.{method.name}({', '.join(arguments)})"
         self._need("recompute")

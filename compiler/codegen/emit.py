@@ -318,6 +318,7 @@ class Writer(BodyWriter):
         scope = Scope(self._reserved(program))
         for argument in self._arguments.values():
             scope.reserve(argument)
+            # The leaves of a container among the arguments get a variable of this name.
             scope.reserve(f"{argument}_leaves")
         head = self._unpack(scope, used_symbols(program))
         body = self._statements(program, scope)

@@ -265,6 +265,7 @@ class _PipelineWriter(BodyWriter):
             self.imports |= {"import math"} if "math." in text else set()
         layouts.append("        return {")
         for crossing in program.crossings:
+            # A rank needs the layouts of what its own stages send and receive.
             if {crossing.source, crossing.target} & set(self.own):
                 ends = (
                     f"({_layout_source(crossing.sent.layout)}, "

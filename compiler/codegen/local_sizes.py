@@ -110,6 +110,7 @@ def _number(leaf: Arg, mesh: Mesh) -> Arg:
         num_pieces = mesh.axis_size(axis.name)
         size = simplify(size)
         return (
+            # Even pieces: 64 over 4 ranks is 16 everywhere. Else each rank asks for its own size.
             size // num_pieces
             if isinstance(size, int) and size % num_pieces == 0
             else LocalSize(size, axis)

@@ -214,6 +214,7 @@ class Scope:
         """The source text that reads a value."""
         if value.name in self._names:
             return self._names[value.name]
+        # Inside the method of a layer, its weights are read from the argument ``block``.
         if self.block is not None:
             below = weight_path(value, self.block)
             if below is not None:

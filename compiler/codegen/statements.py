@@ -324,6 +324,7 @@ class StatementWriter:
         targets = ", ".join(scope.name(value) for value in op.results)
         guards = []
         if op.only_in == "train":
+            # Such as the counter of batches of a batch norm: nothing may read it in evaluation.
             self._train_only |= {value.name for value in op.results}
             guards.append("if self.training")
         if not op.grad_enabled:
@@ -354,6 +355,7 @@ class StatementWriter:
             describe(v, l, program.graph.dims)
             for v, l in zip(original.results, instruction.layouts, strict=True)
         ]
+        # ``topk`` gives two tensors of one layout: it is said once.
         alike = len(texts) > 1 and len(set(texts)) == 1
         layout = f"each {texts[0]}" if alike else " ".join(texts)
         source = (

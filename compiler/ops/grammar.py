@@ -177,6 +177,7 @@ class _Parser:
             return tuple(names)
         if self.token.kind == "number":
             number = self.next()
+            # A fixed size would hold for one model only, while a rule is of any call.
             if number.text != "1":
                 hint = "give the dim a name, with ^ if it must not be split"
                 raise _SyntaxError(f"a dim of fixed size {number.text}", number.span, hint)

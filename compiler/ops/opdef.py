@@ -47,6 +47,7 @@ class Parameter:
 def parse_signature(text: str) -> tuple[Parameter, ...]:
     """Read ``"input, *shape"`` or ``"input, other, *, alpha=1"``; defaults are Python literals."""
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # type: ignore[attr-defined]
+    # Python keeps the defaults of the last arguments.
     defaults = [REQUIRED] * (len(arguments.args) - len(arguments.defaults)) + [
         ast.literal_eval(d) for d in arguments.defaults
     ]

@@ -321,6 +321,8 @@ def _check_sources(rule: OpRule, op: IROp) -> None:
         free = factor.kind is not FactorKind.FROZEN and (
             rule.parallel is None or factor.name not in rule.parallel.factors
         )
+        # ``x -> n x`` with ``n`` from an argument: a rank with half of ``n`` would still make all
+        # of it.
         if free and factor.name in found(rule.results) - found(rule.operands):
             raise AnnotationError(
                 f"annotation of {op.target}: no argument has the dim {factor.name}",

@@ -69,6 +69,7 @@ def _freeze_stretch(build: RuleBuilder, left: _Side, right: _Side) -> None:
     """Take dims off both sides until their products agree, each a frozen factor of its own."""
     taken_left, taken_right = _freeze_one(build, left), _freeze_one(build, right)
     while not (divides(taken_left, taken_right) and divides(taken_right, taken_left)):
+        # The side with the smaller product takes its next dim: 6 and 4 become 6 * 2 and 4 * 3.
         behind = left if _is_behind(taken_left, taken_right) else right
         if not behind:
             behind = right if behind is left else left

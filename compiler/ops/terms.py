@@ -130,6 +130,7 @@ def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str,
         return atoms or (Atom((1,)),)
 
     layout = Layout(tuple(map(dim, term)))
+    # Names in the layout's text, such as ``seq``, whose values are passed beside it.
     atoms = (atom for atoms_of_dim in layout.dims for atom in atoms_of_dim)
     expressions = (size for atom in atoms for size in atom.segments if not is_static(size))
     symbols = {symbol for size in expressions for symbol in size.free_symbols}

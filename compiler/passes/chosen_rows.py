@@ -179,6 +179,7 @@ def _without_row_counts(op: IROp) -> IROp:
         def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
             return {"shape": (-1, *local.shape(rule.results[0])[1:])}
 
+        # How many rows there are is up to the router: torch works it out.
         shape = (-1, *op.results[0].shape[1:])
         return replace(op.with_args(shape=shape), rule=replace(op.rule, localise=localise))
     sizes = (leaf for _, arg in op.args for leaf in leaves(arg) if type(leaf) is int)

@@ -52,6 +52,7 @@ class GatherTogether:
         """The program with gathers that join the ones before them."""
         if not any(len(stretch) > 1 for part in _programs(program) for stretch in _stretches(part)):
             return program
+        # Joined gathers are whole at the same time: taken only if no rank's peak rises.
         most = self._peaks(program)
         tried = [program]
         for first_alone, last_alone in _ENDS:

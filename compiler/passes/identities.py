@@ -62,6 +62,7 @@ def _operand_given_back(op: IROp, in_order: set[str]) -> IRValue | None:
     """The operand that the result equals; ``None`` if it is something else."""
     rule = _IDENTITIES.get(op.target)
     operand = rule(op, in_order) if rule is not None and op.only_in is None else None
+    # A buffer may be written to later, and whoever has a copy of it keeps the old values.
     if operand is None or operand.kind is ValueKind.BUFFER:
         return None
     (result,) = op.results

@@ -313,6 +313,7 @@ def _lower_stage(
     outputs: dict[str, Layout | str | None] = {
         str(i): sent[value.name] for i, (value, _) in enumerate(stage.sends)
     }
+    # A stage returns what it sends, then its part of the model's outputs.
     for i, (path, _) in enumerate(stage.outputs, start=len(stage.sends)):
         outputs[str(i)] = plan.outputs.get(path, "whole")
     own = replace(

@@ -224,6 +224,8 @@ class MaskReader:
             return False
         mask = self._folded.of(value)
         assert mask is not None
+        # By query: the first key it sees and the one behind the last; ``exact``: it sees all
+        # between.
         low, end, exact = runs_of(mask.view(mask.shape[-2:]))
         if not bool(exact.all()):
             return False

@@ -45,6 +45,7 @@ def opaque_rule(op: IROp) -> OpRule:
     def refs(value_shape: tuple[Size, ...]) -> tuple[tuple[FactorRef, ...], ...]:
         dims = []
         for size in value_shape:
+            # A factor of its own for each dim: nothing is known of which belong together.
             factors.append(Factor(f"f{len(factors)}", (size,), FactorKind.FROZEN))
             dims.append((FactorRef(factors[-1].name),))
         return tuple(dims)

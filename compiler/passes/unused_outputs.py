@@ -38,6 +38,7 @@ def in_training(graph: IRGraph, wishes: Mapping[str, object]) -> set[str]:
     needed = {value.name for value in outputs if isinstance(value, IRValue)}
     needed |= {after.name for _, after in graph.buffer_updates}
     found = set()
+    # From the results back: an operator is needed if something behind it is.
     for op in reversed(graph.ops):
         read = any(result.name in needed for result in op.results)
         if read or op.updates_buffers or op.region is not None:

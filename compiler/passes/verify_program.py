@@ -342,6 +342,7 @@ class _Walk:
         cut = [(step.after, step.to_dim, step.to_cut)] if step.kind == "all_to_all" else []
         if step.kind in SLICES:
             cut = [(step.after, step.dim, step.cut)]
+        # Worked out anew from the layouts, not taken from what lowering has noted.
         for layout, dim, sizes in joined + cut:
             if (
                 dim is None

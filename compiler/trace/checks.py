@@ -54,6 +54,7 @@ def warn_state_hooks(module: torch.nn.Module) -> None:
         where = f"{path or '(root)'} ({type(submodule).__name__})"
         if any(getattr(submodule, table) for table in _STATE_HOOKS):
             lost, remedy = f"the state dict hooks of {where}", "apply them to merged state dicts"
+        # The class overrides it: something is saved that is no tensor.
         elif type(submodule).get_extra_state is not torch.nn.Module.get_extra_state:
             lost, remedy = f"the extra state of {where}", "save it beside the checkpoint"
         else:

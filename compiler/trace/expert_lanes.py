@@ -261,6 +261,7 @@ class _Merge:
         for ours, theirs in zip(first.asked.results, lane.asked.results, strict=True):
             same[ours.name] = theirs
         assert first.before is not None and lane.before is not None
+        # The result so far: the lanes add to it one after the other.
         same[first.before.name] = lane.before
         for op, other in zip((*first.body, first.end), (*lane.body, lane.end), strict=True):
             self._compare(op, other, same)
@@ -425,6 +426,7 @@ class _Merge:
             return
         assert self.gains is not None
         made = self.gains
+        # ``weights[token, choice, None]``: a dim more, to multiply rows with.
         if taken.ndim > 1:
             made = replace(taken, shape=(self.num_rows, *taken.shape[1:]))
             self._emit(torch.Tensor.view, [made], op, self.gains, self.num_rows, *taken.shape[1:])

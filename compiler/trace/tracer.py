@@ -407,6 +407,7 @@ class Tracer(TorchFunctionMode):
         else ``None``.
         """
         passes: bool | Unread | None = (
+            # Only what may be a condition: ``if (x > 0).all()`` asks for a truth value.
             passing(user_frame()) if name in ("__bool__", "item") else None
         )
         if passes is None and name == "item":

@@ -176,6 +176,7 @@ def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
     op_names = {op.name for op in (*train.ops, *eval_.ops)}
     renamed: dict[str, IRValue] = {}
     for value, tensor in eval_.constants:
+        # One name must not stand for two tensors in one generated file.
         if value.name in known and not _same_tensor(known[value.name], tensor):
             renamed[value.name] = replace(value, name=f"{value.name}_eval")
 

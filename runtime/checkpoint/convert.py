@@ -173,6 +173,7 @@ def _packed(
     total = 0
     for name, file in where.items():
         source = _source(files, file, name)
+        # A tensor larger than the limit gets a file of its own.
         if packed[-1] and max_file_bytes is not None and total + source.num_bytes > max_file_bytes:
             packed.append([])
             total = 0

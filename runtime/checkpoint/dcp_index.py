@@ -292,6 +292,7 @@ class _Folder:
             value: Any = None
             if path in self.values:
                 value = self._plain(path, self.values[path])
+            # torchtitan saves the step as a tensor of one element.
             elif path in self.tensors and self.tensors[path].shape in ((), (1,)):
                 value = self._tensor(self.tensors[path]).item()
                 self.used.add(path)

@@ -93,6 +93,7 @@ class NamedState:
             for number, entries in state_dict["state"].items()
             if MASTER in entries
         }
+        # State that was a master alone is none for an optimizer that knows no masters.
         state_dict["state"] = {
             n: entries for n, entries in state_dict["state"].items() if entries or n not in masters
         }

@@ -124,6 +124,7 @@ class StatePlace:
         if len(self.regions) == 1:
             yield value.reshape(self.regions[0].shape), self.regions[0]
             return
+        # A flat shard: its regions lie end to end.
         parts = torch.split_with_sizes(
             value.reshape(-1), [region.num_elements for region in self.regions]
         )

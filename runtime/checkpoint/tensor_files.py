@@ -96,6 +96,7 @@ class FileRecord:
         """
         try:
             size = path.stat().st_size
+            # Cheap first: a truncated file is told without reading it.
             if size != self.num_bytes:
                 return f"{path.name} has {size} bytes, {self.num_bytes} were written"
             if self.sha256 is not None and digest_file(path) != self.sha256:

@@ -217,6 +217,7 @@ def _soft_rows(
     """The loss of each row ``[N, d1...]`` for targets that are probabilities."""
     dim = _class_dim(input)
     if label_smoothing:
+        # By the number of all classes, of which this rank has a part.
         target = target * (1 - label_smoothing) + label_smoothing / num_classes
     terms = log_softmax(input, dim, dim_axes=class_axes) * target
     if weight is not None:

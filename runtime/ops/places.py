@@ -135,6 +135,8 @@ def interpolate(
     y = F.interpolate(x, sizes, mode=mode, align_corners=align_corners)
     for cut in cuts:
         (start, stop), dim = cut.made, cut.edge.dim
+        # The first place that was read makes ``scale`` places, of which this rank's may begin
+        # later.
         offset = start - max(0, cut.read[0]) * scales[dim - 2] if stop > start else 0
         y = y.narrow(dim, offset, stop - start)
     return y

@@ -80,6 +80,7 @@ def _by_count(y: Tensor, cut: CutDim, padding: int) -> Tensor:
     counts = []
     for place in range(start, stop):
         first, last = edge.window.span(place, place + 1)
+        # Windows at the ends of the dim reach beyond it, where nothing counts.
         counts.append(min(last, edge.size + padding) - max(first, -padding))
     if all(count == edge.window.reach for count in counts):
         return y

@@ -153,6 +153,7 @@ def _numeric_atom(text: str, values: Mapping[str, int]) -> str:
     """``"past + seq+3/tp"`` as ``"8+3/tp"``."""
     match = re.fullmatch(rf"(.*?)((?:/{AXIS})*)", text)
     assert match is not None
+    # A plus between segments has no blanks around it, one inside of an expression has.
     segments = re.split(r"(?<! )\+(?! )", match[1])
     return (
         "+".join(

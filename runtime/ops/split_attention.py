@@ -448,6 +448,7 @@ class _Blocks:
             return
         for part in (part for share in step.shares for part in share.parts):
             keys, values = arrived[part.samples]
+            # A rank may have no keys for these samples: there is nothing to add.
             if not (keys.numel() and values.numel()):
                 continue
             kind, alike = part.tile.kind, self._alike

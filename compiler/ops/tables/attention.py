@@ -177,6 +177,8 @@ def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     places_count = op.target == "attention_where" or op.arg("is_causal", False)
     if not is_split or not (places_count or exchange):
         return {}
+    # Positions that are a product, such as rows times columns of patches, are cut by the outermost
+    # one; each of its elements is ``unit`` positions.
     outermost, unit = queries[0].factor, product(local.full[ref.factor] for ref in queries[1:])
     return {
         "query_axes": tuple(map(AxisRef, local.axes[outermost])),

@@ -40,6 +40,7 @@ def _windows(op: IROp) -> list[tuple[Size, ...]] | None:
     padding = op.arg("padding", 0)
     found: list[tuple[Size, ...]] = []
     for i, (k, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True)):
+        # From the first to the last place that a kernel of ``k`` touches.
         reach = dilation * (k - 1) + 1
         same = {"valid": 0, "same": (reach - 1) // 2}
         before = same[padding] if isinstance(padding, str) else per_dim(padding, len(kernel))[i]
@@ -188,6 +189,8 @@ def _scales(op: IROp) -> list[int] | None:
         if not divides(size, made):
             return None
         scale = quotient(made, size)
+        # ``scale & (scale - 1)`` is 0 for powers of two. Other factors are rounded in float32, and
+        # would give other neighbours at another beginning.
         if not is_static(scale) or scale & (scale - 1) or factor not in (None, scale):
             return None
         scales.append(scale)

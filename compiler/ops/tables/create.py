@@ -75,6 +75,7 @@ def _new(*, fill: bool = False) -> Normalise:
         named: Kwargs = {key: kwargs[key] for key in ("size", "fill_value") if key in kwargs}
         positional = iter(args)
         if "size" not in named:
+            # ``new_zeros(2, 3)`` and ``new_zeros((2, 3))``; ``new_full`` takes a tuple only.
             named["size"] = next(positional) if fill else _sizes(args)
         if fill and "fill_value" not in named:
             named["fill_value"] = next(positional)

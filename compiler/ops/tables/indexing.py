@@ -109,6 +109,8 @@ def _index_select(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     source = build.tensor(shape, frozen=(dim,))
+    # Which places are read is up to values, so all of the dim is needed; the list of places may be
+    # split.
     places = build.dim(op.results[0].shape[dim]) if shape else ()
     index = (places,) * op.operands[1].ndim
     return build.rule(

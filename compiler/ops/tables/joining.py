@@ -85,6 +85,7 @@ def _stacked_weights(op: IROp, build: RuleBuilder, operand: TensorRefs) -> OpRul
 
     new = build.factor(len(op.operands))
     operands: list[TensorRefs] = [
+        # Expert ``index`` is one element of the new dim, in front of its own first dim.
         ((replace(new, element=index), *operand[0]), *operand[1:])
         for index in range(len(op.operands))
     ]

@@ -155,6 +155,7 @@ def _of_vectors(form: str) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         ndim = max(value.ndim for value in op.operands)
         lead = [value.shape[:-1] if value.ndim == ndim else value.shape for value in op.operands]
+        # ``n0, n1, ...``: the dims of the vectors, one loss for each.
         terms, rows = broadcast(lead, "n")
         operands = []
         for term, value in zip(terms, op.operands, strict=True):

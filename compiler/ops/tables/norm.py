@@ -197,6 +197,8 @@ def _weight_norm(op: IROp) -> OpRule:
         if g.ndim
         else [False] * v.ndim
     )
+    # A dim that ``g`` has may be split: each of its places has a norm of its own. Over the others
+    # the norm is taken.
     term = [f"a{i}" if keeps else f"r{i}^" for i, keeps in enumerate(kept)]
     norms: list[str] = []
     if g.ndim:

@@ -154,6 +154,7 @@ def _correction(
     """``unbiased``, given by name or in the place of ``dim`` or after it, as ``correction``."""
     keywords = {key: value for key, value in kwargs.items() if key != "out"}
     positional = list(args)
+    # ``x.var(False)`` and ``x.var(1, False)``: a bool cannot be a dim.
     if len(positional) > 1 and isinstance(positional[1], bool):
         keywords["unbiased"] = positional.pop(1)
     elif len(positional) > 2:
@@ -399,6 +400,7 @@ def _softmax(target: str) -> RuleMaker:
         term = ["c^" if i == dim else f"a{i}" for i in range(ndim)]
         form = ParallelForm(
             target,
+            # Maxima and sums do not care which places a rank has.
             {"c": ParallelFactor(anywhere=True)},
             {"c": "dim_axes"},
             lambda op, local: {"dim": op.arg("dim", dim)},

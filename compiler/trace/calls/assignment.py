@@ -43,6 +43,7 @@ def _assign_mixed(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], ne
     """
     if None in [item for item in items if not isinstance(item, IRValue)]:
         return _assign_by_tensors(recorder, whole, items, new)
+    # One number or slice at a time: take the part, write into it by what is left, put it back.
     aligned, dim = _aligned(items, whole.ndim), 0
     for position, item in enumerate(aligned):
         if not isinstance(item, IRValue) and item != slice(None):

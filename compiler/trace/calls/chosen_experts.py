@@ -86,6 +86,7 @@ def _compared(mask: IRValue, made_by: dict[str, IROp]) -> Question | None:
         return _compared(op.operands[0], made_by)
     if op.target == "eq" and type(op.arg("other")) is int:
         chosen = op.operands[0]
+        # ``[tokens]``, or ``[tokens, top_k]``.
         whole = not chosen.dtype.is_floating_point and chosen.ndim in (1, 2)
         return Question(chosen, op.arg("other"), tuple(range(chosen.ndim))) if whole else None
     index = op.arg("index")

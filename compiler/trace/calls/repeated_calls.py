@@ -100,6 +100,7 @@ class RepeatedCalls:
         if found is None:
             return None
         made = [self._made(result) for result in found.of]
+        # Results with a gradient must have a node of autograd behind them, as real ones do.
         flows = [x for x, result in zip(made, found.of, strict=True) if result.requires_grad]
         if flows:
             through = iter(_follow(flows, self._leaf))

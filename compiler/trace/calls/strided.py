@@ -83,6 +83,7 @@ def _places(runs: list[_Run], start: int, dims: _Places) -> list[tuple[int, _Pla
     found = []
     for run, places in zip(runs, _by_run(runs, dims), strict=True):
         begin, start = divmod(start, run.stride)
+        # A step inside of one element of the run would read parts of two.
         if any(step % run.stride for _, _, step in places):
             return None
         along = sorted(

@@ -68,6 +68,7 @@ def vmap_traced(modes: Modes) -> Iterator[None]:
 def _run_whole(
     modes: Modes, mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    # ``make_fx`` takes tensors alone; the rest is bound.
     places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
 
     def of_tensors(*tensors: torch.Tensor) -> Any:

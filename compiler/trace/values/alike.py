@@ -104,6 +104,8 @@ class _Numbering:
         self._follows.update((result.name, follows) for result in op.results)
 
     def _of_result(self, op: IROp, index: int) -> int:
+        # What has no effect on numbers is looked through, so that two ways to write one thing get
+        # one number.
         if op.results[0].name not in self._follows:
             if (same := self._left_as_it_is(op)) is not None:
                 if same.name in self._reshaped:

@@ -174,6 +174,7 @@ class Constants:
             return []
         found: dict[str, None] = {}
         for value, call in self._history(tensor):
+            # Declaring inputs constant would not help: these values differ in each call.
             if call is not None and call.name in RANDOM:
                 return []
             if call is None and value.kind is ValueKind.INPUT and not value.dtype.is_floating_point:
@@ -318,6 +319,8 @@ class Constants:
         if found is None:
             return None
         real, made_of = found
+        # What was looked at is compiled in: the input becomes a constant, which every call
+        # compares.
         for name in made_of & self._dummies.keys():
             self._inputs.setdefault(name, KnownInput(self._dummies[name].cpu(), False))
         self.read |= made_of

@@ -135,6 +135,7 @@ class Dynamic:
             return ()
         found: dict[str, sympy.Basic] = {}
         for guard in self.env.guards:
+            # torch's symbols (``s0``) by the names that the user has given to the dims.
             expression = guard.expr.xreplace(self._names)
             found.setdefault(str(expression), expression)
         return tuple(

@@ -234,6 +234,7 @@ class Selecting:
         by = self._recorder.value(chosen.mask)
         if not self._same(by, self._recorder.value(mask)) or chosen.whole.shape != target.shape:
             return NotImplemented
+        # Elements that the mask leaves out stay: no size depends on values.
         target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
         return None
 

@@ -277,6 +277,8 @@ def of_elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         return NotImplemented
 
     def full(x: Any) -> Any:
+        # What the mask leaves out may be anything: in its place stand values that no function
+        # chokes on, nor makes infinite gradients of.
         return x.harmless() if isinstance(x, Selection) else x
 
     return chosen[0].of(function(*map(full, args), **{key: full(x) for key, x in kwargs.items()}))

@@ -132,6 +132,27 @@ def _rnn_scan_results(hidden_states: Any, **others: Any) -> Any:
     )
 
 
+def _mlstm_states(key: Any, value: Any, decays: Any, gates: Any, *others: Any) -> str:
+    """States in front of each chunk, and the last one, laid end to end: ``c k`` matrices of ``k x
+    v``, vectors of ``k``, numbers.
+    """
+    states, vectors, numbers, first, first_vector, first_number = others[:6]
+    terms = ["b h s^ k^", "b h s^ v^", "b h c^ l^", "b h c^ l^"]
+    terms += [_if(states, "b h x^ v^"), _if(vectors, "b h x^"), _if(numbers, "b h y^")]
+    terms += [_if(first, "b h k^ v^"), _if(first_vector, "b h k^"), _if(first_number, "b h 1")]
+    return f"{', '.join(terms)} -> b h x^ v^, b h x^, b h y^"
+
+
+def _mlstm_states_results(matK: Any, matV: Any, num_chunks: int = 1, **others: Any) -> Any:
+    batch, heads, keys, values = (*matK.shape[:2], matK.shape[3], matV.shape[3])
+    stored = num_chunks + 1
+    return (
+        matK.new_empty((batch, heads, stored * keys, values)),
+        matK.new_empty((batch, heads, stored * keys)),
+        matK.new_empty((batch, heads, stored)),
+    )
+
+
 def _if(tensor: Any, term: str) -> str:
     return "?" if tensor is None else term
 
@@ -156,6 +177,13 @@ KNOWN_LOOPS: Mapping[str, KnownLoop] = {
     ),
     "chunk_kimi_delta_attention": KnownLoop(
         f"{_DELTA}, chunk_size=64, {_STEPS}", _DECAYS_BY_KEY, _delta_rule_results
+    ),
+    "mlstm_chunkwise_recurrent_fw_C": KnownLoop(
+        "matK, matV, vecB, vecI, matC_states=None, vecN_states=None, scaMinter_states=None, "
+        "matC_initial=None, vecN_initial=None, scaMinter_initial=None, qk_scale=None, "
+        "chunk_size=64, num_chunks=1",
+        _mlstm_states,
+        _mlstm_states_results,
     ),
     "rwkv_linear_attention": KnownLoop(
         "time_decay, time_first, key, value, state=None, return_state=False",

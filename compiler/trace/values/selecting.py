@@ -25,6 +25,9 @@ from shardwright.runtime.errors import TraceError
 UNRECORDED = {"is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
 """Calls that no graph has."""
 
+_FILLED = {"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"}
+"""Functions whose result has a size that is given, and the same number everywhere."""
+
 _SIZELESS = {"dtype", "device", "ndim", "layout"}
 """What may be read of elements that a mask chooses, without knowing how many they are."""
 
@@ -45,6 +48,8 @@ class Selecting:
 
     def __init__(self, recorder: Recorder, constants: Constants, mode: Mode) -> None:
         self._recorder, self._constants, self._mode = recorder, constants, mode
+        # By the ``id`` of a number of rows that forward has asked for: the selection that has them.
+        self._counted: dict[int, Selection] = {}
 
     def is_read(self, arguments: Any) -> bool:
         """Whether there are selections among the arguments of a call."""
@@ -134,6 +139,35 @@ class Selecting:
         self._recorder.keep(fake)
         return fake
 
+    def _count(self, chosen: Selection) -> torch.Tensor:
+        """The number of rows of a selection, known as such from here on."""
+        count = chosen.mask.sum()
+        self._counted[id(count)] = chosen
+        self._recorder.keep(count)
+        return count
+
+    def filled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``torch.ones(x[mask].shape[0], 4)`` and the like make: rows that the mask chooses of
+        ones for each of its elements. ``None`` for other calls.
+        """
+        if not self._counted or name not in _FILLED:
+            return None
+        others, own = dict(kwargs), 1 if name.startswith("new_") else 0
+        sizes = others.pop("size", args[own:])
+        values: tuple[Any, ...] = ()
+        if name.endswith("full") and "size" not in kwargs:
+            sizes, values = args[own], args[own + 1 :]
+        elif "size" in kwargs:
+            values = args[own:]
+        if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+            (sizes,) = sizes
+        chosen = self._counted.get(id(sizes[0])) if sizes else None
+        if chosen is None:
+            return None
+        with self._mode:
+            whole = func(*args[:own], (*chosen.mask.shape, *sizes[1:]), *values, **others)
+        return self._stand_in(chosen.of(whole))
+
     def _of(self, tensor: torch.Tensor) -> Selection | None:
         return self._recorder.selections.get(id(tensor))
 
@@ -155,12 +189,12 @@ class Selecting:
             if is_getter(func):
                 of = self._of(args[0])
                 if name == "shape" and of is not None:
-                    return (of.mask.sum(), *of.row)
+                    return (self._count(of), *of.row)
             elif name == "size" and (arguments[1:] or tuple(named.values())) in (
                 (0,),
                 (-1 - len(arguments[0].row),),
             ):
-                return arguments[0].mask.sum()
+                return self._count(arguments[0])
             elif name in READERS and binds(READERS[name], arguments, named):
                 result = READERS[name](*arguments, **named)
             elif name == "__setitem__":

@@ -241,7 +241,7 @@ ELEMENTWISE = {
     "relu", "gelu", "silu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
     "logaddexp", "where", "eq", "ne", "lt", "le", "gt", "ge", "square", "logical_and",
     "logical_or", "logical_not", "to", "float", "double", "half", "bfloat16", "int", "long",
-    "bool", "detach", "clone", "contiguous",
+    "bool", "detach", "clone", "contiguous", "zeros_like", "ones_like", "full_like",
 }  # fmt: skip
 """Functions, by name, whose result is chosen by the mask that has chosen their operands; signs are
 in :data:`_SIGNS`.

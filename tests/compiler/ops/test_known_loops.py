@@ -26,6 +26,7 @@ HOMES = {
     "torch_chunk_gated_delta_rule": "qwen3_next",
     "torch_recurrent_gated_delta_rule": "qwen3_next",
     "chunk_kimi_delta_attention": "kimi_linear",
+    "mlstm_chunkwise_recurrent_fw_C": "xlstm",
     "rwkv_linear_attention": "rwkv",
     "RecurrentGemmaRglru._rnn_scan": "recurrent_gemma",
 }
@@ -86,6 +87,25 @@ def recurred(**options: Any) -> dict[str, Any]:
     }
 
 
+def chunked(**options: Any) -> dict[str, Any]:
+    """Two chunks of three steps."""
+    keys, gates = (BATCH, HEADS, 6, KEY), (BATCH, HEADS, 2, 3)
+    sizes = {"chunk_size": 3, "num_chunks": 2}
+    return {
+        "matK": draw(*keys),
+        "matV": draw(*keys[:3], VALUE),
+        "vecB": -draw(*gates),
+        "vecI": draw(*gates),
+        **sizes,
+        **options,
+    }
+
+
+FIRST = {
+    "matC_initial": draw(BATCH, HEADS, KEY, VALUE),
+    "vecN_initial": draw(BATCH, HEADS, KEY),
+    "scaMinter_initial": draw(BATCH, HEADS, 1),
+}
 STATE = {"initial_state": draw(BATCH, HEADS, KEY, VALUE), "output_final_state": True}
 GATED = {
     "D": draw(VALUE),
@@ -105,6 +125,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
         ruled(decays=(KEY,), chunk_size=2),
         ruled(decays=(KEY,), chunk_size=4, **STATE),
     ],
+    "mlstm_chunkwise_recurrent_fw_C": [chunked(), chunked(**FIRST)],
     "rwkv_linear_attention": [attended(), attended(return_state=True)],
     "RecurrentGemmaRglru._rnn_scan": [recurred(), recurred(recurrent_states=draw(BATCH, VALUE))],
 }

@@ -144,12 +144,12 @@ def _mlstm_states(key: Any, value: Any, decays: Any, gates: Any, *others: Any) -
 
 
 def _mlstm_states_results(matK: Any, matV: Any, num_chunks: int = 1, **others: Any) -> Any:
-    batch, heads, keys, values = (*matK.shape[:2], matK.shape[3], matV.shape[3])
+    heads, keys, values = matK.shape[:2], matK.shape[3], matV.shape[3]
     stored = num_chunks + 1
     return (
-        matK.new_empty((batch, heads, stored * keys, values)),
-        matK.new_empty((batch, heads, stored * keys)),
-        matK.new_empty((batch, heads, stored)),
+        matK.new_empty((*heads, stored * keys, values)),
+        matK.new_empty((*heads, stored * keys)),
+        matK.new_empty((*heads, stored)),
     )
 
 

@@ -99,10 +99,10 @@ class Tracer(TorchFunctionMode):
         name = plain_name(func)
         # Calls of the model's code, not those that an operator makes inside.
         if not self._calls.is_running:
-            if self._selecting.is_read((args, kwargs)):
-                return self._selecting.read(func, name, args, kwargs)
             if (filled := self._selecting.filled(func, name, args, kwargs)) is not None:
                 return filled
+            if self._selecting.is_read((args, kwargs)):
+                return self._selecting.read(func, name, args, kwargs)
             if name in FACTS and is_getter(func) and args[0] is not None:
                 return self._facts.read(func, name, args[0])
             if name in ("requires_grad", "requires_grad_") and not is_getter(func):

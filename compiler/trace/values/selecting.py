@@ -164,8 +164,10 @@ class Selecting:
         chosen = self._counted.get(id(sizes[0])) if sizes else None
         if chosen is None:
             return None
+        # ``rows.new_ones``: of the rows, only the dtype is used.
+        like = [found.whole if (found := self._of(arg)) else arg for arg in args[:own]]
         with self._mode:
-            whole = func(*args[:own], (*chosen.mask.shape, *sizes[1:]), *values, **others)
+            whole = func(*like, (*chosen.mask.shape, *sizes[1:]), *values, **others)
         return self._stand_in(chosen.of(whole))
 
     def _of(self, tensor: torch.Tensor) -> Selection | None:

@@ -39,13 +39,10 @@ def spelled(instruction: Compute, mesh: Mesh) -> IROp:
     sizes = local_sizes(rule, axes, mesh, spelled=True)
     # The rule's own function makes the local call of expressions now, where lowering gave it
     # numbers.
-    found = dict(rule.localise(original, rule, sizes))
+    made = rule.localise(original, rule, sizes)
+    found = {name: _once(arg, op.arg(name)) for name, arg in made.items() if op.has_arg(name)}
     return op.with_args(
-        **{
-            name: arg
-            for name, arg in found.items()
-            if op.has_arg(name) and _same(arg, op.arg(name), mesh)
-        }
+        **{name: arg for name, arg in found.items() if _same(arg, op.arg(name), mesh)}
     )
 
 
@@ -89,6 +86,15 @@ def sizes_in(op: IROp) -> set[LocalSize]:
     """The sizes of pieces that the arguments of a call speak of."""
     found = (leaf for _, arg in op.args for leaf in leaves(arg) if isinstance(leaf, sympy.Expr))
     return {size for leaf in found for size in leaf.atoms(LocalSize)}
+
+
+def _once(spelled_arg: Arg, arg: Arg) -> Arg:
+    """``8 * local_heads`` for three times that, where the program has one number for equal pieces:
+    ``split(32)``. As expressions sizes may be 0, so the rule says each of them.
+    """
+    if isinstance(arg, int) and isinstance(spelled_arg, tuple) and len(set(spelled_arg)) == 1:
+        return spelled_arg[0]
+    return spelled_arg
 
 
 def _same(spelled_arg: Arg, arg: Arg, mesh: Mesh) -> bool:

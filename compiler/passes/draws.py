@@ -12,10 +12,14 @@ from dataclasses import replace
 
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Compute, Instruction, Loop, Program, Step, steps
+from shardwright.runtime.atoms import axes_in
 from shardwright.runtime.errors import PlanError
 
 ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
 """Operators that draw a number for every element of their result."""
+
+_OF_PIECES = ELEMENTWISE | {"scaled_dot_product_attention"}
+"""Operators that know the shape of what they draw: attention draws for its weights."""
 
 
 def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram:
@@ -70,14 +74,13 @@ def _drawn(instruction: Instruction) -> Instruction:
 
 
 def _drawn_step(instruction: Step) -> Step:
-    if not isinstance(instruction, Compute) or instruction.original.target not in ELEMENTWISE:
+    if not isinstance(instruction, Compute) or instruction.original.target not in _OF_PIECES:
         return instruction
     op = instruction.op
     if not op.has_arg("layout"):
         return instruction
-    (layout,) = instruction.layouts
+    # The axes of the mask, not of the result: attention's weights have no dim of values.
+    axes = axes_in(str(op.arg("layout")))
     kept = tuple((name, arg) for name, arg in op.args if name not in ("layout", "sizes"))
     op = replace(op, args=kept)
-    return replace(
-        instruction, op=op.with_args(axes=tuple(layout.cut_axes)) if layout.cut_axes else op
-    )
+    return replace(instruction, op=op.with_args(axes=axes) if axes else op)

@@ -28,6 +28,7 @@ from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, c
 from shardwright.compiler.plan.outputs import wished_layout
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Loop, Program, steps
 from shardwright.compiler.plan.repeated_blocks import reads
+from shardwright.runtime.atoms import axes_in
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.mesh import ZERO
@@ -264,11 +265,11 @@ class _Walk:
         """Check that a rank calls the operator as its pieces ask for: the function, and arguments
         such as sizes, offsets, counts and the axes over which it communicates.
         """
-        original, layouts = instruction.original, instruction.layouts
+        original = instruction.original
         assert original.rule is not None
         whole = original.with_operands(instruction.op.operands)
         expected = localise(whole, original.rule, instruction.assignment, self.mesh)
-        forms = tuple(_forms(expected, layouts))
+        forms = tuple(_forms(expected))
         if instruction.op not in forms:
             found = min((_differences(instruction.op, form) for form in forms), key=len)
             here, there = found[0] if found else ("other arguments", "those of the graph")
@@ -406,7 +407,7 @@ class _Walk:
             )
 
 
-def _forms(expected: IROp, layouts: tuple[Layout, ...]) -> Iterator[IROp]:
+def _forms(expected: IROp) -> Iterator[IROp]:
     """The ways to write a local call that later passes may choose: a ``reshape`` for a ``view``,
     and a mask that is drawn by the axes that cut it, where its layout would tell the same.
     """
@@ -415,7 +416,7 @@ def _forms(expected: IROp, layouts: tuple[Layout, ...]) -> Iterator[IROp]:
         yield expected.retarget("reshape")
     if expected.has_arg("layout"):
         kept = tuple((key, arg) for key, arg in expected.args if key not in ("layout", "sizes"))
-        drawn, axes = replace(expected, args=kept), tuple(layouts[0].cut_axes)
+        drawn, axes = replace(expected, args=kept), axes_in(str(expected.arg("layout")))
         yield drawn.with_args(axes=axes) if axes else drawn
 
 

@@ -29,15 +29,16 @@ def scaled_dot_product_attention(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
     query_axes: Axes = (),
     lengths: tuple[int, int] = (0, 0),
     query_unit: int = 1,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L,
-    S]``. ``query_axes``, ``lengths``, ``query_unit``: as in :func:`split_attention`, if the rank
-    has a part of the queries and ``is_causal``.
+    S]``, ``axes`` those that cut them. ``query_axes``, ``lengths``, ``query_unit``: as in
+    :func:`split_attention`, if the rank has a part of the queries and ``is_causal``.
 
     query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``; with ``enable_gqa`` the head
     dim (-3) of key and value is smaller, and each of their heads serves a run of query heads.
@@ -68,7 +69,8 @@ def scaled_dot_product_attention(
         weights = weights.masked_fill(attn_mask.logical_not(), 0.0)
     else:
         weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
-    return dropout(weights, dropout_p, rng=rng, draw=draw, layout=layout, sizes=sizes) @ value
+    kept = dropout(weights, dropout_p, rng=rng, draw=draw, layout=layout, sizes=sizes, axes=axes)
+    return kept @ value
 
 
 def _causal_mask(key: Tensor, queries: Sequence[Run]) -> Tensor:

@@ -18,15 +18,18 @@ from shardwright.compiler.plan.program import Compute
 
 
 class Heads(nn.Module):
-    """Attention scores of 4 heads, with a variable called like the number of a rank's heads."""
+    """Scores of 4 heads from three projections, with a variable called like the number of a rank's
+    heads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.query, self.out = nn.Linear(8, 48), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         local_heads = x * 2
-        heads = self.query(local_heads).view(4, 6, 4, 4).transpose(1, 2).softmax(-1)
+        query, key, value = self.query(local_heads).split(16, dim=-1)
+        heads = (query * key + value).view(4, 6, 4, 4).transpose(1, 2).softmax(-1)
         return self.out(heads.transpose(1, 2).reshape(4, 6, 16)).square().mean()
 
 
@@ -40,6 +43,7 @@ X = {"x": torch.linspace(-1, 1, 4 * 6 * 8, dtype=torch.float64).reshape(4, 6, 8)
             "tp",
             [
                 "local_heads_1 = tp.local_size(4)",
+                ".split(4 * local_heads_1, dim=-1)",
                 ".view(4, 6, local_heads_1, 4)",
                 ".reshape(4, 6, 4 * local_heads_1)",
             ],
@@ -48,6 +52,7 @@ X = {"x": torch.linspace(-1, 1, 4 * 6 * 8, dtype=torch.float64).reshape(4, 6, 8)
             "data",
             [
                 "local_batch = dp.local_size(4)",
+                ".split(16, dim=-1)",
                 ".view(local_batch, 6, 4, 4)",
                 ".reshape(local_batch, 6, 16)",
             ],

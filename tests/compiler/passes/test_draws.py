@@ -47,3 +47,40 @@ def test_what_masks_are_drawn_by(policy: str, options: dict, keywords: list[str]
         text,
     )
     assert [call.strip() for call in calls] == keywords, text
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq = x.shape[:2]
+        query, key, value = (
+            t.view(batch, seq, 4, 2).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1)
+        )
+        rate = 0.5 if self.training else 0.0
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=rate)
+        return self.out(seen.transpose(1, 2).reshape(batch, seq, 8)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "keywords"),
+    [
+        ("tp", {}, ['axes=("tp",)']),
+        ("data", {}, ['axes=("dp",)']),
+        (
+            "tp",
+            {"rng": "plan_independent"},
+            ['layout="[batch, 4/tp, seq, seq]"', 'sizes=(("batch", batch), ("seq", seq))'],
+        ),
+    ],
+)
+def test_what_attention_is_drawn_by(policy: str, options: dict, keywords: list[str]) -> None:
+    """Its weights are drawn: heads are cut in them, whether sizes are numbers or names."""
+    x = torch.ones(2, 5, 8, dtype=torch.float64)
+    graph = plans.traced(Attends().double(), {"x": x}, dynamic_dims={"x": {0: "batch", 1: "seq"}})
+    text = plans.compile_with(graph, policy, 2, **options).files["gencode0.py"]
+    call = text[text.index('draw="') : text.index("transpose", text.index('draw="'))]
+    assert all(keyword in call for keyword in keywords), call
+    assert ("layout=" in call) == ("sizes=" in call) == bool(options), call

@@ -88,6 +88,7 @@ def _check_shapes(batch: Mapping[str, Any], role: Role, where: Callable[[], str]
         if fits:
             continue
         wanted = f"[{', '.join('any' if size is None else str(size) for size in expected)}]"
+        # Only the number of samples differs: then the global batch is what is wrong.
         is_count = len(expected) == leaf.ndim and list(leaf.shape)[1:] == expected[1:]
         raise InputError(
             f"the input {path!r} of a batch is {list(leaf.shape)}, and the module was compiled for "

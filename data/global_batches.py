@@ -121,6 +121,7 @@ class Share:
                 why="all of them take every step",
                 hint=f"use global_batch={self.role.data_size} or more",
             )
+        # Replicas, then microbatches, then the ranks of a unit that share one: each must divide.
         size, rest = divmod(self.global_batch, replicas)
         parts = self.microbatch or size
         problem = ""

@@ -240,6 +240,7 @@ def _microbatch_of(
         if found.takes_list:
             _check_compiled(found, microbatch, stacks)
         return microbatch
+    # A pipeline was compiled for so many microbatches, so their size follows from the batch.
     size, rest = divmod(global_batch, found.num_replicas * wanted)
     if rest or (microbatch is not None and microbatch != size):
         given = "" if microbatch is None else f" with microbatch={microbatch}"

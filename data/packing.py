@@ -217,6 +217,7 @@ def pack_row(parts: Sequence[Mapping[str, Tensor]], packing: Packing) -> dict[st
     for key in keys:
         pieces = [part[key][: packing.length] for part in parts]
         row[key] = _filled(pieces, packing, packing.padding.get(key, PADDING.get(key, 0)))
+    # Documents are counted from 1, so that padding, 0, is of none of them.
     row["position_ids"] = _filled(position_ids, packing, 0)
     row["document_ids"] = _filled(document_ids, packing, 0)
     return row

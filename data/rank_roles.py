@@ -374,6 +374,7 @@ def _of_coordinates(
     """The role of a rank, without its twins. The first and the last stage read. ``context``: which
     piece of each sequence it reads, of how many; they are dealt as balances causal attention.
     """
+    # Which of the inputs these stages read is not known here: loaders give them all.
     reads = is_first or is_last
     index, count = context
     cuts: dict[str, tuple[Cut, ...]] = {}
@@ -385,6 +386,7 @@ def _of_coordinates(
         num_replicas,
         inputs=None if reads else (),
         cuts=cuts,
+        # One rank of each replica saves the state of its loader.
         saves=is_first and tensor == 0 and index == 0,
     )
 

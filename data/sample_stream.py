@@ -122,6 +122,7 @@ def _counts(weights: Sequence[float]) -> tuple[int, ...]:
             f"weights of a blend are positive numbers, not {list(weights)}",
             hint="leave out sources that are not to be read",
         )
+    # 0.1 is no binary number: taken as 1/10, so that the pattern of 0.1 and 0.9 has ten slots.
     exact = [Fraction(weight).limit_denominator(10**6) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     counts = [int(weight * scale) for weight in exact]
@@ -168,6 +169,7 @@ class BlendedStream:
         pattern = self._pattern
         rounds, slots = np.divmod(np.arange(start, stop, dtype=np.int64), pattern.length)
         sources = pattern.sources[slots]
+        # How many samples a source has given before: whole rounds, and those of this round.
         turns = rounds * np.asarray(pattern.counts)[sources] + pattern.turns[slots]
         samples = {
             int(source): self._of_source(int(source), turns[sources == source])

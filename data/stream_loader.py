@@ -165,6 +165,7 @@ class Steps(IterableDataset[Step]):
             if uses_state and _has_states(dataset):
                 dataset.load_state_dict(place.dataset)
             samples = iter(dataset)
+            # Some datasets keep the state in their iterator.
             if uses_state and not _has_states(dataset) and _has_states(samples):
                 samples.load_state_dict(place.dataset)
         except Exception as error:
@@ -188,6 +189,7 @@ class Steps(IterableDataset[Step]):
         for sample in itertools.islice(self._samples, wanted):
             read += 1
             last.append(sample)
+        # The same samples came again, so the stream is where it was.
         if read == wanted and tuple(map(sample_digest, last)) == place.last:
             return
         other, remedy = "", ""

@@ -190,6 +190,7 @@ class ShardwrightMixin:
                 hint="optimizers=(shardwright.build_optimizer(model, ...), None), or "
                 "optimizer_cls_and_kwargs=",
             )
+        # By name, as pieces and empty parameters look like others to a rule by shape.
         decayed = set(self.get_decay_parameter_names(self.model))
         make, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
@@ -314,6 +315,8 @@ def _made_parallel(
             )
         config, ranks = model.parallel_module.compute_config, model.parallel_module.ranks
         assert config is not None
+        # The stock Trainer averages over replicas, and so do learning rates and clipping that were
+        # tuned with it.
         if ranks.num_units > 1 and config.grad_reduction != "mean":
             raise _not_a_mean(config.grad_reduction)
         return model

@@ -67,10 +67,12 @@ def read_metadataset(file: Path, part: str) -> Metadataset:
 
 
 def _read(file: Path, part: str, above: tuple[Path, ...]) -> Metadataset:
+    # A file may name other such files; a circle of them would never end.
     if file.resolve() in above:
         raise DataError(f"{file} names itself", why=" -> ".join(map(str, (*above, file))))
     content = read_yaml(file)
     splits = content.get("splits", {})
+    # Energon has an entry for each split; a file without ``splits`` is one for all.
     entry = splits.get(part) if isinstance(splits, Mapping) and splits else content
     if not isinstance(entry, Mapping):
         entry = {}

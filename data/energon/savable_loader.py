@@ -110,6 +110,7 @@ class SavableLoader:
         )
         handing = Handing(num_workers=config.num_workers, prefetch_factor=self._prefetch_factor)
         entries = self._wanted(self._batches)
+        # Workers read ahead of what was given out; the state is of what was given out.
         ahead: Iterator[Fetched] = read_ahead(fetcher, entries, handing, seed)
         return ahead
 

@@ -101,6 +101,7 @@ class WorkerStream:
         """Positions ``start`` to ``stop`` of this stream as segments."""
         found: list[Segment] = []
         while start < stop:
+            # First what a redistribution has dealt to this worker, then its own epochs.
             if start < self.dealt:
                 number = bisect.bisect_right(self._ends, start)
                 segment = self.segments[number]

@@ -108,6 +108,7 @@ def listed(paths: Paths, suffixes: tuple[str, ...], name: str) -> tuple[Path, ..
     found: list[Path] = []
     for item in map(Path, given):
         if item.is_dir():
+            # Sorted, as the order of a folder is that of its file system.
             inside = sorted(p for p in item.iterdir() if p.name.endswith(suffixes) and p.is_file())
             if not inside:
                 raise DataError(f"there is no {name} in {item}", why=f"no {' or '.join(suffixes)}")

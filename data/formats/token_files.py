@@ -144,6 +144,7 @@ class TokenWindows:
         if not -len(self) <= index < len(self):
             raise IndexError(f"there is no window {index} among {len(self)}")
         start = index % len(self) * self.length
+        # One token more: the label of the last one.
         tokens = self.file.read(start, start + self.length + 1)
         positions = np.arange(start, start + self.length + 1)
         document = np.searchsorted(self.file.bounds, positions, side="right") - 1
@@ -151,6 +152,7 @@ class TokenWindows:
         if self._mask_bounds:
             labels[torch.from_numpy(document[1:] != document[:-1])] = -100
         first = np.maximum(self.file.bounds[document[:-1]], start)
+        # Counted from 1 in each window, as 0 is padding elsewhere.
         ids = np.unique(document[:-1], return_inverse=True)[1] + 1
         return {
             "input_ids": tokens[:-1],

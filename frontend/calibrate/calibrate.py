@@ -132,6 +132,7 @@ def measure_until_certain(world: World, effort: Effort, tell: Tell) -> dict[str,
         if not parts:
             break
         tell(f"again, as no fit comes near what was measured: {', '.join(sorted(parts))}")
+        # Other work on the machine makes points slow, hardly ever twice the same ones.
         again = measure(world, effort, tell, parts)
         found |= again | {"seconds": found["seconds"] + again["seconds"]}
     return found

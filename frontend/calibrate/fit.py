@@ -58,6 +58,7 @@ def fit_streams(points: Points) -> tuple[float, BandwidthTable, float]:
     for size in sorted({p["size"] for p in points}):
         own = [p for p in points if p["size"] == size]
         num_bytes.append(round(statistics.fmean(p["bytes"] for p in own)))
+        # Copies and additions of one size are one point, by what they move together.
         rates.append(sum(p["bytes"] for p in own) / sum(p["seconds"] for p in own))
     table = BandwidthTable(tuple(num_bytes), tuple(rates))
     largest = next(point for point in reversed(points) if point["stream"] == "copy")

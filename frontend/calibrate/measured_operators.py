@@ -38,6 +38,7 @@ def measure_products(world: World, effort: Effort) -> list[Point]:
     for dtype in effort.dtypes:
         sizes = _feasible_sizes(world, dtype, effort)
         grid = [(m, n, k, False) for m, n, k in itertools.product(sizes, repeat=3)]
+        # The points between tell how well the table interpolates.
         for m, n, k, check in grid + [(m, n, k, True) for m, n, k in _points_between(sizes)]:
             a = torch.randn(m, k, device=world.device).to(dtype)
             b = torch.randn(n, k, device=world.device).to(dtype)

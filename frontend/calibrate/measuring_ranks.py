@@ -108,6 +108,7 @@ def _run(
         LOCAL_WORLD_SIZE=str(num_ranks),
     )
     alive = Path(folder) / f"alive{rank}"
+    # A file, not a port, which another process could take in between.
     where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": num_ranks}
     with (
         Pulse(lambda number: alive.write_text(str(number))),

@@ -62,6 +62,7 @@ def profile(
                 continue
             call = local_call(instruction.original, instruction.assignment, mesh)
             key = call_key(call)
+            # Layers repeat, so most calls are known by now.
             if key in entries:
                 continue
             try:

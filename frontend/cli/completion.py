@@ -21,8 +21,7 @@ complete -o default -F _shardwright shardwright"""
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Run ``completion``."""
-    """Print a script of a few lines: the shell itself knows files."""
+    """Run ``completion``: print a script of a few lines. The shell itself knows files."""
     options_by_command = command_flags()
     for alias, name in ALIASES.items():
         options_by_command[alias] = options_by_command[name]

@@ -95,6 +95,7 @@ def _index(options: argparse.Namespace) -> int:
         if module is None:
             raise ConfigError(f"{path} needs no index", why="only .tar and .jsonl files have one")
         arrays = build_index(path, module.KIND, module.build)
+        # One entry of these for each sample.
         count = len(arrays["key_ends" if module is tar_shards else "start"])
         console.print(f"{path}: {count} samples", soft_wrap=True)
     return 0

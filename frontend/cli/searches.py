@@ -55,6 +55,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
     sizes = None
     if options.plan_ngpus == AUTO:
         ranks = config.runtime_ngpus
+        # Powers of two that divide the ranks.
         sizes = tuple(1 << power for power in range(ranks.bit_length()) if not ranks % (1 << power))
     # Options of the command become options of the policy, so that both are checked alike.
     config = with_options(

@@ -67,6 +67,7 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
         *parents, last = path.split(".")
         node = result
         for parent in parents:
+            # ``pas_config.num_stages=2`` and ``pas_config.tp=4`` meet in one dict.
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{path!r} and {parent!r} are both set", hint="set one of them")

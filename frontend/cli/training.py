@@ -22,6 +22,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(read)
         return 0
+    # Nobody has started ranks: this process starts them, and waits for them.
     if launcher(os.environ) is None:
         return start_ranks(_num_ranks(read.settings), _command(options))
     with joined_job():

@@ -59,6 +59,7 @@ def order_like(order: Order, given: Mapping[str, Any]) -> Order:
             return list(leaf.shape), str(leaf.dtype), _values(path, leaf, order.config)
         return repr(leaf)
 
+    # What tells kinds of calls apart: shapes, dtypes, and values that are compiled in.
     facts = [(path, fact(path, leaf)) for path, leaf in sorted(leaves.items())]
     constants = {
         path: leaves[path].tolist() if isinstance(leaves[path], Tensor) else values

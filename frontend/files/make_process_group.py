@@ -16,9 +16,11 @@ def join_process_group() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     backend = "gloo"
+    # A GPU for every rank of the node, or none at all.
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         torch.cuda.set_device(local_rank)
         backend = "nccl"
+    # torchrun keeps the old store when it starts ranks again; theirs has the addresses of the old.
     store = _store_of_restart()
     if store is None:
         dist.init_process_group(backend)

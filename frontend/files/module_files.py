@@ -337,6 +337,7 @@ def input_readers(program: Program | PipelineProgram) -> tuple[InputReader, ...]
                 if value.name in {read.name for read in stage.reads}:
                     layout = plain_sizes(own.input_layouts[value.name])
                     reader = InputReader(path, plan.ranks, plan.mesh, layout)
+                    # Training and evaluation read alike; the training body comes first.
                     found.setdefault((path, stage.index), reader)
     return tuple(found.values())
 

@@ -37,6 +37,7 @@ def initial_values(graph: IRGraph, module: nn.Module) -> tuple[Tensors, Tensors]
     constants: dict[str, tuple[Tensor, torch.dtype]] = {}
     for value in (*graph.parameters, *graph.buffers):
         assert value.fqn is not None
+        # What is in no state dict comes back with the files, never from a checkpoint.
         (weights if value.persistent else constants)[value.fqn] = (own[value.fqn], value.dtype)
     for body in graph.bodies:
         constants |= {value.name: (tensor, value.dtype) for value, tensor in body.constants}

@@ -107,6 +107,7 @@ class Call:
         for path, tensor in tensors.items():
             kinds[path] = _kind(tensor, dims.get(path, {}), heads.get(path))
         own = getattr(module, "config", None)
+        # ``forward`` asks the model's config where an argument is left out.
         kinds |= {f"config.{name}": repr(getattr(own, name, None)) for name in READ_FROM_CONFIG}
         if torch.is_autocast_enabled(device.type):
             kinds["autocast"] = str(torch.get_autocast_dtype(device.type))
@@ -128,6 +129,7 @@ class Call:
         """
         tokens = next((path for path in NEW_TOKENS if path in self.dims), "")
         length = sizes.get(self.dims.get(tokens, {}).get(1, ""), 1)
+        # A mask covers the cache and the new tokens.
         sizes = {**sizes, TOTAL: sizes[PAST] + length}
 
         def example(path: str, leaf: Any) -> Any:

@@ -122,6 +122,7 @@ def _model_ranks(asked: Any) -> int:
     for name in asked:
         if name not in ("enable", *SIZES):
             hint = did_you_mean(name, ("enable", *SIZES))
+            # A common mistake: the right key in the wrong place.
             if name in (*_FIELDS, POLICY):
                 hint = f"{name!r} stands beside 'model_parallelism', not in it"
             raise ConfigError(f"'model_parallelism' has no key {brief(name)}", hint=hint)

@@ -159,6 +159,7 @@ def load_whole(
         own = name if named is None else named(name)
         return None if own is None else there(own)
 
+    # Tensors of older versions of the class, which transformers ignores, too.
     patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     load_pretrained(
         directory,
@@ -231,6 +232,7 @@ def move_into(fresh: Path, directory: Path) -> None:
     names = {file.name for file in fresh.iterdir()}
     for name in sorted(names):
         os.replace(fresh / name, directory / name)
+    # Last: a crash before leaves too many files, never too few.
     for file in directory.iterdir():
         if _MODEL_FILES.fullmatch(file.name) and file.name not in names:
             with suppress(FileNotFoundError):

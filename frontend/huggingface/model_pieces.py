@@ -71,6 +71,7 @@ def cut(model: nn.Module, program: ParallelModule) -> None:
             ranks = program.ranks_of(one)
             with torch.no_grad():
                 piece.copy_(local_piece(whole.detach(), one.layout, ranks.mesh, ranks.coords))
+        # The model's own ``nn.Parameter`` objects stay, as an optimizer may hold them already.
         taken[one.name] = _become(whole, piece) if one.kind == "parameter" else piece
     program.take_tensors(taken)
     _fill_tables(model, program)

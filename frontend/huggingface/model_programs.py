@@ -111,6 +111,7 @@ class Programs:
             is_cut = [axis in _axes_of_heads(self._cuts.get(path, "")) for path in held]
             if any(is_cut):
                 group = self.main.ranks.group((axis,))
+                # Ranks may have unequal numbers of heads, so they are counted and not multiplied.
                 summed = group.all_reduce(sizes.clone(), "sum", phase="setup")
                 sizes = torch.where(torch.tensor(is_cut, device=sizes.device), summed, sizes)
         self.heads = dict(zip(held, sizes.tolist(), strict=True))

@@ -198,6 +198,7 @@ def ranks_on_machine(
         ranks = range(first, min(first + size, shown))
         if not ranks:
             break
+        # Rounded up.
         rows = -(-len(ranks) // columns)
         frame = (
             f'width="{min(columns, len(ranks)) * _BOX_WIDTH + 4}" height="{rows * _BOX_HEIGHT + 4}"'

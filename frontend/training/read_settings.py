@@ -144,6 +144,7 @@ def _read_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"{name} is given no value", hint=f"{name} VALUE")
             text = rest.pop(0)
         try:
+            # As in the file: ``3`` is a number, ``true`` a truth value, ``[a, b]`` a list.
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"the value of {name} is no YAML", why=str(error)) from error

@@ -46,6 +46,7 @@ def _found(name: str) -> Any:
     if ":" in name:
         return load_target(name)
     short = name.removeprefix("torch.optim.")
+    # A dotted name of another package, ``bitsandbytes.optim.Adam8bit``: the last part is the class.
     if "." in short:
         return load_target(":".join(short.rsplit(".", 1)))
     found = getattr(torch.optim, short, None)

@@ -130,6 +130,7 @@ def train(settings: RunSettings, *, hooks: Mapping[str, Hook] | None = None) -> 
     world = current_world()
     with StopRequest(world) as stop:
         made = _set_up(settings, world, stop, {**settings.hooks, **(hooks or {})})
+        # All steps were taken before: nothing is left to run.
         if isinstance(made, RunResult):
             return made
         run = made
@@ -649,6 +650,7 @@ def _written(settings: RunSettings, original: MadeModel, dtype: torch.dtype | No
     """The folder of the export, written if it is not there."""
     assert settings.export is not None
     folder, out = checkpoint_folder(settings), Path(settings.export)
+    # An earlier start of the same run has written it.
     if out.exists():
         return str(out)
     if is_peft_model(original.module):

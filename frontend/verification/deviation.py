@@ -39,6 +39,7 @@ def tensors_of(tree: Any, path: str = "") -> dict[str, Tensor]:
         children = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())
     elif isinstance(tree, list | tuple):
         children = ((f"{path}[{index}]", value) for index, value in enumerate(tree))
+    # Caches of transformers are plain objects.
     elif dataclasses.is_dataclass(tree) or type(tree).__module__.startswith("transformers."):
         children = ((f"{path}.{key}" if path else key, value) for key, value in vars(tree).items())
     return {

@@ -91,6 +91,7 @@ def copied(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for part in model.modules():
         for value in vars(part).values():
+            # ``deepcopy`` refuses these; in the memo they are copied already.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     result = copy.deepcopy(model, memo)

@@ -164,6 +164,7 @@ class _TypedRun:
         self.calls = TypedCalls(claims_of(source), self.file)
         self.calls.wrap(namespace, module)
         self.received = received_by(source)
+        # A stage at a time: each has a mesh of its own.
         if isinstance(module, PipelineModule):
             for index in module.segments:
                 self._type_entry(f"stage{index}", module.stages[index].mesh)

@@ -103,6 +103,7 @@ class TypedCalls(TorchFunctionMode):
         with spmd.no_typecheck():
             result = ops.stacked(tensors, dim, shape=shape)
         layouts = claim_of(self.claims, self.line(), 1)
+        # Each element lies on one rank of these axes; stacked they are a dim that the axes cut.
         cut = [{axis for axes in shard_axes(x) for axis in axes} for x in tensors]
         stated = set(self.mesh.ordered(layouts[0].cut_axes)) if layouts else set()
         if any(axes - set(self.mesh.outer) != stated for axes in cut):

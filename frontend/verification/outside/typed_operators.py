@@ -62,6 +62,7 @@ def agreed(*tensors: Typed | None) -> list[Typed]:
     flavours: dict[str, set[Any]] = {}
     for x, is_free in zip(found, free, strict=True):
         for axis, letter in local_types(x).items():
+            # By axis, the letters that are fixed: those of tensors with a gradient, and pieces.
             if not is_free or letter not in (I, R):
                 flavours.setdefault(axis, set()).add(letter)
     made = []

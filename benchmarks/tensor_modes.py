@@ -10,7 +10,9 @@ layers in bfloat16 on A100s, eight to a node. ``--network slow``: a tenth of the
 from __future__ import annotations
 
 import argparse
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,8 +56,10 @@ def machine(num_ranks: int, network: str) -> Hardware:
     )
 
 
-def cases(num_ranks: int, search_s: float) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, policy and options of each case."""
+def cases(num_ranks: int, search_s: float, hardware: Path) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, policy and options of each case. ``hardware``: the file of the machine that plans are
+    searched for.
+    """
     found: list[tuple[str, str, dict[str, Any]]] = [("1d", "tp", {}), ("data", "data", {})]
     for mode, shape in SHAPES[num_ranks].items():
         for again in (False, True):
@@ -63,8 +67,11 @@ def cases(num_ranks: int, search_s: float) -> list[tuple[str, str, dict[str, Any
             name = f"{mode} {'x'.join(map(str, shape))} {words}"
             options = {"mode": mode, "shape": list(shape), "gathers_again": again}
             found.append((name, "tensor", options))
+        stepped = {"mode": mode, "shape": list(shape), "gather": "steps"}
+        found.append((f"{mode} {'x'.join(map(str, shape))} steps", "tensor", stepped))
     if search_s:
-        found.append(("autodist", "autodist", {"time_limit_s": search_s}))
+        options = {"time_limit_s": search_s, "hardware": str(hardware)}
+        found.append(("autodist", "autodist", options))
     return found
 
 
@@ -87,7 +94,9 @@ def main() -> None:
     print(
         f"{given.ranks} ranks, hidden {given.hidden}, batch {given.batch}, {given.network} network"
     )
-    for name, policy, options in cases(given.ranks, given.search):
+    file = Path(tempfile.mkdtemp()) / "machine.json"
+    file.write_text(hardware.dumps())
+    for name, policy, options in cases(given.ranks, given.search, file):
         config = ComputeConfig(
             plan_ngpus=given.ranks, runtime_ngpus=given.ranks, outputs="loss", pas_config=options
         )

@@ -27,6 +27,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -46,6 +47,7 @@ from shardwright.policies.pipeline_mesh import (
     hardware_files,
 )
 from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.product_steps import in_steps
 from shardwright.policies.splits import inner_axes, split_dims, split_of
 from shardwright.policies.tensor_modes import AXES, Mode, fitting_sizes
 from shardwright.policies.weight_operands import PRODUCTS, weight_sources, weights_of
@@ -58,11 +60,15 @@ class TensorOptions(PipelineOptions):
     """``mode``: 1d, 2d, 2.5d or 3d. ``shape``: the sizes of its axes (``AXES``), major to minor;
     by default as square as the ranks of a stage allow. ``depth``: the size of ``d`` in 2.5d.
     ``gathers_again``: whether backward gathers a linear's input and weight again, or they are kept
-    whole since the forward; by default again in 2d and 2.5d, kept in 3d. ``num_stages``: stages of
-    a pipeline (default: 1).
+    whole since the forward; by default again in 2d and 2.5d, kept in 3d. ``gather``: ``"all"`` of
+    what a linear gathers at once, or in ``"steps"``, of which there are ``steps`` (default: as many
+    as ranks along the longest axis); backward then gathers again, in steps as well.
+    ``num_stages``: stages of a pipeline (default: 1).
     """
 
     mode: Mode = "1d"
+    gather: Literal["all", "steps"] = "all"
+    steps: int | None = None
     gathers_again: bool | None = None
     shape: tuple[int, ...] = ()
     depth: int | None = None
@@ -71,6 +77,7 @@ class TensorOptions(PipelineOptions):
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """The plan for ``config.plan_ngpus`` ranks: ``num_stages`` of the mode's mesh."""
     options = read_options(TensorOptions, config.pas_config, policy="tensor")
+    _check_steps(options)
     num_stages = options.num_stages or 1
     if num_stages > 1:
         check_end2end("tensor", config)
@@ -102,7 +109,36 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         plan = add_stages(graph, config, plan, options, num_stages)
     else:
         plan = replace(plan, recompute=options.recompute)
-    return in_pieces(graph, plan, options, config, "tensor")
+    plan = in_pieces(graph, plan, options, config, "tensor")
+    if options.gather == "steps":
+        count = options.steps or max(2, *sizes.values())
+        plan = in_steps(graph, plan, count, "tensor")
+    return plan
+
+
+def _check_steps(options: TensorOptions) -> None:
+    """Refuse what says something of steps that there are not, or contradicts them."""
+    if options.gather == "all" and options.steps is not None:
+        raise ConfigError(
+            f"option 'steps' is {options.steps}, and everything is gathered at once",
+            hint="add gather='steps', or leave it out",
+        )
+    if options.gather == "all":
+        return
+    if options.mode == "1d":
+        raise ConfigError(
+            "mode '1d' gathers nothing in steps",
+            why="its linears read whole activations",
+            hint="take mode '2d', '2.5d' or '3d', or leave out gather",
+        )
+    if options.gathers_again is False:
+        raise ConfigError(
+            "gathers_again=False contradicts gather='steps'",
+            why="what is gathered piece by piece is never whole, so nothing can be kept",
+            hint="leave one of the two out",
+        )
+    if options.steps is not None and options.steps < 2:
+        raise ConfigError(f"there are 2 steps or more, not {options.steps}")
 
 
 def _check_no_pipeline(options: TensorOptions) -> None:

@@ -12,24 +12,46 @@ Example: hidden states ``[B, S, H]`` in four pieces along ``S``. The logits of a
     )
 
 The loop is an axis of time, without ranks. Along it tensors are placed as along any other: an
-operand is cut (S), or the same for all pieces with a gradient that is their sum (G); a result is
-joined of its pieces (S), or their sum (P). Pieces may differ in length by one.
+operand is cut (S), the same for all pieces with a gradient that is their sum (G), or a summand that
+counts once (P); a result is joined of its pieces (S), or their sum (P). Pieces may differ in length
+by one.
+
+A piece may be gathered over ranks, so that what all of them hold is never whole on one of them. The
+gathers of the next piece travel while a piece is computed (SUMMA: van de Geijn and Watts 1997).
+Here ranks along ``c`` hold columns of ``x``, ranks along ``r`` rows of ``weight``, and a step of
+the product has an eighth of both::
+
+    y = in_pieces(
+        step_of_product, "steps", 8,
+        (piece_of(x, 1, gather=Gather(c, 1, "reduce_scatter")),
+         piece_of(weight, 0, gather=Gather(r, 0, "reduce_scatter"))),
+        (TOTAL,), rng=rng,
+    )  # fmt: skip
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.runtime.adapters import (
+    Gathering,
+    cut_of,
+    reduced_piece,
+    sliced_piece,
+    start_gather,
+)
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.ops.axes import accumulation_dtype
 from shardwright.runtime.ops.random import Moment, RngState
 from shardwright.runtime.pieces import put_piece, take_piece, whole_cut
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.runs import PlaceOnAxis
 
 
@@ -44,18 +66,50 @@ class Piece(PlaceOnAxis):
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """How the ranks of an axis gather their parts of a piece, as :func:`adapters.all_gather`
+    does.
+    """
+
+    axis: AxisGroup
+    dim: int
+    backward: Literal["slice", "reduce_scatter"]
+    cut: Cut | None = None
+
+    def start(self, part: Tensor, phase: Phase) -> Gathering:
+        """Begin to gather a piece, of which this rank has ``part``."""
+        cut = cut_of(self.axis, self.cut, part.shape[self.dim] * self.axis.size)
+        return start_gather(part, self.axis, self.dim, cut, phase)
+
+    def back(self, grad: Tensor) -> Tensor:
+        """The gradient of this rank's part of a piece, from that of the whole piece."""
+        give = reduced_piece if self.backward == "reduce_scatter" else sliced_piece
+        return give(grad, self.axis, self.dim, cut_of(self.axis, self.cut, grad.shape[self.dim]))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """An operand of which a loop takes one piece after the other, cut along ``dim``."""
+    """An operand of which a loop takes one piece after the other, cut along ``dim``. ``gather``:
+    ranks gather each piece, the next one while a piece is computed.
+    """
 
     whole: Tensor
     dim: int
     cut: Cut
+    gather: Gather | None = None
 
 
-def piece_of(x: Tensor, dim: int, cut: Cut | None = None) -> Pieces:
+@dataclass(frozen=True, slots=True, eq=False)
+class Once:
+    """An operand that enters a sum over the pieces: the first one gets it, the others zeros."""
+
+    whole: Tensor
+
+
+def piece_of(x: Tensor, dim: int, cut: Cut | None = None, gather: Gather | None = None) -> Pieces:
     """Let a loop take ``x`` in pieces along ``dim``; without ``cut`` it is one segment."""
-    return Pieces(x, dim, cut or whole_cut(x.shape[dim]))
+    return Pieces(x, dim, cut or whole_cut(x.shape[dim]), gather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +136,14 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes a :class:`Piece` and its part of every operand; gives its part of every result."""
 
 
+Operand = Tensor | Pieces | Once
+
+
 def in_pieces(
     function: Function,
     name: str,
     count: int,
-    operands: Sequence[Tensor | Pieces],
+    operands: Sequence[Operand],
     results: Sequence[Result],
     *,
     rng: RngState,
@@ -95,35 +152,80 @@ def in_pieces(
 
     Nothing but ``operands`` is kept for the backward. It runs each piece a second time, with the
     random numbers of the first, and adds up the gradients of operands that all pieces share, in
-    order and in a wide enough dtype.
+    order and in a wide enough dtype. What ranks gather of a piece is gathered again.
     """
-    tensors = [x.whole if isinstance(x, Pieces) else x for x in operands]
-    loop = _Loop(function, name, count, tuple(map(_cut_of, operands)), tuple(results), rng)
+    tensors = [x if isinstance(x, Tensor) else x.whole for x in operands]
+    loop = _Loop(function, name, count, tuple(map(_door_of, operands)), tuple(results), rng)
     found = _InPieces.apply(loop, rng.moment, *tensors)  # type: ignore[no-untyped-call]
     return found[0] if len(results) == 1 else found
 
 
-def _cut_of(operand: Tensor | Pieces) -> tuple[int, Cut] | None:
-    return (operand.dim % operand.whole.ndim, operand.cut) if isinstance(operand, Pieces) else None
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """How a loop takes an operand: in pieces along ``dim``, which ``cut`` cuts, once, or in all
+    pieces the same.
+    """
+
+    dim: int = 0
+    cut: Cut | None = None
+    gather: Gather | None = None
+    is_once: bool = False
+
+
+def _door_of(operand: Operand) -> _Door:
+    if isinstance(operand, Pieces):
+        return _Door(operand.dim % operand.whole.ndim, operand.cut, operand.gather)
+    return _Door(is_once=isinstance(operand, Once))
+
+
+_Arriving = dict[int, Gathering]
+"""What ranks gather of one piece, under way, by the number of the operand."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loop:
-    """What runs, but for the tensors. ``cuts``: the dim and the cut of each operand in pieces."""
+    """What runs, but for the tensors. ``doors``: how each operand is taken."""
 
     function: Function
     name: str
     count: int
-    cuts: tuple[tuple[int, Cut] | None, ...]
+    doors: tuple[_Door, ...]
     results: tuple[Result, ...]
     rng: RngState
 
-    def parts(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-        """What piece ``index`` gets of each operand. A part of one lies by itself in memory."""
+    def arrivals(self, tensors: Sequence[Tensor], phase: Phase) -> Iterator[_Arriving]:
+        """The gathers of each piece in order. Before those of one are given, those of the next are
+        under way. Whoever takes them lets go of all of a piece before taking those of another.
+        """
+        ahead = self._start(tensors, 0, phase)
+        for index in range(1, self.count + 1):
+            here = ahead
+            if index < self.count:
+                ahead = self._start(tensors, index, phase)
+            yield here
+            # Else the piece would live on while the gathers of the one after the next begin.
+            del here
+
+    def _start(self, tensors: Sequence[Tensor], index: int, phase: Phase) -> _Arriving:
+        return {
+            number: door.gather.start(self._part(x, door, index), phase)
+            for number, (x, door) in enumerate(zip(tensors, self.doors, strict=True))
+            if door.gather is not None
+        }
+
+    def parts(self, tensors: Sequence[Tensor], index: int, arriving: _Arriving) -> list[Tensor]:
+        """What piece ``index`` gets of each operand."""
         return [
-            x if cut is None else take_piece(x, *cut, self.count, index).contiguous()
-            for x, cut in zip(tensors, self.cuts, strict=True)
+            # Nobody needs what carries a gather once it has ended.
+            arriving.pop(number).wait() if door.gather is not None else self._part(x, door, index)
+            for number, (x, door) in enumerate(zip(tensors, self.doors, strict=True))
         ]
+
+    def _part(self, x: Tensor, door: _Door, index: int) -> Tensor:
+        """What piece ``index`` has of an operand here. A part of one lies by itself in memory."""
+        if door.cut is not None:
+            return take_piece(x, door.dim, door.cut, self.count, index).contiguous()
+        return torch.zeros_like(x) if door.is_once and index else x
 
     def run(self, parts: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
         """The parts of the results."""
@@ -135,8 +237,8 @@ class _Loop:
         """The results."""
         found: list[Tensor | None] = [None] * len(self.results)
         dtypes: list[torch.dtype] = []
-        for index in range(self.count):
-            made = self.run(self.parts(tensors, index), index)
+        for index, arriving in enumerate(self.arrivals(tensors, "forward")):
+            made = self.run(self.parts(tensors, index, arriving), index)
             dtypes = [x.dtype for x in made]
             found = [
                 self.with_part(whole, x, result, index)
@@ -189,11 +291,12 @@ class _InPieces(torch.autograd.Function):
         tensors = ctx.saved_tensors
         # Of an operand in pieces the whole gradient, filled piece by piece; of any other the sum.
         found: list[Tensor | None] = [None] * len(tensors)
-        for index in range(loop.count):
+        wanted = ctx.needs_input_grad[2:]
+        for index, arriving in enumerate(loop.arrivals(tensors, "backward")):
             parts = [
-                x.detach().requires_grad_(wants)
-                for x, wants in zip(
-                    loop.parts(tensors, index), ctx.needs_input_grad[2:], strict=True
+                x.detach().requires_grad_(wants and not (door.is_once and index))
+                for x, wants, door in zip(
+                    loop.parts(tensors, index, arriving), wanted, loop.doors, strict=True
                 )
             ]
             with torch.enable_grad(), loop.rng.at(ctx.moment):
@@ -207,14 +310,20 @@ class _InPieces(torch.autograd.Function):
             asked = [x for x in parts if x.requires_grad]
             got = iter(_gradients([x for x, _ in pairs], asked, [g for _, g in pairs]))
             del pairs
-            for number, (x, cut) in enumerate(zip(parts, loop.cuts, strict=True)):
+            for number, (x, door) in enumerate(zip(parts, loop.doors, strict=True)):
                 grad = next(got) if x.requires_grad else None
                 if grad is None:
                     continue
+                if door.gather is not None:
+                    grad = door.gather.back(grad)
                 whole = found[number]
                 found[number] = (
-                    _added(whole, grad) if cut is None else loop.put(whole, grad, *cut, index)
+                    _added(whole, grad)
+                    if door.cut is None
+                    else loop.put(whole, grad, door.dim, door.cut, index)
                 )
+                del grad, whole
+            del parts, asked, got, x, arriving
         dtypes = (x.dtype for x in tensors)
         return (
             None,

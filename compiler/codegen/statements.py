@@ -66,6 +66,8 @@ RUNTIME_IMPORTS = {
     "piece_of": "from shardwright.runtime.in_pieces import piece_of",
     "Joined": "from shardwright.runtime.in_pieces import Joined",
     "TOTAL": "from shardwright.runtime.in_pieces import TOTAL",
+    "Once": "from shardwright.runtime.in_pieces import Once",
+    "Gather": "from shardwright.runtime.in_pieces import Gather",
     "rebuild": "from shardwright.runtime.structure import rebuild",
 }
 BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
@@ -244,7 +246,8 @@ class StatementWriter:
         # What all pieces share keeps the name by which a whole value goes inside of the function.
         for take in loop.takes:
             outside.append(scope.name(take.value))
-            words.append(self._door_text(take, outside[-1], program))
+            gather = loop.ahead.get(take.result.name)
+            words.append(self._door_text(take, outside[-1], program, gather=gather))
         for value in loop.operands:
             # Naming a value that has no variable yet defines one. It must be done out here, or the
             # function of a piece would take the name for itself.
@@ -253,13 +256,17 @@ class StatementWriter:
         for take in loop.takes:
             name = weight_path(take.of, scope.block) or take.of.fqn or take.of.name
             wish = "" if take.step.kind == "narrow" else identifier(name)
-            scope.define(take.result, wish)
-            arguments.append(scope.name(take.result))
+            # The function gets what is gathered of a piece, not this rank's part of it.
+            gather = loop.ahead.get(take.result.name)
+            argument = take.result if gather is None else gather.result
+            scope.define(argument, wish)
+            arguments.append(scope.name(argument))
         piece = self._axis_variables(program)[loop.axis,]
         header = f"def {function}({', '.join([piece, *arguments])})"
         lines: list[Line] = []
-        for position in range(len(loop.body)):
-            lines += self._lines_at(loop.body, position, scope, program)
+        inside = [step for step in loop.body if step not in loop.ahead.values()]
+        for position in range(len(inside)):
+            lines += self._lines_at(inside, position, scope, program)
         returned = ", ".join(scope.name(give.value) for give in loop.gives)
         lines.append(Line(f"return {returned}"))
         # A function is written like a ``with`` block around its lines: a guard that they all share.
@@ -275,13 +282,21 @@ class StatementWriter:
         return [*lines, Line(f"{targets} = {call}", module=lines[-2].module)]
 
     def _door_text(
-        self, door: Adapt, name: str, program: Program, late: Collection[str] = ()
+        self,
+        door: Adapt,
+        name: str,
+        program: Program,
+        late: Collection[str] = (),
+        gather: Adapt | None = None,
     ) -> str:
-        """What a loop takes or gives, as an argument of its call."""
+        """What a loop takes or gives, as an argument of its call. ``gather``: of what it takes."""
         step, sizes = door.step, self._source_of(program)
         # What the pieces share is passed as it is: in_pieces adds up its gradient.
         if step.kind == "grad_all_reduce":
             return name
+        if step.kind == "keep_one":
+            self._need("Once")
+            return f"Once({name})"
         if step.kind == "all_reduce":
             self._need("TOTAL")
             return "TOTAL"
@@ -290,10 +305,21 @@ class StatementWriter:
             self._need("piece_of")
             plain = _is_plain(step.cut, self.program.plan.loops[step.axis].count, step.kind)
             cut = "" if plain else f", {self._cut(step.cut, sizes)}"
-            return f"piece_of({name}, {step.dim}{cut})"
+            ahead = "" if gather is None else f", gather={self._gather_text(gather, program)}"
+            return f"piece_of({name}, {step.dim}{cut}{ahead})"
         self._need("Joined")
         wanted = ", wanted=not self.trains" if door.result.name in late else ""
         return f"Joined({step.dim}, {self._cut(step.cut, sizes)}{wanted})"
+
+    def _gather_text(self, gather: Adapt, program: Program) -> str:
+        """What ranks gather of a piece that a loop takes."""
+        self._need("Gather")
+        step = gather.step
+        words = [self._axis_variables(program)[step.axes], str(step.dim), f'"{step.backward}"']
+        assert step.cut is not None
+        if not _is_plain(step.cut, program.plan.storage_mesh.axis_size(step.axis), step.kind):
+            words.append(self._cut(step.cut, self._source_of(program)))
+        return f"Gather({', '.join(words)})"
 
     def _gathers_line(self, gathers: Sequence[Adapt], scope: Scope, program: Program) -> Line:
         """Several weights gathered in one collective."""

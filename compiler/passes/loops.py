@@ -9,12 +9,17 @@ that are ignored, weights of classes. Its divisor would be known behind the last
 becomes a sum inside of the loop, and a division behind it: ``loss = cross_entropy(x, y)`` with the
 rows of ``x`` in pieces is ``total = cross_entropy(x, y, reduction="sum")``, ``n = row_weights(y)``
 and ``loss = total / n``.
+
+A product may gather what it sums over piece by piece, one piece of each operand at a time. Over the
+ranks of ``c`` a dim of 768 lies in blocks, two of 384 where ``c`` has two ranks. A loop in four
+pieces takes 96 of each block, so that each rank has a part of each piece. In the rule of the
+product the dim is then two factors, ``2`` and ``384``, of which the loop cuts the second one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,7 +30,7 @@ from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.annotation import instantiate
-from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.rule import Factor, OpRule
 from shardwright.compiler.ops.strategy import (
     Assignment,
     allowed,
@@ -33,9 +38,11 @@ from shardwright.compiler.ops.strategy import (
     has_factor,
     split_factor,
 )
+from shardwright.compiler.passes.unify_dims import Node, piece_names, refine
+from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 
 MEANS = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
 """Losses whose mean divides by the weights of the rows that count."""
@@ -81,6 +88,8 @@ def with_sums(graph: IRGraph, plan: Plan) -> Looped:
             continue
         axis, strategy = along[op.name]
         assignment = plan.assignment(op.name)
+        blocks = plan.loops[axis].blocks.get(op.name, 1)
+        op, assignment, strategy = in_blocks(op, assignment, strategy, blocks)
         check_in_pieces(op, axis, {**assignment, axis: strategy}, plan)
         # Means of pieces do not add up where pieces have different numbers of rows that count. Sums
         # do.
@@ -93,6 +102,70 @@ def with_sums(graph: IRGraph, plan: Plan) -> Looped:
             ops.append(op)
         assignments[op.name] = {**assignment, axis: strategy}
     return Looped(graph.with_ops(tuple(ops)), assignments)
+
+
+def in_blocks(
+    op: IROp, assignment: Assignment, strategy: str, blocks: int
+) -> tuple[IROp, Assignment, str]:
+    """An operator whose rule says that the dim which a loop cuts lies in blocks, with its
+    strategies along the mesh, which cut the blocks, and along the loop, which cuts inside of them.
+
+    Raises :class:`PlanError` if the dim does not lie in so many blocks.
+    """
+    if blocks == 1:
+        return op, assignment, strategy
+    rule, cut = _rule(op), split_factor(strategy)
+    factor = next((factor for factor in rule.factors if factor.name == cut), None)
+    size = factor.size if factor is not None and len(factor.segments) == 1 else None
+    if factor is None or not isinstance(size, int) or size % blocks or rule.parallel is not None:
+        raise PlanError(
+            f"operator {op.name} ({op.target}) has no dim in {blocks} blocks for {strategy!r}",
+            where=op.place,
+            why=f"its rule is {rule.annotation!r}, and the dim has the size {size}",
+            hint="leave it out of the loop, or name a number of blocks that divides the dim",
+        )
+
+    def nodes(one: Factor) -> list[Node]:
+        if one.name == cut:
+            return [Node(blocks), Node(size // blocks)]
+        return [Node(one.size, parts=[Node(part) for part in one.segments[1:] and one.segments])]
+
+    pieces = {one.name: nodes(one) for one in rule.factors}
+    outer, inner = piece_names(factor, pieces[factor.name])
+    renamed = {
+        axis: f"split:{outer}" if split_factor(given) == cut else given
+        for axis, given in assignment.items()
+    }
+    return replace(op, rule=refine(rule, pieces)), renamed, f"split:{inner}"
+
+
+def before_gathers(
+    produced: Layout, needed: Layout, axis: str, mesh: Mesh, *, differentiable: bool
+) -> Layout | None:
+    """How a piece of a value lies before it is gathered: over the mesh as the value is produced,
+    and cut along the loop ``axis`` as it is needed. ``None`` where the loop does not cut the value,
+    where it lies in other blocks, and where it is a sum still to be made.
+    """
+    if produced.partial or axis not in needed.cut_axes:
+        return None
+    dims = list(produced.dims)
+    for number, dim in enumerate(needed.dims):
+        if not any(axis in atom.axes for atom in dim):
+            continue
+        # Blocks are dealt over the ranks, and each piece has a part of every block.
+        blocks, *inside = (replace(atom, axes=()) for atom in dim)
+        dims[number] = (replace(blocks, axes=produced.dim_axes(number)), *inside)
+    laid = replace(produced, dims=tuple(dims))
+    same = (canonical(one, mesh, differentiable=differentiable) for one in (produced, laid))
+    if len(set(same)) > 1:
+        return None
+    for number, dim in enumerate(needed.dims):
+        if any(axis in atom.axes for atom in dim):
+            *outer, last = dims[number]
+            if not outer and last.axes:
+                return None
+            dims[number] = (*outer, replace(last, axes=(*last.axes, axis)))
+    return replace(produced, dims=tuple(dims))
 
 
 def runs_in_pieces(op: IROp, strategy: str, count: int) -> str | None:
@@ -131,8 +204,12 @@ def check_in_pieces(op: IROp, axis: str, assignment: Assignment, plan: Plan) -> 
         )
 
 
-def find_loops(ops: Sequence[IROp], along: Mapping[str, str]) -> tuple[LoopOps, ...]:
-    """The loops among operators. ``along``: the axis of the loop of each operator in one."""
+def find_loops(
+    ops: Sequence[IROp], along: Mapping[str, str], apart: Collection[str] = ()
+) -> tuple[LoopOps, ...]:
+    """The loops among operators. ``along``: the axis of the loop of each operator in one.
+    ``apart``: the axes along which each operator is a loop by itself.
+    """
     # Union by what hands a value to what, both along one axis.
     leader: dict[str, str] = {}
 
@@ -149,7 +226,7 @@ def find_loops(ops: Sequence[IROp], along: Mapping[str, str]) -> tuple[LoopOps, 
         leader[op.name] = op.name
         for value in op.operands:
             other = producer.get(value.name)
-            if other is not None and along[other] == along[op.name]:
+            if other is not None and along[other] == along[op.name] not in apart:
                 a, b = first(other), first(op.name)
                 leader[b] = a
         producer |= {result.name: op.name for result in op.results}

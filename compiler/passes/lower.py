@@ -26,7 +26,13 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import KNOWN, Assignment, layouts
 from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.copy_trees import Route, routes
-from shardwright.compiler.passes.loops import LoopOps, find_loops, side_by_side, with_sums
+from shardwright.compiler.passes.loops import (
+    LoopOps,
+    before_gathers,
+    find_loops,
+    side_by_side,
+    with_sums,
+)
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
 from shardwright.compiler.plan.check import check_strategies
@@ -45,6 +51,7 @@ from shardwright.compiler.plan.repeated_blocks import reads
 from shardwright.compiler.plan.zero import in_pieces, is_large, over_units
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.mesh import ZERO
 from shardwright.runtime.structure import join
 
 
@@ -75,6 +82,7 @@ def lower(
 LOOP_WORDS = {
     "narrow": "piece",
     "grad_all_reduce": "shared",
+    "keep_one": "once",
     "all_gather": "joined",
     "all_reduce": "total",
 }
@@ -158,6 +166,9 @@ class _Lowering:
         # tail reads makes no training step dearer. Storage suits training first of all.
         self.wanted = self._wanted_by(early)
         declarations = self._place_sources({**self._wanted_by(late), **self.wanted})
+        if any(loop.blocks for loop in plan.loops.values()):
+            # What a loop gathers it reads as it is stored, which is known by now.
+            self.wanted = self._wanted_by(early)
         leaves = [
             (path, value) for path, value in graph.output.leaves() if isinstance(value, IRValue)
         ]
@@ -204,7 +215,8 @@ class _Lowering:
         along = {name: axis for axis, loop in self.plan.loops.items() for name in loop.strategies}
         if not along:
             return ops
-        loops = find_loops(ops, along)
+        apart = [axis for axis, loop in self.plan.loops.items() if loop.blocks]
+        loops = find_loops(ops, along, apart)
         # An operator that a training step does not need is in no loop.
         inside = {op.name for loop in loops for op in loop.ops}
         assignments = dict(self.assignments)
@@ -224,7 +236,9 @@ class _Lowering:
             made = {r.name for other in loop.ops for r in other.results} if loop else set()
             for value, layout in zip(op.operands, self.operand_layouts[op.name], strict=True):
                 if value.name not in made:
-                    whole = without_axis(layout, loop.axis) if loop else layout
+                    whole = layout
+                    if loop is not None:
+                        whole = without_axis(self._at_door(value, layout, loop.axis), loop.axis)
                     wanted.setdefault(value.name, []).append(whole)
         return wanted
 
@@ -275,18 +289,22 @@ class _Lowering:
                     inner.wanted.setdefault(value.name, []).append(target)
                     continue
                 goal = self._canonical(value, self._needed(value, target))
+                door = self._at_door(value, target, axis)
                 copies = inner.versions.setdefault(value.name, {})
                 inner.routes.setdefault(value.name, {})
-                if (goal, None) not in copies:
-                    whole = self._adapted(value, without_axis(target, axis), op)
-                    step = self._along_loop(value, without_axis(goal, axis), goal)
-                    copies[goal, None] = whole
+                # What comes in. Where it is to be gathered in the loop, it becomes the goal there.
+                taken = self._canonical(value, self._needed(value, door))
+                if (taken, None) not in copies:
+                    whole = self._adapted(value, without_axis(door, axis), op)
+                    step = self._along_loop(value, without_axis(taken, axis), taken)
+                    copies[taken, None] = whole
                     if step is not None:
-                        if step.kind not in LOOP_WORDS:
-                            raise _added_once(value, op, loop)
                         takes.append(self._step(whole, value, step, op))
-                        copies[goal, None] = takes[-1].result
-                    inner.routes[value.name] = {**inner.routes[value.name], goal: Route(goal, ())}
+                        copies[taken, None] = takes[-1].result
+                inside = convert(taken, goal, self.storage_mesh, differentiable=value.requires_grad)
+                inner.routes[value.name] = {
+                    **inner.routes[value.name], goal: Route(taken, inside)
+                }  # fmt: skip
         inner._compute(list(loop.ops))
         gives: list[Adapt] = []
         # What somebody outside reads leaves through a door, whole along the loop's axis.
@@ -304,11 +322,24 @@ class _Lowering:
                 self.routes[value.name] = self._routes(value)
         # Backward has what is gathered inside of a loop from the piece that it computes again.
         body = tuple(
-            replace(step, choice=None) if isinstance(step, Adapt) else step
+            replace(step, choice=None, in_loop=True) if isinstance(step, Adapt) else step
             for step in inner.body
             if not isinstance(step, Loop)
         )
         return Loop(axis, self.plan.loops[axis].count, tuple(takes), body, tuple(gives))
+
+    def _at_door(self, value: IRValue, target: Layout, axis: str) -> Layout:
+        """The layout in which a loop takes its part of a value that is needed as ``target`` inside:
+        before it is gathered there, if the loop gathers.
+        """
+        produced = self.produced.get(value.name)
+        if not self.plan.loops[axis].blocks or produced is None:
+            return target
+        if value.name in self._over_units:  # units give their pieces before the loop begins
+            produced = without_axis(produced, ZERO)
+        differentiable = value.requires_grad
+        found = before_gathers(produced, target, axis, self.mesh, differentiable=differentiable)
+        return found or target
 
     def _along_loop(self, value: IRValue, before: Layout, after: Layout) -> AdapterStep | None:
         """The step between two layouts that differ along one loop; ``None`` if they are one."""
@@ -586,16 +617,6 @@ def without_axis(layout: Layout, axis: str) -> Layout:
         ),
         partial=tuple(a for a in layout.partial if a != axis),
         grad_partial=tuple(a for a in layout.grad_partial if a != axis),
-    )
-
-
-def _added_once(value: IRValue, op: IROp, loop: LoopOps) -> PlanError:
-    return PlanError(
-        f"loop {loop.axis!r} cannot take {value.fqn or value.name} in its pieces",
-        where=op.place,
-        why=f"operator {op.name} ({op.target}) adds it to what is summed over the pieces, where it "
-        "must be added once",
-        hint="run along a dim that the operator does not sum over, or leave it out of the loop",
     )
 
 

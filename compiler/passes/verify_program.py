@@ -50,7 +50,7 @@ TABLE = {
     ("grad_keep_one", None): ("G", "R"),
 }
 
-TAKES, GIVES = ("narrow", "grad_all_reduce"), ("all_gather", "all_reduce")
+TAKES, GIVES = ("narrow", "grad_all_reduce", "keep_one"), ("all_gather", "all_reduce")
 """What a loop does along its axis with what it takes, and with what it gives."""
 
 _FIELDS = tuple(field.name for field in fields(IRValue))
@@ -217,7 +217,7 @@ class _Walk:
         self.walk(loop.takes)
         for step in loop.body:
             if isinstance(step, Adapt) and (
-                loop.axis in step.step.axes or step.gathers_again or step.joins
+                loop.axis in step.step.axes or step.gathers_again or step.joins or not step.in_loop
             ):
                 raise InternalError(f"the adapter of {step.of.name} cannot be in loop {loop.axis}")
         self.walk(loop.body)

@@ -115,6 +115,11 @@ def check_loops(graph: IRGraph, plan: Plan) -> None:
             )
         if loop.count < 2:
             raise PlanError(f"loop {name!r} has {loop.count} pieces", hint="2 or more")
+        for op in loop.blocks.keys() - loop.strategies.keys():
+            raise PlanError(
+                f"loop {name!r} gathers the operands of {op}, which is not in it",
+                hint="give it a strategy along the loop",
+            )
         for op in loop.strategies:
             if op in seen:
                 raise PlanError(

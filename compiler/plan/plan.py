@@ -76,13 +76,20 @@ class PlannedLoop:
     them does along the loop, which is an axis of time without ranks. Those that hand values to each
     other run in one loop; others, such as the same operators of the next layer, in one of their
     own.
+
+    ``blocks``: operators whose operands are gathered over ranks piece by piece, each in a loop of
+    its own. The number says in how many blocks the dim lies that the loop cuts; a piece has a part
+    of each block, so that every rank has a part of every piece. Where the dim is a product already,
+    such as heads times their width, it is 1.
     """
 
     count: int
     strategies: Mapping[str, str] = field(hash=False)
+    blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {"count": self.count, "strategies": dict(self.strategies)}
+        found = {"count": self.count, "strategies": dict(self.strategies)}
+        return {**found, "blocks": dict(self.blocks)} if self.blocks else found
 
 
 @dataclass(frozen=True)
@@ -301,7 +308,9 @@ class Plan:
                 data.get("imbalance"),
                 data.get("gathers", {}),
                 {
-                    name: PlannedLoop(int(loop["count"]), loop["strategies"])
+                    name: PlannedLoop(
+                        int(loop["count"]), loop["strategies"], loop.get("blocks", {})
+                    )
                     for name, loop in data.get("loops", {}).items()
                 },
             )

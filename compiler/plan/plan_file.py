@@ -146,7 +146,11 @@ _BATCH = {
     "num_microbatches": Key(_count(1), True),
     "dims": Key(_each(_count(0))),
 }
-_LOOP = {"count": Key(_count(2), True), "strategies": Key(_each(_TEXT), True)}
+_LOOP = {
+    "count": Key(_count(2), True),
+    "strategies": Key(_each(_TEXT), True),
+    "blocks": Key(_each(_count(1))),
+}
 _NOTE = {name: Key(_TEXT, True) for name in ("op", "module_path", "source", "axis", "reason")}
 _CERTIFICATE = {
     **{name: Key(_NUMBER, True) for name in ("cost_s", "bound_s")},

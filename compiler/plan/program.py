@@ -7,7 +7,7 @@ groups.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -38,7 +38,8 @@ class Compute:
 class Adapt:
     """One adapter step: ``result`` is ``value`` in another layout. Both are versions of the traced
     value ``of``. ``choice``: what the plan says of its gathers (:attr:`Plan.gathers`). ``joins``:
-    it gathers a weight in one collective with the gather right before it.
+    it gathers a weight in one collective with the gather right before it. ``in_loop``: it runs once
+    for every piece of a loop.
     """
 
     value: IRValue
@@ -49,11 +50,15 @@ class Adapt:
     module_path: str = ""
     choice: str | None = None
     joins: bool = False
+    in_loop: bool = False
 
     @property
     def gathers_weight(self) -> bool:
-        """Whether the step makes a parameter whole that is stored in pieces."""
-        return self.step.kind == "all_gather" and self.of.kind is ValueKind.PARAMETER
+        """Whether the step makes a parameter whole that is stored in pieces. What a loop gathers is
+        a piece, which no other step holds.
+        """
+        is_parameter = self.of.kind is ValueKind.PARAMETER
+        return self.step.kind == "all_gather" and is_parameter and not self.in_loop
 
     @property
     def gathers_again(self) -> bool:
@@ -72,9 +77,9 @@ class Loop:
 
     The loop is an axis called ``axis``, of time and without ranks. Along it ``takes`` turn values
     from outside into those of a piece: R into S, or into G where pieces share a value and their
-    gradients are summed. ``gives`` turn values of a piece into those outside: S into R, or P. In
-    between, no layout changes along the axis. ``late``: the names of results that training steps
-    leave out.
+    gradients are summed, or into P where a value is added once. ``gives`` turn values of a piece
+    into those outside: S into R, or P into R. In between, no layout changes along the axis.
+    ``late``: the names of results that training steps leave out.
     """
 
     axis: str
@@ -99,6 +104,25 @@ class Loop:
             found |= {v.name: v for v in values if v.name not in made | found.keys()}
             made |= {result.name for result in results}
         return tuple(found.values())
+
+    @functools.cached_property
+    def ahead(self) -> Mapping[str, Adapt]:
+        """The gathers that travel while the piece before theirs is computed, by the name of what
+        the loop takes and they gather. They do not depend on which piece it is.
+        """
+        taken = {take.result.name for take in self.takes}
+        readers: dict[str, list[Step]] = {}
+        for step in self.body:
+            for value in (step.value,) if isinstance(step, Adapt) else step.op.operands:
+                readers.setdefault(value.name, []).append(step)
+        found = {}
+        for name in taken & readers.keys():
+            step, *others = readers[name]
+            if others or not isinstance(step, Adapt) or step.step.kind != "all_gather":
+                continue
+            if not _speaks_of(step.step, self.axis):
+                found[name] = step
+        return found
 
     @property
     def results(self) -> tuple[IRValue, ...]:
@@ -125,6 +149,17 @@ class Loop:
 
 
 Step = Compute | Adapt
+
+
+def _speaks_of(step: AdapterStep, axis: str) -> bool:
+    """Whether the sizes of a gather differ along an axis. Of even pieces, end to end, none need be
+    told.
+    """
+    cut = step.cut
+    assert cut is not None
+    names = {str(name) for size in cut.sizes for name in getattr(size, "free_symbols", ())}
+    return axis in names
+
 
 Instruction = Step | Loop
 

@@ -15,7 +15,7 @@ from verified import verify_zoo
 import shardwright
 from shardwright import count_communication, run_ranks
 from shardwright.policies.tensor import TensorOptions, mesh_sizes
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, ShardwrightError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.communicator import Communicator
@@ -33,7 +33,7 @@ class Linears(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x).tanh()
         return x.square().mean()
 
 
@@ -65,6 +65,7 @@ def received(pairs, options, folder):
 
 
 X, W = M * K + M * N, 2 * K * N  # elements of the inputs and of the weights of two linears
+STEPS = {"gather": "steps", "steps": 2}
 FLAGS = 2  # beside each summed gradient travels one element: whether any rank has it
 
 
@@ -79,8 +80,16 @@ FLAGS = 2  # beside each summed gradient travels one element: whether any rank h
             2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
         ),
         ({"mode": "3d", "shape": [2, 2, 2]}, (X + W + X) / 8, (X + W + X) / 8),
+        ({"mode": "2d", "shape": [2, 3], **STEPS}, 2 / 6 * X + W / 6, 2 * (2 / 6 * X + W / 6)),
+        (
+            {"mode": "2.5d", "shape": [2, 2, 2], **STEPS},
+            (X / 2 + W) / 4,
+            2 * (X / 2 + W) / 4 + W / 4 + FLAGS,
+        ),
+        # Inputs and weights again, their gradients, and the gradients of results.
+        ({"mode": "3d", "shape": [2, 2, 2], **STEPS}, (X + W + X) / 8, 2 * (X + W) / 8 + X / 8),
     ],
-    ids=["2d", "2d 2x3", "2.5d", "3d"],
+    ids=["2d", "2d 2x3", "2.5d", "3d", "2d 2x3 steps", "2.5d steps", "3d steps"],
 )
 def test_linears_receive_what_the_formulas_say(options, forward, backward, tmp_path):
     """Two linears in the middle of a model, so that its ends do not count."""
@@ -122,6 +131,7 @@ def parity(name, options, folder, **sizes):
     "name, options",
     [
         ("gpt2", {"mode": "2d", "shape": [2, 3]}),
+        ("mlp", {"mode": "2.5d", "shape": [2, 2, 2], "gather": "steps"}),
         ("mlp-uneven", {"mode": "3d", "shape": [2, 2, 2]}),
     ],
 )
@@ -140,16 +150,20 @@ def test_numbers_are_those_of_one_device(name, options, tmp_path):
         ("t5", "2.5d", {"use_zero": 1, "units": 2}),
         ("gpt2", "3d", {"stages": 2}),
         ("llama-uneven", "3d", {"recompute": ["model.layers.*"]}),
+        ("llama", "2d steps", {"use_zero": 3, "units": 2}),
+        ("gpt2", "3d steps", {"stages": 2, "recompute": ["stage:1"]}),
+        ("t5", "2.5d steps", {}),
     ],
 )
 def test_models_train_as_on_one_device(name, mode, beside):
     """A cover of models, modes and what goes with them; tests/product/tensor_modes.py has all."""
     kind, *given = mode.split()
     shape = {"2d": [2, 2], "2.5d": [2, 2, 2], "3d": [2, 2, 2]}[kind]
-    shape = [int(size) for size in given[0].split("x")] if given else shape
+    steps = {"gather": "steps", "steps": 3} if "steps" in given else {}
+    shape = [int(size) for size in given[0].split("x")] if given and not steps else shape
     settings = dict(beside)
     stages, units = settings.pop("stages", 1), settings.pop("units", 1)
-    options = {"mode": kind, "shape": shape, "recompute": settings.pop("recompute", [])}
+    options = {"mode": kind, "shape": shape, "recompute": settings.pop("recompute", []), **steps}
     options |= {"num_stages": stages, "num_microbatches": 4} if stages > 1 else {}
     ranks = math.prod(shape) * stages
     report = verify_zoo(
@@ -233,6 +247,34 @@ def test_shapes_that_do_not_fit(options, num_ranks, text):
     with pytest.raises(ConfigError) as caught:
         mesh_sizes(options, num_ranks)
     assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"mode": "2d", "steps": 4}, "option 'steps' is 4, and everything is gathered at once"),
+        ({"mode": "1d", "gather": "steps"}, "mode '1d' gathers nothing in steps"),
+        (
+            {"mode": "2d", "gather": "steps", "gathers_again": False},
+            "gathers_again=False contradicts gather='steps'",
+        ),
+        ({"mode": "2d", "gather": "steps", "steps": 1}, "there are 2 steps or more, not 1"),
+        ({"mode": "2d", "gather": "steps", "steps": 99}, "policy 'tensor' can run no product"),
+    ],
+)
+def test_steps_that_mean_nothing(options, text):
+    with pytest.raises(ShardwrightError) as caught:
+        compile_with(zoo_traced("mlp"), "tensor", 4, pas_config=options)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_dim_that_lies_in_other_blocks_is_gathered_at_once():
+    """A note says so: 21 columns over 2 ranks are no even blocks."""
+    options = {"mode": "2d", "gather": "steps"}
+    plan = compile_with(zoo_traced("bert-uneven"), "tensor", 4, pas_config=options).plan
+    reasons = {note.reason for note in plan.notes if note.axis == "steps"}
+    assert reasons == {"gathers at once: its dim of 21 does not lie in 2 blocks"}
+    assert len(plan.loops["steps"].strategies) == 12
 
 
 LOST = [

@@ -38,6 +38,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "zero3": {"units": 2, "use_zero": 3},
     "pp": {"stages": 2},
     "recompute": {"stages": 2, "options": {"recompute": ["stage:1"]}},
+    "steps": {"options": {"gather": "steps"}},
+    "steps zero1": {"units": 2, "use_zero": 1, "options": {"gather": "steps"}},
+    "steps zero3": {"units": 2, "use_zero": 3, "options": {"gather": "steps"}},
+    "steps pp": {"stages": 2, "options": {"gather": "steps"}},
+    "steps recompute": {"stages": 2, "options": {"recompute": ["stage:1"], "gather": "steps"}},
 }
 
 

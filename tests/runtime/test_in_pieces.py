@@ -1,15 +1,22 @@
 """A function that runs piece by piece against the same function run once."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright import count_communication, run_ranks
+from shardwright.compiler.cost.fake.fake_rank import FakeRank
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
-from shardwright.runtime.in_pieces import TOTAL, Joined, Piece, in_pieces, piece_of
-from shardwright.runtime.layout import Cut
+from shardwright.runtime import in_pieces as module
+from shardwright.runtime.in_pieces import TOTAL, Gather, Joined, Once, Piece, in_pieces, piece_of
+from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops import dropout
 from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 
 B, S, H, V = 2, 5, 3, 7
 
@@ -111,3 +118,94 @@ def test_backward_draws_what_forward_drew(mode: str) -> None:
     assert torch.equal(grad, found)
     assert not torch.equal(found[:32], found[32:])
     assert (mode == "fast") != torch.equal(drop(1), drop(2))
+
+
+def product_in_steps(
+    x: Tensor, weight: Tensor, bias: Tensor, r: AxisGroup, c: AxisGroup, count: int
+) -> Tensor:
+    """``x`` has this rank's columns along ``c``, ``weight`` its columns along ``r``."""
+
+    def product(piece: Piece, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    taken = (
+        piece_of(x, 1, gather=Gather(c, 1, "reduce_scatter")),
+        piece_of(weight, 1, gather=Gather(r, 1, "reduce_scatter")),
+        Once(bias),
+    )
+    result: Tensor = in_pieces(product, "steps", count, taken, (TOTAL,), rng=RngState(0))
+    return result
+
+
+SQUARE = Mesh((("r", 2), ("c", 2)))
+
+
+def test_a_product_gathers_its_operands_in_pieces() -> None:
+    """A linear on 2 x 2 ranks: the numbers of one device, and what the formulas say is received."""
+    m, k, n = 6, 8, 10
+    whole = [torch.randn(shape, dtype=torch.float64) for shape in ((m, k), (n, k), (n,))]
+
+    def run(rank: int) -> list[Tensor]:
+        ranks = RankMesh(SQUARE)
+        r, c = ranks.axis("r"), ranks.axis("c")
+        own = [
+            whole[0].chunk(2, 0)[r.index].chunk(2, 1)[c.index],
+            whole[1].chunk(2, 0)[c.index].chunk(2, 1)[r.index],
+            whole[2].chunk(2)[c.index],
+        ]
+        own = [x.clone().requires_grad_() for x in own]
+        with count_communication() as forward:
+            y = product_in_steps(*own, r, c, 4)
+        with count_communication() as backward:
+            y.sin().sum().backward()
+        assert forward.total().received == (m * k + k * n) / 4
+        assert backward.total(phase="backward").received == 2 * (m * k + k * n) / 4
+        assert forward.total(phase="backward").received == 0
+        # Ranks along r have other rows, and so summands of the gradient of the bias.
+        assert own[2].grad is not None
+        own[2].grad = r.communicator.all_reduce(own[2].grad)
+        return [y.detach(), *(x.grad for x in own if x.grad is not None)]
+
+    leaves = [x.clone().requires_grad_() for x in whole]
+    y = F.linear(*leaves)
+    expected = [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
+    for rank, found in enumerate(run_ranks(4, run)):
+        r, c = divmod(rank, 2)
+        wanted = [
+            expected[0].chunk(2, 0)[r].chunk(2, 1)[c],
+            expected[1].chunk(2, 0)[r].chunk(2, 1)[c],
+            expected[2].chunk(2, 0)[c].chunk(2, 1)[r],
+            expected[3].chunk(2)[c],
+        ]
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_two_gathered_pieces_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the piece at hand of each operand, and the next one, whose gather began before. Beside
+    them lies the result, so far and of this piece.
+    """
+    rank, order = FakeRank(SQUARE, zeros=True), list[str]()
+    r, c = rank.axes["r"], rank.axes["c"]
+    assert isinstance(r, AxisGroup) and isinstance(c, AxisGroup)
+    m, k, n = 64, 96, 32
+    x, weight, bias = torch.zeros(m, k // 2), torch.zeros(n, k // 2), torch.zeros(n)
+    start, run = module.start_gather, F.linear
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            order.append(name)
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(module, "start_gather", noted("gather", start))
+    monkeypatch.setattr(F, "linear", noted("product", run))
+    held = x.numel() + weight.numel() + bias.numel()
+    for count in (4, 12):
+        order.clear()
+        with torch.no_grad(), LiveBytes() as live:
+            product_in_steps(x, weight, bias, r, c, count)
+        both = ["gather"] * 2
+        assert order == both + [*both, "product"] * (count - 1) + ["product"]
+        assert live.peak / 4 == held + 2 * (m + n) * k / count + 2 * m * n

@@ -26,7 +26,16 @@ from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.compiler.plan.program import Adapt, Loop
 from shardwright.runtime import adapters
-from shardwright.runtime.in_pieces import TOTAL, Joined, Piece, in_pieces, piece_of
+from shardwright.runtime.in_pieces import (
+    TOTAL,
+    Gather,
+    Joined,
+    Once,
+    Operand,
+    Piece,
+    in_pieces,
+    piece_of,
+)
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.communicator import Communicator
@@ -171,14 +180,18 @@ class FakeRank:
         makes none it is a tensor without elements.
         """
         known = {value.name: x for value, x in zip(loop.operands, operands, strict=True)}
+        # The function gets what is gathered of a piece, which is gathered before it runs.
+        gathered = {name: gather.result.name for name, gather in loop.ahead.items()}
+        arguments = [gathered.get(take.result.name, take.result.name) for take in loop.takes]
+        inside = [step for step in loop.body if step not in loop.ahead.values()]
 
         def run_piece(piece: Piece, *parts: Tensor) -> tuple[Tensor, ...]:
-            values = {**known, **{t.result.name: x for t, x in zip(loop.takes, parts, strict=True)}}
+            values = {**known, **dict(zip(arguments, parts, strict=True))}
             # Sizes inside the loop ask the axis of time for its place, as those outside ask an axis
             # of ranks. Afterwards nothing may ask for it.
             self.axes[axis_variable(loop.axis)] = piece
             try:
-                for step in loop.body:
+                for step in inside:
                     if isinstance(step, Adapt):
                         values[step.result.name] = self.adapt(step.step, values[step.value.name])
                         continue
@@ -192,11 +205,15 @@ class FakeRank:
             assert step.dim is not None and step.cut is not None
             return step.dim, self._cut(step.cut)
 
-        takes = [
-            piece_of(known[t.value.name], *cut(t.step)) if t.step.dim is not None
-            else known[t.value.name]
-            for t in loop.takes
-        ]  # fmt: skip
+        def door(take: Adapt) -> Operand:
+            x, gather = known[take.value.name], loop.ahead.get(take.result.name)
+            if take.step.kind == "keep_one":
+                return Once(x)
+            if take.step.dim is None:
+                return x
+            return piece_of(x, *cut(take.step), None if gather is None else self._ahead(gather))
+
+        takes = [door(take) for take in loop.takes]
         gives = [
             TOTAL if g.step.dim is None else Joined(*cut(g.step), g.result.name not in loop.late)
             for g in loop.gives
@@ -206,6 +223,13 @@ class FakeRank:
             found = in_pieces(run_piece, loop.axis, loop.count, takes, gives, rng=rng)
             results = found if isinstance(found, tuple) else (found,)
             return [torch.empty(0) if x is None else x for x in results]
+
+    def _ahead(self, gather: Adapt) -> Gather:
+        step = gather.step
+        assert step.dim is not None and step.cut is not None
+        backward: Any = step.backward
+        group = self._group(step.axis, self.mesh.axis_size(step.axis), 0)
+        return Gather(group, step.dim, backward, self._cut(step.cut))
 
     def number(self, size: Size) -> int:
         """A size expression as this rank sees it."""

@@ -146,9 +146,12 @@ class _Sums:
         self.storage_ranks = tuple(rank for rank in self.storage_ranks for _ in range(pieces))
 
     def of_loop(self, loop: Loop, runs: int) -> OpTime:
-        """Add a loop: each piece runs forward, again in backward, and backward."""
+        """Add a loop: each piece runs forward, again in backward, and backward. What is gathered
+        ahead travels while the piece before it is computed.
+        """
         forwards = loop.count * (runs + self.trains)
-        total = OpTime()
+        ahead = list(loop.ahead.values())
+        total, of_piece, ahead_s = OpTime(), OpTime(), 0.0
         for step in loop.body:
             if isinstance(step, Adapt):
                 time = self.of_adapters((step,), (), forwards, loop.count)
@@ -157,6 +160,17 @@ class _Sums:
             total += OpTime(loop.count * time.forward_s, loop.count * time.backward_s)
             # Of these forwards one of each piece is the loop's own.
             self.recomputed_s -= (loop.count - 1) * time.forward_s
+            if step in ahead:
+                ahead_s += time.forward_s
+            else:
+                of_piece += time
+        # In backward a piece is computed again, and back: there is more to hide behind.
+        hidden_s = (loop.count - 1) * min(ahead_s, of_piece.forward_s)
+        total += OpTime(-hidden_s)
+        if self.trains:
+            whole_s = of_piece.forward_s + of_piece.backward_s
+            self.recomputed_s -= (loop.count - 1) * min(ahead_s, whole_s)
+            self.recomputed_s -= (runs - 1) * hidden_s
         doors = [self._door(door, loop.count) for door in (*loop.takes, *loop.gives)]
         for time in doors:
             self.compute_s += runs * time.forward_s + time.backward_s
@@ -171,6 +185,9 @@ class _Sums:
             for layout in (step.before, step.after)
         )
         backs = self.trains and door.of.takes_gradient
+        if step.kind == "keep_one":
+            zeros_s = (count - 1) * device.memory_s(num_bytes)
+            return OpTime(zeros_s, zeros_s if backs else 0.0)
         if step.kind in ("narrow", "all_gather"):
             # Every element is read once and written once.
             copied = device.memory_s(2 * num_bytes)

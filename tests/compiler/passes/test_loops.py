@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import plans
 import pytest
@@ -67,13 +68,51 @@ def test_what_cannot_run_in_pieces_is_refused(names: tuple[str, ...], what: str,
     assert refused.value.what.startswith(what) and why in str(refused.value.why)
 
 
-def test_what_is_added_once_is_refused() -> None:
-    """The bias of a product that sums over the dim of the loop."""
-    graph = plans.annotated(plans.traced(Model(), {"x": torch.randn(7, 6)}))
+def test_a_bias_is_added_once(tmp_path: Path) -> None:
+    """The bias of a product that sums over the dim of the loop: one piece has it."""
+    model, inputs = Model().double(), {"x": torch.randn(7, 6, dtype=torch.float64)}
+    graph = plans.annotated(plans.traced(model, inputs))
     loops = {"inner": PlannedLoop(2, {"down": "split:k"})}
+    made = plans.compile_plan(graph, Plan(Mesh(), loops=loops))
+    (loop,) = (step for step in made.program.body if isinstance(step, Loop))
+    assert {take.of.fqn: take.step.kind for take in loop.takes}["down.bias"] == "keep_one"
+    plans.check(model, inputs, made, tmp_path, plans.reference_run(model, [inputs], steps=1))
+
+
+def stepped() -> Compiled:
+    """``down`` gathers its input along ``c`` in two steps."""
+    graph = plans.annotated(plans.traced(Model(), {"x": torch.randn(7, 6)}))
+    across = {"mul": {"c": "split:b"}, "down": {"c": "split:n"}}
+    loops = {"steps": PlannedLoop(2, {"down": "split:k"}, {"down": 2})}
+    return plans.compile_plan(graph, Plan(Mesh((("c", 2),)), across, loops=loops))
+
+
+def test_the_verifier_knows_what_loops_gather() -> None:
+    """A gather in a loop is of a piece: neither of the whole, nor gathered again."""
+    program = stepped().program
+    number, loop = next((n, step) for n, step in enumerate(program.body) if isinstance(step, Loop))
+    (gather,) = loop.ahead.values()
+    assert gather.step.axes == ("c",) and gather.step.backward == "reduce_scatter"
+    others = tuple(step for step in loop.body if step is not gather)
+    sliced = replace(gather, step=replace(gather.step, backward="slice"))
+    wrong = [
+        replace(loop, body=others),
+        replace(loop, body=(sliced, *others)),
+        replace(loop, body=(replace(gather, in_loop=False), *others)),
+        replace(loop, body=(replace(gather, choice="again"), *others)),
+    ]
+    for broken in wrong:
+        body = (*program.body[:number], broken, *program.body[number + 1 :])
+        with pytest.raises(InternalError):
+            verify_program(replace(program, body=body))
+
+
+def test_a_dim_that_does_not_lie_in_blocks_is_refused() -> None:
+    graph = plans.annotated(plans.traced(Model(), {"x": torch.randn(7, 6)}))
+    loops = {"steps": PlannedLoop(2, {"down": "split:k"}, {"down": 3})}
     with pytest.raises(PlanError) as refused:
         plans.compile_plan(graph, Plan(Mesh(), loops=loops))
-    assert refused.value.what == "loop 'inner' cannot take down.bias in its pieces"
+    assert refused.value.what == "operator down (linear) has no dim in 3 blocks for 'split:k'"
 
 
 def test_pieces_that_two_operators_deal_differently_are_refused() -> None:
@@ -97,6 +136,10 @@ def test_pieces_that_two_operators_deal_differently_are_refused() -> None:
             "operator up is in two loops, 'a' and 'b'",
         ),
         ({"rows": PlannedLoop(2, {"pu": "split:*0"})}, "the model has no operator 'pu'"),
+        (
+            {"rows": PlannedLoop(2, {"up": "split:k"}, {"down": 2})},
+            "loop 'rows' gathers the operands of down, which is not in it",
+        ),
     ],
 )
 def test_loops_of_a_plan_are_checked(loops: dict[str, PlannedLoop], what: str) -> None:

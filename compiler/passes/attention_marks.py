@@ -76,7 +76,24 @@ class _Finder:
         marks = self._reader.of(mask, (query.shape[-2], key.shape[-2]))
         if marks is None:
             return None
-        return self._attention(op, query, key, value, {**marks.arguments, "scale": op.arg("scale")})
+        scale = op.arg("scale")
+        if marks.is_causal((query.shape[-2], key.shape[-2])):
+            return self._causal(op, query, key, value, scale)
+        return self._attention(op, query, key, value, {**marks.arguments, "scale": scale})
+
+    def _causal(
+        self, op: IROp, query: IRValue, key: IRValue, value: IRValue, scale: Arg
+    ) -> IROp | None:
+        """The operator as torch's own, which needs no mask to be causal."""
+        before = [self._unrepeated(x) for x in (key, value)]
+        if before[0].shape[1] == before[1].shape[1]:
+            key, value = before
+        others = {
+            "is_causal": True,
+            "scale": scale,
+            "enable_gqa": key.shape[1] != query.shape[1] or op.arg("enable_gqa", False),
+        }
+        return self._made(op, op.target, (query, key, value), others)
 
     def _attention(
         self, op: IROp, query: IRValue, key: IRValue, value: IRValue, others: Mapping[str, Arg]
@@ -86,11 +103,15 @@ class _Finder:
             key, value = before
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
             return None
-        target = "attention_where"
+        return self._made(op, "attention_where", (query, key, value), others)
+
+    @staticmethod
+    def _made(
+        op: IROp, target: str, tensors: tuple[IRValue, ...], others: Mapping[str, Arg]
+    ) -> IROp:
         opdef = registry.get(target)
         assert opdef is not None
-        args = opdef.bind((query, key, value), others)
-        return replace(op, target=target, args=args)
+        return replace(op, target=target, args=opdef.bind(tensors, others))
 
     def _unrepeated(self, value: IRValue) -> IRValue:
         """What was repeated for each group of query heads: ``x[:, :, None].expand(...)`` as
@@ -125,7 +146,7 @@ class _Finder:
         sliced = self._step(at, "getitem")
         if sliced is not None:
             at = self._back(sliced.operands[0], "to")
-        softmax = self._step(at, "softmax")
+        softmax = self._step(at, "softmax", "safe_softmax")
         if softmax is None or softmax.arg("dim") not in (-1, 3):
             return None
         logits, sinks = softmax.operands[0], None
@@ -137,11 +158,13 @@ class _Finder:
             if found is None:
                 return None
             logits, sinks = found
-        scores = self._scores(self._back(logits, "to"))
+        gives_zeros = softmax.target == "safe_softmax"
+        scores = self._scores(self._back(logits, "to"), gives_zeros)
         if scores is None or not _are_plain(scores.query, scores.key, value):
             return None
         # A query without keys has the mean of all values there, unless a sink takes its weight.
-        blind = "mean" if sinks is None and not scores.mask.all_see else "zeros"
+        gives_mean = sinks is None and not gives_zeros and not scores.mask.all_see
+        blind = "mean" if gives_mean else "zeros"
         others = {
             **scores.mask.arguments,
             "scale": scores.scale,
@@ -197,12 +220,11 @@ class _Finder:
         heads = viewed.operands[0]
         return (scores, heads) if viewed.results[0].shape == (1, *heads.shape, 1, 1) else None
 
-    def _scores(self, scores: IRValue) -> _Scores | None:
-        """What makes scores of a query and a key, and hides some of them."""
-        hidden = self._step(scores, "add")
-        if hidden is None or hidden.has_arg("alpha") or len(hidden.operands) != 2:
-            return None
-        products, mask = self._hidden(hidden)
+    def _scores(self, scores: IRValue, gives_zeros: bool) -> _Scores | None:
+        """What makes scores of a query and a key, and hides some of them. ``gives_zeros``: a query
+        that sees no key has no weights.
+        """
+        products, mask, chosen = self._hidden(scores)
         if products is None or mask is None:
             return None
         # From the mask backwards: a cap, ``cap * tanh(s / cap)``, then any number of scales, then
@@ -222,7 +244,7 @@ class _Finder:
                 return None
             scale *= number if scaled.target == "mul" else 1 / number
             products = scaled.arg("input")
-        product = self._step(products, "matmul")
+        product = self._step(self._back(products, "to"), "matmul")
         if product is None:
             return None
         query, turned = product.operands
@@ -234,17 +256,27 @@ class _Finder:
             return None
         key = transposed.operands[0]
         marks = self._reader.of(mask, (query.shape[-2], key.shape[-2]))
-        if marks is None:
+        if marks is None or (chosen and not gives_zeros and not marks.all_see):
             return None
         return _Scores(query, key, marks, scale, cap)
 
-    def _hidden(self, op: IROp) -> tuple[IRValue | None, IRValue | None]:
-        """The scores and the mask of those that count."""
-        for scores, added in (op.operands, op.operands[::-1]):
-            mask = self._of_added(added)
-            if mask is not None:
-                return scores, mask
-        return None, None
+    def _hidden(self, scores: IRValue) -> tuple[IRValue | None, IRValue | None, bool]:
+        """The scores, and the mask of those that count; and whether others are not added to but
+        replaced, so that of a query without keys no gradient reaches its scores.
+        """
+        added = self._step(scores, "add")
+        if added is not None and not added.has_arg("alpha") and len(added.operands) == 2:
+            for kept, other in (added.operands, added.operands[::-1]):
+                mask = self._of_added(other)
+                if mask is not None:
+                    return kept, mask, False
+        chosen = self._step(scores, "where")
+        if chosen is not None:
+            mask, kept = (chosen.arg(name) for name in ("condition", "input"))
+            hides = self._reader.number(chosen.arg("other"))
+            if hides is not None and hides <= _LEAST and isinstance(kept, IRValue):
+                return kept, mask, True
+        return None, None, False
 
     def _of_added(self, added: IRValue) -> IRValue | None:
         """The mask ``m`` of ``where(m, 0, least)``."""

@@ -27,7 +27,7 @@ from shardwright.compiler.ir.size import Size, is_static
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.passes.fold import MAX_COMPUTED_BYTES, FoldedValues
 from shardwright.runtime.marks import MOST_BANDS, bands_of, intervals, marks_of, runs_of
-from shardwright.runtime.visible_keys import Bands
+from shardwright.runtime.visible_keys import Band, Bands
 
 _TURNED = {"eq": "eq", "le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
 """A comparison with its sides exchanged."""
@@ -64,6 +64,11 @@ class MaskMarks:
             "comparisons": tuple(atom[1] for atom in self.atoms),
             "bands": bands,
         }
+
+    def is_causal(self, lengths: tuple[Size, Size]) -> bool:
+        """Whether a query sees the keys up to its own, and nothing else is known."""
+        queries, keys = lengths
+        return not self.atoms and queries == keys and self.bands == (Band(0, keys, 0, 1, 0, 1),)
 
     @property
     def all_see(self) -> bool:

@@ -45,6 +45,13 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
     )
     if kind != "object":
         return Tree(kind, children=children)
+    if structure.type_path(obj) == "torch.nn.attention.flex_attention:BlockMask":
+        raise TraceError(
+            f"{what} of forward contains a BlockMask",
+            why="what it hides is said by its function, which may be another one in every call",
+            hint="pass what the function reads, such as document ids, and call create_block_mask "
+            "in forward",
+        )
     if "<" in type(obj).__qualname__:
         raise TraceError(
             f"{what} of forward contains an object of the local class {type(obj).__qualname__}",

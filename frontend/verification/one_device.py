@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.frontend.verification.dense_attention import dense_attention
 from shardwright.frontend.verification.deviation import tensors_of
 from shardwright.frontend.verification.precision import float64_casts
 from shardwright.frontend.verification.sample_inputs import copied
@@ -63,7 +64,7 @@ def reference_run(
     losses: list[list[Tensor]] = []
     outputs: list[Any] = []
     gradients: dict[str, Tensor | None] = {}
-    with float64_casts(model):
+    with float64_casts(model), dense_attention():
         stepper = optimizer(model.parameters())
         if not isinstance(stepper, torch.optim.Optimizer):
             raise UsageError(

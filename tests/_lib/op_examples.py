@@ -174,6 +174,7 @@ def reductions() -> list[Call]:
         (F.log_softmax, (_randn(4, 5),)),  # without a dim
         (torch.log_softmax, (X, 1)),
         (F.softmin, (X, 1)),
+        (torch._safe_softmax, (X, 1)),
         (torch.logsumexp, (X, 1)),
         (torch.logsumexp, (X, (0, 2), True)),
         (torch.cdist, (_randn(3, 4, 5), _randn(6, 5))),

@@ -71,6 +71,16 @@ MODELS: dict[str, zoo.ZooModel] = {
         zoo.hf("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA3),
         inputs(attention_mask=_PADDED.long()),
     ),
+    "gemma2-flex": zoo.ZooModel(
+        "gemma2-flex",
+        zoo.hf(
+            "Gemma2ForCausalLM",
+            "Gemma2Config",
+            **_GEMMA3,
+            attn_implementation="flex_attention",
+        ),
+        inputs(attention_mask=_PADDED.long()),
+    ),
     "gpt-oss": zoo.ZooModel(
         "gpt-oss",
         zoo.hf(

@@ -72,6 +72,7 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                 ("dit", "tp", 2, {"sequence_parallel": True}),
                 ("gpt2-eager", "cp", 4, {"cp_mode": "ulysses"}),
                 ("gpt2-eager", "cp", 2, {"cp_mode": "ring"}),
+                ("gemma2-flex", "cp", 3, {"cp_mode": "ring"}),
                 ("gpt2-padded", "cp", 3, {"cp_mode": "gather"}),
                 ("llama", "cp", 4, {"cp": [2, 2], "cp_mode": "ulysses"}),
                 ("llama-padded", "cp", 2, {"cp_mode": "ulysses"}),

@@ -429,6 +429,14 @@ def _softmin(op: IROp) -> OpRule:
 
 
 define("softmin", _SOFTMAX, "F.softmin", _softmin, *through(_PLAIN, callables("softmin")))
+# Zeros, not nan, where all of a row is minus infinity.
+define(
+    "safe_softmax",
+    "input, dim, dtype=None",
+    "torch._safe_softmax",
+    _softmin,
+    *functions("_safe_softmax"),
+)
 
 _LOGSUMEXP = "input, dim, keepdim=False"
 _LOGSUMEXP_FORM = define_form("logsumexp", f"{_LOGSUMEXP}, {_FORM_AXES}")

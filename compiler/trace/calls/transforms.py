@@ -118,6 +118,7 @@ def _full(value: Any, *, dtype: torch.dtype | None = None, **ignored: Any) -> to
 
 _OTHERWISE: dict[str, Callable[..., Any]] = {
     "index": _indexed,
+    "where": torch.where,  # the method takes the condition second
     "_to_copy": _copied,
     "scalar_tensor": _full,
     "lift_fresh_copy": lambda x: x,

@@ -2,7 +2,7 @@
 
 Most calls reach the tracer through torch's function dispatch. These do not: ``torch.vmap``,
 ``autograd.Function.apply``, activation checkpointing, scripted functions, compiled functions,
-checks of values, and batch norms that count their batches.
+checks of values, batch norms that count their batches, and what flex attention calls.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwright.compiler.trace.calls.expert_loops import expert_loops_of
+from shardwright.compiler.trace.calls.flex_attention import flex_attention_traced
 from shardwright.compiler.trace.calls.routed_experts import experts_function, experts_interface
 from shardwright.compiler.trace.calls.time_loops import known_functions_of
 from shardwright.compiler.trace.calls.transforms import Modes, vmap_traced
+from shardwright.compiler.trace.calls.varlen_attention import varlen_attention_traced
 from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import called_by_user, user_location
 from shardwright.compiler.trace.refusals import Refusals
@@ -85,7 +87,8 @@ def patched(
         stack.enter_context(_modules_converted(tracer.refusals))
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
-        stack.enter_context(_flex_attention_refused(tracer.refusals))
+        stack.enter_context(flex_attention_traced(tracer, replaced))
+        stack.enter_context(varlen_attention_traced(replaced))
         stack.enter_context(_sizes_computed_with())
         stack.enter_context(_sizes_spelled())
         stack.enter_context(_values_readable(real_values, questions))
@@ -264,40 +267,6 @@ def _scripts_inlined(refusals: Refusals) -> Iterator[None]:
     with replaced(torch.jit.ScriptFunction, "__call__", inlined):
         yield
     assert torch.jit.ScriptFunction.__call__ is call
-
-
-FLEX = "torch.nn.attention.flex_attention"
-"""The module of flex attention."""
-
-_FLEX_BEGINS = {"_validate_sdpa_input": "flex_attention", "create_mask": "create_block_mask"}
-"""What its functions call on any tensors, by a name that no model imports."""
-
-
-@contextmanager
-def _flex_attention_refused(refusals: Refusals) -> Iterator[None]:
-    """Refuse flex attention in words. Its own are of kernels and of fake values."""
-
-    def refuse(function: str) -> Callable[..., Any]:
-        def raise_refusal(*args: Any, **kwargs: Any) -> Any:
-            with refusals:
-                raise TraceError(
-                    f"{function} cannot be traced",
-                    where=str(user_location()),
-                    why="torch compiles its functions of scores and masks itself, and calls none "
-                    "of the operators that a plan could split",
-                    hint="F.scaled_dot_product_attention with is_causal=True or a mask that "
-                    "compares positions or documents, of which no mask of all pairs is made; in "
-                    'models of transformers attn_implementation="sdpa"',
-                )
-
-        return raise_refusal
-
-    with ExitStack() as stack:
-        flex = sys.modules.get(FLEX)
-        for name, function in _FLEX_BEGINS.items():
-            if hasattr(flex, name):
-                stack.enter_context(replaced(flex, name, refuse(function)))
-        yield
 
 
 @contextmanager

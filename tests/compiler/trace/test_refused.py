@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from interpret import run_graph
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from shardwright.compiler.ops.register import register_op
 from shardwright.compiler.trace import trace
@@ -552,30 +551,6 @@ def test_a_table_that_a_lookup_shortens() -> None:
         "leave out max_norm, and after optimizer.step() let torch.renorm shorten the rows of "
         "the table"
     )
-
-
-def flexible(x: Tensor) -> Tensor:
-    return flex_attention(*(x.view(1, 1, 3, 4) for _ in range(3)))
-
-
-def with_block_mask(x: Tensor) -> Tensor:
-    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
-    create_block_mask(causal, None, None, 3, 3, device="cpu")
-    return x
-
-
-@pytest.mark.parametrize(
-    ("function", "name"), [(flexible, "flex_attention"), (with_block_mask, "create_block_mask")]
-)
-def test_flex_attention_is_refused_in_words(function: object, name: str) -> None:
-    """Its own errors are of devices and of fake values."""
-    told = error_of(function)
-    assert f"{name} cannot be traced" in told and "test_refused.py" in told
-    assert "F.scaled_dot_product_attention with is_causal=True" in told
-    # Afterwards they are torch's own again.
-    assert create_block_mask(lambda b, h, q, k: q >= k, None, None, 3, 3, "cpu") is not None
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from shardwright.compiler.ops.rule import ATTENTION
 from shardwright.compiler.ops.seen_keys import grows, has_documents
 from shardwright.compiler.ops.strategy import Strategy, exchange_strategy, placements, split_factor
 from shardwright.compiler.plan.builder import PlanBuilder
+from shardwright.policies.expert_axes import exchange_of, runs_experts
 from shardwright.policies.labels import label, num_bytes
 from shardwright.policies.sequence_cut import cut_of_free
 from shardwright.policies.sequences import (
@@ -40,7 +41,7 @@ from shardwright.policies.sequences import (
     ring_of,
     sequence_classes,
 )
-from shardwright.policies.splits import add_strategies, note_fallback
+from shardwright.policies.splits import InsideExperts, add_strategies, note_fallback, split_of
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.mesh import MOST_RANKS
 
@@ -151,14 +152,21 @@ def _balancing_turns(op: IROp, num_ranks: int) -> int:
 
 
 def split_context(
-    builder: PlanBuilder, axes: Sequence[ContextAxis], modes: Modes, named: Sequence[str] = ()
+    builder: PlanBuilder,
+    axes: Sequence[ContextAxis],
+    modes: Modes,
+    named: Sequence[str] = (),
+    inside: Mapping[str, InsideExperts] | None = None,
 ) -> None:
     """Split the sequence over axes, in all operators that have it, the evaluation body included.
     ``modes``: of axes whose mode is ``auto``. ``named``: the sequence's dims, if the user says.
+    ``inside``: by axis, what it splits of experts instead.
     """
     for axis in axes:
+        of_experts = (inside or {}).get(axis.name)
         for graph in builder.graph.bodies:
-            strategies = _split_body(builder, graph, axis, modes, named)
+            own = of_experts.of(graph, builder.graph) if of_experts else None
+            strategies = _split_body(builder, graph, axis, modes, named, own)
             add_strategies(builder, axis.name, strategies)
 
 
@@ -209,7 +217,12 @@ def _kinds(graph: IRGraph, named: Sequence[str]) -> set[Kind]:
 
 
 def _split_body(
-    builder: PlanBuilder, graph: IRGraph, axis: ContextAxis, modes: Modes, named: Sequence[str]
+    builder: PlanBuilder,
+    graph: IRGraph,
+    axis: ContextAxis,
+    modes: Modes,
+    named: Sequence[str],
+    inside: InsideExperts | None,
 ) -> dict[str, Strategy]:
     """The strategies of the operators of one body along one axis."""
     sequence, heads, masks = sequence_classes(graph, named), heads_of(graph), positional(graph)
@@ -219,6 +232,12 @@ def _split_body(
         assert op.rule is not None
         # What outer axes have cut already: an axis within them has fewer heads left.
         cut, split = builder.pieces(op), None
+        if inside is not None and runs_experts(op, graph, inside.experts):
+            split = exchange_of(op, graph, inside.tokens, inside.experts)
+            split = split or split_of(op, graph, inside.classes, axis.size, cut)
+            if split is not None:
+                splits[op.name] = split
+            continue
         if attends(op, graph, sequence, heads):
             mode = axis.mode
             if mode == "auto":

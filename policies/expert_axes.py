@@ -1,19 +1,21 @@
 """Experts on other axes than the rest of the model, on the same ranks.
 
-The ranks of a stage are two grids at once. Outside of the experts they are ``dp x tp``, for the
-experts ``edp x ep x etp``, each written major to minor. The axes of the mesh are the common
+The ranks of a stage are two grids at once. Outside of the experts they are ``dp x cp x tp``, for
+the experts ``edp x ep x etp``, each written major to minor. The axes of the mesh are the common
 refinement of both, so that each axis has one role outside and one inside:
 
     dp=4, tp=2 and ep=4, etp=2    ->  ep=4 (dp, ep), tp=2 (tp, etp)
     dp=4, tp=2 and ep=2, etp=2    ->  dp=2 (dp, edp), ep=2 (dp, ep), tp=2 (tp, etp)
     dp=2, tp=2 and ep=4, etp=1    ->  ep=2 (dp, ep), tp_ep=2 (tp, ep)
+    dp=2, cp=2 and ep=4           ->  ep=2 (dp, ep), cp=2 (cp, ep)
 
-Where tokens are cut outside and experts inside, they are exchanged.
+Where tokens are cut outside and experts inside, they are exchanged, over all such axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -24,10 +26,9 @@ from shardwright.compiler.ops.strategy import exchange_strategy
 from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.runtime.errors import PlanError
 
-Outside = Literal["dp", "tp"]
 Inside = Literal["edp", "ep", "etp"]
 
-_NAMES: dict[tuple[Outside, Inside], str] = {
+_NAMES: dict[tuple[str, Inside], str] = {
     ("dp", "edp"): "dp",
     ("dp", "ep"): "ep",
     ("dp", "etp"): "etp",
@@ -39,28 +40,39 @@ _NAMES: dict[tuple[Outside, Inside], str] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertAxis:
-    """One axis: its name and size, and what it is for outside and inside of the experts."""
+    """One axis: its name and size, and what it is for outside and inside of the experts.
+    ``outside`` is ``dp``, ``tp`` or the name of an axis of the sequence.
+    """
 
     size: int
-    outside: Outside
+    outside: str
     inside: Inside
 
     @property
     def name(self) -> str:
-        return _NAMES[self.outside, self.inside]
+        return _NAMES.get((self.outside, self.inside), self.outside)
 
 
-def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list[ExpertAxis]:
+def expert_axes(
+    dp: int,
+    tp: int,
+    ep: int,
+    etp: int | None,
+    policy: str,
+    context: Sequence[tuple[str, int]] = (),
+) -> list[ExpertAxis]:
     """The axes of ``dp x tp`` ranks that hold experts ``ep x etp``, major to minor. ``etp=None``:
-    as much of ``tp`` as there are ranks for.
+    as much of ``tp`` as there are ranks for. ``context``: names and sizes of axes of the sequence,
+    between ``dp`` and ``tp``.
 
     Raises :class:`PlanError` if the two grids have no common refinement.
     """
-    ranks = dp * tp
+    outside = [("dp", dp), *context, ("tp", tp)]
+    ranks, grid = math.prod(size for _, size in outside), _text(outside)
     if ep < 1 or ranks % ep:
         raise PlanError(
             f"policy {policy!r} cannot place ep={ep} on {ranks} ranks",
-            why=f"experts lie on the ranks that are dp={dp} x tp={tp} outside of them",
+            why=f"experts lie on the ranks that are {grid} outside of them",
             hint=f"ep is one of {', '.join(map(str, _divisors(ranks)))}",
         )
     if etp is None:
@@ -71,19 +83,47 @@ def expert_axes(dp: int, tp: int, ep: int, etp: int | None, policy: str) -> list
             why=f"these are {ep * etp} ranks, which do not divide {ranks}",
             hint=f"with ep={ep}, etp is one of {', '.join(map(str, _divisors(ranks // ep)))}",
         )
-    # Where axes of either grid end, counted in ranks: between two ends there is one axis.
-    ends = sorted({1, tp, ranks, etp, ep * etp})
+    # Where axes of either grid begin and end, counted in ranks from the innermost: between two ends
+    # there is one axis.
+    begins, begin = dict[str, int](), ranks
+    for name, size in outside:
+        begin //= size
+        begins[name] = begin
+    ends = sorted({1, ranks, etp, ep * etp, *begins.values()})
     if any(large % small for small, large in pairwise(ends)):
         raise PlanError(
             f"policy {policy!r} cannot place ep={ep} x etp={etp} on {ranks} ranks",
-            why=f"ranks that are dp={dp} x tp={tp} outside of the experts do not divide into these",
+            why=f"ranks that are {grid} outside of the experts do not divide into these",
             hint="choose sizes of which one divides the other: etp and tp, ep * etp and tp * dp",
         )
-    # Major first: inner axes belong to ``tp``.
-    return [
-        ExpertAxis(large // small, "dp" if small >= tp else "tp", _inside(small, ep, etp))
-        for small, large in reversed(list(pairwise(ends)))
-    ]
+    found = []
+    for small, large in reversed(list(pairwise(ends))):  # major first
+        name = next(name for name, begin in begins.items() if begin <= small)
+        found.append(ExpertAxis(large // small, name, _inside(small, ep, etp)))
+    _check_whole(found, context, f"policy {policy!r} cannot place ep={ep} x etp={etp}")
+    return found
+
+
+def _check_whole(
+    axes: Sequence[ExpertAxis], context: Sequence[tuple[str, int]], title: str
+) -> None:
+    """Raise :class:`PlanError` if experts take a part of an axis of the sequence: attention goes
+    round on an axis, or gathers over it, as a whole.
+    """
+    for name, size in context:
+        parts = [axis for axis in axes if axis.outside == name]
+        if len(parts) > 1:
+            told = " x ".join(f"{axis.inside}={axis.size}" for axis in parts)
+            raise PlanError(
+                f"{title} on a part of {name}={size}",
+                why=f"its ranks would be {told} for the experts",
+                hint=f"sizes of ep and etp for which {name} is all of one kind, or two axes: "
+                f"cp=[{parts[0].size}, {parts[1].size}]",
+            )
+
+
+def _text(sizes: Sequence[tuple[str, int]]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes)
 
 
 def _inside(small: int, ep: int, etp: int) -> Inside:

@@ -30,8 +30,19 @@ from shardwright.policies.pipeline_mesh import (
     hardware_files,
 )
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.sequences import Positions, check_sequence, positions_of
-from shardwright.policies.splits import inner_axes, split_dims, split_on_expert_axes
+from shardwright.policies.sequences import (
+    Positions,
+    check_sequence,
+    positions_of,
+    sequence_classes,
+)
+from shardwright.policies.splits import (
+    InsideExperts,
+    inner_axes,
+    inside_experts,
+    split_dims,
+    split_on_expert_axes,
+)
 from shardwright.policies.step_seconds import lowered, step_seconds
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -41,8 +52,8 @@ from shardwright.runtime.layout import Mesh
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions(PipelineOptions):
     """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a
-    sample's batch. ``ep``: those of its ``dp x tp`` ranks that share the experts; ``etp``: that
-    share the inner dims of an expert (default: as much of ``tp`` as there are ranks for).
+    sample's batch. ``ep``: those of its ``dp x cp x tp`` ranks that share the experts; ``etp``:
+    that share the inner dims of an expert (default: as much of ``tp`` as there are ranks for).
 
     ``cp``: ranks of a stage that share a sample's sequence, or the sizes of several axes;
     ``cp_mode``: how attention does along them, see :mod:`shardwright.policies.context_axes`.
@@ -130,7 +141,14 @@ class _Stage:
             # ``tp`` may need two axes, where no dim of the model is long enough.
             {} if has_experts else inner_axes(graph, tp, config.rank_order),
             # Experts lie on a grid of their own over the same ranks.
-            expert_axes(options.dp, tp, options.ep or 1, options.etp, "hybrid")
+            expert_axes(
+                options.dp,
+                tp,
+                options.ep or 1,
+                options.etp,
+                "hybrid",
+                [(axis.name, axis.size) for axis in context],
+            )
             if has_experts
             else [],
             # Heads that tp cuts first are cut further by an axis within, without leaving the rank.
@@ -173,14 +191,28 @@ class _Stage:
         builder = self.graph.builder(mesh=mesh, order=order)
         positions = options.positions
         if self.experts:
-            inner = choose_dims(self.graph, self.tp) if self.tp > 1 else None
-            split_on_expert_axes(builder, self.experts, "hybrid", inner, positions)
+            split_on_expert_axes(builder, self.experts, "hybrid", self._chosen, positions)
         elif options.dp > 1:
             split_dims(builder, "dp", batch_classes(self.graph))
         for name, axis in self.inner.items():
             split_dims(builder, name, axis.classes, positions=positions)
-        split_context(builder, self.context, self.modes, options.sequence)
+        inside = self._inside_of_sequence()
+        split_context(builder, self.context, self.modes, options.sequence, inside)
         return builder.plan("hybrid")
+
+    @property
+    def _chosen(self) -> set[int] | None:
+        """The classes that axes for tensors split, where experts have axes of their own."""
+        return choose_dims(self.graph, self.tp) if self.tp > 1 else None
+
+    def _inside_of_sequence(self) -> dict[str, InsideExperts]:
+        """What axes of the sequence split of experts, if these have no copies along them."""
+        sequence = sequence_classes(self.graph, self.options.sequence)
+        return {
+            axis.name: inside_experts(self.graph, axis, "hybrid", sequence, self._chosen)
+            for axis in self.experts
+            if axis.outside not in ("dp", "tp") and axis.inside != "edp"
+        }
 
     def _sizes(self) -> dict[str, int]:
         """The sizes of the axes, major to minor."""

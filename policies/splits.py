@@ -13,7 +13,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import Strategy, has_factor, placements
-from shardwright.compiler.plan.builder import PlanBuilder, classes_in
+from shardwright.compiler.plan.builder import PlanBuilder, PlannableGraph, classes_in
 from shardwright.compiler.plan.plan import AGAIN
 from shardwright.policies.batches import batch_classes
 from shardwright.policies.choice import Chosen, choose_axes, choose_dims
@@ -46,6 +46,13 @@ class InsideExperts:
     experts: set[int]
     tokens: set[int] = field(default_factory=set)
 
+    def of(self, body: IRGraph, graph: IRGraph) -> InsideExperts:
+        """The same in one body of a graph, whose classes have numbers of their own."""
+        asked = (self.classes, self.experts, self.tokens)
+        return InsideExperts(
+            *(classes_in(body, graph, found) if found else set() for found in asked)
+        )
+
 
 def split_on_expert_axes(
     builder: PlanBuilder,
@@ -55,24 +62,34 @@ def split_on_expert_axes(
     positions: Positions | None = None,
 ) -> None:
     """Split the batch over axes for data, ``chosen`` classes over those for tensors, and inside of
-    experts what each axis has to split there. ``positions``: see :func:`split_dims`, of the axes
-    for tensors.
+    experts what each axis has to split there. Axes of the sequence are left to
+    :func:`split_context`. ``positions``: see :func:`split_dims`, of the axes for tensors.
     """
-    graph = builder.graph
-    batch, experts = batch_classes(graph), experts_of(graph, policy)
-    inner = chosen if chosen is not None else set()
+    graph, batch = builder.graph, batch_classes(builder.graph)
+    experts_of(graph, policy)
+    # What tensors have split along the sequence goes to the experts as the batch does.
+    sequence = positions.classes(graph) if positions is not None else set[int]()
     for axis in axes:
-        # The dims that the axis splits outside of experts, then those inside of them.
-        outside = batch if axis.outside == "dp" else inner
-        # Experts themselves are dealt out; tokens go to them where the axis splits the batch.
-        if axis.inside == "ep":
-            tokens = batch if axis.outside == "dp" else set[int]()
-            inside = InsideExperts(experts, experts, tokens)
-        elif axis.inside == "edp":
-            inside = InsideExperts(batch, experts)
-        else:
-            inside = InsideExperts(inner or choose_dims(graph, axis.size), experts)
-        split_dims(builder, axis.name, outside, inside, positions if axis.outside == "tp" else None)
+        if axis.outside == "dp":
+            inside = inside_experts(graph, axis, policy, batch, chosen)
+            split_dims(builder, axis.name, batch, inside)
+        elif axis.outside == "tp":
+            inside = inside_experts(graph, axis, policy, sequence, chosen)
+            split_dims(builder, axis.name, chosen or set(), inside, positions)
+
+
+def inside_experts(
+    graph: PlannableGraph, axis: ExpertAxis, policy: str, tokens: set[int], chosen: set[int] | None
+) -> InsideExperts:
+    """What an axis splits of experts. ``tokens``: what it splits outside of them, if these are
+    tokens. ``chosen``: the classes over axes for tensors.
+    """
+    experts = experts_of(graph, policy)
+    if axis.inside == "ep":
+        return InsideExperts(experts, experts, tokens)
+    if axis.inside == "edp":
+        return InsideExperts(batch_classes(graph), experts)
+    return InsideExperts(chosen or choose_dims(graph, axis.size), experts)
 
 
 def split_dims(
@@ -93,18 +110,13 @@ def split_dims(
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
         outside = classes_in(graph, builder.graph, classes)
-        within, of_experts, tokens = set[int](), set[int](), set[int]()
-        if inside:
-            asked = (inside.classes, inside.experts, inside.tokens)
-            within, of_experts, tokens = (
-                classes_in(graph, builder.graph, found) if found else set[int]() for found in asked
-            )
+        own = inside.of(graph, builder.graph) if inside else None
         splits: dict[str, Strategy] = {}
         for op in graph.ops:
             own_classes, split = outside, None
             # Operators of experts follow their own rule along the axis.
-            if inside is not None and runs_experts(op, graph, of_experts):
-                own_classes, split = within, exchange_of(op, graph, tokens, of_experts)
+            if own is not None and runs_experts(op, graph, own.experts):
+                own_classes, split = own.classes, exchange_of(op, graph, own.tokens, own.experts)
             split = split or split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
             if split is None and alone and is_convolution(op):
                 split = _split_alone(op, num_pieces, builder.pieces(op))

@@ -25,22 +25,22 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
     # Arguments that are sizes: ``view(8, 12, 64)`` becomes ``view(8, tp.local_size(12), 64)``.
     if axes and rule.localise is not None:
         op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
-    exchanges = any(
-        exchange(strategy) and mesh.axis_size(axis) > 1 for axis, strategy in assignment.items()
+    exchanges = tuple(
+        Exchanged(axis, *pair)
+        for axis in mesh.names
+        if mesh.axis_size(axis) > 1 and (pair := exchange(assignment.get(axis, "R")))
     )
     # A split that needs communication inside is run by another function.
     if rule.parallel is not None and (
         rule.random or exchanges or any(factor in axes for factor in rule.parallel.factors)
     ):
         form, local = rule.parallel, local_sizes(rule, axes, mesh)
-        for axis in mesh.names:
-            exchanged = exchange(assignment.get(axis, "R"))
-            # Of an exchange the function needs both sizes: with the axis's cut, and without.
-            if exchanged and mesh.axis_size(axis) > 1:
-                whole = {f: tuple(a for a in cut if a != axis) for f, cut in axes.items()}
-                local = replace(
-                    local, exchange=Exchanged(axis, *exchanged, local_sizes(rule, whole, mesh))
-                )
+        if exchanges:
+            # Of an exchange the function needs both sizes: with the cuts along its axes, and
+            # without.
+            exchanging = {found.axis for found in exchanges}
+            uncut = {f: tuple(a for a in cut if a not in exchanging) for f, cut in axes.items()}
+            local = replace(local, exchanges=exchanges, uncut=local_sizes(rule, uncut, mesh))
         keywords: dict[str, tuple[AxisRef, ...]] = {}
         # It is told of the axes that cut each factor: ``class_axes=tp``.
         for factor, keyword in form.keywords.items():

@@ -17,6 +17,8 @@ From the factors follow all strategies of the operator along one mesh axis (:fun
 4. exchange two factors: operands ``S`` in the one, results ``S`` in the other. An operand that has
    the second factor only is ``S`` in that, one without both is ``G``. The few operators that can do
    so communicate inside.
+
+Over several axes an operator has a strategy for each of them.
 """
 
 from __future__ import annotations
@@ -126,14 +128,11 @@ class ParallelForm:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """An exchange along ``axis``: operands are cut in factor ``source``, results in ``target``.
-    ``whole``: the sizes without the cut along this axis.
-    """
+    """An exchange along ``axis``: operands are cut in factor ``source``, results in ``target``."""
 
     axis: str
     source: str
     target: str
-    whole: LocalSizes
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,16 @@ class LocalSizes:
 
     ``segments`` maps each factor to the local sizes of its segments, ``offsets`` to the global
     start of the local piece of its first segment, ``axes`` to the axes that split it, ``full`` to
-    its whole size. ``exchange``: the two factors that change places along an axis, if any do.
+    its whole size. ``exchanges``: the factors that change places along axes, if any do, in mesh
+    order; ``uncut`` are then the sizes without the cuts along these axes.
     """
 
     segments: Mapping[str, tuple[Size, ...]]
     offsets: Mapping[str, Size]
     axes: Mapping[str, tuple[str, ...]]
     full: Mapping[str, Size]
-    exchange: Exchanged | None = None
+    exchanges: tuple[Exchanged, ...] = ()
+    uncut: LocalSizes | None = None
 
     def ref_size(self, ref: FactorRef) -> Size:
         """The local size of a factor, or of one segment of it."""

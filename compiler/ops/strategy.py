@@ -71,14 +71,15 @@ def _allowed(form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh
         for factor, axes in factor_axes(assignment, mesh, side).items():
             if not _may_cut(rule, factor, axes, exchanging, exchanged, mesh):
                 return False
-            # The ranks of an axis exchange tokens that lie together: the piece that the axes before
-            # it leave them. So no other axis cuts them further.
-            if any(axis in exchanging for axis in axes[:-1]) and _on_both_sides(rule, factor):
+            # The ranks of these axes exchange what lies together: the piece that the axes before
+            # them leave them. So no axis within cuts it further on both sides.
+            by_exchange = [axis in exchanging for axis in axes]
+            if by_exchange != sorted(by_exchange) and on_both_sides(rule, factor):
                 return False
-    # Tokens go to experts along one axis, and keys go round on one. Dims of which edges are
-    # exchanged may be several, and several axes may cut one.
-    all_edges = all(found.kind is ExchangeKind.EDGES for found in exchanges)
-    return len(exchanging) <= 1 or all_edges
+    # Keys go round on one axis. Tokens go to experts along several, one after the other, and edges
+    # are exchanged of several dims, of which each may be cut by several axes.
+    ring = any(found.kind is ExchangeKind.RING for found in exchanges)
+    return len(exchanging) <= 1 or not ring
 
 
 def _may_cut(
@@ -105,7 +106,8 @@ def _may_cut(
     return list(axes) != exchanging and not has_edges and (own is None or own.anywhere)
 
 
-def _on_both_sides(rule: OpRule, factor: str) -> bool:
+def on_both_sides(rule: OpRule, factor: str) -> bool:
+    """Whether the first operand and the first result have a factor."""
     return has_factor(rule.operands[0], factor) and has_factor(rule.results[0], factor)
 
 

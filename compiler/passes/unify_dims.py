@@ -326,12 +326,13 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
 
     def exchanged(name: str) -> list[str]:
         """The pieces of a factor that an exchange may cut: of a frozen one, of which edges are
-        exchanged, only the outermost, as of one that has a form.
+        exchanged, only the outermost, as of one that has a form. Of others those that are not
+        frozen: a form that deals out experts must be told of their axes.
         """
         names = renamed[name]
         if rule.frozen(name):
-            names = [n for n in names[:1] if len(by_name[n].segments) == 1]
-        return names
+            return [n for n in names[:1] if len(by_name[n].segments) == 1]
+        return [n for n in names if by_name[n].kind is not FactorKind.FROZEN]
 
     def in_one_piece(exchange: Exchange) -> bool:
         return all(len(renamed[name]) == 1 for name in exchange.pair)

@@ -114,6 +114,8 @@ class PlanBuilder:
         self.graph, self.mesh = graph, mesh
         self._ops = ops_of(graph)
         self._strategies: dict[str, dict[str, str]] = {}
+        # By operator and axis the exchanges that splits by name have asked for.
+        self._exchanges: dict[str, dict[str, str]] = {}
         self._stored: dict[str, Layout] = {}
         self._outputs: dict[str, Layout | str | None] = {}
         self._gathers: dict[str, str] = {}
@@ -130,6 +132,7 @@ class PlanBuilder:
         assignment = {**self._strategies.get(found.name, {}), axis: strategy}
         check_assignment(found, assignment, self.mesh, self.graph.dims)
         self._strategies.setdefault(found.name, {})[axis] = strategy
+        self._exchanges.get(found.name, {}).pop(axis, None)
         return self
 
     @checked
@@ -217,13 +220,15 @@ class PlanBuilder:
             return
         for exchange in op.rule.exchanges:
             if now in exchange.pair and set(exchange.pair) - {now} <= set(factors):
-                assignment = {
-                    **self._strategies.get(op.name, {}),
-                    axis: exchange_strategy(exchange.pair),
-                }
-                if allowed(op.rule, assignment, self.mesh):
-                    self._strategies[op.name] = assignment
-                    return
+                asked = self._exchanges.setdefault(op.name, {})
+                asked[axis] = exchange_strategy(exchange.pair)
+                # Axes that cut the batch one within the other exchange together, or the inner one
+                # does: the outer one is tried again when the inner one is asked to.
+                for exchanged in (asked, {axis: asked[axis]}):
+                    assignment = {**self._strategies.get(op.name, {}), **exchanged}
+                    if allowed(op.rule, assignment, self.mesh):
+                        self._strategies[op.name] = assignment
+                        return
         # An operator that has the dim twice, as x @ x.T, can have one of the two split over an
         # axis.
         for factor in factors:

@@ -5,6 +5,7 @@ another model.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ from shardwright.compiler.ops.strategy import (
     allowed,
     exchange,
     factor_axes,
+    on_both_sides,
+    split_factor,
     strategies,
 )
 from shardwright.compiler.plan.plan import AGAIN, KEEP, Plan
@@ -190,14 +193,13 @@ def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDi
         f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items()
     )
     # A common mistake with an answer of its own, before what holds of any.
-    exchanging = [axis for axis, strategy in assignment.items() if exchange(strategy)]
-    if len(exchanging) > 1 and op.rule.densities is not None:
+    if op.rule.densities is not None and (within := _cut_within(op.rule, assignment, mesh)):
         raise PlanError(
             f"operator {op.name} ({op.target}) cannot follow {told}",
             where=op.place,
-            why="tokens are exchanged for experts along one axis, and "
-            f"{' and '.join(map(repr, exchanging))} are {len(exchanging)}",
-            hint="make one axis of these ranks, or keep tokens whole along the others: 'split:e'",
+            why=f"the tokens that {within[0]!r} exchanges do not lie together, as {within[1]!r} "
+            "cuts them further",
+            hint=f"a mesh with {within[1]!r} before {within[0]!r}, or an exchange over both",
         )
     too_small = _too_small(op, op.rule, assignment, mesh, dims)
     raise PlanError(
@@ -209,6 +211,16 @@ def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDi
         if too_small
         else f"strategies along one axis: {', '.join(strategies(op.rule))}",
     )
+
+
+def _cut_within(rule: OpRule, assignment: Assignment, mesh: Mesh) -> tuple[str, str] | None:
+    """An axis that exchanges tokens, and one within that splits the same ones, if there are any."""
+    axes = [axis for axis in mesh.names if axis in assignment]
+    for outer, inner in itertools.combinations(axes, 2):
+        tokens = {f for f in exchange(assignment[outer]) or () if on_both_sides(rule, f)}
+        if exchange(assignment[inner]) is None and split_factor(assignment[inner]) in tokens:
+            return outer, inner
+    return None
 
 
 def _too_small(

@@ -18,14 +18,19 @@ Over ranks, either of the two dims of these pairs may be cut:
   :func:`combine` gives a summand;
 - from the one to the other (``exchange``): ranks hold pieces of the tokens outside, and of the
   experts inside. A token goes once to each rank that has an expert for it, and one row comes back.
+
+Several axes exchange one after the other, the outermost first. Over 2 nodes of 4 ranks a token
+crosses to the other node once, to the rank that has the place of its own there, and goes on from it
+to the ranks that have its experts. The sums come back the same way.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -35,32 +40,46 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.arguments import shown
 from shardwright.runtime.errors import ArgumentError
-from shardwright.runtime.ops.axes import Axes, communicating
+from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
-from shardwright.runtime.runs import piece
+from shardwright.runtime.runs import Run, dealt, within
 
-TokenDim = tuple[int, int, int]
-"""The dim of tokens as ``outer x size x inner``, of which an axis cuts the middle."""
+TokenDims = tuple[tuple[int | AxisGroup, ...], ...]
+"""The dims that make up the tokens, outermost first. Of each its segments, laid end to end, and the
+axes that cut them where tokens are exchanged, major to minor: ``((4, ep), (6,))`` are 4 samples cut
+over ``ep``, of 6 positions.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
-    """How rows came from other ranks, and go back.
+class Leg:
+    """How tokens came along one axis, and their sums go back.
 
-    ``position [rows]``: which of the tokens that arrived a row was made of. ``received``: how many
-    tokens came from each rank. ``sent``: how many went to each. ``tokens``: which of its own tokens
-    this rank sent, by receiver. ``token_dim``: the tokens that they were cut from.
+    ``received``: how many came from each rank. ``sent``: how many went to each. ``tokens``: which
+    of the ``num_tokens`` that this rank had before it sent, by receiver.
     """
 
     axis: AxisGroup
-    token_dim: TokenDim
-    position: Tensor
     received: list[int]
     sent: list[int]
     tokens: Tensor
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How rows came from other ranks, and go back: one leg for each axis of ``exchange``.
+
+    ``position [rows]``: which of the tokens that arrived in the end a row was made of.
+    ``token_dims``: the tokens that they were cut from.
+    """
+
+    exchange: Axes
+    token_dims: TokenDims
+    position: Tensor
+    legs: Sequence[Leg]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +108,19 @@ def dispatch(
     num_experts: int,
     expert_axes: Axes = (),
     exchange: Axes = (),
-    token_dim: TokenDim = (1, 0, 1),
+    token_dims: TokenDims = (),
 ) -> tuple[Any, ...]:
     """The rows of tokens for the experts that were chosen, and of each row its weight.
 
     ``x [tokens, hidden]``; ``chosen [tokens, top_k]``: expert numbers; ``weights [tokens, top_k]``.
-    ``expert_axes``: the axes that cut the experts, major to minor. ``exchange``: the last of them,
-    if it cuts the tokens of ``x``; ``token_dim`` then describes the tokens without this cut.
+    ``expert_axes``: the axes that cut the experts, major to minor. ``exchange``: those of them that
+    cut the tokens of ``x``; ``token_dims`` then describes the tokens.
     Returns ``(rows, gains, routing)``, without gains if there are no weights.
     """
     exchange, expert_axes = communicating(exchange), communicating(expert_axes)
     check_indices((chosen >= 0) & (chosen < num_experts), "a chosen expert", num_experts)
     if exchange:
-        made = _exchanged(x, chosen, weights, expert_axes, exchange[0], token_dim, num_experts)
+        made = _exchanged(x, chosen, weights, expert_axes, exchange, token_dims, num_experts)
     else:
         made = _local(x, chosen, weights, expert_axes, num_experts)
     rows, gains, routing = made
@@ -113,18 +132,18 @@ def combine(
     routing: Routing,
     *,
     exchange: Axes = (),
-    token_dim: TokenDim = (1, 0, 1),
+    token_dims: TokenDims = (),
 ) -> Tensor:
     """The sum over the rows of each token, ``[tokens, hidden]``. Without some of the experts it is
     a summand.
 
-    ``exchange``, ``token_dim``: as in :func:`dispatch`; each rank then gets the sums of its own
+    ``exchange``, ``token_dims``: as in :func:`dispatch`; each rank then gets the sums of its own
     tokens.
     """
     checked_routing(routing)
     exchange = communicating(exchange)
     if exchange:
-        return _returned(rows, routing, exchange[0], token_dim)
+        return _returned(rows, routing, exchange, token_dims)
     num_tokens, top_k = routing.num_tokens, routing.top_k
     if routing.choice is None:
         return _summed(rows, routing.token, num_tokens)
@@ -203,37 +222,33 @@ def checked_routing(routing: Any) -> Routing:
 # rows of a rank's own tokens
 
 
-def _experts_of(
-    axes: Axes, num_experts: int, index: Mapping[str, int] | None = None
-) -> tuple[int, int]:
-    """``(start, count)`` of this rank's experts, or those of the rank with another ``index`` along
-    the axes named.
-    """
-    start, count = 0, num_experts
-    for axis in axes:
-        inner, count = piece(count, axis.size, (index or {}).get(axis.name, axis.index))
-        start += inner
-    return start, count
-
-
 def _local(
     x: Tensor, chosen: Tensor, weights: Tensor | None, expert_axes: Axes, num_experts: int
 ) -> tuple[Tensor, Tensor | None, Routing]:
-    start, count = _experts_of(expert_axes, num_experts)
+    runs = piece_runs(expert_axes, num_experts)
+    count = sum(size for _, size in runs)
     num_tokens, top_k = chosen.shape
-    # [tokens * top_k], counted from this rank's first expert: others are below 0, or too large.
-    expert = chosen.reshape(-1) - start
+    expert = _numbered(chosen.reshape(-1), runs)  # [tokens * top_k]
     # Stable, so that the rows of an expert are in the order of the tokens.
     order = expert.argsort(stable=True)
     complete = count == num_experts  # then a GPU is not asked how many rows there are
     if not complete:
-        sorted_expert = expert[order]
-        order = order[(sorted_expert >= 0) & (sorted_expert < count)]
+        order = order[expert[order] >= 0]
     counts = _counted(expert[order], count)
     token = order.div(max(1, top_k), rounding_mode="floor")
     gains = None if weights is None else weights.reshape(-1).index_select(0, order)
     routing = Routing(token, counts, num_tokens, top_k, order if complete else None)
     return x.index_select(0, token), gains, routing
+
+
+def _numbered(expert: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Experts counted among those of a rank, which lie in ``runs``; -1 for those of others."""
+    numbered, before = torch.full_like(expert, -1), 0
+    for start, size in runs:
+        inside = (expert >= start) & (expert < start + size)
+        numbered = torch.where(inside, expert - (start - before), numbered)
+        before += size
+    return numbered
 
 
 def _counted(expert: Tensor, count: int) -> Tensor:
@@ -251,142 +266,221 @@ def _summed(rows: Tensor, place: Tensor, count: int) -> Tensor:
 # rows from and to other ranks
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Tokens on their way to experts, on one rank. ``number [tokens]``: which of all tokens of the
+    exchange they are. ``token``, ``expert``, ``weights`` ``[choices]``: of each choice that is here
+    which of these tokens made it, of which expert, with which weight.
+    """
+
+    x: Tensor
+    number: Tensor
+    token: Tensor
+    expert: Tensor
+    weights: Tensor | None
+
+
 def _exchanged(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor | None,
     expert_axes: Axes,
-    axis: AxisGroup,
-    token_dim: TokenDim,
+    exchange: Axes,
+    token_dims: TokenDims,
     num_experts: int,
 ) -> tuple[Tensor, Tensor | None, Routing]:
-    """Send each token once to every rank that has an expert for it, and make the rows there."""
-    num_tokens, top_k = chosen.shape
-    owners, starts, count = _owners(expert_axes, axis, num_experts)
-    # [tokens, top_k]: the rank of this axis that has the chosen expert.
-    owner = owners.to(x.device)[chosen]
-    inside = owner >= 0
+    """Send each token to the ranks that have an expert for it, and make the rows there."""
+    device, top_k = x.device, chosen.shape[1]
+    ranks = _ranks_of(expert_axes, (num_experts,), device)
+    # Choices of experts that lie beyond the axes of the exchange belong to other ranks.
+    expert = chosen.reshape(-1)
+    reached = torch.ones(num_experts, dtype=torch.bool, device=device)
+    for axis in expert_axes:
+        if axis not in exchange:
+            reached &= ranks[axis.name] == axis.index
+    choices = reached[expert].nonzero().squeeze(1)
+    held = _Held(
+        x,
+        _own_numbers(token_dims, device),
+        choices.div(top_k, rounding_mode="floor"),
+        expert[choices],
+        None if weights is None else weights.reshape(-1).index_select(0, choices),
+    )
+    legs = []
+    for axis in exchange:
+        held, leg = _sent_along(axis, held, ranks[axis.name])
+        legs.append(leg)
 
-    # What goes where: a token once to each owner, and of each choice its expert and its token.
-    wanted = torch.zeros(axis.size, num_tokens, dtype=torch.bool, device=x.device)
-    number = torch.arange(num_tokens, device=x.device)
-    pairs = inside.reshape(-1).nonzero().squeeze(1)
-    pair_owner, pair_token = owner.reshape(-1)[pairs], pairs.div(top_k, rounding_mode="floor")
+    # By expert, then by token: the same order as on one device.
+    runs = piece_runs(expert_axes, num_experts)
+    total = math.prod(sum(_segments(dim)) for dim in token_dims)
+    local, number = _numbered(held.expert, runs), held.number[held.token]
+    order = (local * total + number).argsort(stable=True)
+    position = held.token[order]
+    gains = None if held.weights is None else held.weights.index_select(0, order)
+    routing = Routing(
+        number[order],
+        _counted(local, sum(size for _, size in runs)),
+        total,
+        top_k,
+        arrivals=Arrivals(exchange, token_dims, position, legs),
+    )
+    return held.x.index_select(0, position), gains, routing
+
+
+def _sent_along(axis: AxisGroup, held: _Held, ranks: Tensor) -> tuple[_Held, Leg]:
+    """Send each token once to every rank of an axis that has an expert for it, and its choices of
+    these experts. ``ranks``: of every expert the index of its rank.
+    """
+    num_tokens, owner = held.x.shape[0], ranks[held.expert]
     # [ranks, tokens]: a token with two experts on one rank goes there once.
-    wanted[pair_owner, pair_token] = True
+    wanted = torch.zeros(axis.size, num_tokens, dtype=torch.bool, device=owner.device)
+    wanted[owner, held.token] = True
     receiver, sent_token = wanted.nonzero(as_tuple=True)
-    pairs_by_owner = pair_owner.argsort(stable=True)
-    pairs, pair_owner = pairs[pairs_by_owner], pair_owner[pairs_by_owner]
-    pair_token = pair_token[pairs_by_owner]
+    by_owner = owner.argsort(stable=True)
+    owner, expert, token = owner[by_owner], held.expert[by_owner], held.token[by_owner]
     # Where each sent token stands in the whole message; less what goes to ranks before the
     # receiver, where it stands among those that the receiver gets from this rank.
     sent_before = wanted.reshape(-1).cumsum(0).view_as(wanted) - 1
     tokens_to = torch.bincount(receiver, minlength=axis.size)
-    pairs_to = torch.bincount(pair_owner, minlength=axis.size)
-    place = sent_before[pair_owner, pair_token] - (tokens_to.cumsum(0) - tokens_to)[pair_owner]
-    local_expert = chosen.reshape(-1)[pairs] - starts.to(x.device)[pair_owner]
+    choices_to = torch.bincount(owner, minlength=axis.size)
+    place = sent_before[owner, token] - (tokens_to.cumsum(0) - tokens_to)[owner]
 
     # Counts go first, then numbers in one message, then what has gradients.
-    counts = torch.stack([tokens_to, pairs_to], 1)
+    counts = torch.stack([tokens_to, choices_to], 1)
     ones = [1] * axis.size
     came = _all_to_all(counts, axis, ones, ones)
-    (tokens_in, pairs_in), (tokens_out, pairs_out) = came.T.tolist(), counts.T.tolist()
-    told = (number[sent_token], local_expert, place)
-    token_in, local, position = _together(
-        told, axis, (tokens_out, pairs_out, pairs_out), (tokens_in, pairs_in, pairs_in)
+    (tokens_in, choices_in), (tokens_out, choices_out) = came.T.tolist(), counts.T.tolist()
+    told = (held.number[sent_token], expert, place)
+    number, expert, place = _together(
+        told, axis, (tokens_out, choices_out, choices_out), (tokens_in, choices_in, choices_in)
     )
-    given = x.index_select(0, sent_token)
-    pair_weights = None if weights is None else weights.reshape(-1).index_select(0, pairs)
-    if pair_weights is not None and pair_weights.dtype == given.dtype:
-        counts_out, counts_in = (tokens_out, pairs_out), (tokens_in, pairs_in)
-        arrived, came_weights = _exchange((given, pair_weights), axis, counts_out, counts_in)
+    given, weights = held.x.index_select(0, sent_token), held.weights
+    weights = None if weights is None else weights.index_select(0, by_owner)
+    if weights is not None and weights.dtype == given.dtype:
+        counts_out, counts_in = (tokens_out, choices_out), (tokens_in, choices_in)
+        arrived, weights = _exchange((given, weights), axis, counts_out, counts_in)
     else:
         arrived = exchange_rows(given, axis, tokens_out, tokens_in)
-        came_weights = None
-        if pair_weights is not None:
-            came_weights = exchange_rows(pair_weights, axis, pairs_out, pairs_in)
-
-    # The rows, sorted by expert; where tokens stand among those of all ranks of the axis.
-    offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=x.device)
-    position = position + _repeated(offset, pairs_in)
-    whole = _positions(token_dim, axis, x.device)
-    parts = token_in.split_with_sizes(tokens_in)
-    joined = torch.cat([place[part] for place, part in zip(whole, parts, strict=True)])
-    # By expert, then by token: the same order as on one device.
-    total = token_dim[0] * token_dim[1] * token_dim[2]
-    order = (local * total + joined[position]).argsort(stable=True)
-    position = position[order]
-    gains = None if came_weights is None else came_weights.index_select(0, order)
-    arrivals = Arrivals(axis, token_dim, position, tokens_in, tokens_out, sent_token, num_tokens)
-    routing = Routing(
-        joined[position],
-        _counted(local[order], count),
-        total,
-        top_k,
-        arrivals=arrivals,
-    )
-    return arrived.index_select(0, position), gains, routing
+        if weights is not None:
+            weights = exchange_rows(weights, axis, choices_out, choices_in)
+    # Places are counted by each sender from 0.
+    offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=place.device)
+    token = place + _repeated(offset, choices_in)
+    leg = Leg(axis, tokens_in, tokens_out, sent_token, num_tokens)
+    return _Held(arrived, number, token, expert, weights), leg
 
 
-def _owners(axes: Axes, axis: AxisGroup, num_experts: int) -> tuple[Tensor, Tensor, int]:
-    """Which rank of ``axis`` has each expert, -1 where ranks beyond this axis have it; the first
-    expert of each rank; and how many experts this one has.
-    """
-    owners = torch.full((num_experts,), -1)
-    starts = []
-    for index in range(axis.size):
-        start, count = _experts_of(axes, num_experts, {axis.name: index})
-        owners[start : start + count] = index
-        starts.append(start)
-    return owners, torch.tensor(starts), _experts_of(axes, num_experts)[1]
-
-
-def _returned(rows: Tensor, routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Tensor:
+def _returned(rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims) -> Tensor:
     """Add up what this rank's experts made of each token, send it home, and add it up there."""
     arrivals = routing.arrivals
-    if (
-        arrivals is None
-        or arrivals.axis.communicator is not axis.communicator
-        or arrivals.token_dim != token_dim  # the sums belong to other ranks than the tokens
-    ):
-        arrivals = _departures(routing, axis, token_dim)
-    # Summed before they are sent: one row goes home for each token that came, whatever number of
+    # Sums may belong to other ranks than the tokens did.
+    if arrivals is None or (arrivals.exchange, arrivals.token_dims) != (exchange, token_dims):
+        arrivals = _departures(routing, exchange, token_dims)
+    # Summed before they are sent: one row goes back for each token that came, whatever number of
     # experts it had here.
-    made = _summed(rows, arrivals.position, sum(arrivals.received))
-    back = exchange_rows(made, axis, arrivals.received, arrivals.sent)
-    return _summed(back, arrivals.tokens, arrivals.num_tokens)
+    made = _summed(rows, arrivals.position, sum(arrivals.legs[-1].received))
+    for leg in reversed(arrivals.legs):
+        back = exchange_rows(made, leg.axis, leg.received, leg.sent)
+        made = _summed(back, leg.tokens, leg.num_tokens)
+    return made
 
 
-def _departures(routing: Routing, axis: AxisGroup, token_dim: TokenDim) -> Arrivals:
+def _departures(routing: Routing, exchange: Axes, token_dims: TokenDims) -> Arrivals:
     """How rows go to the ranks that their tokens belong to, if they did not come from there."""
     device = routing.token.device
-    whole = _positions(token_dim, axis, device)
-    # By token: the rank it belongs to, and its number among the tokens of that rank.
-    owner = torch.empty(routing.num_tokens, dtype=torch.long, device=device)
-    number = torch.empty_like(owner)
-    for index, positions in enumerate(whole):
-        owner[positions] = index
-        number[positions] = torch.arange(positions.numel(), device=device)
+    sizes = tuple(_segments(dim) for dim in token_dims)
+    own = _own_numbers(token_dims, device)
     # Rows of one token are added up before they are sent: one message for each token and rank.
-    present, position = torch.unique(routing.token, return_inverse=True)
-    by_owner = owner[present].argsort(stable=True)
-    present, place = present[by_owner], by_owner.argsort()
-    going = torch.bincount(owner[present], minlength=axis.size)
-    came = _all_to_all(going, axis, [1] * axis.size, [1] * axis.size)
-    # Sizes must be known on the host. On a GPU this waits for the router.
-    received, sent = going.tolist(), came.tolist()
-    tokens = _all_to_all(number[present], axis, received, sent)
-    return Arrivals(
-        axis, token_dim, place[position], received, sent, tokens, whole[axis.index].numel()
-    )
+    held, position = torch.unique(routing.token, return_inverse=True)
+    # The rank of each of all tokens along the axes that cut one of their dims.
+    shape, homes = [sum(segments) for segments in sizes], dict[str, Tensor]()
+    for index, dim in enumerate(token_dims):
+        around = [1] * len(shape)
+        around[index] = shape[index]
+        for name, ranks in _ranks_of(_dim_axes(dim), sizes[index], device).items():
+            homes[name] = ranks.view(around).expand(shape).reshape(-1)
+    legs: list[Leg] = []
+    for axis in reversed(exchange):
+        owner = homes[axis.name][held]
+        by_owner = owner.argsort(stable=True)
+        going = torch.bincount(owner, minlength=axis.size)
+        came = _all_to_all(going, axis, [1] * axis.size, [1] * axis.size)
+        # Sizes must be known on the host. On a GPU this waits for the router.
+        received, sent = going.tolist(), came.tolist()
+        arrived = _all_to_all(held[by_owner], axis, received, sent)
+        # A rank sends the sums of its tokens in the order of their receivers.
+        in_message = by_owner.argsort()
+        if legs:
+            legs[-1] = replace(legs[-1], tokens=in_message[legs[-1].tokens])
+        else:
+            position = in_message[position]
+        # At home each token has its place, whether a sum of it came or not.
+        if axis is exchange[0]:
+            held, tokens = own, torch.searchsorted(own, arrived)
+        else:
+            held, tokens = torch.unique(arrived, return_inverse=True)
+        legs.append(Leg(axis, received, sent, tokens, held.shape[0]))
+    return Arrivals(exchange, token_dims, position, legs[::-1])
 
 
-def _positions(token_dim: TokenDim, axis: AxisGroup, device: torch.device) -> list[Tensor]:
-    """Where the tokens of each rank of the axis stand among those of all of them."""
-    outer, size, inner = token_dim
-    whole = torch.arange(outer * size * inner, device=device).view(outer, size, inner)
-    pieces = [piece(size, axis.size, index) for index in range(axis.size)]
-    return [whole[:, start : start + count].reshape(-1) for start, count in pieces]
+def _segments(dim: tuple[int | AxisGroup, ...]) -> tuple[int, ...]:
+    return tuple(size for size in dim if isinstance(size, int))
+
+
+def _dim_axes(dim: tuple[int | AxisGroup, ...]) -> Axes:
+    return tuple(axis for axis in dim if isinstance(axis, AxisGroup))
+
+
+def _own_numbers(token_dims: TokenDims, device: torch.device) -> Tensor:
+    """Which of all tokens are this rank's, ascending."""
+    number = torch.zeros(1, dtype=torch.long, device=device)
+    for dim in token_dims:
+        segments, axes, places, before = _segments(dim), _dim_axes(dim), [], 0
+        for segment in segments:
+            for start, size in piece_runs(axes, segment):
+                places.append(torch.arange(start, start + size, device=device) + before)
+            before += segment
+        place = torch.cat(places) if places else number.new_zeros(0)
+        number = (number.unsqueeze(1) * before + place).reshape(-1)
+    return number
+
+
+def _ranks_of(axes: Axes, segments: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """Of each thing in segments that ``axes`` cut, the index of the rank that has it, along every
+    axis.
+    """
+    places = _places_of(tuple((axis.size, axis.turns) for axis in axes), segments)
+    return {
+        axis.name: torch.tensor(indices, dtype=torch.long, device=device)
+        for axis, indices in zip(axes, places, strict=True)
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _places_of(
+    axes: tuple[tuple[int, int], ...], segments: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """:func:`_ranks_of` along axes of these sizes and turns of zigzag."""
+    found = [[0] * sum(segments) for _ in axes]
+
+    def cut(runs: tuple[Run, ...], depth: int) -> None:
+        """Deal the things of some runs along the axes from this depth on."""
+        if depth == len(axes):
+            return
+        size, turns = axes[depth]
+        count = sum(length for _, length in runs)
+        for index in range(size):
+            own = within(runs, dealt(count, size, index, turns=turns))
+            for start, length in own:
+                found[depth][start : start + length] = [index] * length
+            cut(own, depth + 1)
+
+    before = 0
+    for segment in segments:
+        cut(((before, segment),), 0)
+        before += segment
+    return tuple(map(tuple, found))
 
 
 def _repeated(values: Tensor, counts: list[int]) -> Tensor:

@@ -579,7 +579,7 @@ EXPERTS = Room(
             "Tokens went to other ranks, and the sums came back by what had arrived there, not by "
             "what each rank had sent. The more ranks, the more rows were wrong.",
             "dispatch exchanged tokens for experts, so combine must exchange back; it did not",
-            InProgram("rows", m.called("index_add_3_1", exchange=None, token_dim=None)),
+            InProgram("rows", m.called("index_add_3_1", exchange=None, token_dims=None)),
             "index_add_3",
         ),
         Exhibit(

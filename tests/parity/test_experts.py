@@ -123,6 +123,26 @@ REST: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hybrid",
         pipeline(4, num_stages=1, dp=2, tp=2, ep=2, etp=1, num_microbatches=2),
     ),
+    "ep over dp and a sequence in zigzag": (
+        "qwen3_moe",
+        "hybrid",
+        pipeline(4, num_stages=1, dp=2, cp=2, tp=1, ep=4, num_microbatches=2),
+    ),
+    "ep over the sequence, etp over tp": (
+        "mixtral",
+        "hybrid",
+        pipeline(8, num_stages=2, cp=2, tp=2, ep=2, etp=2, cp_mode="ulysses", num_microbatches=2),
+    ),
+    "ep over dp and sequence parallel tp": (
+        "qwen3_moe",
+        "hybrid",
+        pipeline(4, num_stages=1, dp=2, tp=2, ep=4, sequence_parallel=True, num_microbatches=2),
+    ),
+    "ep over the sequence, experts that are modules": (
+        "switch",
+        "hybrid",
+        pipeline(4, num_stages=1, dp=2, cp=2, tp=1, ep=4, num_microbatches=1),
+    ),
     "interleaved stages": (
         "olmoe",
         "hybrid",
@@ -203,6 +223,39 @@ def test_capacity_by_groups_is_that_of_one_device(drop: str) -> None:
         assert report.ok, str(report)
 
 
+class Joined(nn.Module):
+    """Tokens of two sequences end to end, and experts of two tensors, or of one."""
+
+    def __init__(self, *num_experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.up = nn.ParameterList(torch.randn(number, 8, 8) for number in num_experts)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        joined = torch.cat([x, y], 1)
+        tokens = joined.reshape(-1, 8)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        rows, gains, routing = dispatch(tokens, chosen, weights, num_experts=4)
+        up = torch.cat(list(self.up)) if len(self.up) > 1 else self.up[0]
+        rows = grouped_linear(rows, up, routing) * gains.unsqueeze(-1)
+        return combine(rows, routing).reshape(joined.shape).square().mean()
+
+
+def test_each_sequence_is_cut_where_tokens_are_of_two() -> None:
+    def policy(graph: PlannableGraph, config: ComputeConfig) -> Any:
+        assert graph.dims is not None
+        builder = graph.builder(mesh={"ep": 2})
+        (joined,) = graph.dims.values["joined"][1]
+        return builder.split(graph.dims.classes[joined], "ep").split("experts", "ep").build()
+
+    inputs = {"x": torch.randn(2, 3, 8).double(), "y": torch.randn(2, 5, 8).double()}
+    report = verify(Joined(4).double(), inputs, policy, config_of(2))
+    assert report.ok, str(report)
+    both = splits({"ep": 2}, ("batch", "ep"), ("experts", "ep"))
+    with pytest.raises(PlanError, match="the rows of .* cannot be converted"):
+        verify(Joined(2, 2).double(), inputs, both, config_of(2))
+
+
 def test_one_expert_is_none_to_split() -> None:
     with pytest.raises(PlanError, match="policy 'ep' finds no experts to split"):
         verify_experts(BY_HAND, "ep", by_ep(4), sizes={"num_experts": 1, "top_k": 1})
@@ -224,40 +277,46 @@ def splits(axes: Mapping[str, int], *dims: tuple[str, str]) -> PolicyFunction:
     return policy
 
 
-BY_NAME: dict[str, tuple[str, dict[str, int], tuple[tuple[str, str], ...], str | None]] = {
-    "batch and experts": (BY_HAND, {"ep": 2}, (("batch", "ep"), ("experts", "ep")), "ep"),
-    "tokens whole": (BY_HAND, {"ep": 3}, (("experts", "ep"),), None),
-    "sequence and experts": ("qwen3_moe", {"cp": 2}, (("seq", "cp"), ("experts", "cp")), "cp"),
+BY_NAME: dict[str, tuple[str, dict[str, int], tuple[tuple[str, str], ...], tuple[str, ...]]] = {
+    "batch and experts": (BY_HAND, {"ep": 2}, (("batch", "ep"), ("experts", "ep")), ("ep",)),
+    "tokens whole": (BY_HAND, {"ep": 3}, (("experts", "ep"),), ()),
+    "sequence and experts": ("qwen3_moe", {"cp": 2}, (("seq", "cp"), ("experts", "cp")), ("cp",)),
     "batch inside of tokens whole": (
         BY_HAND,
         {"a": 2, "b": 2},
         (("batch", "b"), ("experts", "a"), ("experts", "b")),
-        "b",
+        ("b",),
     ),
     "sequence exchanged, batch split": (
         "mixtral",
         {"dp": 2, "cp": 2},
         (("batch", "dp"), ("seq", "cp"), ("experts", "cp")),
-        "cp",
+        ("cp",),
     ),
     "batch exchanged, sequence split": (
         "mixtral",
         {"dp": 2, "cp": 2},
         (("batch", "dp"), ("seq", "cp"), ("experts", "dp")),
-        "dp",
+        ("dp",),
     ),
-    "sequence over 3": ("qwen3_moe", {"cp": 3}, (("seq", "cp"), ("experts", "cp")), "cp"),
-    "every axis for both": (
+    "sequence over 3": ("qwen3_moe", {"cp": 3}, (("seq", "cp"), ("experts", "cp")), ("cp",)),
+    "batch over both": (
         BY_HAND,
         {"a": 2, "b": 2},
         (("batch", "a"), ("batch", "b"), ("experts", "a"), ("experts", "b")),
-        "b",
+        ("a", "b"),
+    ),
+    "batch over one, sequence over the other": (
+        "mixtral",
+        {"dp": 2, "cp": 2},
+        (("batch", "dp"), ("seq", "cp"), ("experts", "dp"), ("experts", "cp")),
+        ("dp", "cp"),
     ),
 }
-"""Model, mesh, dims and the axes that split them, and the axis along which tokens are exchanged for
+"""Model, mesh, dims and the axes that split them, and the axes along which tokens are exchanged for
 experts.
 """
-QUICK = ("tokens whole", "sequence and experts")
+QUICK = ("tokens whole", "batch over one, sequence over the other")
 
 
 @pytest.mark.parametrize(
@@ -276,23 +335,22 @@ def test_experts_are_split_by_name(name: str, tmp_path: Path) -> None:
         if strategy.startswith("exchange:")
     ]
     # Of each of two layers, the dispatch and the combination.
-    assert found == ([] if exchanged is None else [exchanged] * 4)
+    assert found == list(exchanged) * 4
 
 
-def test_tokens_are_exchanged_along_one_axis() -> None:
-    def exchanged_twice(graph: PlannableGraph, config: ComputeConfig) -> Any:
+def test_tokens_that_an_axis_within_cuts_further_do_not_lie_together() -> None:
+    def cut_within(graph: PlannableGraph, config: ComputeConfig) -> Any:
         builder = graph.builder(mesh={"a": 2, "b": 2})
         dispatch = next(op for op in graph.ops if op.target == "dispatch")
-        for axis in ("a", "b"):
-            builder.strategy(dispatch, axis, "exchange:t.0>e")
-        return builder.build()
+        builder.strategy(dispatch, "a", "exchange:t.0>e")
+        return builder.strategy(dispatch, "b", "split:t.0").build()
 
     with pytest.raises(PlanError) as caught:
-        verify_experts(BY_HAND, exchanged_twice, config_of(4))
+        verify_experts(BY_HAND, cut_within, config_of(4))
     assert caught.value.why == (
-        "tokens are exchanged for experts along one axis, and 'a' and 'b' are 2"
+        "the tokens that 'a' exchanges do not lie together, as 'b' cuts them further"
     )
-    assert "make one axis of these ranks" in (caught.value.hint or "")
+    assert caught.value.hint == "a mesh with 'b' before 'a', or an exchange over both"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -58,6 +58,34 @@ def test_every_refinement_has_the_sizes_that_were_asked_for() -> None:
     assert refused
 
 
+@pytest.mark.parametrize(
+    ("dp", "context", "tp", "ep", "etp", "axes"),
+    [
+        (2, [("cp", 2)], 1, 4, 1, "ep=2 dp/ep, cp=2 cp/ep"),
+        (2, [("cp", 2)], 2, 2, 2, "dp=2 dp/edp, cp=2 cp/ep, tp=2 tp/etp"),
+        (1, [("cp", 2), ("cp2", 2)], 1, 2, 1, "cp=2 cp/edp, cp2=2 cp2/ep"),
+        (1, [("cp", 4)], 1, 1, 4, "cp=4 cp/etp"),
+    ],
+)
+def test_experts_over_the_ranks_of_a_sequence(
+    dp: int, context: Any, tp: int, ep: int, etp: int, axes: str
+) -> None:
+    found = expert_axes(dp, tp, ep, etp, "hybrid", context)
+    assert ", ".join(f"{a.name}={a.size} {a.outside}/{a.inside}" for a in found) == axes
+
+
+def test_a_part_of_a_sequence_is_no_place_for_experts() -> None:
+    with pytest.raises(PlanError) as caught:
+        expert_axes(1, 1, 2, 1, "hybrid", [("cp", 4)])
+    assert (
+        str(caught.value)
+        == """\
+policy 'hybrid' cannot place ep=2 x etp=1 on a part of cp=4
+  why:   its ranks would be edp=2 x ep=2 for the experts
+  try:   sizes of ep and etp for which cp is all of one kind, or two axes: cp=[2, 2]"""
+    )
+
+
 R = (1, 2, 3, 4, 6, 8)
 
 

@@ -139,13 +139,17 @@ def _exchanges(
     assert call.op.rule is not None
     if call.op.rule.parallel is None:
         return ()
-    found = []
-    for axis, strategy in assignment.items():
-        pair = exchange(strategy)
+    found: list[Exchange] = []
+    for axis in mesh.names:
+        pair = exchange(assignment.get(axis, "R"))
         exchanged = pair and call.op.rule.exchange_of(pair)
-        sent = exchanged and _SENT.get(exchanged.kind)
-        if sent and mesh.axis_size(axis) > 1:
-            found.append(sent(call, axis, mesh, hardware, on))
+        if not exchanged or mesh.axis_size(axis) == 1:
+            continue
+        if exchanged.kind is ExchangeKind.RING:
+            found.append(_keys_sent(call, axis, mesh, hardware, on))
+        elif exchanged.kind is ExchangeKind.TOKENS:
+            before = math.prod(mesh.axis_size(sent.axis) for sent in found)
+            found.append(_tokens_sent(call, axis, before, mesh, hardware, on))
     # What exchanges tokens or keys has no edges. Edges are told by the call itself, as a dim that
     # keeps its length is not exchanged and has some, too.
     return tuple(found) or tuple(
@@ -241,10 +245,18 @@ def _share_sent(call: LocalCall, axis: str, mesh: Mesh) -> float:
 
 
 def _tokens_sent(
-    call: LocalCall, axis: str, mesh: Mesh, hardware: Hardware, ranks: tuple[int, ...]
+    call: LocalCall,
+    axis: str,
+    before: int,
+    mesh: Mesh,
+    hardware: Hardware,
+    ranks: tuple[int, ...],
 ) -> Exchange:
     """Tokens that go to the ranks of their experts, or come back: each once to every rank that has
     an expert for it. Numbers and weights of the choices go with them.
+
+    ``before``: the ranks of the axes along which tokens have gone already. 2 experts of 4 ranks,
+    as 2 x 2: along the first axis a token goes to 0.75 of 2 ranks, along the second to 0.44 of 4.
     """
     rule, num_ranks = call.op.rule, mesh.axis_size(axis)
     assert rule is not None and rule.densities is not None
@@ -255,9 +267,10 @@ def _tokens_sent(
     (experts,) = routing[0]
     num_experts = rule.factor(experts.factor).size
     top_k = density.share * estimated_size(num_experts)
-    # The part of all ranks that one token goes to, if it chooses evenly.
-    asked = 1 - (1 - 1 / num_ranks) ** top_k
-    rows = tokens * num_ranks * min(1.0, asked * density.imbalance) * hidden
+    # The part of all ranks that a token is on in the end, if it chooses evenly.
+    reached = before * num_ranks
+    asked = 1 - (1 - 1 / reached) ** top_k
+    rows = tokens * reached * min(1.0, asked * density.imbalance) * hidden
     item = (call.operands[0] if there else call.results[0]).dtype.itemsize
 
     def sent_s(num_bytes: float) -> float:
@@ -275,9 +288,6 @@ def _tokens_sent(
     backward = bool(call.differentiated)
     time = OpTime(rows_s + numbers_s, rows_s if backward else 0.0)
     return Exchange(axis, time, rows_bytes + numbers_bytes, rows_bytes if backward else 0.0)
-
-
-_SENT = {ExchangeKind.RING: _keys_sent, ExchangeKind.TOKENS: _tokens_sent}
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:

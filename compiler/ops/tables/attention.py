@@ -172,17 +172,17 @@ def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     """
     assert op.rule is not None, f"{op.name} has no rule"
     queries, keys = op.rule.operands[0][-2], op.rule.operands[1][-2]
-    exchange = local.exchange
     is_split = local.is_split(*(ref.factor for ref in queries))
     places_count = op.target == "attention_where" or op.arg("is_causal", False)
-    if not is_split or not (places_count or exchange):
+    key_axes = tuple(AxisRef(found.axis) for found in local.exchanges)
+    if not is_split or not (places_count or key_axes):
         return {}
     # Positions that are a product, such as rows times columns of patches, are cut by the outermost
     # one; each of its elements is ``unit`` positions.
     outermost, unit = queries[0].factor, product(local.full[ref.factor] for ref in queries[1:])
     return {
         "query_axes": tuple(map(AxisRef, local.axes[outermost])),
-        **({"key_axes": (AxisRef(exchange.axis),)} if exchange else {}),
+        **({"key_axes": key_axes} if key_axes else {}),
         "lengths": (local.full[outermost], product(local.full[ref.factor] for ref in keys)),
         **({"query_unit": unit} if unit != 1 else {}),
     }

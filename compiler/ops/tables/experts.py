@@ -10,7 +10,8 @@ of one dim, and all ways to run experts in parallel are strategies like others:
 
 Split ``t``: each rank runs all experts for its tokens, and their weights are G. Split ``e``: each
 rank runs its experts for all tokens, and results are P. Exchange ``t`` for ``e``: expert
-parallelism with an all-to-all each way.
+parallelism with an all-to-all each way. Over several axes each has its own of these; those that
+exchange may cut one dim of the tokens or several, as the batch and the sequence.
 """
 
 from __future__ import annotations
@@ -42,20 +43,31 @@ IMBALANCE = 1.25
 _ROWS, _ROUTING = Density(1, 1.0, IMBALANCE), Density(2, 1.0, IMBALANCE)
 """Rows, and what tells which they are. The share that is chosen follows from the dispatch."""
 
-_EXCHANGE = "exchange=(), token_dim=(1, 0, 1)"
+_EXCHANGE = "exchange=(), token_dims=()"
 
 
 def _exchange_args(local: LocalSizes, tokens: DimRefs) -> Mapping[str, Arg]:
-    """What an exchange is told: its axis, and the dim of tokens without the cut along it."""
-    exchange = local.exchange
-    if exchange is None:
+    """What an exchange is told: its axes, and the dims of the tokens, each with the axes that cut
+    it outside of the experts alone.
+    """
+    if local.uncut is None:
         return {}
-    names = [ref.factor for ref in tokens]
-    cut = exchange.source if exchange.source in names else exchange.target
-    at = names.index(cut)
-    sizes = [exchange.whole.ref_size(ref) for ref in tokens]
-    dim = (product(sizes[:at]), sizes[at], product(sizes[at + 1 :]))
-    return {"exchange": (AxisRef(exchange.axis),), "token_dim": dim}
+    cut_by: dict[str, tuple[AxisRef, ...]] = {ref.factor: () for ref in tokens}
+    for found in local.exchanges:
+        factor = found.source if found.source in cut_by else found.target
+        cut_by[factor] += (AxisRef(found.axis),)
+    dims: list[tuple[Arg, ...]] = []
+    for ref in tokens:
+        axes, size = cut_by[ref.factor], local.uncut.ref_size(ref)
+        if axes:
+            dims.append((*local.uncut.segments[ref.factor], *axes))
+        # Dims that nothing cuts are one.
+        elif dims and len(dims[-1]) == 1:
+            dims[-1] = (product((dims[-1][0], size)),)
+        else:
+            dims.append((size,))
+    exchange = tuple(AxisRef(found.axis) for found in local.exchanges)
+    return {"exchange": exchange, "token_dims": tuple(dims)}
 
 
 def _dispatch(op: IROp) -> OpRule:
@@ -73,6 +85,7 @@ def _dispatch(op: IROp) -> OpRule:
         {"e": ParallelFactor()},
         {"e": "expert_axes"},
         local_args,
+        knows_runs=True,
     )
     rule = parse_rule(text, op, sizes={"e": num_experts}, parallel=form)
     # A token chooses k of e experts, so that share of all pairs is stored.
@@ -103,7 +116,7 @@ def _combine(op: IROp) -> OpRule:
         assert op.rule is not None
         return _exchange_args(local, op.rule.results[0][0])
 
-    form = ParallelForm("combine", {"e": ParallelFactor()}, {}, local_args)
+    form = ParallelForm("combine", {"e": ParallelFactor()}, {}, local_args, knows_runs=True)
     rule = parse_rule(
         "(e+ t) h, e t -> t h", op, linear_sets=linear_sets(op, ("rows",)), parallel=form
     )

@@ -192,20 +192,6 @@ def test_an_imbalance_of_one_layer(tmp_path: Path) -> None:
             read_imbalance(str(file))
 
 
-def test_an_exchange_within_tokens_that_other_ranks_cut_further_is_refused() -> None:
-    """Two axes exchange tokens for experts: one does, and the other leaves the tokens whole."""
-    graph = graph_by_hand()
-
-    def policy(planned: Any, config: Any) -> Any:
-        builder = planned.builder(mesh={"a": 2, "b": 2})
-        dispatch = next(op for op in planned.ops if op.target == "dispatch")
-        builder.strategy(dispatch, "a", "exchange:t.0>e")
-        return builder.strategy(dispatch, "b", "exchange:t.0>e").build()
-
-    with pytest.raises(PlanError, match="exchange"):
-        plans.compile_with(graph, policy, 4)
-
-
 def test_stages_do_not_begin_between_dispatch_and_combine() -> None:
     report = verify_experts(
         BY_HAND,

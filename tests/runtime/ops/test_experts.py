@@ -38,18 +38,18 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of experts, and what a router chose. ``token_dim``: its tokens as ``outer x size x
+    """A layer of experts, and what a router chose. ``sizes``: its tokens as ``outer x size x
     inner``, of which the ranks cut the middle. Weights of experts are ``[experts, ...]``.
     """
 
-    token_dim: tuple[int, int, int]
+    sizes: tuple[int, int, int]
     num_experts: int
     chosen: Tensor
     operands: dict[str, Tensor]
     gradient: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, num_experts: int, token_dim: Any = None) -> Layer:
+    def of(cls, chosen: Tensor, num_experts: int, sizes: Any = None) -> Layer:
         """A layer of random weights and tokens for a choice ``[tokens, top_k]``."""
         generator = torch.Generator().manual_seed(0)
 
@@ -65,7 +65,7 @@ class Layer:
             "down": random(num_experts, INNER, HIDDEN),  # transposed: [in, out]
         }
         gradient = random(num_tokens, HIDDEN)
-        return cls(token_dim or (1, num_tokens, 1), num_experts, chosen, operands, gradient)
+        return cls(sizes or (1, num_tokens, 1), num_experts, chosen, operands, gradient)
 
 
 def by_a_loop(layer: Layer) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,42 +98,59 @@ Way = tuple[str, str]
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank computed. ``own``: which tokens and which experts it holds, if not all."""
+    """What one rank computed. ``tokens_in``, ``tokens``, ``experts``: which tokens it gives and
+    gets, and which experts it holds.
+    """
 
     y: Tensor
     rows: Tensor
     gradients: dict[str, Tensor | None]
+    tokens_in: Tensor
     tokens: Tensor
     experts: Tensor
     volume: Any
 
 
-def tokens_of(layer: Layer, axis: AxisGroup) -> Tensor:
-    outer, size, inner = layer.token_dim
-    numbers = torch.arange(outer * size * inner).view(layer.token_dim)
-    return numbers.tensor_split(axis.size, 1)[axis.index].reshape(-1)
+def tokens_of(layer: Layer, cuts: Cuts) -> Tensor:
+    """The tokens of a rank outside of the experts."""
+    numbers = torch.arange(math.prod(layer.sizes)).view(layer.sizes)
+    for dim, axes in cuts.items():
+        numbers = numbers.index_select(dim, own_places(layer.sizes[dim], *axes))
+    return numbers.reshape(-1)
 
 
-def on_a_rank(ops: ModuleType, layer: Layer, way: Way, axes: list[AxisGroup]) -> Found:
-    """The layer on one rank. The experts are cut by all ``axes``; the last of them does what
-    ``way`` says, and along the others tokens are whole.
+def own_places(size: int, *axes: AxisGroup) -> Tensor:
+    """Which of so many things are this rank's."""
+    own = torch.arange(size)
+    for axis in axes:
+        own = torch.cat([own[start : start + length] for start, length in axis.runs(len(own))])
+    return own
+
+
+Cuts = dict[int, tuple[AxisGroup, ...]]
+"""The axes that cut dims of the tokens outside of the experts, by dim."""
+
+
+def on_a_rank(ops: ModuleType, layer: Layer, way: Way, axes: list[AxisGroup], cuts: Cuts) -> Found:
+    """The layer on one rank. The experts are cut by all ``axes``; those of ``cuts`` do what ``way``
+    says, and along the others tokens are whole.
     """
-    axis, all_tokens = axes[-1], torch.arange(layer.chosen.shape[0])
+    all_tokens = torch.arange(layer.chosen.shape[0])
     tokens_in, tokens_out = (
-        all_tokens if side == "experts" else tokens_of(layer, axis) for side in way
+        all_tokens if side == "experts" else tokens_of(layer, cuts) for side in way
     )
-    own = torch.arange(layer.num_experts)
-    cutting = tuple(axes if "tokens" not in way else axes[:-1])
-    for cut in cutting:
-        own = own.tensor_split(cut.size)[cut.index]
+    cutting_tokens = [axis for found in cuts.values() for axis in found]
+    cutting = tuple(axis for axis in axes if "tokens" not in way or axis not in cutting_tokens)
+    own = own_places(layer.num_experts, *cutting)
     local = {
         name: whole[tokens_in if name in ("x", "weights") else own].clone().requires_grad_()
         for name, whole in layer.operands.items()
     }
-    exchanges = [
-        {"exchange": (axis,), "token_dim": layer.token_dim} if side == "exchange" else {}
-        for side in way
-    ]
+    exchanged = {
+        "exchange": tuple(axis for axis in axes if axis in cutting_tokens),
+        "token_dims": tuple((size, *cuts.get(dim, ())) for dim, size in enumerate(layer.sizes)),
+    }
+    exchanges = [exchanged if side == "exchange" else {} for side in way]
     with count_communication() as volume:
         rows, gains, routing = ops.dispatch(
             local["x"],
@@ -148,39 +165,55 @@ def on_a_rank(ops: ModuleType, layer: Layer, way: Way, axes: list[AxisGroup]) ->
         y = ops.combine(out * gains.unsqueeze(-1), routing, **exchanges[1])
         y.backward(layer.gradient[tokens_out])
     gradients = {name: tensor.grad for name, tensor in local.items()}
-    return Found(y.detach(), rows.detach(), gradients, tokens_out, own, volume)
+    return Found(y.detach(), rows.detach(), gradients, tokens_in, tokens_out, own, volume)
+
+
+Dims = dict[int, tuple[str, ...]]
+"""The names of the axes that cut dims of the tokens, by dim."""
 
 
 def run(
-    layer: Layer, way: Way, sizes: dict[str, int], ops: ModuleType = experts
+    layer: Layer,
+    way: Way,
+    mesh: Mesh | dict[str, int],
+    ops: ModuleType = experts,
+    dims: Dims | None = None,
 ) -> list[tuple[RankMesh, Found]]:
-    """The layer on all ranks of a mesh whose axes cut the experts."""
+    """The layer on all ranks of a mesh whose axes cut the experts. ``dims``: what cuts the tokens,
+    if not the last axis the dim in the middle.
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
+    dims = dims or {1: mesh.names[-1:]}
 
-    def fn(mesh: RankMesh) -> tuple[RankMesh, Found]:
-        axes = [mesh.axis(name) for name in sizes]
-        return mesh, on_a_rank(ops, layer, way, axes)
+    def fn(ranks: RankMesh) -> tuple[RankMesh, Found]:
+        axes = [ranks.axis(name) for name in mesh.names]
+        cuts = {dim: tuple(map(ranks.axis, names)) for dim, names in dims.items()}
+        return ranks, on_a_rank(ops, layer, way, axes, cuts)
 
-    return on_mesh(Mesh.of(sizes), fn)
+    return on_mesh(mesh, fn)
 
 
-def check(layer: Layer, way: Way, sizes: dict[str, int], ops: ModuleType = experts) -> list[Found]:
+def check(
+    layer: Layer,
+    way: Way,
+    mesh: Mesh | dict[str, int],
+    ops: ModuleType = experts,
+    dims: Dims | None = None,
+) -> list[Found]:
     """The layer equals the loop: the sum of summands, pieces in their places, every gradient."""
     y, wanted = by_a_loop(layer)
-    ranks = run(layer, way, sizes, ops)
+    ranks = run(layer, way, mesh, ops, dims)
     found = [one for _, one in ranks]
-    last = list(sizes)[-1]
     # Summands along the last axis, too, where combine leaves all tokens on each of its ranks.
     made = torch.zeros_like(y)
     for one in found:
         made.index_add_(0, one.tokens, one.y)
     torch.testing.assert_close(made, y, rtol=TOLERANCE, atol=TOLERANCE)
     total = {name: torch.zeros_like(w) for name, w in wanted.items()}
-    for mesh, one in ranks:
-        tokens = torch.arange(y.shape[0])
-        tokens = tokens if way[0] == "experts" else tokens_of(layer, mesh.axis(last))
+    for rank, one in ranks:
         for name, gradient in one.gradients.items():
-            assert gradient is not None, f"{name} has no gradient on rank {mesh.rank}"
-            place = tokens if name in ("x", "weights") else one.experts
+            assert gradient is not None, f"{name} has no gradient on rank {rank.rank}"
+            place = one.tokens_in if name in ("x", "weights") else one.experts
             total[name].index_add_(0, place, gradient)
     for name, expected in wanted.items():
         torch.testing.assert_close(
@@ -239,6 +272,44 @@ def test_every_layer_over_two_axes(way: Way) -> None:
     for layer in LAYERS.values():
         for sizes in ({"a": 2, "ep": 3}, {"a": 3, "ep": 2}, {"a": 2, "b": 2, "ep": 2}):
             check(layer, way, sizes)
+
+
+TURNED = Mesh((("a", 2), ("b", 2)), turns=(("b", 1),))
+SEVERAL: dict[str, tuple[Mesh | dict[str, int], Dims]] = {
+    "one dim": ({"a": 2, "b": 2}, {1: ("a", "b")}),
+    "two dims": ({"a": 2, "b": 2}, {0: ("b",), 1: ("a",)}),
+    "in zigzag": (TURNED, {0: ("a",), 1: ("b",)}),
+    "one dim, in zigzag": (TURNED, {1: ("a", "b")}),
+    "one of three keeps tokens whole": ({"a": 2, "b": 2, "c": 2}, {0: ("c",), 2: ("a",)}),
+    "three": ({"a": 2, "b": 2, "c": 2}, {1: ("a", "c"), 2: ("b",)}),
+}
+"""Meshes whose axes cut the experts, and the dims of the tokens that axes exchange for them."""
+QUICK = ("one dim, in zigzag",)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "exchange" in way], ids="-".join)
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *(pytest.param(n, marks=slow) for n in SEVERAL if n not in QUICK)],
+)
+def test_several_axes_exchange_tokens(name: str, way: Way) -> None:
+    mesh, dims = SEVERAL[name]
+    for layer in LAYERS.values():
+        check(layer, way, mesh, dims=dims)
+
+
+def test_a_token_crosses_an_outer_axis_once() -> None:
+    """Of 2 nodes of 2 ranks, a token has an expert on each rank of the other node. It goes there
+    once, and from there to its neighbour.
+    """
+    layer = Layer.of(torch.tensor([[2, 3]] * 4), 4)
+    for rank, one in run(layer, ("exchange", "exchange"), {"a": 2, "b": 2}, dims={1: ("a", "b")}):
+        on_node = rank.coords["a"]  # the experts are on the second one
+        for axis, tokens, choices in (("a", on_node, 2 * on_node), ("b", 2 * on_node, 2 * on_node)):
+            volume = one.volume.total("all_to_all", axis=axis, phase="forward")
+            back = 1 - on_node if axis == "a" else tokens
+            numbers = 2 + tokens + 2 * choices
+            assert volume.received == numbers + tokens * HIDDEN + choices + back * HIDDEN, axis
 
 
 def test_gradients_of_experts_without_rows_are_zeros() -> None:
@@ -383,7 +454,7 @@ def test_an_expert_that_is_none_is_refused(way: Way, number: int) -> None:
     chosen = LAYERS["random"].chosen.clone()
     chosen[3, 1] = number
     layer = Layer.of(torch.zeros_like(chosen), 5)
-    layer = Layer(layer.token_dim, 5, chosen, layer.operands, layer.gradient)
+    layer = Layer(layer.sizes, 5, chosen, layer.operands, layer.gradient)
     with pytest.raises(InputError, match="a chosen expert"):
         run(layer, way, {"ep": 2})
 
@@ -457,6 +528,8 @@ def gradients_and_values(ops: ModuleType) -> None:
         check(LAYERS["cut in the middle"], way, {"ep": 3}, ops)
     check(LAYERS["all to one expert"], ("exchange", "exchange"), {"ep": 2}, ops)
     check(LAYERS["random"], ("exchange", "exchange"), {"a": 2, "ep": 2}, ops)
+    for way in (("exchange", "exchange"), ("experts", "exchange")):
+        check(LAYERS["cut in the middle"], way, TURNED, ops, {1: ("a", "b")})
 
 
 def volumes(ops: ModuleType) -> None:
@@ -476,23 +549,23 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         volumes,
     ),
     "experts belong to the rank before": (
-        "owners[start : start + count] = index",
-        "owners[start : start + count] = (index - 1) % axis.size",
+        "[index] * length",
+        "[(index - 1) % size] * length",
         gradients_and_values,
     ),
     "experts beyond the axis are taken for its own": (
-        "owners = torch.full((num_experts,), -1)",
-        "owners = torch.full((num_experts,), 0)",
+        "reached &= ranks[axis.name] == axis.index",
+        "pass",
         gradients_and_values,
     ),
     "arrivals are not offset by sender": (
-        "position = position + _repeated(offset, pairs_in)",
-        "position = position + 0",
+        "token = place + _repeated(offset, choices_in)",
+        "token = place + 0",
         gradients_and_values,
     ),
     "places count from the first rank": (
-        "sent_before[pair_owner, pair_token] - (tokens_to.cumsum(0) - tokens_to)[pair_owner]",
-        "sent_before[pair_owner, pair_token]",
+        "sent_before[owner, token] - (tokens_to.cumsum(0) - tokens_to)[owner]",
+        "sent_before[owner, token]",
         gradients_and_values,
     ),
     "experts without rows have other gradients": (
@@ -501,28 +574,43 @@ MUTANTS: dict[str, tuple[str, str, Callable[[ModuleType], None]]] = {
         gradients_and_values,
     ),
     "weights arrive in the order of their senders": (
-        "came_weights.index_select(0, order)",
-        "came_weights",
+        "held.weights.index_select(0, order)",
+        "held.weights",
         gradients_and_values,
     ),
     "a token is sent for each choice": (
-        "wanted[pair_owner, pair_token] = True",
+        "wanted[owner, held.token] = True",
         "wanted[:] = True",
         volumes,
     ),
     "tokens of a rank lie together": (
-        "[whole[:, start : start + count].reshape(-1) for start, count in pieces]",
-        "list(whole.reshape(-1).split([p[1] * outer * inner for p in pieces]))",
+        "(number.unsqueeze(1) * before + place)",
+        "(number.unsqueeze(1) * len(place) + place)",
         gradients_and_values,
     ),
     "tokens go home to the first rank's places": (
-        "number[positions] = torch.arange(positions.numel(), device=device)",
-        "number[positions] = 0",
+        "torch.searchsorted(own, arrived)",
+        "arrived * 0",
         gradients_and_values,
     ),
     "rows of other ranks' experts are kept": (
-        "order = order[(sorted_expert >= 0) & (sorted_expert < count)]",
-        "order = order[sorted_expert < count]",
+        "order = order[expert[order] >= 0]",
+        "order = order[expert[order] >= -1]",
+        gradients_and_values,
+    ),
+    "sums go on in the order in which they came": (
+        "in_message[legs[-1].tokens]",
+        "legs[-1].tokens",
+        gradients_and_values,
+    ),
+    "sums come back along the outermost axis first": (
+        "in reversed(arrivals.legs)",
+        "in arrivals.legs",
+        gradients_and_values,
+    ),
+    "zigzag is not asked for": (
+        "dealt(count, size, index, turns=turns)",
+        "dealt(count, size, index, turns=0)",
         gradients_and_values,
     ),
     "a bias is added to the first rows": (

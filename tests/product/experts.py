@@ -3,7 +3,7 @@
     python tests/product/experts.py [--plans 200] [--seed 0] [--models mixtral qwen3_moe]
 
 Every plan is a family of ``tests/_lib/expert_models.py`` and a draw of: 2, 3, 4 or 8 ranks
-(threads), units, policy (``ep``, ``tp`` or ``hybrid``), the sizes dp, tp, pp, ep and etp, the
+(threads), units, policy (``ep``, ``tp`` or ``hybrid``), the sizes dp, cp, tp, pp, ep and etp, the
 schedule, the number of microbatches, what is recomputed, the stage of ZeRO, the reduction of
 gradients, and the rows of a batch. ``verify`` compares losses, gradients and parameters after three
 steps. One line is printed for each, then the counts; the exit status is
@@ -77,6 +77,12 @@ def draw(number: int, seed: int, models: list[str]) -> Draw:
         inner = plan_ranks // options["num_stages"]
         options["tp"] = rng.choice(divisors(inner))
         options["dp"] = inner // options["tp"]
+        # The ranks of a sequence, or of the batch, and what tp leaves whole along the sequence.
+        if rng.random() < 0.4:
+            options["cp"] = rng.choice(divisors(options["dp"]))
+            options["dp"] //= options["cp"]
+            options["cp_mode"] = rng.choice(["gather", "ring"])
+            options["sequence_parallel"] = rng.random() < 0.5
         options["schedule"] = rng.choice([n for n, found in SCHEDULES.items() if found.trains])
         options["num_microbatches"] = rng.choice([1, 2, 3, 4])
         if rng.random() < 0.3:

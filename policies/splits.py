@@ -47,7 +47,7 @@ class InsideExperts:
     tokens: set[int] = field(default_factory=set)
 
     def of(self, body: IRGraph, graph: IRGraph) -> InsideExperts:
-        """The same in one body of a graph, whose classes have numbers of their own."""
+        """Translate the classes to those of one body of a graph, which numbers its own."""
         asked = (self.classes, self.experts, self.tokens)
         return InsideExperts(
             *(classes_in(body, graph, found) if found else set() for found in asked)

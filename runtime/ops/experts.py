@@ -447,9 +447,7 @@ def _own_numbers(token_dims: TokenDims, device: torch.device) -> Tensor:
 
 
 def _ranks_of(axes: Axes, segments: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """Of each thing in segments that ``axes`` cut, the index of the rank that has it, along every
-    axis.
-    """
+    """The rank of each thing in segments that ``axes`` cut: its index along every axis."""
     places = _places_of(tuple((axis.size, axis.turns) for axis in axes), segments)
     return {
         axis.name: torch.tensor(indices, dtype=torch.long, device=device)

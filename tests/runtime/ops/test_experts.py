@@ -299,8 +299,8 @@ def test_several_axes_exchange_tokens(name: str, way: Way) -> None:
 
 
 def test_a_token_crosses_an_outer_axis_once() -> None:
-    """Of 2 nodes of 2 ranks, a token has an expert on each rank of the other node. It goes there
-    once, and from there to its neighbour.
+    """A token has an expert on each of the 2 ranks of another node. It goes there once, and from
+    there to its neighbour.
     """
     layer = Layer.of(torch.tensor([[2, 3]] * 4), 4)
     for rank, one in run(layer, ("exchange", "exchange"), {"a": 2, "b": 2}, dims={1: ("a", "b")}):

@@ -55,6 +55,7 @@ def legend(dims: ModelDims, program: Program) -> str:
                 for dim in dims.values.get(value.name, ()):
                     for index in dim:
                         name = dims.classes[index].name
+                        # A dim that nothing names would only be a number with a number behind it.
                         if not name.startswith("dim"):
                             used.setdefault(name, _size_word(dims.classes[index].size))
     return ", ".join(f"{name} {size}" for name, size in used.items())

@@ -55,6 +55,7 @@ def declaration_lines(declarations: Iterable[Declaration]) -> list[str]:
     # Layers with equal declarations become a loop over their numbers.
     for alike in _stretches(layers):
         first = alike[0]
+        # A single layer, or parameters of no layer: written out one by one.
         if len(alike) == 1 or first.container is None:
             lines += [
                 line

@@ -133,6 +133,7 @@ def wrap_actions(text: str, width: int = 104, longest: int = 108) -> list[str]:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
+    # Literals that stand one under the other are one text, so each ends with a blank.
     return [f"{line} " for line in lines[:-1]] + lines[-1:]
 
 

@@ -326,6 +326,7 @@ class StatementWriter:
         step = gathers[0].step
         weights = ", ".join(scope.name(gather.value) for gather in gathers)
         words = [f"[{weights}]", self._axis_variables(program)[step.axes]]
+        # The usual backward of a gathered weight is not spelled out.
         if step.backward != "reduce_scatter":
             words.append(f'backward="{step.backward}"')
         for gather in gathers:

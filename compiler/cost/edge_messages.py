@@ -59,6 +59,7 @@ def _messages(
         )
         shape[edge.dim] = most_read(edge)
         copied = row_bytes * shape[edge.dim]
+        # The rank that sends most decides, as all ranks wait for it.
         for axis, (forward, backward) in zip(axes, most_sent(edge), strict=True):
             backward_bytes = row_bytes * backward if operand.requires_grad else 0
             found.append(EdgeMessage(axis, row_bytes * forward, backward_bytes, copied))

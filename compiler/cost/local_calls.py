@@ -246,6 +246,7 @@ def _exceptions(rule: OpRule, cuts: Cuts) -> dict[tuple[int, int], set[str]]:
         form = rule.parallel.factors.get(factor)
         for side, letters in enumerate((form.operands, form.results) if form is not None else ()):
             for index, letter in enumerate(letters or ()):
+                # ``R`` or ``G``: the form reads this tensor whole, though the factor is cut.
                 if letter != "S":
                     found.setdefault((side, index), set()).add(factor)
     return found

@@ -99,6 +99,7 @@ def work_share(program: Program | PipelineProgram) -> WorkShare | None:
             operations = _operations(op, {}, mesh) if may_multiply(op) else 0.0
             if not operations:
                 continue
+            # 4 ranks that share an operator in 2 pieces do it twice.
             copies = mesh.size / _num_pieces(op, assignment, mesh, operations)
             one, total = one + operations, total + copies * operations
             if copies > UNEVEN:

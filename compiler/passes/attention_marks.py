@@ -98,6 +98,7 @@ class _Finder:
     def _attention(
         self, op: IROp, query: IRValue, key: IRValue, value: IRValue, others: Mapping[str, Arg]
     ) -> IROp | None:
+        # Keys and values travel before their heads are repeated: grouped attention sends less.
         before = [self._unrepeated(x) for x in (key, value)]
         if before[0].shape[1] == before[1].shape[1]:
             key, value = before
@@ -287,6 +288,7 @@ class _Finder:
         zero = self._reader.number(kept)
         if zero is None or zero != 0 or not isinstance(mask, IRValue):
             return None
+        # The least number of the dtype, or -inf: its softmax is 0. Any other number is a bias.
         hides = self._reader.number(other)
         return mask if hides is not None and hides <= _LEAST else None
 

@@ -60,6 +60,7 @@ def imbalance_of(graph: IRGraph) -> Imbalance | None:
     for op in graph.ops:
         if _dispatches(op):
             assert op.rule is not None and op.rule.densities is not None
+            # Of the results of a dispatch; all of them are of one routing.
             stored = (density for density in op.rule.densities[1] if density is not None)
             by_layer[op.module_path] = next(stored).imbalance
     if len(set(by_layer.values())) > 1:

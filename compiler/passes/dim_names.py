@@ -155,6 +155,7 @@ def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) ->
         for indices in dims.values[value.name]:
             for outer, inner in pairwise(indices):
                 segments = dims.classes[outer].segments
+                # ``3 x heads x head_dim``, as BERT's and GPT's fused projections have it.
                 if names.get(inner) == "heads" and segments == (3,):
                     names.setdefault(outer, "qkv")
                 elif names.get(outer) == "heads":

@@ -18,7 +18,6 @@ product the dim is then two factors, ``2`` and ``384``, of which the loop cuts t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -210,31 +209,25 @@ def find_loops(
     """The loops among operators. ``along``: the axis of the loop of each operator in one.
     ``apart``: the axes along which each operator is a loop by itself.
     """
-    # Union by what hands a value to what, both along one axis.
-    leader: dict[str, str] = {}
+    import networkx  # only plans with loops need it, and importing it takes a while
 
-    def first(name: str) -> str:
-        # Follow the leaders up to the first operator of the group.
-        while leader[name] != name:
-            name = leader[name]
-        return name
-
+    # What hands a value on along one axis belongs together.
+    flow = networkx.Graph()
     producer: dict[str, str] = {}
     for op in ops:
         if op.name not in along:
             continue
-        leader[op.name] = op.name
+        flow.add_node(op.name)
         for value in op.operands:
             other = producer.get(value.name)
             if other is not None and along[other] == along[op.name] not in apart:
-                a, b = first(other), first(op.name)
-                leader[b] = a
+                flow.add_edge(other, op.name)
         producer |= {result.name: op.name for result in op.results}
-    groups: dict[str, list[IROp]] = {}
-    for op in ops:
-        if op.name in leader:
-            groups.setdefault(first(op.name), []).append(op)
-    return tuple(LoopOps(along[name], tuple(found)) for name, found in groups.items())
+    loops = []
+    for names in networkx.connected_components(flow):
+        members = tuple(op for op in ops if op.name in names)
+        loops.append(LoopOps(along[members[0].name], members))
+    return tuple(loops)
 
 
 def side_by_side(ops: Sequence[IROp], loops: Iterable[LoopOps]) -> tuple[IROp, ...]:
@@ -246,6 +239,10 @@ def side_by_side(ops: Sequence[IROp], loops: Iterable[LoopOps]) -> tuple[IROp, .
     loop_of = {op.name: loop for loop in loops for op in loop.ops}
     for loop in {id(loop): loop for loop in loop_of.values()}.values():
         _check_region(loop)
+    if not loop_of:
+        return tuple(ops)
+    import networkx  # as above
+
     # A loop is one node, known by its first operator. Nodes come as soon as all they need is there,
     # earliest first.
     node_of = {
@@ -256,27 +253,20 @@ def side_by_side(ops: Sequence[IROp], loops: Iterable[LoopOps]) -> tuple[IROp, .
     for op in ops:
         members.setdefault(node_of[op.name], []).append(op)
         makes |= {result.name: node_of[op.name] for result in op.results}
-    needs: dict[str, set[str]] = {node: set() for node in members}
-    readers: dict[str, set[str]] = {node: set() for node in members}
+    needs = networkx.DiGraph()
+    needs.add_nodes_from(members)
     for op in ops:
         for value in op.operands:
             source, node = makes.get(value.name), node_of[op.name]
             if source is not None and source != node:
-                needs[node].add(source)
-                readers[source].add(node)
+                needs.add_edge(source, node)
     place = {node: number for number, node in enumerate(members)}
-    ready = [(place[node], node) for node in members if not needs[node]]
-    heapq.heapify(ready)
     ordered: list[IROp] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        ordered += members[node]
-        for reader in readers[node]:
-            needs[reader].discard(node)
-            if not needs[reader]:
-                heapq.heappush(ready, (place[reader], reader))
-    if len(ordered) < len(ops):
-        raise _interrupted(ops, ordered, loop_of)
+    try:
+        for node in networkx.lexicographical_topological_sort(needs, key=place.__getitem__):
+            ordered += members[node]
+    except networkx.NetworkXUnfeasible:
+        raise _interrupted(ops, ordered, loop_of) from None
     return tuple(ordered)
 
 

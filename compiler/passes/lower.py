@@ -236,6 +236,8 @@ class _Lowering:
             made = {r.name for other in loop.ops for r in other.results} if loop else set()
             for value, layout in zip(op.operands, self.operand_layouts[op.name], strict=True):
                 if value.name not in made:
+                    # A loop cuts what it takes itself, piece by piece: outside of it the value is
+                    # whole.
                     whole = layout
                     if loop is not None:
                         whole = without_axis(self._at_door(value, layout, loop.axis), loop.axis)

@@ -363,6 +363,7 @@ def _crossing(
     received = sent
     # On another mesh the old layout means nothing.
     if here.mesh != there.mesh:
+        # Later readers convert it from there.
         reader = next(op for op in stage.graph.ops if value in op.operands)
         assert reader.rule is not None
         needed = layouts(reader.rule, plan.assignment(reader.name), there.mesh)[0][

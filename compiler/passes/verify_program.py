@@ -235,6 +235,7 @@ class _Walk:
     def check_compute(self, instruction: Compute) -> None:
         op, where = instruction.original, str(instruction.original.source)
         assert op.rule is not None
+        # Inside of a loop an operator is cut by its axis, and by that of no other loop.
         others = self.program.plan.loops.keys() - {self.loop}
         if others & instruction.assignment.keys() or (
             self.loop is not None and self.loop not in instruction.assignment
@@ -396,6 +397,7 @@ class _Walk:
         }
         graph_updates = {before.name: after for before, after in self.program.graph.buffer_updates}
         updated = [before.name for before, _ in self.program.buffer_updates]
+        # In the same order, too: a buffer that is left out or written twice has other values.
         if updated != list(graph_updates):
             raise InternalError(
                 f"the program updates the buffers {_names(updated)}, the graph "

@@ -304,6 +304,7 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
             mesh = _ordered(mesh, [name for name in config.rank_order.split("-") if name != "pp"])
         return {mesh.size: [mesh]}
     most = options.max_split or config.plan_ngpus
+    # A position of a pipeline has a divisor of the ranks.
     sizes = divisors(config.plan_ngpus)
     # Stages may have sizes that do not divide the ranks: 3 of 8.
     if options.num_microbatches is not None:

@@ -84,6 +84,7 @@ def _state(contents: Contents) -> Iterator[tuple[str, str, Any]]:
     assert optimizer is not None
     for name, records in optimizer.tensors.items():
         for key, record in records.items():
+            # Masters are written as the model's tensors.
             if key != MASTER:
                 yield name, key, contents.read(record)
     for name, values in optimizer.values.items():

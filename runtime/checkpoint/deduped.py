@@ -366,6 +366,7 @@ def _given_state(
         [len(group["params"]) for group in param_groups_of(state_dict)],
         [len(group) for group in names],
     )
+    # A state dict has numbers, not names: only equal groups can be told to be the same.
     if there != here:
         why = f"its groups have {there} parameters, here they have {here}"
         raise CheckpointError("the state dict does not fit the optimizer", why=why)

@@ -81,6 +81,7 @@ def prune(folder: Path, keep: int) -> None:
     older = [
         path for path in complete_folders(directory) if path != folder and not path.is_symlink()
     ]
+    # Slicing from ``-0`` would keep all, so a ``keep`` of 1 is apart.
     kept = {folder, *(older[len(older) - (keep - 1) :] if keep > 1 else [])}
     for _, path in _numbered(directory):
         if path not in kept:

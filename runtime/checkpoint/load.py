@@ -195,6 +195,7 @@ def _check_left_over(world: World, folder: Path, index: Index, holdings: Holding
     unknown = [
         name for name, record in index.tensors.items() if mine.isdisjoint((name, *record.aliases))
     ]
+    # A stage of a pipeline does not hold what others do: only what nobody holds is left over.
     everywhere = set.intersection(*(set(names) for names in world.all_gather_object(unknown)))
     if everywhere:
         problems = [

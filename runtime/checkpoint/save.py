@@ -183,6 +183,7 @@ class CheckpointSave:
 
     def _write_own(self) -> None:
         assert self._snapshot is not None
+        # The copy of the state is let go of as soon as this function is done.
         snapshot, self._snapshot = self._snapshot, None
         rank, files = self._world.rank, {}
         with writing("a checkpoint", self.folder, WRITE_HINT):

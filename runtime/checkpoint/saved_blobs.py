@@ -233,6 +233,7 @@ def _form(saved: Any) -> _Form:
     """
     if is_named(saved, "torch._utils._rebuild_tensor_v2"):
         memory, offset, shape, strides = saved.given[:4]
+        # ``torch.FloatStorage``: older forms say the dtype by the class of the memory.
         dtype = DTYPE_OF_STORAGE[memory[1].name.rpartition(".")[2]]
     elif is_named(saved, "torch._utils._rebuild_tensor_v3"):
         memory, offset, shape, strides = saved.given[:4]

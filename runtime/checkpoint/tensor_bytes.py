@@ -17,6 +17,7 @@ def bytes_of(x: Tensor) -> memoryview:
     values = x.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     flat = values.view(-1).view(torch.uint8) if x.numel() else torch.empty(0, dtype=torch.uint8)
     buffer = (
+        # By address, as ``numpy()`` knows no bfloat16 and the runtime needs no numpy.
         (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
         if flat.numel()
         else (ctypes.c_ubyte * 0)()

@@ -42,6 +42,7 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
     sender = next(
         (cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SENDERS), None
     )
+    # An optimizer of torch's own may step what needs no sum: models that lie whole on a rank.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Gradients that ranks have to sum, and that nobody has summed.

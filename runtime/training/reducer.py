@@ -70,6 +70,8 @@ class Reducer:
         self._handles = []
         for position, bucket in enumerate(self.buckets):
             for index, member in enumerate(bucket.members):
+                # Weakly: parameters live longer than the reducer of an optimizer that is thrown
+                # away.
                 arrived = _arrival(weakref.ref(self), position, index)
                 notice = member.parameter.register_post_accumulate_grad_hook
                 self._handles.append(notice(arrived))  # type: ignore[no-untyped-call]

@@ -232,6 +232,7 @@ class ShardedBucket(Bucket):
             if not self._is_contiguous:
                 self._buffer, self._views = None, []
         if self.shards:
+            # Reduced in one dtype, and given to the optimizer in that of its state.
             mine = mine.to(self.shards[0].tensor.grad_dtype)
         # The optimizer sees shards: each gets its part of the slice.
         for index, (shard, offset) in enumerate(zip(self.shards, self.offsets, strict=True)):

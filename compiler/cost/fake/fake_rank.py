@@ -69,6 +69,7 @@ class FakeRank:
         device: str = "cpu",
     ) -> None:
         self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
+        # Fake tensors have shapes and no memory; real zeros are for measuring.
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
         self._counters = CommunicationCounters()
         self.axes: dict[str, AxisGroup | Piece] = {

@@ -178,6 +178,7 @@ def _everything(call: LocalCall) -> Saved:
     if not call.differentiated:
         return Saved(views=(None,) * len(call.results), exact=False)
     return Saved(
+        # What cannot be asked is taken to keep everything: an estimate from above.
         tuple(range(len(call.operands))),
         tuple(range(len(call.results))),
         (),

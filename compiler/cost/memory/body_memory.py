@@ -400,6 +400,7 @@ class BodyMemory:
         group: tuple[Adapt, ...] = (self._again[weight],)
         if weight in self._group_of:
             group = self._groups[self._group_of[weight]]
+            # One collective brings the whole group, so its members are asked for once.
             self.num_gathered -= 1
         for adapter in group:
             name = adapter.result.name

@@ -121,6 +121,7 @@ class Books:
 
     def roots(self, program: Program, body: BodyMemory) -> dict[str, tuple[TensorForm, int]]:
         """The gradient where a backward starts: of the loss, the first result that takes one."""
+        # Users call ``backward`` on the first result with a gradient: that is the loss.
         for _, value in program.output.leaves():
             if isinstance(value, IRValue) and body.values[value.name].form.requires_grad:
                 form = body.values[value.name].form

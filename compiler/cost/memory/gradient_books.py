@@ -127,6 +127,7 @@ class GradientBooks:
     def end_backward(self) -> None:
         """End a backward. The last one of a step ends with all gradients summed."""
         if self.reduces or self._frees:
+            # Buckets that are not full: some parameter had no gradient in this backward.
             for bucket in self._buckets[self._next :]:
                 self._begin(bucket)
             self._complete(len(self._begun))
@@ -275,6 +276,7 @@ class GradientBooks:
             rows = ledger.new(round(bucket.length * bucket.element_bytes), TEMPORARY)
             self._exchanges.append(ledger.hold(rows))
             ledger.use(0, "sum of gradients")
+            # The reducer waits for the oldest sum before it begins another one.
             if len(self._exchanges) > EXCHANGES_UNDER_WAY:
                 ledger.release(self._exchanges.pop(0))
         self._begun.append(bucket)

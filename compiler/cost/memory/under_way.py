@@ -143,6 +143,7 @@ class _Ends:
         found: dict[tuple[Payload, int], list[tuple[int, str, Value]]] = {}
         for (payload, own), values in self._received.items():
             for value in values:
+                # Gradients come back from where the value went.
                 source = value.source if payload == "activations" else value.target
                 found.setdefault((payload, source), []).append((own, value.name, value))
         return {

@@ -119,6 +119,7 @@ class WholeTensors:
             item.whole_elements * self._settings.gradient_dtype(item.dtype).itemsize
             for item in items
         ]
+        # The rule of ``runtime/dealing.py``, by which the runtime makes the same batches.
         entries = [
             Entry(item.cut, item.dtype, size) for item, size in zip(items, sizes, strict=True)
         ]

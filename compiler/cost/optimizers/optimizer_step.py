@@ -101,6 +101,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in FACTORS:
             left, right = (args[index] for index in FACTORS[func.overloadpacket])
             dtype = str(left.dtype).removeprefix("torch.")
+            # ``[batch, m, k] x [batch, k, n]``, or a matrix and a vector (n is 1).
             *batch, m, k = left.shape
             if left.is_floating_point():
                 n = right.shape[-1] if right.ndim > 1 else 1

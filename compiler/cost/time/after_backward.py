@@ -368,6 +368,7 @@ def update_s(
     of the optimizer included. ``num_stages``: how many stages of a pipeline hold the parameter.
     """
     dtype = declaration.value.dtype
+    # With ZeRO a share of the elements; of optimizers such as Muon, whole matrices of some ranks.
     updated = Updated.of(declaration.layout, mesh, config, optimizer, num_stages)
     kept = kept_bytes(optimizer, declaration.layout, dtype, mesh, config, num_stages)
     state_dtype = ReductionSettings(table=config.optimizer_table).state_dtype(dtype)

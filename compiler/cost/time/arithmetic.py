@@ -199,6 +199,7 @@ def _convolution(call: LocalCall) -> _Product:
     # [C, C_out / groups, *kernel], and each place of x makes a block of the result.
     x, weight = call.operands[:2]
     transposed = "transpose" in call.op.target
+    # The argument ``groups`` is that of the whole call; this is how many of them the rank has.
     groups = max(1, round(_channels(x, weight) / max(1, weight.shape[0 if transposed else 1])))
     kernel = math.prod(weight.shape[2:])
     if transposed:
@@ -244,6 +245,7 @@ def _seen_share(call: LocalCall) -> float:
     whole, local = estimated_size(call.op.operands[0].shape[-2]), call.operands[0].shape[-2]
     assert call.op.rule is not None
     queries = {ref.factor for ref in call.op.rule.operands[0][-2]}
+    # Zigzag deals early and late queries alike, so each rank sees half of the pairs.
     if not local or queries & call.in_zigzag:
         return 0.5
     return 1 - local / (2 * max(local, whole))

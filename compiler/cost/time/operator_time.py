@@ -149,6 +149,7 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
         forward_flops_s += device.fetch_s(forward_bytes)
     if backward_flops_s:
         backward_flops_s += device.fetch_s(backward_bytes)
+    # Williams et al., "Roofline": the slower of computing and moving, at least a launch.
     forward = max(forward_flops_s, device.pass_s(target, forward_bytes, 0), device.launch_s)
     backward = max(backward_flops_s, device.pass_s(target, backward_bytes, 1))
     return OpTime(forward, _at_least(backward, device, bool(wanted) and backward_bytes > 0))

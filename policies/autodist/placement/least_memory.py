@@ -99,6 +99,7 @@ def _momentary(formulation: Formulation, request: PlacementRequest) -> dict[int,
             for position, value in enumerate(values):
                 for choice, layout in enumerate(ids[:, position].tolist()):
                     key = layout, value.dtype
+                    # Choices of all operators together want few different layouts.
                     if key not in known:
                         known[key] = local_bytes(
                             formulation.layouts[layout], value.dtype, request.mesh

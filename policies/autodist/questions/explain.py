@@ -218,6 +218,7 @@ def explain_module(request: Request, path: str, most: int = MOST) -> Explanation
             "R",
         ):
             words = f"{axis} not used" if factor == "R" else f"{axis} splits {factor}"
+            # All other operators, and this one along other axes, choose anew.
             found = request.fastest(names[0], {path: {axis: factor}})
             if found is None:
                 impossible.append(Choice(words, math.inf))

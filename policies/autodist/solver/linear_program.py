@@ -145,6 +145,7 @@ def _message(
     model.variables.ids.extend(range(len(costs)))
     model.variables.lower_bounds.extend([0.0] * len(costs))
     model.variables.upper_bounds.extend(upper.tolist())
+    # Choices are 0 or 1; what edges pay follows from them, and need not be called whole.
     model.variables.integers.extend([True] * num_integers + [False] * (len(costs) - num_integers))
     # The message holds what is not zero only, row by row.
     nonzero = np.flatnonzero(costs)

@@ -150,6 +150,7 @@ def _with_rows(network: Network, problem: Problem, chosen: list[int]) -> _Part:
         for i, moment in enumerate(chosen)
     ]
     part.moments = Moments((), network.pool)
+    # Which row of the problem each row of the part is a moment of.
     whose = (*plain, *(int(moments.rows[moment]) for moment in chosen))
     return _Part(replace(problem, rows=tuple(rows)), part, whose)
 

@@ -244,6 +244,8 @@ class _Ascent:
                 for node, used in row.usage.items()
             ]
             self.places.append(np.concatenate(places))
+            # In units of the room, so that multipliers of bytes and of anything else are alike in
+            # size.
             self.values.append(np.concatenate([*row.usage.values()]) / (row.room or 1.0))
         self.multipliers = np.zeros(len(network.rows))
         self.unit_room = np.array([1.0 if row.room else 0.0 for row in network.rows])

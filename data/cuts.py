@@ -115,6 +115,7 @@ class LayoutCut:
         size = math.prod(self.mesh.axis_size(axis) for axis in self.atoms[0].axes)
         if even_piece(self.atoms, self.mesh, dict(self.coords)) is not None:
             return "contiguous"
+        # The shortest length that zigzag deals evenly shows the pattern.
         runs = self.runs(2 * size)
         if runs in (EvenCut(self.dim, i, size, "zigzag").runs(2 * size) for i in range(size)):
             return "zigzag"

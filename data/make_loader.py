@@ -324,6 +324,7 @@ def _stream(
 def _lengths(sources: Sequence[Any], packing: Packing, is_blend: bool) -> list[Any]:
     given = packing.lengths
     if given is None:
+        # Token files know the lengths of their documents.
         each = [getattr(source, "lengths", None) for source in sources]
     else:
         each = list(given) if is_blend else [given]

@@ -484,6 +484,7 @@ def _of_readers(
             why=f"the plan is for {unit_size} ranks, and a job has a multiple of that",
         )
     num_units = num_ranks // unit_size
+    # All units are alike but for the samples that they take.
     members = [_member(readers, place, names_all=names_all) for place in range(unit_size)]
     every: list[Role] = []
     for unit in range(num_units):

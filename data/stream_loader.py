@@ -145,6 +145,7 @@ class Steps(IterableDataset[Step]):
     def _own(self, taken: list[Any], batch: GlobalBatch) -> Fetched:
         """The part of a global batch that this rank keeps."""
         fetched, start, epoch = Fetched(), batch.bounds[0], batch.epoch
+        # A rank that reads nothing takes part in the count of steps all the same.
         if not self.share.role.reads:
             fetched.microbatches = [None] * self.share.num_microbatches(batch)
             return fetched

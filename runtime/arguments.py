@@ -77,6 +77,7 @@ def checked_late(function: Checked) -> Checked:
             return function(*args, **kwargs)
         except ShardwrightError:
             raise
+        # Too late is early enough: the call has failed, and the check says why in words.
         except Exception as error:
             _check(function, args, kwargs)
             _check_bound(function, args, kwargs, error)

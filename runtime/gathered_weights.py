@@ -151,6 +151,7 @@ class _Use:
             return
         if self.batch.versions() != self._versions:
             self._refuse()
+        # Of a group, only what autograd has saved: a weight whose gradient nobody wants stays out.
         needed = tuple(i for i, count in enumerate(self.num_saved) if count > 0)
         needed = needed if member is None or member in needed else (member,)
         batch = _Batch(tuple(self.batch.pieces[i] for i in needed), self.batch.step)

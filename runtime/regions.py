@@ -66,6 +66,7 @@ class Region:
         for runs, size in zip(self.runs, shape, strict=True):
             previous = 0
             for start, stop in runs:
+                # The invariant: all runs so far end at or before ``previous``.
                 if not previous <= start < stop <= size:
                     return False
                 previous = stop

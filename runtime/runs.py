@@ -144,6 +144,7 @@ def within(runs: Iterable[Run], inner: Iterable[Run]) -> tuple[Run, ...]:
     """What ``inner``, runs of the things that ``runs`` hold together, are of the whole."""
     found: list[Run] = []
     for start, size in inner:
+        # How many of the things held come before this run.
         passed = 0
         for begin, length in runs:
             low, high = max(start, passed), min(start + size, passed + length)

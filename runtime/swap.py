@@ -23,6 +23,7 @@ def write_file(path: Path, data: bytes) -> None:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
+            # On the disk before it gets its name, or a crash could leave an empty file under it.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

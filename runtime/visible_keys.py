@@ -111,6 +111,7 @@ def tiles(bands: Iterable[Band], queries: Run, keys: Run) -> Iterator[Tile]:
         start, stop = max(band.start, queries[0]), min(band.stop, queries[0] + queries[1])
         if start >= stop or first_key >= key_stop:
             continue
+        # Between two corners the first and the last key move evenly with the query.
         marks = sorted({start, stop, *_corners(band, start, stop, first_key, key_stop)})
         for a, b in pairwise(marks):
             piece = _clipped(band, a, b, first_key, key_stop)

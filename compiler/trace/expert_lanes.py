@@ -103,6 +103,7 @@ def _identity(value: IRValue, made_by: dict[str, IROp]) -> Hashable:
     op = made_by.get(value.name)
     if op is None or op.target not in _VIEWS or len(op.operands) != 1:
         return value.name
+    # Views are equal if what they view is, and all else that they are told.
     literals = tuple(
         (key, None if isinstance(leaf, IRValue) else repr(leaf))
         for key, arg in op.args

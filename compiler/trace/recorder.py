@@ -321,6 +321,7 @@ class Recorder:
         if self.running.is_leaf and path:
             return [path] * count
         assigned = () if self.running.is_library else assigned_names(frame)
+        # ``q, k, v = x.chunk(3)``: each result has its own name.
         if len(assigned) == count:
             return [f"{path}.{name}" for name in assigned]
         return [f"{path}.{assigned[0] if len(assigned) == 1 else word}"] * count

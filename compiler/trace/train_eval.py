@@ -112,6 +112,7 @@ class _Merge:
             return tuple(self._arg(x, y) for x, y in zip(a, b, strict=True))
         if _holds_value(a) or _holds_value(b):
             raise _Different
+        # The only difference that one operator may hold: a literal, such as dropout's probability.
         return a if type(a) is type(b) and a == b else WhenTraining(a, b)
 
     def _value(self, value: IRValue) -> IRValue:

@@ -50,6 +50,8 @@ class Writes:
             fresh = recorder.value(
                 self._calls.record(functional, plain_name(functional), pure_args, pure_kwargs)
             )
+            # Written in place, a result is cast to the dtype and spread to the shape that are
+            # there.
             value = fitted(recorder, TensorType(old.shape, old.dtype, fresh.requires_grad), fresh)
             out = self._calls.run(func, args, kwargs)
             write(recorder, target, value)

@@ -160,6 +160,7 @@ def _checked(states: Sequence[Any]) -> list[dict[str, Any]]:
             hint="validate on as many ranks and workers as before, or from the start",
         )
     shared = {name: first[name] for name in _SHARED}
+    # States may come in any order: each says whose it is.
     found = sorted((check_state(state, KIND, shared) for state in states), key=lambda s: s["rank"])
     if [state["rank"] for state in found] != list(range(first["world_size"])):
         raise DataError(

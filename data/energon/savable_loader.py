@@ -175,6 +175,7 @@ class SavableLoader:
         found = check_state(state, KIND, self._identity())
         dealt = found.get("dealt")
         self._streams = self._own_streams(dealt)
+        # The streams follow from the position, so nothing else of the past is needed.
         self._batches, self._is_begun, self._dealt = found["position"], True, dealt
 
     @checked

@@ -150,6 +150,7 @@ def cut(segments: Sequence[Segment], bounds: Sequence[int]) -> list[list[Segment
     for segment in segments:
         start = segment.start
         while start < segment.stop:
+            # The piece that sample ``at`` falls into; a segment may go over several.
             piece = bisect.bisect_right(bounds, at) - 1
             count = min(segment.stop - start, bounds[piece + 1] - at)
             pieces[piece].append(segment._replace(start=start, stop=start + count))

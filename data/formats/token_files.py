@@ -248,6 +248,7 @@ def _read_index(path: Path) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[An
         raise _damaged(path, f"it has {len(content)} bytes") from error
     if magic != MAGIC or version != 1 or code not in DTYPES:
         raise _damaged(path, f"it begins with {magic!r}, version {version}, dtype {code}")
+    # By sequence a length (4 bytes) and a place (8); by document where it begins (8).
     expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(content) != expected:
         raise _damaged(path, f"it has {len(content)} bytes, and its header says {expected}")

@@ -62,6 +62,7 @@ def _acquired(lock: filelock.BaseFileLock, holder: Path, directory: Path) -> boo
     except FileError:
         raise
     except OSError as error:
+        # A folder that nobody may write to does not change: it can be read without a lock.
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not directory.is_dir():
             raise
         logger.info("%s is not writable: it is read without a lock", directory)

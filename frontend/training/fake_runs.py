@@ -67,5 +67,6 @@ def _without_values(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
     config = getattr(module, "config", None)
     if config is not None:
+        # Modules look at their config by identity, and a copy would only take time.
         memo[id(config)] = config
     return copy.deepcopy(module, memo)

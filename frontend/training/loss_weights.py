@@ -128,6 +128,7 @@ def _counts_here(found: Roles) -> bool:
             why="a rank sees a part of each label row",
             hint="use loss: mean",
         )
+    # Ranks that share a model read the same labels, which must count once.
     same = [
         role.rank
         for role in found.all

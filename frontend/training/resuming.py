@@ -52,6 +52,7 @@ def checkpoint_to_resume(settings: RunSettings, num_ranks: int) -> Found | None:
     if resume == "auto" and not is_there:
         return None
     found = _read(find_folder(folder if resume == "auto" else Path(resume)))
+    # ``None``: a checkpoint that does not say, such as one from another library.
     if found.num_ranks not in (None, num_ranks) and settings.on_world_change == "refuse":
         raise ConfigError(
             f"{found.folder} was saved by {found.num_ranks} ranks, and {num_ranks} are running",

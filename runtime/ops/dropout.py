@@ -63,6 +63,8 @@ def alpha_dropout(
     if p == 1:
         return input * 0.0
     kept = _mask(input, rng, draw, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
+    # Klambauer et al., "Self-Normalizing Neural Networks": what is dropped becomes the saturation
+    # value, then scale and shift restore mean 0 and variance 1.
     scale = 1 / math.sqrt((_SELU_SATURATION**2 * p + 1) * (1 - p))
     shift = (kept - 1) * (_SELU_SATURATION * scale) + _SELU_SATURATION * scale * p
     return input * (kept * scale) + shift

@@ -559,6 +559,7 @@ class _Shapes:
         ]
         parts = torch.split(flat, [math.prod(shape) for shape in shapes])
         views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        # Keys and values come in turns.
         pairs = zip(views[::2], views[1::2], strict=True)
         return {samples: pair for (samples, _), pair in zip(counts, pairs, strict=True)}
 

@@ -90,6 +90,7 @@ def _same(found: Any, wanted: Any) -> bool:
 def resolve(path: str) -> Callable[..., Any]:
     """The object at a dotted import path; the getter for a property of ``torch.Tensor``."""
     parts = path.split(".")
+    # ``torch.nn.functional.linear``: the longest part that is a module, then attributes.
     for count in range(len(parts), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(parts[:count]))

@@ -30,6 +30,7 @@ def known_functions_of(module: torch.nn.Module) -> Iterator[tuple[Any, str, Any]
     time of a trace.
     """
     files = {type(part).__module__ for part in module.modules()}
+    # The functions are replaced where modules look them up: in the files of their own classes.
     for file in sorted(name for name in files if name.startswith(LIBRARY)):
         for path in KNOWN_LOOPS:
             owner_path, _, name = path.rpartition(".")

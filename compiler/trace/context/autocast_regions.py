@@ -78,6 +78,7 @@ def one_autocast(surrounding: torch.dtype | None) -> Iterator[None]:
         return moved
 
     def current_dtype(device_type: str) -> torch.dtype:
+        # Outside of any region torch has a default by device.
         return dtype_of("cpu" if is_enabled("cpu") else device_type)
 
     with ExitStack() as stack:

@@ -160,6 +160,8 @@ def caches_without_fakes() -> Iterator[None]:
     finally:
         note_caches()
         for cached, counts in list(_counts_without_fakes.items()):
+            # Only a cache that was used since may have taken a fake; looking into all would take
+            # long.
             if counts != cached.cache_info():
                 if any(map(_holds_fake, gc.get_referents(cached))):
                     cached.cache_clear()

@@ -81,6 +81,7 @@ class Constants:
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
             self._refuse_trained(tensor)
+        # By identity: a table that all layers read is one constant.
         known = self._fakes.get(id(tensor))
         if known is None:
             name = self._attributes.get(id(tensor), "const")

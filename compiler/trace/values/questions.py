@@ -45,6 +45,7 @@ class Questions:
             return False
         question = _question(frame)
         self.asked[question] = None
+        # A question whose answer has led nowhere is not answered the next time.
         if question in self._refused or (
             self._answered is not None and question not in self._answered
         ):

@@ -110,14 +110,14 @@ class Loop:
         """The gathers that travel while the piece before theirs is computed, by the name of what
         the loop takes and they gather. They do not depend on which piece it is.
         """
-        taken = {take.result.name for take in self.takes}
         readers: dict[str, list[Step]] = {}
         for step in self.body:
             for value in (step.value,) if isinstance(step, Adapt) else step.op.operands:
                 readers.setdefault(value.name, []).append(step)
         found = {}
-        for name in taken & readers.keys():
-            step, *others = readers[name]
+        for take in self.takes:
+            name = take.result.name
+            step, *others = readers.get(name, [take])
             if others or not isinstance(step, Adapt) or step.step.kind != "all_gather":
                 continue
             if not _speaks_of(step.step, self.axis):

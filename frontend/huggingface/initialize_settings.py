@@ -82,12 +82,12 @@ class Settings:
                 "train_step",
                 hint="leave it out, or call shardwright.parallelize",
             )
-        if config.leaves_zero_to_plan or config.zero_stage == 3:
+        if config.leaves_zero_to_plan:
             raise ConfigError(
                 f"use_zero={config.use_zero!r} is not for initialize",
-                why="each program would cut the parameters over the replicas as its own uses need "
-                "it, and a model has several programs",
-                hint="use_zero=1 or 2 with shardwright.build_optimizer, or shardwright.parallelize",
+                why="each program has a plan, which would choose a stage of its own, and all "
+                "programs of a model share one optimizer",
+                hint="use_zero=1, 2 or 3 with shardwright.build_optimizer",
             )
         policy = find_policy(given.get(POLICY, "tp" if config.plan_ngpus > 1 else "dp"))
         if policy.searches:

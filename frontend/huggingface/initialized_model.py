@@ -209,6 +209,10 @@ class InitializedModel(nn.Module):
                     )
             self._check_draws(kwargs)
             self._agree(args, kwargs)
+        main = calls.programs.main
+        if main.zero > 1 and not isinstance(main.ranks.world, ThreadWorld):
+            # Units gather weights together, so one that has all its tokens runs on with the others.
+            kwargs["synced_gpus"] = True
         generate: Callable[..., Any] = super().generate  # type: ignore[misc]
         if not self._may_cache(args, kwargs):
             kwargs = {**kwargs, "use_cache": False}

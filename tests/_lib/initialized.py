@@ -211,6 +211,47 @@ def check_family(name: str, folder: Path) -> None:
             assert all(map(torch.equal, rank["tokens"], expected))
 
 
+def train_in_pieces(folder: str) -> dict[str, Any]:
+    """Train two steps with ZeRO-3 on two replicas, generate as many tokens as the rank says, and
+    merge.
+    """
+    with float64_casts():
+        model = make("gpt2")
+        settings = {"use_zero": 3, "grad_reduction": "mean"}
+        shardwright.initialize(model, tensor_parallel(1, **settings), gen_savedir=folder + "/gen")
+        optimizer = shardwright.build_optimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
+        losses = train(model, model, optimizer, "gpt2", range(2), my_share(model))
+        held = sum(parameter.numel() for parameter in model.parameters())
+        rank = model.mpu.get_data_parallel_rank()
+        tokens = model.eval().generate(
+            **prompt("gpt2"), do_sample=False, max_new_tokens=3 + 4 * rank
+        )
+        model.save_parallelized(folder + "/merged", merge_checkpoints=True)
+    return {"losses": losses, "held": held, "tokens": tokens}
+
+
+def check_pieces_over_replicas(folder: Path) -> None:
+    """Train with parameters in pieces over two replicas, of which one generates more tokens than
+    the other: all as on one device.
+    """
+    losses, reference = on_one_device("gpt2", 2)
+    ranks = run_processes(2, "initialized:train_in_pieces", str(folder))
+    found = [sum(both) / 2 for both in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert_close_tree(torch.tensor(found), torch.tensor(losses), "losses")
+    merged = type(reference).from_pretrained(folder / "merged")
+    assert_close_tree(
+        dict(merged.named_parameters()), dict(reference.named_parameters()), "parameters"
+    )
+    whole = sum(parameter.numel() for parameter in reference.parameters())
+    assert all(rank["held"] < 0.6 * whole for rank in ranks)
+    for number, rank in enumerate(ranks):
+        with float64_casts():
+            expected = reference.eval().generate(
+                **prompt("gpt2"), do_sample=False, max_new_tokens=3 + 4 * number
+            )
+        assert torch.equal(rank["tokens"], expected)
+
+
 def differing_pieces(model: Any, folder: str) -> list[str]:
     """The parameters of which this rank's piece is not, to the last bit, what ``from_pretrained``
     reads from the merged folder.

@@ -28,6 +28,11 @@ def test_a_killed_run_goes_on_and_ends_as_one_device(name: str, tmp_path: Path) 
     initialized.check_family(name, tmp_path)
 
 
+@pytest.mark.slow
+def test_replicas_hold_pieces_and_generate_together(tmp_path: Path) -> None:
+    initialized.check_pieces_over_replicas(tmp_path)
+
+
 OTHER_PLANS = {
     "data": {"pas_policy": "data"},
     "cp": {"pas_policy": "cp"},

@@ -34,8 +34,8 @@ def test_configs_that_are_read(config: Any, policy: str, ranks: tuple[int, int])
 
 
 def test_fields_of_compute_config_have_their_own_names() -> None:
-    settings = Settings.of({**asked(tensor_parallel_size=2), "seed": 7, "use_zero": 1}, 4)
-    assert settings.config == ComputeConfig(plan_ngpus=2, runtime_ngpus=4, seed=7, use_zero=1)
+    settings = Settings.of({**asked(tensor_parallel_size=2), "seed": 7, "use_zero": 3}, 4)
+    assert settings.config == ComputeConfig(plan_ngpus=2, runtime_ngpus=4, seed=7, use_zero=3)
     assert not settings.names_dims
     named = {**asked(tensor_parallel_size=2), "dynamic_dims": {"input_ids": [0]}}
     assert Settings.of(named, 4).names_dims
@@ -112,11 +112,11 @@ def test_fields_of_compute_config_have_their_own_names() -> None:
             "  try:   leave it out: it is the number of ranks of the job",
         ),
         (
-            {**asked(tensor_parallel_size=2), "use_zero": 3},
-            "use_zero=3 is not for initialize\n"
-            "  why:   each program would cut the parameters over the replicas as its own uses "
-            "need it, and a model has several programs\n"
-            "  try:   use_zero=1 or 2 with shardwright.build_optimizer, or shardwright.parallelize",
+            {**asked(tensor_parallel_size=2), "use_zero": "auto"},
+            "use_zero='auto' is not for initialize\n"
+            "  why:   each program has a plan, which would choose a stage of its own, and all "
+            "programs of a model share one optimizer\n"
+            "  try:   use_zero=1, 2 or 3 with shardwright.build_optimizer",
         ),
         (
             {

@@ -143,13 +143,14 @@ def heads_of(graph: IRGraph) -> set[int]:
 
 
 def attends(op: IROp, graph: IRGraph, sequence: Set[int], heads: Set[int]) -> bool:
-    """Whether an operator is part of attention: the kernel of it, or one step of attention written
-    out, which has queries, keys and heads.
+    """Whether an operator is part of attention: the kernel of it, whatever heads it has, or one
+    step of attention written out, which has queries, keys and heads.
     """
     assert op.rule is not None and graph.dims is not None
     classes = [graph.dims.factors.get((op.name, factor.name)) for factor in op.rule.factors]
     positions = [index for index in classes if index in sequence]
-    return len(positions) > 1 and any(index in heads for index in classes)
+    is_kernel = op.target in ATTENTION
+    return len(positions) > 1 and (is_kernel or any(index in heads for index in classes))
 
 
 def heads_factor(

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from shardwright.runtime.runs import piece
+from shardwright.runtime.runs import Run, dealt, joined, within
 
 Span = tuple[int, int]
 """The places from a start up to a stop that is not one of them."""
@@ -57,7 +56,7 @@ class Edge:
 
     ``dim``: of the operand. ``size``, ``result_size``: the whole lengths. ``unit``,
     ``result_unit``: how many places are never cut apart. ``nums_ranks``: the sizes of the axes that
-    cut it, major to minor.
+    cut it, major to minor. ``turns``: those of zigzag in which each of them deals.
     """
 
     dim: int
@@ -67,47 +66,85 @@ class Edge:
     nums_ranks: tuple[int, ...]
     unit: int = 1
     result_unit: int = 1
+    turns: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> list[tuple[int, ...]]:
         """The indices of every rank along the axes."""
         return list(itertools.product(*map(range, self.nums_ranks)))
 
-    def held(self, index: tuple[int, ...]) -> Span:
+    @property
+    def is_dealt(self) -> bool:
+        """Whether a rank may have several runs."""
+        return any(self.turns)
+
+    def held(self, index: tuple[int, ...]) -> Spans:
         """What a rank holds of the operand."""
-        return _held(self.size, self.unit, self.nums_ranks, index)
+        return self._runs(self.size, self.unit, index)
 
-    def made(self, index: tuple[int, ...]) -> Span:
+    def made(self, index: tuple[int, ...]) -> Spans:
         """What a rank makes of the result."""
-        return _held(self.result_size, self.result_unit, self.nums_ranks, index)
+        return self._runs(self.result_size, self.result_unit, index)
 
-    def read(self, index: tuple[int, ...]) -> Span:
-        """What a rank reads, padding included; nothing if it makes nothing."""
-        start, stop = self.made(index)
-        return self.window.span(start, stop) if stop > start else (0, 0)
+    def _runs(self, size: int, unit: int, index: tuple[int, ...]) -> Spans:
+        # Major to minor: each axis cuts what the axes before it have left to this rank.
+        runs: tuple[Run, ...] = ((0, size // unit),)
+        for axis, (num_ranks, i) in enumerate(zip(self.nums_ranks, index, strict=True)):
+            turns = self.turns[axis] if self.turns else 0
+            count = sum(length for _, length in runs)
+            runs = within(runs, dealt(count, num_ranks, i, turns=turns))
+        return tuple((start * unit, (start + count) * unit) for start, count in joined(runs))
+
+    def read(self, index: tuple[int, ...]) -> tuple[Reading, ...]:
+        """What a rank reads for each run of the result that it makes, in the order in which it lies
+        there.
+        """
+        made = self.made(index)
+        turned = self.window.stride < 0
+        found = [self._reading(*span) for span in (reversed(made) if turned else made)]
+        # The operator runs over all of it at once. So what a run reads is as long as a whole number
+        # of strides, that of the last one excepted.
+        stride = abs(self.window.stride)
+        for number, reading in enumerate(found[:-1]):
+            missing = -reading.length % stride
+            found[number] = replace(reading, right=reading.right + missing)
+        return tuple(found)
+
+    def _reading(self, start: int, stop: int) -> Reading:
+        low, high = self.window.span(start, stop)
+        if not self.window.wraps:
+            inside = max(low, 0), min(high, self.size)
+            spans = (inside,) if inside[1] > inside[0] else ()
+            left = min(max(0, -low), high - low)
+            return Reading(stop - start, left, spans, high - low - left - length(spans))
+        spans = ()
+        while low < high:  # each round goes to the next end of the dim at most
+            place = low % self.size
+            count = min(high - low, self.size - place)
+            spans = (*spans, (place, place + count))
+            low += count
+        return Reading(stop - start, 0, spans, 0)
 
     def wanted(self, index: tuple[int, ...]) -> Spans:
         """The places of the dim that a rank reads, in the order in which it reads them."""
-        start, stop = self.read(index)
-        if not self.window.wraps:
-            start, stop = max(start, 0), min(stop, self.size)
-            return ((start, stop),) if stop > start else ()
-        spans = []
-        while start < stop:  # each round goes to the next end of the dim at most
-            place = start % self.size
-            length = min(stop - start, self.size - place)
-            spans.append((place, place + length))
-            start += length
-        return tuple(spans)
+        return tuple(span for reading in self.read(index) for span in reading.spans)
 
 
-def _held(size: int, unit: int, nums_ranks: Sequence[int], index: Sequence[int]) -> Span:
-    # Major to minor: each axis cuts what the axes before it have left to this rank.
-    start, count = 0, size // unit
-    for num_ranks, i in zip(nums_ranks, index, strict=True):
-        inner, count = piece(count, num_ranks, i)
-        start += inner
-    return start * unit, (start + count) * unit
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an operator reads of a dim to make one run of its result. ``made``: places of the
+    result. ``left``, ``right``: places of padding in front of ``spans`` and behind them.
+    """
+
+    made: int
+    left: int
+    spans: Spans
+    right: int
+
+    @property
+    def length(self) -> int:
+        """How many places it reads, padding included."""
+        return self.left + length(self.spans) + self.right
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +181,7 @@ def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
     ranks is needed but those of the axes.
     """
     ranks = edge.ranks
-    have: dict[tuple[int, ...], Spans] = {
-        rank: (span,) if (span := edge.held(rank))[1] > span[0] else () for rank in ranks
-    }
+    have: dict[tuple[int, ...], Spans] = {rank: edge.held(rank) for rank in ranks}
     wanted = {rank: edge.wanted(rank) for rank in ranks}
     found = []
     for axis, num_ranks in enumerate(edge.nums_ranks):
@@ -209,4 +244,4 @@ def most_sent(edge: Edge) -> tuple[tuple[int, int], ...]:
 
 def most_read(edge: Edge) -> int:
     """The most places that a rank reads, padding included."""
-    return max(math.ceil(stop - start) for start, stop in map(edge.read, edge.ranks))
+    return max(sum(reading.length for reading in edge.read(rank)) for rank in edge.ranks)

@@ -85,6 +85,7 @@ def _edge(words: Sequence[Any], mesh: Mesh) -> tuple[Edge, list[str]]:
         Window(*(_number(n) for n in window)),
         tuple(map(mesh.axis_size, names)),
         *units,
+        tuple(map(mesh.turns_of, names)),
     )
     return edge, names
 

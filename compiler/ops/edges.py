@@ -4,7 +4,7 @@ edges.
 A dim of one length before and after (a convolution with padding) is one factor of the rule, frozen
 but for the form: ``split:y``. A dim that changes its length (a stride, a slice, padding) is two
 factors, and ``exchange:y>z`` cuts the operand in the one and the result in the other. The pieces of
-both are those that :func:`~shardwright.runtime.runs.piece` cuts.
+both are those that :func:`~shardwright.runtime.runs.dealt` deals.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class Way:
     window: tuple[Size, ...]
 
 
-def with_edges(rule: OpRule, target: str, ways: Sequence[Way]) -> OpRule:
+def with_edges(
+    rule: OpRule, target: str, ways: Sequence[Way], *, knows_runs: bool = False
+) -> OpRule:
     """The rule with a parallel form that cuts these dims. Dims that are cut anyway, or that the
-    form cannot cut, are left as they are.
+    form cannot cut, are left as they are. ``knows_runs``: the pieces may be several runs.
     """
     same: dict[str, ParallelFactor] = {}
     exchanges: list[Exchange] = []
@@ -70,7 +72,7 @@ def with_edges(rule: OpRule, target: str, ways: Sequence[Way]) -> OpRule:
 
     return replace(
         rule,
-        parallel=ParallelForm(target, same, {}, local_args),
+        parallel=ParallelForm(target, same, {}, local_args, knows_runs),
         exchanges=(*rule.exchanges, *exchanges),
     )
 
@@ -148,14 +150,20 @@ def space(op: IROp, num_dims: int) -> tuple[list[str], list[str]]:
     return before, after
 
 
-def over_space(op: IROp, rule: OpRule, target: str, windows: Sequence[tuple[Size, ...]]) -> OpRule:
+def over_space(
+    op: IROp,
+    rule: OpRule,
+    target: str,
+    windows: Sequence[tuple[Size, ...]],
+    *,
+    knows_runs: bool = False,
+) -> OpRule:
     """The rule with a form that cuts the last dims, of which ``windows`` tells what a place
     reads.
     """
     before, after = (value.ndim - len(windows) for value in (op.operands[0], op.results[0]))
-    return with_edges(
-        rule, target, [Way(before + i, after + i, window) for i, window in enumerate(windows)]
-    )
+    ways = [Way(before + i, after + i, window) for i, window in enumerate(windows)]
+    return with_edges(rule, target, ways, knows_runs=knows_runs)
 
 
 def per_dim(numbers: Any, num_dims: int) -> tuple[Size, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from shardwright.runtime.ops.axes import Axes
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
-from shardwright.runtime.windows import Edge, Hop, Spans, Window, common, hops, length
+from shardwright.runtime.windows import Edge, Hop, Reading, Spans, Window, common, hops, length
 
 EdgeWords = tuple[int, int | tuple[int, int], int | tuple[int, int], tuple[Any, ...], Axes]
 """An edge as generated code writes it: dim, size, size of the result, window, axes."""
@@ -50,6 +51,7 @@ class CutDim:
             tuple(axis.size for axis in axes),
             unit,
             result_unit,
+            tuple(axis.turns for axis in axes),
         )
         return cls(edge, axes)
 
@@ -59,13 +61,21 @@ class CutDim:
 
     @property
     def made(self) -> tuple[int, int]:
-        """The places of the result that this rank makes."""
-        return self.edge.made(self.index)
+        """The places of the result that this rank makes, which are one run."""
+        runs = self.edge.made(self.index)
+        assert len(runs) <= 1, f"{self.edge} has several runs here"
+        return runs[0] if runs else (0, 0)
+
+    @property
+    def makes_any(self) -> bool:
+        """Whether this rank makes any place of the result."""
+        return bool(self.edge.made(self.index))
 
     @property
     def read(self) -> tuple[int, int]:
-        """The places that it reads, padding included."""
-        return self.edge.read(self.index)
+        """The places that it reads for :attr:`made`, padding included."""
+        start, stop = self.made
+        return self.edge.window.span(start, stop) if stop > start else (0, 0)
 
 
 def cut_dims(edges: Sequence[EdgeWords]) -> list[CutDim]:
@@ -89,33 +99,51 @@ def windows(x: Tensor, cuts: Sequence[CutDim], fill: float = 0.0) -> Tensor:
 def window(x: Tensor, cut: CutDim, fill: float | None = 0.0) -> Tensor:
     """:func:`windows` of one dim. Without ``fill`` the window ends where the dim does."""
     edge, index = cut.edge, cut.index
-    start, stop = cut.read
-    # Values that no rank has, in front of the dim and behind it. A rank that reads nothing gets
-    # enough of them for one place, as torch's operators take no empty input; it is cut off later.
+    readings = edge.read(index)
     left = right = 0
-    if start == stop:
+    if not readings:
         right = max(1, edge.window.reach)
-    elif fill is not None:
-        left = 0 if edge.window.wraps else min(max(0, -start), stop - start)
-        right = stop - start - length(edge.wanted(index)) - left
+    elif fill is not None and len(readings) == 1:
+        left, right = readings[0].left, readings[0].right
     for hop in hops(edge, index):
-        # One exchange for each axis of the cut, from the outer to the inner one. Only at the last
-        # one is it known what lies at the ends of this rank's window.
         last = hop.axis == len(cut.axes) - 1
         group, me = cut.axes[hop.axis], index[hop.axis]
         ends = (left, right) if last else (0, 0)
         if hop.have[me] == hop.want[me] and not hop.sends and ends == (0, 0):
             continue
         x = cast(Tensor, _Read.apply(x, group, edge.dim, hop, ends, fill or 0))  # type: ignore[no-untyped-call]
-    return x
+    return x if len(readings) <= 1 else _filled(x, edge.dim, readings, fill or 0)
+
+
+def _filled(x: Tensor, dim: int, readings: Sequence[Reading], fill: float) -> Tensor:
+    """What is read for several runs, with ``fill`` beside each."""
+    if not any(reading.left or reading.right for reading in readings):
+        return x
+    parts, at = [], 0
+    for reading in readings:
+        inside = length(reading.spans)
+        # An empty part stays: a rank that reads padding alone takes part in the backward, too.
+        own = x.narrow(dim, at, inside)
+        around = [x.new_full(_with(x.shape, dim, n), fill) for n in (reading.left, reading.right)]
+        parts += [around[0], own, around[1]]
+        at += inside
+    return torch.cat(parts, dim)
 
 
 def trimmed(y: Tensor, cuts: Sequence[CutDim]) -> Tensor:
-    """A result without what a rank that makes nothing computed."""
+    """A result without what a rank that makes nothing computed, and without what came of places
+    that two runs read.
+    """
     for cut in cuts:
-        start, stop = cut.made
-        if start == stop:
-            y = y.narrow(cut.edge.dim, 0, 0)
+        readings, dim = cut.edge.read(cut.index), cut.edge.dim
+        if not readings:
+            y = y.narrow(dim, 0, 0)
+        if len(readings) > 1:
+            stride = abs(cut.edge.window.stride)
+            starts = accumulate((reading.length // stride for reading in readings), initial=0)
+            own = [y.narrow(dim, at, r.made) for at, r in zip(starts, readings, strict=False)]
+            if sum(r.made for r in readings) < y.shape[dim]:
+                y = torch.cat(own, dim)
     return y
 
 

@@ -38,10 +38,9 @@ def getitem(
     position = [i for i, item in enumerate(items) if item is not None]
     for cut in cuts:
         x = window(x, cut)
-        start, stop = cut.made
         # The window begins with the first place that is read.
         items[position[cut.edge.dim]] = slice(
-            0, None if stop > start else 0, cut.edge.window.stride
+            0, None if cut.makes_any else 0, cut.edge.window.stride
         )
     for dim, size, place, axes in picked:
         x, at = _picked(x, dim, size, place, axes)
@@ -151,7 +150,8 @@ def _picked(
     num, unit = (size, 1) if isinstance(size, int) else size
     nums_ranks = tuple(axis.size for axis in axes)
     edge = Edge(dim, num * unit, num * unit, Window(1, 0, 1), nums_ranks, unit, unit)
-    start, stop = edge.held(tuple(axis.index for axis in axes))
+    held = edge.held(tuple(axis.index for axis in axes))
+    start, stop = held[0] if held else (0, 0)
     if start <= place < stop:
         return x, place - start
     zeros = x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])

@@ -18,7 +18,7 @@ from shardwright.compiler.ops.strategy import allowed, layouts, strategies
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.place import Placement, place
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.runs import piece
+from shardwright.runtime.runs import dealt, joined
 
 
 class Residual(nn.Module):
@@ -62,6 +62,18 @@ class Causal(nn.Module):
         x = x + F.silu(self.cut(x)[..., : ids.shape[1]])
         x = x + self.padded(F.pad(x, (4, 0))).cumsum(-1)
         logits = self.head(x.transpose(1, 2))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Attending(Causal):
+    """The same with attention in the place of the sum, so that positions are dealt in zigzag."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).transpose(1, 2)
+        x = x + F.silu(self.cut(x)[..., : ids.shape[1]])
+        x = (x + self.padded(F.pad(x, (4, 0)))).transpose(1, 2).unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        logits = self.head(x.squeeze(1))
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -148,10 +160,16 @@ def test_autodist_cuts_space(name: str, mesh: str, tmp_path: Path) -> None:
     assert "edges=" in compiled.files["gencode0.py"]
 
 
-def test_a_sequence_stays_cut_from_inputs_to_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "turns"), [(Causal, 0), (Attending, 1)])
+def test_a_sequence_stays_cut_from_inputs_to_loss(
+    make: type[Causal], turns: int, tmp_path: Path
+) -> None:
     """Policy ``cp`` follows it through padding, slices and the shift of labels."""
     torch.manual_seed(0)
-    compiled, _ = plans.check_policy(Causal().double(), text_inputs(), "cp", 3, tmp_path)
+    compiled, _ = plans.check_policy(
+        make().double(), text_inputs(), "cp", 3, tmp_path, pas_config={"cp_mode": "ring"}
+    )
+    assert compiled.plan.mesh.turns_of("cp") == turns
     assert not [step for step in compiled.program.adapters() if step.step.kind == "all_gather"]
     assert not compiled.plan.notes
 
@@ -165,22 +183,29 @@ class Strided(nn.Module):
         return self.conv(x).square().sum()
 
 
-def test_only_what_a_rank_lacks_is_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_only_what_a_rank_lacks_is_sent(turns: int, tmp_path: Path) -> None:
     """Forward and backward, by counting places; the audit tells the busiest rank's bytes."""
-    model, given = Strided().double(), {"x": torch.randn(1, 2, 9, dtype=torch.float64)}
+    size = 9 if not turns else 29
+    model, given = Strided().double(), {"x": torch.randn(1, 2, size, dtype=torch.float64)}
     graph, num_ranks = graph_of(model, given), 4
-    compiled = plans.compile_plan(
-        graph, follow(graph, Mesh.of({"x": num_ranks}), {"x": {"x": "S(2)"}})
-    )
+    mesh = Mesh((("x", num_ranks),), (("x", turns),) if turns else ())
+    compiled = plans.compile_plan(graph, follow(graph, mesh, {"x": {"x": "S(2)"}}))
     outcome = plans.check(
         model, given, compiled, tmp_path, plans.reference_run(model, [given], steps=1)
     )
     held, read = [], []
     for rank in range(num_ranks):
-        (start, size), (first, made) = piece(9, num_ranks, rank), piece(7, num_ranks, rank)
-        held.append(set(range(start, start + size)))
-        read.append({2 * p - 4 + k for p in range(first, first + made) for k in range(5)})
-    lacked = [[2 * len(held[a] & read[b]) for b in range(num_ranks) if b != a] for a in range(4)]
+        own, made = (
+            joined(dealt(count, num_ranks, rank, turns=turns)) for count in (size, size // 2 + 3)
+        )
+        held.append({at for start, count in own for at in range(start, start + count)})
+        # Each run of the result reads what it needs, also what another one reads.
+        read.append([2 * first - 4 + at for first, count in made for at in range(2 * count + 3)])
+    lacked = [
+        [2 * sum(at in held[a] for at in read[b]) for b in range(num_ranks) if b != a]
+        for a in range(num_ranks)
+    ]
     counted = [_elements(outcome, rank, "forward") for rank in range(num_ranks)]
     assert counted == [sum(sent) for sent in lacked]
     conv = next(op for op in graph.ops if op.target == "conv1d")

@@ -93,7 +93,10 @@ def _rule(
         localise=local_groups if groups > 1 else None,
         nonempty=True,  # without channels torch computes the wrong shape, or refuses
     )
-    return rule if windows is None else over_space(op, rule, f"{RUNTIME}.{op.target}", windows)
+    if windows is None:
+        return rule
+    knows_runs = not op.target.startswith("conv_transpose")
+    return over_space(op, rule, f"{RUNTIME}.{op.target}", windows, knows_runs=knows_runs)
 
 
 def _conv(op: IROp) -> OpRule:

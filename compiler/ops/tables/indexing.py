@@ -63,7 +63,8 @@ def _getitem(op: IROp) -> OpRule:
             places[item.dim] = item.arg % source.shape[item.dim]
         # A number takes its dim out of the result.
         result_dim += item.kind != "int"
-    return with_picks(with_edges(rule, f"{RUNTIME}.getitem", ways), f"{RUNTIME}.getitem", places)
+    form = f"{RUNTIME}.getitem"
+    return with_picks(with_edges(rule, form, ways, knows_runs=True), form, places)
 
 
 def _open_slices(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -180,7 +181,8 @@ def _narrow(op: IROp) -> OpRule:
         linear=linear_sets(op, ("input",)),
     )
     start, _ = slice_bounds(slice(op.arg("start"), None), shape[dim])
-    return with_edges(rule, f"{RUNTIME}.narrow_dim", [Way(dim, dim, (1, -start, 1))])
+    way = Way(dim, dim, (1, -start, 1))
+    return with_edges(rule, f"{RUNTIME}.narrow_dim", [way], knows_runs=True)
 
 
 def _whole_length(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:

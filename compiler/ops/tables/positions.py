@@ -35,7 +35,7 @@ def _moved(op: IROp, windows: Mapping[int, tuple[Size, ...]]) -> OpRule:
     refs = build.tensor(op.operands[0].shape, frozen=windows)
     rule = build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
     ways = [Way(dim, dim, window) for dim, window in windows.items()]
-    return with_edges(rule, f"{RUNTIME}.{op.target}", ways)
+    return with_edges(rule, f"{RUNTIME}.{op.target}", ways, knows_runs=True)
 
 
 def _flip(op: IROp) -> OpRule:
@@ -92,7 +92,7 @@ def _pad(op: IROp) -> OpRule:
         return rule
     before = {dim: amounts[2 * (len(old) - 1 - dim)] for dim in padded}
     ways = [Way(dim, dim, (1, amount, 1)) for dim, amount in sorted(before.items())]
-    return with_edges(rule, f"{RUNTIME}.pad_dims", ways)
+    return with_edges(rule, f"{RUNTIME}.pad_dims", ways, knows_runs=True)
 
 
 def _diff(op: IROp) -> OpRule:
@@ -147,7 +147,7 @@ def _unfold(op: IROp) -> OpRule:
         linear=linear_sets(op, ("input",)),
     )
     way = Way(dim, dim, (op.arg("step"), 0, op.arg("size")))
-    return with_edges(rule, f"{RUNTIME}.unfold", [way])
+    return with_edges(rule, f"{RUNTIME}.unfold", [way], knows_runs=True)
 
 
 define("roll", "input, shifts, dims=None", "torch.roll", _roll, *callables("roll"))

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory
+from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
@@ -66,8 +67,24 @@ def audit(
             hint=f"load_hardware(..., num_devices={config.runtime_ngpus})",
         )
     count = _checked_count(program, num_microbatches)
-    cost = _audit(program, config, hardware, optimizer, times, count)
-    return replace(cost, extrapolated=extrapolated(program, config, hardware, times, optimizer))
+    cost = time_of_step(program, config, hardware, optimizer, times, count)
+    return replace(
+        cost,
+        memory=_memory(program, config, optimizer, count),
+        extrapolated=extrapolated(program, config, hardware, times, optimizer),
+    )
+
+
+def _memory(
+    program: Program | PipelineProgram,
+    config: ComputeConfig,
+    optimizer: OptimizerMemory,
+    num_microbatches: int,
+) -> tuple[RankMemory, ...]:
+    if isinstance(program, PipelineProgram):
+        return pipeline_memory(program, config, optimizer)
+    memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
+    return tuple(memory_of.at(rank) for rank in range(config.plan_ngpus))
 
 
 def _checked_count(program: Program | PipelineProgram, num_microbatches: int | None) -> int:
@@ -88,18 +105,20 @@ def _checked_count(program: Program | PipelineProgram, num_microbatches: int | N
     return num_microbatches
 
 
-def _audit(
+def time_of_step(
     program: Program | PipelineProgram,
     config: ComputeConfig,
     hardware: Hardware,
-    optimizer: OptimizerMemory,
-    times: OperatorTimes | None,
-    num_microbatches: int,
+    optimizer: OptimizerMemory = ADAM,
+    times: OperatorTimes | None = None,
+    num_microbatches: int = 1,
 ) -> PlanCost:
+    """The cost of a step without its memory, which no machine changes: for fits that price one
+    program on many machines.
+    """
     # Stages have a schedule; one mesh has a body, and what follows its backward.
     if isinstance(program, PipelineProgram):
-        memory = pipeline_memory(program, config, optimizer)
-        return pipeline_cost(program, config, hardware, optimizer, times, memory)
+        return pipeline_cost(program, config, hardware, optimizer, times)
     body = body_time(
         program, hardware, tuple(range(config.plan_ngpus)), times, trains=not config.inference_only
     )
@@ -121,20 +140,20 @@ def _audit(
     compute_s = num_microbatches * body.compute_s + reduction.accumulation_s + reduction.optimizer_s
     # What is left of the step: neither computing nor communicating.
     idle_s = max(0.0, step_s - compute_s - inside_s - reduction.exchange.total_s)
-    memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
     ranks = range(config.plan_ngpus)
     settings = ReductionSettings.of(config, config.num_units)
     # Communication that blocks is in ``comm_s`` as a whole: nothing of the step is left to wait
-    # for.
+    # for but the host.
+    waiting_s = num_microbatches * body.waiting_s
     blocking = not (settings.asynchronous or settings.overlaps_parameters)
     return PlanCost(
         hardware.name,
         step_s,
         tuple(
-            RankCost(rank, compute_s, comm_s, 0.0 if blocking else idle_s, comm_bytes)
+            RankCost(rank, compute_s, comm_s, waiting_s if blocking else idle_s, comm_bytes)
             for rank in ranks
         ),
-        tuple(memory_of.at(rank) for rank in ranks),
+        (),
         activities,
     )
 

@@ -18,10 +18,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def test_the_example_takes_as_long_as_it_says() -> None:
-    (example,) = blocks("python")
+def test_the_example_takes_as_long_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example, in_float8 = blocks("python")
     names: dict[str, object] = {}
     exec(example, names)
+    monkeypatch.chdir(tmp_path)
+    exec(in_float8, names)
+    assert load_hardware("./h100-float8.json").device.linear_dtype == "float8_e4m3fn"
     for call, seconds in re.findall(
         r"^(collective_s.*?)\s+#.*: ([\d.]+) s$", example, flags=re.MULTILINE
     ):

@@ -65,6 +65,13 @@ class Device:
       bytes together. ``streams`` has it by size, as small tensors stay in caches.
     - ``launch_s``: the least time of one operator.
 
+    - ``linear_dtype``: the dtype to which linear layers cast their operands before they multiply,
+      where these are of two bytes: a float8 of ``flops_per_s``. ``None``: they multiply as they
+      are. Whether a model may be trained so is for its user to say.
+    - ``queue_s``: the seconds that the host takes to launch one operator, forward and backward.
+      They hide behind the work of the device as long as its queue is full, so that a forward or a
+      backward takes no less than all of its launches together.
+
     Further fields describe a device without a queue of launches, such as a CPU:
 
     - ``host_s``: what Python and autograd add to one operator in a program. (A queue would hide it
@@ -86,6 +93,8 @@ class Device:
     matmul_efficiency: float | Mapping[str, EfficiencyTable] = 1.0
     streams: BandwidthTable | None = None
     tiles: Tiling | None = None
+    linear_dtype: str | None = None
+    queue_s: Both = (0.0, 0.0)
     host_s: Both = (0.0, 0.0)
     fetch_bytes_per_s: float | None = None
     rates: Mapping[str, Both] = field(default_factory=dict)
@@ -177,6 +186,8 @@ def read_device(fields: Fields) -> Device:
         matmul_efficiency=_read_efficiency(fields),
         streams=_read_streams(fields),
         tiles=_read_tiles(fields),
+        linear_dtype=_read_linear_dtype(fields),
+        queue_s=_read_both(fields, "queue_s", (0.0, 0.0), zero=True),
         host_s=_read_both(fields, "host_s", (0.0, 0.0), zero=True),
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
         rates=_read_rates(fields),
@@ -246,6 +257,15 @@ def _read_tiles(fields: Fields) -> Tiling | None:
     return tiling
 
 
+def _read_linear_dtype(fields: Fields) -> str | None:
+    if not fields.has("linear_dtype"):
+        return None
+    name, rates = fields.text("linear_dtype"), fields.numbers("flops_per_s")
+    if name not in rates:
+        raise fields.error("linear_dtype", f"has a rate in flops_per_s: {', '.join(rates)}")
+    return name
+
+
 def _read_rates(fields: Fields) -> Mapping[str, Both]:
     if not fields.has("rates"):
         return {}
@@ -302,6 +322,8 @@ def device_json(device: Device) -> dict[str, Any]:
         # Fields with their usual value are left out.
         **({"streams": _streams_json(device.streams)} if device.streams else {}),
         **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
+        **({"linear_dtype": device.linear_dtype} if device.linear_dtype else {}),
+        **({"queue_s": list(device.queue_s)} if any(device.queue_s) else {}),
         **({"host_s": list(device.host_s)} if any(device.host_s) else {}),
         **({"fetch_bytes_per_s": device.fetch_bytes_per_s} if device.fetch_bytes_per_s else {}),
         **(

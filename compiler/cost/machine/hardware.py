@@ -203,6 +203,10 @@ def preset_names() -> tuple[str, ...]:
     )
 
 
+SHORT_NAMES = {"a100": "a100-80gb", "gb200": "gb200-nvl72"}
+"""Presets by what people call the device."""
+
+
 @checked
 def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
     """The hardware of a preset, or of a JSON file. A text that ends in ``.json`` or has a slash is
@@ -214,6 +218,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
         ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware;
             names path and key.
     """
+    name_or_path = SHORT_NAMES.get(name_or_path, name_or_path)
     # A name is a preset. Anything with a slash or ``.json`` is a file.
     if not name_or_path.endswith(".json") and "/" not in name_or_path:
         if name_or_path not in preset_names():

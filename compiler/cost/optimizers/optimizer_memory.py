@@ -33,12 +33,15 @@ class OptimizerMemory:
       the parameter says them.
     - ``named``: an optimizer that is asked for its state by shape and dtype, in the place of
       ``num_moments``.
+    - ``fused``: its step is one kernel, which reads and writes everything once. Torch's own form
+      runs one operator after the other.
     """
 
     num_moments: float = 2.0
     own_bytes_per_element: float = 0.0
     grad_bytes_per_element: float | None = None
     named: NamedOptimizer | None = None
+    fused: bool = False
 
     def temporary_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """The most bytes that it makes and lets go of again while it updates a tensor."""

@@ -374,7 +374,7 @@ def update_s(
     state_dtype = ReductionSettings(table=config.optimizer_table).state_dtype(dtype)
     products = optimizer.products(updated.shape, state_dtype)
     products_s = sum(hardware.device.matmul_s(p.m, p.n, p.k, p.dtype, p.batch) for p in products)
+    num_bytes = updated.num_elements * dtype.itemsize
     return (
-        optimizer_s(updated.num_elements * dtype.itemsize, kept, hardware)
-        + updated.share * products_s
+        optimizer_s(num_bytes, kept, hardware, fused=optimizer.fused) + updated.share * products_s
     )

@@ -112,6 +112,9 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
         # The gradients of inputs and states need every product once, whichever of them is wanted;
         # a weight that takes a gradient needs its product once more.
         return forward, sum(2 * seconds if trained else seconds for seconds, trained in products)
+    if casts_operands(call, device):
+        assert device.linear_dtype is not None
+        dtype = device.linear_dtype
     if target in CONVOLUTIONS:
         product, factors = _convolution(call), (0, 1)
     elif target == LINEAR_LOSS:
@@ -132,6 +135,13 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
     if wanted and chunk_rows and call.operands[0].shape[0] > chunk_rows:
         backward += forward_s  # the logits of every chunk once more
     return forward_s, backward
+
+
+def casts_operands(call: LocalCall, device: Device) -> bool:
+    """Whether a call is a linear layer whose operands the device casts to a narrower dtype."""
+    if device.linear_dtype is None or call.op.target != "linear":
+        return False
+    return all(operand.dtype.itemsize == 2 for operand in call.operands[:2])
 
 
 def _compute_dtype(call: LocalCall) -> str | None:

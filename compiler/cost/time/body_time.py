@@ -55,6 +55,8 @@ class BodyTime:
       weights again; ``recomputes`` says whether there are such forwards.
     - ``comm_bytes``: the bytes that go through the collectives of ``comm_s``, counted as the
       runtime's ``CommunicationVolume`` counts them.
+    - ``launches_s``: the seconds in which the host launches all operators of the forward, and all
+      of the backward. Neither takes less.
     """
 
     instructions: tuple[tuple[Instruction, OpTime], ...]
@@ -63,15 +65,33 @@ class BodyTime:
     recomputed_s: float
     recomputes: bool
     comm_bytes: dict[str, float] = field(default_factory=dict)
+    launches_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def forward_s(self) -> float:
-        return sum(time.forward_s for _, time in self.instructions)
+        return max(sum(time.forward_s for _, time in self.instructions), self.launches_s[0])
 
     @property
     def backward_s(self) -> float:
         """The seconds of the backward, those of recomputation included."""
+        return max(self._device_backward_s, self.launches_s[1])
+
+    @property
+    def _device_backward_s(self) -> float:
         return sum(time.backward_s for _, time in self.instructions) + self.recomputed_s
+
+    @property
+    def backward_stretch(self) -> float:
+        """How many times longer the backward is than its work, because of its launches."""
+        device_s = self._device_backward_s
+        return self.backward_s / device_s if device_s else 1.0
+
+    @property
+    def waiting_s(self) -> float:
+        """The seconds in which the device waits for the host to launch something."""
+        forward_s = sum(time.forward_s for _, time in self.instructions)
+        device_s = forward_s + self._device_backward_s
+        return self.forward_s + self.backward_s - device_s
 
 
 def body_time(
@@ -117,7 +137,24 @@ def body_time(
         sums.recomputed_s,
         bool(again) or any(isinstance(instruction, Loop) for instruction in program.body),
         sums.volumes,
+        _launches_s(instructions, again, hardware.device.queue_s),
     )
+
+
+def _launches_s(
+    instructions: Sequence[tuple[Instruction, OpTime]],
+    again: set[int],
+    queue_s: tuple[float, float],
+) -> tuple[float, float]:
+    """The seconds in which a host launches what takes time on the device, forward and backward.
+    The backward launches once more what it computes ``again``.
+    """
+    if not any(queue_s):
+        return 0.0, 0.0
+    forwards = sum(time.forward_s > 0 for _, time in instructions)
+    backwards = sum(time.backward_s > 0 for _, time in instructions)
+    repeated = sum(time.forward_s > 0 for item, time in instructions if id(item) in again)
+    return queue_s[0] * forwards, queue_s[0] * repeated + queue_s[1] * backwards
 
 
 @dataclass

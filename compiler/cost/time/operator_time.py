@@ -36,6 +36,7 @@ from shardwright.compiler.cost.local_calls import (
 from shardwright.compiler.cost.machine.hardware import Device, Hardware
 from shardwright.compiler.cost.time.arithmetic import (
     arithmetic_s,
+    casts_operands,
 )
 from shardwright.compiler.cost.time.attention_calls import further_calls
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime
@@ -109,14 +110,21 @@ def _host(call: LocalCall, device: Device) -> OpTime:
     return OpTime(forward_s, backward_s if call.differentiated else 0.0)
 
 
-def optimizer_s(parameter_bytes: float, state_bytes: float, hardware: Hardware) -> float:
+def optimizer_s(
+    parameter_bytes: float, state_bytes: float, hardware: Hardware, *, fused: bool = False
+) -> float:
     """Seconds of an optimizer's step over ``parameter_bytes`` of parameters with ``state_bytes`` of
     state on this rank.
 
     A fused step goes over parameter and state twice (read, write), and over the gradient once.
     Torch's unfused form takes :data:`UNFUSED` times that.
     """
-    return UNFUSED * (3 * parameter_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
+    passes = 1.0 if fused else UNFUSED
+    return passes * (3 * parameter_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
+
+
+CAST_BYTES = 3
+"""Read and written per element that is cast from two bytes to one."""
 
 
 UNFUSED = 2.5
@@ -142,8 +150,16 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
             0.0,
             _at_least(device.memory_s(view_gradient_bytes(call, wanted)), device, bool(wanted)),
         )
-    forward_bytes, backward_bytes = traffic(call, wanted, communicates)
+    has_queue = not any(device.host_s)
+    forward_bytes, backward_bytes = traffic(call, wanted, communicates, has_queue)
     forward_flops_s, backward_flops_s = arithmetic_s(call, wanted, device)
+    if casts_operands(call, device):
+        # Each operand is read in two bytes and written in one; the backward casts the gradient too,
+        # and reads what the forward has cast.
+        cast = sum(operand.num_elements for operand in call.operands[:2])
+        forward_flops_s += device.memory_s(CAST_BYTES * cast)
+        if wanted:
+            backward_flops_s += device.memory_s(CAST_BYTES * call.results[0].num_elements)
     # Without a queue that prefetches, a product waits for its operands before it computes.
     if forward_flops_s:
         forward_flops_s += device.fetch_s(forward_bytes)

@@ -104,6 +104,12 @@ once is too little.
 """
 
 
+ONE_KERNEL: Mapping[str, tuple[float, float]] = {"dropout": (2.5, 2.5)}
+"""The passes of operators that are one kernel on a device with a queue of launches, where others
+need several. Dropout reads, writes, and keeps a mask of bytes.
+"""
+
+
 SPLIT_PASSES: Mapping[str, tuple[float, float]] = {
     "cross_entropy": (8.0, 4.0),
     "softmax": (8.0, 5.0),
@@ -118,7 +124,7 @@ SPLIT_PASSES: Mapping[str, tuple[float, float]] = {
 
 def call_bytes(call: LocalCall) -> tuple[float, float]:
     """Bytes that a call by itself reads and writes, forward and backward."""
-    return traffic(call, call.differentiated, communicates=False)
+    return traffic(call, call.differentiated, communicates=False, one_kernel=False)
 
 
 def _bytes(tensors: Sequence[LocalTensor]) -> int:
@@ -129,8 +135,10 @@ def view_gradient_bytes(call: LocalCall, wanted: Sequence[int]) -> float:
     return _bytes(call.results) + _bytes([call.operands[i] for i in wanted]) if wanted else 0.0
 
 
-def traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tuple[float, float]:
-    """Bytes read and written, forward and backward."""
+def traffic(
+    call: LocalCall, wanted: Sequence[int], communicates: bool, one_kernel: bool
+) -> tuple[float, float]:
+    """Bytes read and written, forward and backward. ``one_kernel``: see :data:`ONE_KERNEL`."""
     target, operands, results = call.op.target, call.operands, call.results
     made = _bytes(results)
     if target in LOOKUPS and len(operands) > 1:
@@ -141,6 +149,8 @@ def traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tuple
         return index + 2 * made, index + 3 * made + operands[table].num_bytes if wanted else 0.0
     gradients = _bytes([operands[i] for i in wanted])
     passes = (SPLIT_PASSES if communicates else PASSES).get(target)
+    if one_kernel and not communicates:
+        passes = ONE_KERNEL.get(target, passes)
     if passes is not None:
         largest = max((tensor.num_bytes for tensor in (*operands, *results)), default=0)
         return passes[0] * largest + made * (passes[0] == 0), passes[1] * largest * bool(wanted)

@@ -59,6 +59,7 @@ def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> l
         if isinstance(instruction, Adapt) and time.forward_s and communicates(instruction.step)[0]:
             now = max([now, *(free_axes.get(axis, 0.0) for axis in instruction.step.axes)])
         now += time.forward_s
+    now = max(now, body.launches_s[0])
     return [("forward", 0.0, now), *parts]
 
 
@@ -106,7 +107,7 @@ def summed_beside(
         now += time.backward_s + again
         while waiting and all(complete[name] >= index for name in waiting[0]):
             begin(now)
-    backward_end = now
+    backward_end = now = max(now, start_s + body.launches_s[1])
     # What is left is summed behind the backward.
     while waiting:
         begin(now)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.local_calls import estimated_size
 from shardwright.compiler.cost.machine.hardware import Device, Hardware
-from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
 from shardwright.compiler.cost.time.after_backward import (
@@ -47,9 +46,8 @@ def pipeline_cost(
     hardware: Hardware,
     optimizer: OptimizerMemory,
     times: OperatorTimes | None,
-    memory: tuple[RankMemory, ...],
 ) -> PlanCost:
-    """The cost of one step of all microbatches.
+    """The cost of one step of all microbatches, without its memory.
 
     After its last action each rank reduces its gradients, updates its parameters, and gathers those
     that other ranks updated. If the optimizer needs whole tensors, they are exchanged around its
@@ -122,7 +120,7 @@ def pipeline_cost(
         hardware.name,
         step_s,
         tuple(found[rank] for rank in sorted(found)),
-        memory,
+        (),
         tuple(activities),
         line.bubble_ratio,
         messages=_of_a_step(transfers, plan.num_microbatches),
@@ -274,9 +272,10 @@ def stage_times(
         for crossing in program.crossings
         if crossing.target == index and crossing.value.takes_gradient
     ]
-    return StageTimes(
-        body.forward_s, *parts_of_backward(own, body, inputs, device, added_s), whole_s
-    )
+    inputs_s, weights_s = parts_of_backward(own, body, inputs, device, added_s)
+    # The two parts share the launches of the whole.
+    stretch = body.backward_stretch
+    return StageTimes(body.forward_s, stretch * inputs_s, stretch * weights_s, whole_s)
 
 
 def addition_s(

@@ -16,6 +16,7 @@ from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.local_calls import local_bytes, local_call
 from shardwright.compiler.cost.machine.hardware import Device, Hardware, Tier
+from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.time.adapter_time import reduction_s, step_time
 from shardwright.compiler.cost.time.call_times import OperatorTimes, OpTime, call_key
 from shardwright.compiler.cost.time.operator_time import op_time, optimizer_s
@@ -530,3 +531,30 @@ def test_a_schedule_fixes_the_number_of_microbatches() -> None:
         "  why:   it is made for 4\n"
         "  try:   leave num_microbatches out, or plan for another number"
     )
+
+
+@pytest.mark.parametrize("policy", ["tp", "pp"])
+def test_a_body_takes_no_less_than_its_launches(policy: str) -> None:
+    """With a queue of launches that is slower than all work, only the number of operators counts:
+    a step takes twice as long where a launch does. A fast queue changes nothing.
+    """
+
+    def step_s(queue_s: float) -> float:
+        device = replace(HARDWARE.device, queue_s=(queue_s, queue_s))
+        return cost_of(policy, 2, hardware=replace(HARDWARE, device=device)).step_s
+
+    assert step_s(1e-9) == step_s(0.0) == cost_of(policy, 2).step_s
+    assert (step_s(20.0) - step_s(10.0)) / 10 == pytest.approx(step_s(20.0) / 20, rel=1e-2)
+
+
+def test_a_fused_optimizer_moves_everything_once() -> None:
+    assert optimizer_s(4e6, 8e6, HARDWARE) == 2.5 * optimizer_s(4e6, 8e6, HARDWARE, fused=True)
+    found, config = compiled("dp", 1)
+    plain, fused = (
+        audit(found.program, config, HARDWARE, optimizer=OptimizerMemory(fused=is_fused))
+        for is_fused in (False, True)
+    )
+    saved_s = plain.step_s - fused.step_s
+    own = next(part for part in plain.timeline if part.name == "optimizer step")
+    assert saved_s == pytest.approx(0.6 * (own.end_s - own.start_s))
+    assert plain.memory == fused.memory

@@ -26,7 +26,7 @@ from shardwright.compiler.cost.machine.hardware import (
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.runtime.errors import ConfigError
 
-PRESETS = ("a100-40gb", "a100-80gb", "cpu", "gb200-nvl72", "h100", "h200", "mi300x")
+PRESETS = ("a100-40gb", "a100-80gb", "b200", "cpu", "gb200-nvl72", "h100", "h200", "mi300x")
 
 SMALL: dict[str, Any] = {
     "format": 1,
@@ -61,6 +61,8 @@ def small(change: Callable[[Any], object] = lambda data: None) -> dict[str, Any]
 
 def test_the_presets() -> None:
     assert preset_names() == PRESETS
+    assert load_hardware("a100", 16) == load_hardware("a100-80gb", 16)
+    assert load_hardware("gb200") == load_hardware("gb200-nvl72")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -107,10 +109,12 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
         device=Device(
             "d",
             10**9,
-            {"float32": 1e12},
+            {"float32": 1e12, "float8_e4m3fn": 4e12},
             1e11,
             0.0,
             {"float32": EfficiencyTable((1, 8), (4,), (2, 3), (0.1, 0.2, 0.3, 0.4))},
+            linear_dtype="float8_e4m3fn",
+            queue_s=(3e-6, 4e-6),
             host_s=(1e-6, 2e-6),
             fetch_bytes_per_s=1e9,
             rates={"gelu": (1e9, 2e9)},
@@ -252,7 +256,7 @@ def test_an_unknown_preset() -> None:
         load_hardware("a100-80g")
     assert str(error.value) == (
         "there is no hardware 'a100-80g'\n"
-        "  why:   the presets are a100-40gb, a100-80gb, cpu, gb200-nvl72, h100, h200, mi300x\n"
+        f"  why:   the presets are {', '.join(PRESETS)}\n"
         "  try:   did you mean 'a100-80gb'? (the name of a file ends in .json)"
     )
 

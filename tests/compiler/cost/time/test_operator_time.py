@@ -269,3 +269,36 @@ def check_time(name: str, call: Call) -> None:
             if not communicates and not is_masked:  # else other, slower functions run
                 assert split.forward_s <= whole.forward_s * (1 + 1e-9), (strategy, local)
                 assert split.backward_s <= whole.backward_s * (1 + 1e-9), (strategy, local)
+
+
+def test_linear_layers_cast_to_the_dtype_of_the_device() -> None:
+    """[64, 128] x [128, 256] at twice the rate, and casts of three bytes an element: operands
+    forward, the gradient backward. Other products, and other dtypes, stay as they are.
+    """
+    rates = {**RATES, "float8_e4m3fn": 8e9}
+    device = replace(REAL.device, flops_per_s=rates, matmul_efficiency=1.0, bytes_per_s=1e12)
+    plain, cast = (
+        replace(REAL, device=replace(device, linear_dtype=dtype))
+        for dtype in (None, "float8_e4m3fn")
+    )
+    x, weight = (randn(*shape, dtype=torch.bfloat16) for shape in ((64, 128), (256, 128)))
+    before, after = (timed(F.linear, x, weight, hardware=machine) for machine in (plain, cast))
+    operands_s, gradient_s = 3 * (64 + 256) * 128 / 1e12, 3 * 64 * 256 / 1e12
+    assert after.forward_s == pytest.approx(before.forward_s / 2 + operands_s)
+    assert after.backward_s == pytest.approx(before.backward_s / 2 + gradient_s)
+    for function, args in (
+        (torch.matmul, (x, weight.mT)),
+        (F.linear, (randn(64, 128), randn(256, 128))),
+    ):
+        assert timed(function, *args, hardware=plain) == timed(function, *args, hardware=cast)
+
+
+def test_dropout_is_one_kernel_where_launches_queue() -> None:
+    """1,000 numbers of 4 bytes: read, written, and a mask; on a device that waits for its host in
+    several operators.
+    """
+    queue = timed(F.dropout, randn(10, 100), 0.5, hardware=SLOW_MEMORY)
+    assert seconds(queue) == (1e-5, 1e-5)
+    host = replace(SLOW_MEMORY, device=replace(SLOW_MEMORY.device, host_s=(1e-9, 1e-9)))
+    waits = timed(F.dropout, randn(10, 100), 0.5, hardware=host)
+    assert waits.forward_s > 1.9 * queue.forward_s

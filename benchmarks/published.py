@@ -1,0 +1,417 @@
+"""Published runs beside what the cost model says of their plans.
+
+    python benchmarks/published.py                      # the tables in benchmarks/published
+    python benchmarks/published.py OTHER.csv --rows     # any table of the same columns, row by row
+    python benchmarks/published.py --fit                # the constants of all studies again
+    python benchmarks/published.py --pictures docs/validation
+
+Each plan is compiled for the model of its row, on tensors without memory, and audited. Layers of a
+model are alike, so that two programs, with one and two layers a stage, tell what any number of
+layers costs: time and memory are linear in it. Rows that differ in units or microbatches only share
+their programs.
+
+A study is what one source measured on one kind of device. Its constants lie in
+``published/machines.json``, with the rows on which they were fitted: every so many rows of the
+table, at most a tenth. All other rows are predicted, and only these count in the summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from published_pictures import write_picture
+from published_runs import (
+    Row,
+    depths_of,
+    program_of,
+    read_rows,
+    refusal,
+    shape_of,
+    with_microbatches,
+)
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.compiler.cost.audit import audit, time_of_step
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.program import Program
+from shardwright.runtime.errors import ShardwrightError
+
+TABLES = Path(__file__).with_suffix("")
+MACHINES = TABLES / "machines.json"
+
+FUSED_ADAM = OptimizerMemory(fused=True)
+"""All studies use a fused Adam, with float32 masters and moments."""
+
+PRESETS = {
+    "A100": "a100-80gb",
+    "A100 80GB": "a100-80gb",
+    "A100 40GB": "a100-40gb",
+    "H100": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "GB200": "gb200",
+}
+"""The preset of each device of the tables."""
+
+BOUNDS = {
+    "products": (0.3, 1.0),
+    "memory": (0.3, 1.0),
+    "launch_us": (5.0, 500.0),
+    "step_ms": (0.1, 100.0),
+    "hidden": (0.01, 1.0),
+}
+"""The constants that may be fitted, and the least and most that each may be.
+
+``products``: the part of the tensor cores' peak that products reach in full rounds of tiles.
+``memory``: the part of the memory's peak. ``launch_us``: microseconds in which the host launches
+one operator. ``step_ms``: milliseconds that a step takes besides (gradient norm, loss scale).
+``hidden``: the part of all communication that runs beside other work.
+"""
+
+STEP = 0.03
+"""How much a constant is changed to see what that changes, as a logarithm."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The constants of a study. ``fitted_on``: the names of rows."""
+
+    constants: Mapping[str, float]
+    fitted_on: tuple[str, ...] = ()
+
+    def hardware(self, row: Row) -> Hardware:
+        """The preset of the row's device with these constants."""
+        hardware = load_hardware(PRESETS[row.gpu], row.gpus)
+        device, constants = hardware.device, self.constants
+        changed: dict[str, Any] = {}
+        if "products" in constants:
+            changed["matmul_efficiency"] = constants["products"]
+        if "memory" in constants:
+            # Presets assume nine tenths of the peak.
+            changed["bytes_per_s"] = device.bytes_per_s / 0.9 * constants["memory"]
+        if row.precision != "bfloat16":
+            changed["linear_dtype"] = row.precision
+        if "launch_us" in constants:
+            changed["queue_s"] = (1e-6 * constants["launch_us"],) * 2
+        return replace(hardware, device=replace(device, **changed))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost model says of a row: seconds of a step, and those of them in which a rank
+    communicates.
+    """
+
+    step_s: float
+    communication_s: float
+
+
+class Programs:
+    """The programs of rows, each compiled once. What cannot be compiled is an error, by shape."""
+
+    def __init__(self) -> None:
+        self._programs: dict[object, Program | PipelineProgram | ShardwrightError] = {}
+        self._peaks: dict[object, float] = {}
+
+    def of(self, row: Row) -> list[Program | PipelineProgram]:
+        """The programs of a row, with one and with two layers a stage, or the model's own.
+
+        Raises:
+            ShardwrightError: a plan of ours cannot say it.
+        """
+        found = []
+        for depth in depths_of(row) or (None,):
+            key = shape_of(row, depth)
+            if key not in self._programs:
+                try:
+                    self._programs[key] = program_of(row, depth)
+                except ShardwrightError as error:
+                    self._programs[key] = error
+            program = self._programs[key]
+            if isinstance(program, ShardwrightError):
+                raise program
+            found.append(with_microbatches(program, row.num_microbatches))
+        return found
+
+    def peak_bytes(self, row: Row) -> float:
+        """The bytes at the peak of the fullest rank."""
+        # Microbatches count as far as they are under way at a time.
+        under_way = min(row.num_microbatches, 2 * row.pp * row.chunks)
+        sharded = row.gpus if row.zero else 0
+        key = shape_of(row), under_way, sharded
+        if key not in self._peaks:
+            row = replace(row, batch=row.copies * row.microbatch * under_way)
+            hardware = load_hardware(PRESETS[row.gpu], row.gpus)
+            peaks = []
+            for program in self.of(row):
+                cost = audit(
+                    program,
+                    row.config,
+                    hardware,
+                    optimizer=FUSED_ADAM,
+                    num_microbatches=under_way,
+                )
+                peaks.append(np.array([cost.peak_bytes]))
+            self._peaks[key] = float(at_depth(row, peaks)[0])
+        return self._peaks[key]
+
+
+def at_depth(row: Row, found: Sequence[np.ndarray]) -> np.ndarray:
+    """What the model of a row costs, by the costs of its programs: with one and with two layers a
+    stage, or with its own layers.
+    """
+    depths = depths_of(row)
+    if depths is None:
+        return found[0]
+    layers = row.sizes.layers / (row.pp * row.chunks)
+    return found[0] + (layers - depths[0]) * (found[1] - found[0]) / (depths[1] - depths[0])
+
+
+def predict(row: Row, programs: Programs, machine: Machine) -> Predicted:
+    """The time of a row's step."""
+    hardware, found = machine.hardware(row), []
+    for program in programs.of(row):
+        cost = time_of_step(program, row.config, hardware, FUSED_ADAM, None, row.num_microbatches)
+        found.append(np.array([cost.step_s, cost.communication_s]))
+    step_s, communication_s = at_depth(row, found).tolist()
+    step_s += 1e-3 * machine.constants.get("step_ms", 0.0)
+    step_s -= machine.constants.get("hidden", 0.0) * communication_s
+    return Predicted(step_s, communication_s)
+
+
+def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
+    """The constants with the least squares of the logarithms of predicted over measured, by
+    Gauss-Newton from those of ``start``. A constant that no row shows stays where it is.
+    """
+    names = list(start.constants)
+    low, high = np.log([BOUNDS[name] for name in names]).T
+    at = np.log([start.constants[name] for name in names])
+    measured = np.log([row.iter_s for row in rows])
+
+    def errors(point: np.ndarray) -> np.ndarray:
+        machine = Machine(dict(zip(names, np.exp(point).tolist(), strict=True)))
+        seconds = [predict(row, programs, machine).step_s for row in rows]
+        return np.log(seconds) - measured
+
+    for _ in range(6):
+        now = errors(at)
+        slopes = [(errors(at + STEP * axis) - now) / STEP for axis in np.eye(len(names))]
+        # A little weight on staying: rows need not show every constant.
+        left = np.vstack([np.stack(slopes, axis=1), 0.05 * np.eye(len(names))])
+        change = np.linalg.lstsq(left, np.append(-now, np.zeros(len(names))), rcond=None)[0]
+        moved = np.clip(at + np.clip(change, -0.5, 0.5), low, high)
+        done = np.abs(moved - at).max() < 1e-3
+        at = moved
+        if done:
+            break
+    constants = {
+        name: round(float(value), 4) for name, value in zip(names, np.exp(at), strict=True)
+    }
+    return Machine(constants, tuple(row.name for row in rows))
+
+
+# ------------------------------------------------------------------------------------------------
+# the report
+
+
+@dataclass(frozen=True)
+class Score:
+    """How near predictions are. ``error``: mean of the absolute relative errors. ``rank``: rank
+    correlation. ``ordered``: the share of pairs of rows that are ordered right.
+    """
+
+    count: int
+    error: float
+    rank: float
+    ordered: float
+
+    @classmethod
+    def of(cls, predicted: Sequence[float], measured: Sequence[float]) -> Score:
+        ours, theirs = np.array(predicted), np.array(measured)
+        first, second = np.triu_indices(len(ours), 1)
+        agree = np.sign(ours[first] - ours[second]) == np.sign(theirs[first] - theirs[second])
+        places = [np.argsort(np.argsort(values)) for values in (ours, theirs)]
+        rank = float(np.corrcoef(*places)[0, 1]) if len(ours) > 2 else float("nan")
+        ordered = float(agree.mean()) if len(agree) else float("nan")
+        return cls(len(ours), float(np.abs(ours / theirs - 1).mean()), rank, ordered)
+
+
+def load_machines() -> dict[str, Machine]:
+    """The constants of all studies."""
+    data = json.loads(MACHINES.read_text())
+    return {
+        study: Machine(entry["constants"], tuple(entry["fitted_on"]))
+        for study, entry in data.items()
+    }
+
+
+def save_machines(machines: Mapping[str, Machine]) -> None:
+    """Write the constants of these studies; those of others stay as they are."""
+    data = json.loads(MACHINES.read_text()) | {
+        study: {"constants": dict(machine.constants), "fitted_on": list(machine.fitted_on)}
+        for study, machine in machines.items()
+    }
+    MACHINES.write_text(json.dumps(dict(sorted(data.items())), indent=2) + "\n")
+
+
+def refit(
+    studies: Mapping[str, Sequence[Row]], programs: Programs, machines: Mapping[str, Machine]
+) -> dict[str, Machine]:
+    """All constants again, each study from every tenth of its rows or fewer."""
+    found = {}
+    for study, rows in studies.items():
+        if len(rows) < 10:
+            continue
+        count = min(MOST_FITTED, len(rows) // 10)
+        chosen = [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
+        found[study] = fit(chosen, programs, machines.get(study, START))
+    return found
+
+
+START = Machine({"products": 0.7, "memory": 0.7, "launch_us": 50.0, "step_ms": 2.0, "hidden": 0.3})
+"""Where a study that was never fitted begins."""
+
+MOST_FITTED = 12
+"""The most rows of a study on which its constants are fitted."""
+
+
+def machine_of(study: str, machines: Mapping[str, Machine]) -> Machine:
+    """The constants of a study; a study without any is priced by the preset alone."""
+    return machines.get(study, Machine({}))
+
+
+def sorted_out(
+    rows: Sequence[Row], programs: Programs
+) -> tuple[dict[str, list[Row]], dict[str, list[str]]]:
+    """The rows that can be priced by study, and the names of the others by reason."""
+    studies: dict[str, list[Row]] = {}
+    refused: dict[str, list[str]] = {}
+    for row in rows:
+        why = refusal(row)
+        if why is None:
+            try:
+                programs.of(row)
+            except ShardwrightError as error:
+                why = error.what
+        if why is None:
+            studies.setdefault(row.study, []).append(row)
+        else:
+            refused.setdefault(why, []).append(row.name)
+    return studies, refused
+
+
+def report(
+    studies: Mapping[str, Sequence[Row]],
+    programs: Programs,
+    machines: Mapping[str, Machine],
+    console: Console,
+    *,
+    each: bool,
+    memory: bool,
+    pictures: Path | None,
+) -> None:
+    """Print every study, and write its picture."""
+    summary = Table("study", "rows", "error", "rank", "pairs in order", "over memory", "fitted")
+    for study, rows in studies.items():
+        machine = machine_of(study, machines)
+        found = {row.name: predict(row, programs, machine) for row in rows}
+        peaks = {row.name: programs.peak_bytes(row) for row in rows} if memory else {}
+        tested = [row for row in rows if row.name not in machine.fitted_on]
+        score = Score.of([found[row.name].step_s for row in tested], [r.iter_s for r in tested])
+        # All published plans ran, so a peak above the device's memory is wrong.
+        over = str(sum(peaks[row.name] > memory_of(row) for row in rows)) if memory else ""
+        constants = ", ".join(f"{name} {value:g}" for name, value in machine.constants.items())
+        summary.add_row(
+            study,
+            str(score.count),
+            f"{score.error:.1%}",
+            f"{score.rank:.3f}",
+            f"{score.ordered:.1%}",
+            over,
+            f"{constants} (on {len(machine.fitted_on)} rows)" if constants else "nothing",
+        )
+        if each:
+            console.print(_rows_table(study, rows, found, peaks, machine))
+        if pictures is not None:
+            points = [(row.iter_s, found[row.name].step_s) for row in tested]
+            write_picture(pictures, study, points)
+    console.print(summary)
+
+
+def memory_of(row: Row) -> float:
+    """The bytes of a row's device."""
+    return load_hardware(PRESETS[row.gpu], row.gpus).device.memory_bytes
+
+
+def _rows_table(
+    study: str,
+    rows: Sequence[Row],
+    found: Mapping[str, Predicted],
+    peaks: Mapping[str, float],
+    machine: Machine,
+) -> Table:
+    heads = ("row", "model", "GPUs", "plan", "measured s", "predicted s", "error", "peak GB", "")
+    table = Table(*heads, title=study)
+    for row in rows:
+        predicted = found[row.name]
+        table.add_row(
+            row.name,
+            row.model,
+            str(row.gpus),
+            f"{row.plan_text}, {row.microbatch} x {row.num_microbatches}",
+            f"{row.iter_s:.3f}",
+            f"{predicted.step_s:.3f}",
+            f"{predicted.step_s / row.iter_s - 1:+.1%}",
+            f"{peaks[row.name] / 1e9:.1f}" if peaks else "",
+            "fitted" if row.name in machine.fitted_on else "",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="*", type=Path, metavar="CSV")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--memory", action="store_true", help="audit the memory of each, too")
+    parser.add_argument("--study", default="", help="only studies whose name has this text")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="write a picture per study")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of plans in which ranks do more than their part
+    tables = arguments.tables or sorted(TABLES.glob("*.csv"))
+    rows = [row for table in tables for row in read_rows(table) if arguments.study in row.study]
+    programs, console, machines = Programs(), Console(width=160), load_machines()
+    studies, refused = sorted_out(rows, programs)
+    if arguments.fit:
+        fitted = refit(studies, programs, machines)
+        save_machines(fitted)
+        machines |= fitted
+    report(
+        studies,
+        programs,
+        machines,
+        console,
+        each=arguments.rows,
+        memory=arguments.memory,
+        pictures=arguments.pictures,
+    )
+    for why, names in sorted(refused.items()):
+        console.print(f"left out, {len(names)} rows: {why} ({', '.join(names)})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The models of published runs, by the columns of their tables; without memory behind their
+weights.
+
+Models that transformers has are built from their configs, unmodified. Those of Megatron-LM and
+llm-foundry are written here with the operators that these launch: linear layers add their bias,
+scale and mask are part of the softmax, and attention is written out where Megatron's was, or flash
+attention where it was that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    logging,
+)
+
+logging.set_verbosity_error()  # random weights are meant
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The columns of a table that describe a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+
+
+DROPOUT = 0.1
+
+
+class WrittenAttention(nn.Module):
+    """Attention as Megatron wrote it before flash attention: two products, one kernel for scale,
+    mask and softmax between them, and dropout.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, heads, seq, seq]
+        return torch.matmul(F.dropout(torch.softmax(scores, -1), DROPOUT), value)
+
+
+class FlashAttention(nn.Module):
+    """One kernel for all of it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Layer(nn.Module):
+    """A pre-norm layer. ``core``: what selective recomputation computes again."""
+
+    def __init__(self, sizes: Sizes, *, flash: bool, bias: bool) -> None:
+        super().__init__()
+        self.dropout = 0.0 if flash else DROPOUT
+        hidden, ffn = sizes.hidden, sizes.ffn
+        self.heads = sizes.heads
+        self.norm1, self.norm2 = (nn.LayerNorm(hidden, bias=bias) for _ in range(2))
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
+        self.out = nn.Linear(hidden, hidden, bias=bias)
+        self.up, self.down = nn.Linear(hidden, ffn, bias=bias), nn.Linear(ffn, hidden, bias=bias)
+        self.core = FlashAttention() if flash else WrittenAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, seq, self.heads, 3, hidden // self.heads)
+        mixed = self.core(*qkv.permute(3, 0, 2, 1, 4).unbind(0))  # [batch, heads, seq, head]
+        x = x + self._dropped(self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden)))
+        return x + self._dropped(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout else x
+
+
+class Gpt(nn.Module):
+    """A GPT whose embedding and head share their weight. ``forward(input_ids, labels)``, both
+    [B, S], gives the mean loss.
+    """
+
+    def __init__(
+        self, sizes: Sizes, *, flash: bool = False, bias: bool = True, positions: bool = True
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(sizes.vocab, sizes.hidden)
+        # MPT has none: its attention is biased by distance, inside the kernel.
+        self.position = nn.Embedding(sizes.seq, sizes.hidden) if positions else None
+        layers = (Layer(sizes, flash=flash, bias=bias) for _ in range(sizes.layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(sizes.hidden, bias=bias)
+        self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.token(input_ids)
+        if self.position is not None:
+            x = x + self.position.weight
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def megatron(sizes: Sizes) -> nn.Module:
+    return Gpt(sizes)
+
+
+def megatron_flash(sizes: Sizes) -> nn.Module:
+    return Gpt(sizes, flash=True)
+
+
+def mpt(sizes: Sizes) -> nn.Module:
+    return Gpt(sizes, flash=True, bias=False, positions=False)
+
+
+def llama(sizes: Sizes) -> nn.Module:
+    config = LlamaConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        vocab_size=sizes.vocab,
+        max_position_embeddings=sizes.seq,
+    )
+    return LlamaForCausalLM(config)
+
+
+def nemotron(sizes: Sizes) -> nn.Module:
+    config = NemotronConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        vocab_size=sizes.vocab,
+        max_position_embeddings=sizes.seq,
+    )
+    return NemotronForCausalLM(config)
+
+
+def qwen3_30b(sizes: Sizes) -> nn.Module:
+    return _qwen3(sizes.layers, 2048, 32, 768)
+
+
+def qwen3_235b(sizes: Sizes) -> nn.Module:
+    return _qwen3(sizes.layers, 4096, 64, 1536)
+
+
+def _qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
+    config = Qwen3MoeConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        moe_intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss_120b(sizes: Sizes) -> nn.Module:
+    return GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers))
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of a family are built, and what their layers are called.
+
+    ``core``: the part of a layer that selective recomputation computes again. ``period``:
+    every so many layers are alike.
+    """
+
+    make: Callable[[Sizes], nn.Module]
+    layers: str
+    core: str
+    period: int = 1
+
+
+FAMILIES: dict[str, Family] = {
+    "GPT OSS 120B": Family(gpt_oss_120b, "model.layers.*", "model.layers.*.self_attn", 2),
+    "GPT": Family(megatron, "layers.*", "layers.*.core"),
+    "GPT3": Family(megatron_flash, "layers.*", "layers.*.core"),
+    "MPT": Family(mpt, "layers.*", "layers.*.core"),
+    "LLAMA": Family(llama, "model.layers.*", "model.layers.*.self_attn"),
+    "Nemotron": Family(nemotron, "model.layers.*", "model.layers.*.self_attn"),
+    "Qwen3_30B_a3B": Family(qwen3_30b, "model.layers.*", "model.layers.*.self_attn"),
+    "Qwen3_235B_a22B": Family(qwen3_235b, "model.layers.*", "model.layers.*.self_attn"),
+}
+"""By the beginning of a model's name; the longest beginning counts."""
+
+KNOWN_SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
+    "LLAMA3-8B": (32, 4096, 32, 8, 14336, 128256),
+    "LLAMA3-70B": (80, 8192, 64, 8, 28672, 128256),
+}
+"""Layers, hidden size, heads, key and value heads, inner size and vocabulary of models of which a
+table says the name only (from their published configs).
+"""
+
+
+def family_of(model: str) -> Family | None:
+    """The family of a model by its name, whatever the case of its letters."""
+    matching = [name for name in FAMILIES if model.lower().startswith(name.lower())]
+    return FAMILIES[max(matching, key=len)] if matching else None
+
+
+def on_meta(family: Family, sizes: Sizes) -> nn.Module:
+    """A model in bfloat16 on the meta device."""
+    with torch.device("meta"):
+        return family.make(sizes).to(torch.bfloat16)

@@ -120,10 +120,11 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
     if issubclass(cls, tuple):
         return cls(**fields) if hasattr(cls, "_fields") else cls(fields.values())
     if dataclasses.is_dataclass(cls):
-        # Fields that the constructor does not take are set behind it.
-        init = {f.name for f in dataclasses.fields(cls) if f.init}
-        obj: Any = cls(**{name: value for name, value in fields.items() if name in init})
-        for name in fields.keys() - init:
+        # Fields that the constructor does not take are set behind it. (torch.compile reads this,
+        # and knows no dataclasses.fields of a class.)
+        late = [name for name in fields if not cls.__dataclass_fields__[name].init]
+        obj: Any = cls(**{name: value for name, value in fields.items() if name not in late})
+        for name in late:
             object.__setattr__(obj, name, fields[name])
         return obj
     if issubclass(cls, Mapping):

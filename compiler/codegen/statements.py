@@ -31,7 +31,7 @@ from shardwright.compiler.codegen.text import (
     wrap,
 )
 from shardwright.compiler.ir.graph import IRGraph, Tree
-from shardwright.compiler.ir.identifier import axis_variable, identifier
+from shardwright.compiler.ir.identifier import axis_variable, identifier, is_name
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves
 from shardwright.compiler.ir.quote import comment, quoted
 from shardwright.compiler.ir.size import LocalSize, Size, to_python, with_axis_variables
@@ -85,6 +85,7 @@ class StatementWriter:
     program: Program
     imports: set[str] = field(default_factory=set)
     _imported: set[str] | None = None
+    _classes: dict[str, str] = field(default_factory=dict)
     # The variables of axes, by the id of a program.
     _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)
     _container: str = ""  # the path of the module whose method is being written
@@ -126,7 +127,26 @@ class StatementWriter:
                     self._imported |= names_bound(
                         s for _, leaf in tree.leaves() for s in imports_of_literal(leaf)
                     )
+            self._classes = self._output_classes(self._imported)
+            self._imported |= set(self._classes.values())
         return self._imported
+
+    def _output_classes(self, imported: Collection[str]) -> dict[str, str]:
+        """The names under which the file imports the classes of objects in results, by the path of
+        the class. ``imported``: names that the file imports besides.
+
+        Not among them are classes that no plain import finds where the file is loaded, and such
+        whose name means something else in it.
+        """
+        taken = {*RESERVED, *imported, self.program.graph.name}
+        names: dict[str, str] = {}
+        for path in (p for program in self._programs() for p in program.graph.output.classes()):
+            module, _, name = path.partition(":")
+            is_free = path in names or name not in {*taken, *names.values()}
+            is_plain = module != "__main__" and all(map(is_name, [*module.split("."), name]))
+            if is_plain and is_free:
+                names[path] = name
+        return names
 
     def _axis_variables(self, program: Program) -> dict[tuple[str, ...], str]:
         """The variables that stand for the groups of a program's axes: ``tp``, ``tp_tp2``."""
@@ -454,7 +474,18 @@ class StatementWriter:
         if tree.kind == "dict":
             return f"{{{fields}}}"
         self._need("rebuild")
-        return f"rebuild({quoted(tree.type_path or '')}, {{{fields}}})"
+        return f"rebuild({self._class(tree.type_path or '')}, {{{fields}}})"
+
+    def _class(self, path: str) -> str:
+        """The source of a class in a result. ``torch.compile`` does not read a call that imports,
+        so that the file imports it where it can.
+        """
+        self._imports_read()
+        if path not in self._classes:
+            return quoted(path)
+        module, _, name = path.partition(":")
+        self.imports.add(f"from {module} import {name}")
+        return name
 
     def _literal(self, arg: Any, scope: Scope) -> str:
         """The source of a leaf or a key of the result, with what it imports."""

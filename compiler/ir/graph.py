@@ -40,6 +40,11 @@ class Tree:
             return [(path, self.value)]
         return [leaf for key, child in self.children for leaf in child.leaves(join(path, key))]
 
+    def classes(self) -> list[str]:
+        """The import paths of the classes of all objects in it."""
+        own = [self.type_path] if self.type_path else []
+        return own + [path for _, child in self.children for path in child.classes()]
+
     def map(self, function: Callable[[Arg], Arg]) -> Tree:
         """The structure with ``function`` applied to the value of every leaf."""
         if self.kind == "leaf":

@@ -103,6 +103,10 @@ class InputTable:
             if isinstance(leaf, TensorSpec) and leaf.layout is not None
         )
         """The paths of what is given in pieces."""
+        self.tensors = tuple(
+            path for path, leaf in self.leaves.items() if isinstance(leaf, TensorSpec)
+        )
+        """The paths of the tensors, in order."""
 
     def cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call, with this rank's pieces where it takes pieces of what is given

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ from shardwright.runtime.module.extra_state import (
     check_extra_state,
     extra_state,
 )
+from shardwright.runtime.module.graph_checks import CallNumber
 from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
 from shardwright.runtime.module.known_buffers import KnownBuffers
@@ -114,6 +116,7 @@ class ParallelModule(DeclaredModule):
     other_programs: ClassVar[Sequence[type[ParallelModule]]] = ()
 
     _input_table: InputTable
+    _call_number: CallNumber
     _mpu: MPU | None = None
     _in_step: bool = False
     _programs: Programs | None = None
@@ -145,6 +148,12 @@ class ParallelModule(DeclaredModule):
         for other in self.other_programs:
             self.add_program(other)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """See :meth:`CompiledModule.__deepcopy__`."""
+        made = super().__deepcopy__(memo)
+        made._call_number = CallNumber(made)
+        return made
+
     def add_program(self, program_class: type[ParallelModule]) -> None:
         """Add a program for other inputs, which runs on the tensors of this module: a class that
         the same call of ``parallelize`` made of other dummy arguments. Collective.
@@ -156,6 +165,7 @@ class ParallelModule(DeclaredModule):
     def _make_input_table(self) -> None:
         name, inputs = type(self).__name__, self.inputs
         self._input_table = InputTable(name, inputs, "forward", self.mesh, self.ranks.coords)
+        self._call_number = CallNumber(self)
 
     def cut_inputs(self, **arguments: Any) -> dict[str, Any]:
         """The arguments of a call, with this rank's pieces of what the module takes in pieces
@@ -239,6 +249,14 @@ class ParallelModule(DeclaredModule):
                 return self._call(*args, **kwargs)
         if not self.gathers_weights:
             return super().__call__(*args, **kwargs)
+        return self._call_gathering(*args, **kwargs)
+
+    # Which weights are whole is the business of one moment, so no graph of torch.compile holds it:
+    # it compiles what lies between two gathers. (``torch.compiler.disable`` would import
+    # torch._dynamo for everybody.)
+
+    @partial(torch._disable_dynamo, recursive=False)
+    def _call_gathering(self, *args: Any, **kwargs: Any) -> Any:
         with self._gathering.forward((self.training, torch.is_grad_enabled())):
             return super().__call__(*args, **kwargs)
 
@@ -315,6 +333,7 @@ class ParallelModule(DeclaredModule):
         """
         return (self._stored_over_units if ZERO in names else self.ranks).axis(*names)
 
+    @torch._disable_dynamo
     def gathered(
         self,
         weight: Tensor,
@@ -329,6 +348,7 @@ class ParallelModule(DeclaredModule):
         """
         return self._gathering.gathered(weight, axis, dim, cut, backward, then)
 
+    @torch._disable_dynamo
     def gathered_together(
         self,
         weights: Sequence[Tensor],
@@ -377,12 +397,24 @@ class ParallelModule(DeclaredModule):
                 hint="call train_step(samples) or infer_step(samples), or compile with "
                 "use_end2end=False",
             )
-        # First what is checked without the other ranks.
         refuse_tracers(type(self).__name__, given.values())
         self.check_mode()
         tensors = self._input_table.check(given, absent or {})
+        begin = self._call_number if torch.compiler.is_dynamo_compiling() else self
+        begin.begin_call(tensors, torch.is_grad_enabled())
+
+    def argument_names(self) -> tuple[str, ...]:
+        """The paths of the tensors among the arguments, in order."""
+        return self._input_table.tensors
+
+    def begin_call(self, tensors: Mapping[str, Tensor], trains: bool) -> None:
+        """Check what depends on the moment of a call, and draw for a microbatch of its own.
+
+        ``tensors``: the arguments by path; ``trains``: whether gradients are recorded.
+        """
+        # First what is checked without the other ranks.
         check_devices(type(self).__name__, tensors, self._device)
-        if torch.is_grad_enabled():
+        if trains:
             check_parameters(self, self.own_parameters())
             if self.reducer is None:
                 self._steps_without_sums.check(self)

@@ -1,6 +1,6 @@
 """What a training step of generated code costs, beside the same step made with PyTorch's own parts.
 
-    python benchmarks/step_time.py [--pairs 20] [--only tp]
+    python benchmarks/step_time.py [--pairs 20] [--only tp] [--compile 1]
 
 Three comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per rank, gloo:
 
@@ -11,7 +11,8 @@ Three comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per ra
 Both sides live in the same processes and take turns step by step, so that load from elsewhere meets
 both. One rank is timed in CPU seconds, several by the wall clock. A step is zero_grad, forward,
 backward, gradient synchronisation, optimizer step. The peers' settings are the best that were found
-for this case.
+for this case. With ``--compile 1`` both models go through ``torch.compile``, ours with
+``fullgraph=True``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,14 @@ LEARNING_RATE = 1e-3
 
 Step = Callable[[], float]
 """One training step; returns the loss."""
+
+Wrap = Callable[[nn.Module], nn.Module]
+"""What is done to a model before it is called."""
+
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    """The model."""
+    return model
 
 
 def make_model() -> GPT:
@@ -80,7 +90,7 @@ def stepper(
     return step
 
 
-def ours(policy: str, folder: str, batch: dict[str, torch.Tensor]) -> Step:
+def ours(policy: str, folder: str, batch: dict[str, torch.Tensor], wrap: Wrap) -> Step:
     """The module compiled by shardwright."""
     world_size = dist.get_world_size()
     config = shardwright.ComputeConfig(
@@ -92,28 +102,27 @@ def ours(policy: str, folder: str, batch: dict[str, torch.Tensor]) -> Step:
     model = shardwright.parallelize(
         make_model(), batch, policy, config, gen_savedir=folder, reuse="moo"
     )
-    return stepper(
-        model,
-        shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE),
-        batch,
-    )
+    optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE)
+    return stepper(wrap(model), optimizer, batch)
 
 
-def eager(batch: dict[str, torch.Tensor]) -> Step:
+def eager(batch: dict[str, torch.Tensor], wrap: Wrap) -> Step:
     """The module itself."""
     model = make_model()
-    return stepper(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
+    return stepper(wrap(model), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
 
 
-def ddp(batch: dict[str, torch.Tensor]) -> Step:
+def ddp(batch: dict[str, torch.Tensor], wrap: Wrap) -> Step:
     """DistributedDataParallel; a static graph and gradients that are views of the buckets are its
-    fastest settings.
+    fastest settings. It is compiled without the static graph, as torch's tutorial does it.
     """
-    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
-    return stepper(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
+    model = DistributedDataParallel(
+        make_model(), gradient_as_bucket_view=True, static_graph=wrap is as_it_is
+    )
+    return stepper(wrap(model), torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
 
 
-def dtensor_tp(batch: dict[str, torch.Tensor]) -> Step:
+def dtensor_tp(batch: dict[str, torch.Tensor], wrap: Wrap) -> Step:
     """Megatron's plan by hand: column and row parallel linears, vocabulary-parallel embedding and
     loss.
     """
@@ -136,14 +145,16 @@ def dtensor_tp(batch: dict[str, torch.Tensor]) -> Step:
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return stepper(model, optimizer, batch, around_backward=loss_parallel)
+    return stepper(wrap(model), optimizer, batch, around_backward=loss_parallel)
 
 
-def run_rank(rank: int, case: str, folder: str, num_pairs: int) -> None:
+def run_rank(rank: int, case: str, folder: str, num_pairs: int, *, compiled: bool) -> None:
     """One comparison on the calling rank; rank 0 prints."""
     batch = make_batch(seed=rank if case == "dp" else 0)
-    ours_step = ours("tp" if case == "tp" else "dp", folder, batch)
-    their_step = {"eager": eager, "dp": ddp, "tp": dtensor_tp}[case](batch)
+    our_wrap: Wrap = partial(torch.compile, fullgraph=True) if compiled else as_it_is
+    their_wrap: Wrap = torch.compile if compiled else as_it_is
+    ours_step = ours("tp" if case == "tp" else "dp", folder, batch, our_wrap)
+    their_step = {"eager": eager, "dp": ddp, "tp": dtensor_tp}[case](batch, their_wrap)
     first, second = ours_step(), their_step()
     assert_same_training(first, second)
     clock = time.process_time if case == "eager" else time.perf_counter
@@ -155,14 +166,19 @@ def run_rank(rank: int, case: str, folder: str, num_pairs: int) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", choices=list(NUM_RANKS))
+    parser.add_argument("--compile", type=int, default=0, help="1: compile both sides")
     arguments = parser.parse_args()
     if arguments.rank_in:
         with gloo_rank() as rank:
-            return run_rank(rank, *arguments.rank_in, arguments.pairs)
+            return run_rank(
+                rank, *arguments.rank_in, arguments.pairs, compiled=bool(arguments.compile)
+            )
     print("case   ours / theirs [95 % interval]", flush=True)
     for case, num_ranks in NUM_RANKS.items():
         if arguments.only in (None, case):
-            start_ranks(__file__, num_ranks, [case], pairs=arguments.pairs)
+            start_ranks(
+                __file__, num_ranks, [case], pairs=arguments.pairs, compile=arguments.compile
+            )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,20 @@ def sorted_imports(statements: set[str]) -> list[str]:
         if statement.startswith("from "):
             module, _, name = statement.removeprefix("from ").partition(" import ")
             merged.setdefault(module, set()).add(name)
-    froms = []
-    for module in sorted(merged):
-        text = f"from {module} import {', '.join(sorted(merged[module]))}"
-        froms += (
-            [text]
-            if len(text) <= 128
-            else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
-        )
-    return [*plain, "", *froms]
+    ours = [module for module in merged if module.partition(".")[0] == "shardwright"]
+    theirs = sorted(merged.keys() - set(ours))
+    lines = {module: _from_import(module, sorted(names)) for module, names in merged.items()}
+    third_parties = [line for module in theirs for line in lines[module]]
+    return [
+        *plain,
+        *third_parties,
+        "",
+        *(line for module in sorted(ours) for line in lines[module]),
+    ]
+
+
+def _from_import(module: str, names: list[str]) -> list[str]:
+    text = f"from {module} import {', '.join(names)}"
+    if len(text) <= 128:
+        return [text]
+    return [f"from {module} import (", *(f"    {name}," for name in names), ")"]

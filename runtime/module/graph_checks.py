@@ -1,30 +1,22 @@
 """The checks of a call as one operator in the graphs of ``torch.compile``.
 
-The compiler reads ``forward`` once, and then runs a graph of tensor operators. What a call checks
-of shapes, dtypes and literals is checked while the compiler reads it: torch itself compiles again
-for others. What depends on the moment of a call cannot be in a graph: whether the parameters are
-still those of the module, whether the ranks of a unit were given the same values, and which
-microbatch random numbers are drawn for. So a graph holds one operator that torch does not look
-into. It runs those checks as an eager call does.
-
-The operator finds the module by a number. A graph cannot hold the module itself.
+What a call checks of shapes, dtypes and literals is checked while the compiler reads it: torch
+itself compiles again for others. The rest depends on the moment of the call, and runs in an
+operator as it does in an eager call (see :mod:`shardwright.runtime.graph_objects`).
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
-# ``mark`` is written to, as torch says. It would drop an operator that returns nothing otherwise.
-_LIBRARY.define(
-    "begin_call(Tensor(a!) mark, Tensor[] arguments, int module, bool trains) -> ()",
-)
+from shardwright.runtime.graph_objects import LIBRARY, numbered, object_of
+
+# ``mark`` is there to be written to: torch would drop an operator that neither returns nor writes.
+LIBRARY.define("begin_call(Tensor(a!) mark, Tensor[] arguments, int module, bool trains) -> ()")
 
 
 class CheckedCalls(Protocol):
@@ -37,33 +29,29 @@ class CheckedCalls(Protocol):
         """Check what no graph can hold. ``trains``: whether gradients are recorded."""
 
 
-_modules: weakref.WeakValueDictionary[int, CheckedCalls] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+class GraphChecks:
+    """Puts the checks of the calls of a module into graphs."""
 
-
-class CallNumber:
-    """The number by which graphs name a module, and the tensor that the operator writes to."""
-
-    __slots__ = ("mark", "number")
+    __slots__ = ("_mark", "_module")
 
     def __init__(self, module: CheckedCalls) -> None:
-        self.number = next(_numbers)
-        self.mark = torch.zeros(1, dtype=torch.int64)
-        _modules[self.number] = module
+        self._module = numbered(module)
+        self._mark = torch.zeros(1, dtype=torch.int64)
 
     def begin_call(self, tensors: Mapping[str, Tensor], trains: bool) -> None:
         """Put the checks of a call into the graph that is made. ``tensors``: by path."""
-        torch.ops.shardwright.begin_call(self.mark, list(tensors.values()), self.number, trains)
+        torch.ops.shardwright.begin_call(self._mark, list(tensors.values()), self._module, trains)
 
 
 def _begin_call(mark: Tensor, arguments: list[Tensor], module: int, trains: bool) -> None:
-    called = _modules[module]
-    called.begin_call(dict(zip(called.argument_names(), arguments, strict=True)), trains)
+    called = object_of(module)
+    with called.ranks.world.telling_errors():
+        called.begin_call(dict(zip(called.argument_names(), arguments, strict=True)), trains)
 
 
 def _begin_nothing(mark: Tensor, arguments: list[Tensor], module: int, trains: bool) -> None:
-    """What the compiler runs on tensors without values."""
+    """What the compiler runs, on tensors without values."""
 
 
-_LIBRARY.impl("begin_call", _begin_call, "CompositeExplicitAutograd")
-_LIBRARY.impl("begin_call", _begin_nothing, "Meta")
+LIBRARY.impl("begin_call", _begin_call, "CompositeExplicitAutograd")
+LIBRARY.impl("begin_call", _begin_nothing, "Meta")

@@ -61,7 +61,7 @@ from shardwright.runtime.module.extra_state import (
     check_extra_state,
     extra_state,
 )
-from shardwright.runtime.module.graph_checks import CallNumber
+from shardwright.runtime.module.graph_checks import GraphChecks
 from shardwright.runtime.module.initialising import watch_initialising
 from shardwright.runtime.module.inputs import InputTable
 from shardwright.runtime.module.known_buffers import KnownBuffers
@@ -116,7 +116,7 @@ class ParallelModule(DeclaredModule):
     other_programs: ClassVar[Sequence[type[ParallelModule]]] = ()
 
     _input_table: InputTable
-    _call_number: CallNumber
+    _graph_checks: GraphChecks
     _mpu: MPU | None = None
     _in_step: bool = False
     _programs: Programs | None = None
@@ -151,7 +151,7 @@ class ParallelModule(DeclaredModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """See :meth:`CompiledModule.__deepcopy__`."""
         made = super().__deepcopy__(memo)
-        made._call_number = CallNumber(made)
+        made._graph_checks = GraphChecks(made)
         return made
 
     def add_program(self, program_class: type[ParallelModule]) -> None:
@@ -165,7 +165,7 @@ class ParallelModule(DeclaredModule):
     def _make_input_table(self) -> None:
         name, inputs = type(self).__name__, self.inputs
         self._input_table = InputTable(name, inputs, "forward", self.mesh, self.ranks.coords)
-        self._call_number = CallNumber(self)
+        self._graph_checks = GraphChecks(self)
 
     def cut_inputs(self, **arguments: Any) -> dict[str, Any]:
         """The arguments of a call, with this rank's pieces of what the module takes in pieces
@@ -400,7 +400,7 @@ class ParallelModule(DeclaredModule):
         refuse_tracers(type(self).__name__, given.values())
         self.check_mode()
         tensors = self._input_table.check(given, absent or {})
-        begin = self._call_number if torch.compiler.is_dynamo_compiling() else self
+        begin = self._graph_checks if torch.compiler.is_dynamo_compiling() else self
         begin.begin_call(tensors, torch.is_grad_enabled())
 
     def argument_names(self) -> tuple[str, ...]:

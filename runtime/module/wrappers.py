@@ -47,6 +47,8 @@ def watch_wrappers() -> None:
 
 
 def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if type(parent).__name__ == "OptimizedModule":
+        _refuse_compiling_steps(child)
     wrapper = next((cls.__name__ for cls in type(parent).__mro__ if cls.__name__ in WRAPPERS), None)
     if wrapper is None or child is None:
         return
@@ -68,6 +70,19 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> No
         "that wrap models by themselves have one in shardwright.integrations (transformers, "
         "fabric); other loops go without accelerate.prepare",
     )
+
+
+def _refuse_compiling_steps(module: nn.Module | None) -> None:
+    """Refuse ``torch.compile(module)`` of a module that is called by its steps: what it returns
+    compiles calls of the module, and has the steps of the original.
+    """
+    if isinstance(module, CompiledModule) and getattr(module, "end2end", False):
+        raise UsageError(
+            f"torch.compile({type(module).__name__}) would compile nothing",
+            why="it compiles calls of a module, and a module that was compiled end to end is "
+            "called by train_step and infer_step",
+            hint="model.compile(...) takes the same arguments, and the steps run what it compiles",
+        )
 
 
 def _take_wrapper(parent: nn.Module, wrapper: str, owner: str, program: CompiledModule) -> None:

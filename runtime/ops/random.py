@@ -11,6 +11,7 @@ piece: slower, but the same under every plan, one rank included.
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import operator
 import re
@@ -18,13 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shardwright.runtime.atoms import AXIS, Atom
 from shardwright.runtime.errors import LoadError
+from shardwright.runtime.graph_objects import LIBRARY, numbered, object_of
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.pieces import local_piece
 
@@ -59,6 +61,13 @@ class RngState:
         self.unit = unit
         self.step = 0
         self.microbatch = 0
+        self.number = numbered(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RngState:
+        """A copy with a number of its own: operators of graphs find the state by it."""
+        made = copy.copy(self)
+        made.number = numbered(made)
+        return made
 
     def next_microbatch(self) -> None:
         """Draw for the next forward of this step, from now on."""
@@ -289,3 +298,48 @@ class PieceDraw(_Drawn):
     def piece(self, device: torch.device, make: Make) -> Tensor:
         """Draw a tensor of the piece's shape."""
         return make(self.shape, self.rng.generator(self.name, device, self.axes))
+
+    def kept(self, device: torch.device, dtype: torch.dtype, probability: float) -> Tensor:
+        """See :meth:`_Drawn.kept`."""
+        if not torch.compiler.is_compiling():
+            return _Drawn.kept(self, device, dtype, probability)  # slots: no super() here
+        draw = self.rng.number, self.name, self.shape, self.axes
+        return torch.ops.shardwright.kept(*draw, probability, dtype, device)  # type: ignore[no-any-return]
+
+
+# A mask of dropout in the graphs of torch.compile. The tag keeps torch from drawing it again in
+# backward, when the moment may be another.
+LIBRARY.define(
+    "kept(int rng, str draw, SymInt[] shape, str[] axes, float probability, ScalarType dtype, "
+    "Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _kept(
+    rng: int,
+    draw: str,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    probability: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    drawn = PieceDraw(object_of(rng), draw, tuple(shape), tuple(axes))
+    return _Drawn.kept(drawn, device, dtype, probability)
+
+
+def _kept_without_values(
+    rng: int,
+    draw: str,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    probability: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+LIBRARY.impl("kept", _kept, "CompositeExplicitAutograd")
+LIBRARY.impl("kept", _kept_without_values, "Meta")

@@ -124,6 +124,7 @@ class PipelineModule(ParallelModule):
     _base_microbatch: int
     _bodies: tuple[Body, ...]
     _body: Body
+    _compiled: dict[str, Callable[..., tuple[Tensor, ...]]]
     _sizes: Sequence[Sizes]
     _sample_table: SampleTable
     _copies: Copies
@@ -152,6 +153,7 @@ class PipelineModule(ParallelModule):
             for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)]
         )
         self._body = self._bodies[0]
+        self._compiled = {}
         self._sizes = []
         self._sample_table = SampleTable(
             type(self).__name__, self.inputs, self.arguments, self.sizes
@@ -257,11 +259,21 @@ class PipelineModule(ParallelModule):
         """The forward of one stage."""
         sizes = dict(zip(self.sizes, self._sizes[microbatch], strict=True))
         wanted = {name: sizes[name] for name in self._body.segments[stage].sizes}
-        run: Callable[..., tuple[Tensor, ...]] = getattr(self, f"stage{stage}{self._body.ending}")
+        name = f"stage{stage}{self._body.ending}"
+        run: Callable[..., tuple[Tensor, ...]] = self._compiled.get(name) or getattr(self, name)
         if not self.gathers_weights:
             return run(*arguments, **wanted)
         with self._gathering.forward((stage, self.training, torch.is_grad_enabled())):
             return run(*arguments, **wanted)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Let ``torch.compile`` compile every stage of this rank, from now on. What runs stages and
+        sends between them stays as it is. ``args``, ``kwargs``: those of ``torch.compile``.
+        """
+        for body in self._bodies:
+            for stage in body.segments:
+                name = f"stage{stage}{body.ending}"
+                self._compiled[name] = torch.compile(getattr(self, name), *args, **kwargs)
 
     # Steps
 

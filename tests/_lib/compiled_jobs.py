@@ -1,0 +1,128 @@
+"""Parallel modules under ``torch.compile``, on ranks that are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import shardwright
+from shardwright.runtime.module.parallel_module import ParallelModule
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(self.up(self.norm(x)).relu()))
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    hidden: Tensor
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 8, num_layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Result:
+        for block in self.blocks:
+            x = block(x)
+        return Result((x - y).square().mean(), x)
+
+
+class Loss(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, y).loss
+
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp": ("dp", {"plan_ngpus": 1}),
+    "dp, ZeRO-1": ("dp", {"plan_ngpus": 1, "use_zero": 1}),
+    "dp, ZeRO-2": ("dp", {"plan_ngpus": 1, "use_zero": 2}),
+    "tp": ("tp", {"plan_ngpus": 2}),
+    "data": ("data", {"plan_ngpus": 2}),
+    "dp, ZeRO-3": ("dp", {"plan_ngpus": 1, "use_zero": 3}),
+    "pp": ("pp", {"plan_ngpus": 2, "use_end2end": True, "pas_config": {"pipeline_nmicros": 2}}),
+    "tp, end to end": ("tp", {"plan_ngpus": 2, "use_end2end": True}),
+}
+"""Policies and configs of 2 ranks, by what they are called."""
+
+Losses = list[list[float]]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(4, 8, generator=generator, dtype=torch.float64) for _ in "xy")  # type: ignore[return-value]
+
+
+def made(name: str, folder: str) -> ParallelModule:
+    policy, options = PLANS[name]
+    config = shardwright.ComputeConfig(runtime_ngpus=2, **options)
+    torch.manual_seed(0)
+    model = (Loss if config.use_end2end else Net)().double()
+    x, y = batch(0)
+    where = f"{folder}/{name}"
+    found = shardwright.parallelize(model, {"x": x, "y": y}, policy, config, gen_savedir=where)
+    assert isinstance(found, ParallelModule)
+    return found
+
+
+def train(module: ParallelModule, call: Callable[..., Any]) -> tuple[Losses, list[Tensor]]:
+    """Losses of a few steps of two microbatches, and the parameters after them."""
+    optimizer = shardwright.build_optimizer(module, torch.optim.SGD, lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        samples = [batch(2 * step), batch(2 * step + 1)]
+        if module.end2end:
+            found = module.train_step(samples)
+        else:
+            with optimizer.no_sync():
+                found = [call(*samples[0]).loss]
+                found[0].backward()
+            found.append(call(*samples[1]).loss)
+            found[1].backward()
+        optimizer.step()
+        losses.append([float(loss.detach()) for loss in found])
+    return losses, [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def eager_and_compiled(folder: str) -> dict[str, Any]:
+    """What :func:`train` gives, eager and compiled, and how many graphs that took, by plan."""
+    found = {}
+    for name in PLANS:
+        backend = "inductor" if name == "tp" else "aot_eager"  # it takes its time to compile
+        eager = made(name, folder)
+        expected = train(eager, eager)
+        module = made(name, folder)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        fullgraph = not module.gathers_weights
+        if module.end2end:
+            module.compile(backend=backend, fullgraph=fullgraph)
+            call: Any = None
+        else:
+            call = torch.compile(module, backend=backend, fullgraph=fullgraph)
+        results = train(module, call)
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found[name] = expected, results, num_graphs, "" if call is None else refusal(module, call)
+    return found
+
+
+def refusal(module: ParallelModule, call: Callable[..., Any]) -> str:
+    """What a call says that gives the ranks of a unit different batches."""
+    module.expect_comparison()
+    try:
+        call(*batch(module.rank))
+    except shardwright.InputError as error:
+        return str(error)
+    return ""

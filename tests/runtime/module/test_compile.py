@@ -1,0 +1,42 @@
+import compiled_jobs
+import pytest
+import torch
+from spawn import run_processes
+
+from shardwright import ComputeConfig, parallelize
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.ranks.threads import run_ranks
+
+
+@pytest.mark.slow
+def test_compiled_modules_train_as_they_do_without(tmp_path):
+    """One graph each, or one for a stage, with dropout and microbatches: losses and parameters are
+    those of the eager module. ZeRO-3 is compiled between its gathers.
+    """
+    for found in run_processes(2, "compiled_jobs:eager_and_compiled", str(tmp_path)):
+        assert found.keys() == compiled_jobs.PLANS.keys()
+        for name, (expected, compiled, num_graphs, refusal) in found.items():
+            (losses, parameters), (ours, our_parameters) = expected, compiled
+            assert num_graphs >= 1 and (num_graphs == 1 or "ZeRO-3" in name), (name, num_graphs)
+            torch.testing.assert_close(ours, losses, rtol=1e-12, atol=0)
+            torch.testing.assert_close(our_parameters, parameters, rtol=1e-12, atol=1e-14)
+            is_one_unit = name in ("tp", "data")
+            assert ("is not the same on all ranks of a unit" in refusal) is is_one_unit, name
+
+
+def test_compiling_the_calls_of_a_module_that_is_called_by_its_steps(tmp_path):
+    model, (x, y) = compiled_jobs.Loss().double(), compiled_jobs.batch(0)
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, use_end2end=True)
+
+    def compiled(rank):
+        module = parallelize(model, {"x": x, "y": y}, "dp", config, gen_savedir=tmp_path)
+        torch.compile(module)
+
+    with pytest.raises(UsageError) as caught:
+        run_ranks(1, compiled)
+    assert str(caught.value) == (
+        "torch.compile(Loss) would compile nothing\n"
+        "  why:   it compiles calls of a module, and a module that was compiled end to end is "
+        "called by train_step and infer_step\n"
+        "  try:   model.compile(...) takes the same arguments, and the steps run what it compiles"
+    )

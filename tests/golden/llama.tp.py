@@ -14,6 +14,7 @@ over tp.
 
 import torch
 import torch.nn.functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardwright.runtime.adapters import all_gather, all_reduce, grad_all_reduce
 from shardwright.runtime.layout import Mesh
@@ -119,11 +120,9 @@ class LlamaForCausalLM(ParallelModule):
         loss = cross_entropy(logits, shift_labels_1, class_axes=(tp,), start=tp.offset(32), num_classes=32, count=32)
         if self.trains:
             # a training step: see ComputeConfig.outputs
-            return rebuild(
-                "transformers.modeling_outputs:CausalLMOutputWithPast", {"loss": loss, "logits": self.left_out("logits")}
-            )
+            return rebuild(CausalLMOutputWithPast, {"loss": loss, "logits": self.left_out("logits")})
         lm_head_tp_whole = all_gather(lm_head, tp, dim=2, backward="slice")  # tp: S(2) -> R
-        return rebuild("transformers.modeling_outputs:CausalLMOutputWithPast", {"loss": loss, "logits": lm_head_tp_whole})
+        return rebuild(CausalLMOutputWithPast, {"loss": loss, "logits": lm_head_tp_whole})
 
     def model_layers_block(self, block, hidden_states, model_rotary_emb_cos, model_rotary_emb_sin):
         """``block`` is one of ``model.layers``."""

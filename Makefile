@@ -3,6 +3,7 @@
 #   make demo      compile a small GPT for two ranks, train it, compare with one device (about a minute)
 #   make test      the checks (lint) and the default tests, about five minutes on two cores
 #   make test-all  the slow tests, the rest of what continuous integration runs
+#   make docs      the reference, from docstrings: build/reference/index.html
 #   make lint      ruff (rules and format), mypy, import-linter
 #
 # PYTHON chooses the interpreter (3.11 or newer), JOBS the number of test processes, TORCH another version of torch than
@@ -24,7 +25,7 @@ export HF_HUB_OFFLINE = 1
 # Test processes, and those that tests start, share bytecode: a test file's assertions are rewritten once, not in every run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all docs lint clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -34,6 +35,10 @@ test: lint
 
 test-all: $(READY)
 	$(PYTEST) -m slow --durations=10
+
+docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt sphinx myst-parser
+	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs/api build/reference
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
-"""Where our operators are defined."""
+_library = torch.library.Library("shardwright", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -32,3 +32,18 @@ def numbered(found: Any) -> int:
 def object_of(number: int) -> Any:
     """The object with this number."""
     return _objects[number]
+
+
+def define_operator(
+    schema: str,
+    run: Callable[..., Any],
+    run_without_values: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> None:
+    """Define ``torch.ops.shardwright.<name>``. ``schema``: its name and types, as torch writes
+    them. ``run_without_values``: what the compiler runs, on tensors that have shapes only.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tuple(tags))  # type: ignore[no-untyped-call]
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, run_without_values, "Meta")  # type: ignore[no-untyped-call]

@@ -143,3 +143,10 @@ def _num_pieces(op: IROp, assignment: Assignment, mesh: Mesh, operations: float)
 def _alike(module_path: str) -> str:
     """``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_path) or "top-level forward"
+
+
+def one_device_operations(program: Program) -> float:
+    """The operations of the products of one sample on one device, forward and backward, each
+    operator once.
+    """
+    return sum(_operations(op, {}, program.plan.mesh) for op, _ in _calls(program))

@@ -23,6 +23,7 @@ from shardwright.frontend.cli.model_arguments import (
 )
 from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
+from shardwright.frontend.report.pictures import Bar, bars
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch
 from shardwright.policies.autodist.autodist_policy import save
@@ -328,8 +329,31 @@ def candidate_section(found: SearchResult) -> Section:
         "of the program emitted."
     )
     return Section(
-        title="What was tried", text=text, columns=CANDIDATE_COLUMNS, rows=candidate_rows(found)
+        title="What was tried",
+        text=text,
+        picture=bars(_rival_bars(found), "s", left=RIVAL_LABEL),
+        columns=CANDIDATE_COLUMNS,
+        rows=candidate_rows(found),
     )
+
+
+RIVAL_LETTERS, RIVAL_LABEL, RIVALS_SHOWN = 40, 300, 12
+"""Letters of the label of a candidate, the width that they need, and how many have a bar."""
+
+
+def _rival_bars(found: SearchResult) -> list[Bar]:
+    """The step of the best candidate of each title, the fastest first."""
+    best: dict[str, Candidate] = {}
+    for candidate in found.tried:
+        best.setdefault(candidate.title, candidate)
+    shown = sorted(best.items(), key=lambda item: item[1].step_s)[:RIVALS_SHOWN]
+    return [
+        Bar(
+            title if len(title) <= RIVAL_LETTERS else f"{title[: RIVAL_LETTERS - 1]}…",
+            {"a step, predicted" if rival.cost is None else "a step, audited": rival.step_s},
+        )
+        for title, rival in shown
+    ]
 
 
 CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")

@@ -15,7 +15,25 @@ from shardwright.compiler.cost.time.after_backward import GRADIENTS
 from shardwright.compiler.cost.time.exchange_time import WHOLES
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.frontend.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
+from shardwright.frontend.report.pictures import (
+    Bar,
+    Box,
+    bars,
+    over_time,
+    ranks_on_machine,
+    timeline,
+)
+from shardwright.frontend.report.plan_details import (
+    Details,
+    Layer,
+    counted,
+    in_runs,
+    layer_name,
+    lines_of,
+    numbered_source,
+    over_tiers,
+    starred,
+)
 from shardwright.frontend.report.plan_tables import (
     alike_rows,
     axes_of,
@@ -25,6 +43,7 @@ from shardwright.frontend.report.plan_tables import (
     stages_in_words,
 )
 from shardwright.runtime.layout import Layout
+from shardwright.runtime.ranks.groups import UNITS
 
 ROWS_SHOWN = 64
 """Bars beyond that many are left out. Ranks that are alike share one."""
@@ -32,19 +51,37 @@ ROWS_SHOWN = 64
 LABEL_LENGTH = 17
 """Letters of a bar's label that there is room for."""
 
+LAYER_LETTERS, LAYER_LABEL = 34, 260
+"""Letters of the label of a layer, and the width that they need."""
+
 MODULES_NAMED = 8
 """The most recomputed modules that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Group:
+    """A table that a reader unfolds. ``line``: where it stands in the generated file."""
+
+    name: str
+    text: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    line: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page: a sentence, a picture, a table, in this order."""
+    """A part of the page: a sentence, a picture, a table, tables to unfold, a file, in this order.
+    ``picture`` and ``source`` are HTML.
+    """
 
     title: str
     text: str = ""
     picture: str = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    groups: Sequence[Group] = ()
+    source: str = ""
 
 
 def page(
@@ -56,12 +93,13 @@ def page(
     num_units: int = 1,
     memory_bytes: float | None = None,
     stored: Mapping[str, Layout] | None = None,
+    details: Details | None = None,
     facts: Iterable[tuple[str, str]] = (),
     sections: Iterable[Section] = (),
 ) -> str:
-    """The page. ``facts`` and ``sections`` come beside those that every plan has, ``sections``
-    before them. ``stored``: the layouts of tensors by name, with those that lowering has chosen
-    (default: those of the plan).
+    """The page. ``details``: what is known of the program besides its cost. ``facts`` and
+    ``sections`` come beside those that every plan has, ``sections`` before them. ``stored``: the
+    layouts of tensors by name, with those that lowering has chosen (default: those of the plan).
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     text = (
@@ -81,10 +119,12 @@ def page(
         title=f"{model}: {plan.policy} on {mesh_in_words(plan)}",
         subtitle=f"{hardware.name}{units}. Times and bytes are predicted; "
         "docs/cost-model.md says how well.",
-        facts=[*known, *facts],
+        facts=[*known, *([] if details is None else details.facts), *facts],
         sections=[
             *sections,
-            *_sections(plan, cost, hardware, limit, plan.stored if stored is None else stored),
+            *_sections(
+                plan, cost, hardware, limit, plan.stored if stored is None else stored, details
+            ),
         ],
     )
 
@@ -99,7 +139,12 @@ def _about_stages(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _sections(
-    plan: Plan, cost: PlanCost, hardware: Hardware, limit: float, stored: Mapping[str, Layout]
+    plan: Plan,
+    cost: PlanCost,
+    hardware: Hardware,
+    limit: float,
+    stored: Mapping[str, Layout],
+    details: Details | None,
 ) -> list[Section]:
     rows: dict[str, list[Box]] = {}
     for activity in cost.timeline:
@@ -118,12 +163,14 @@ def _sections(
     moments = sorted({(m.moment or "the start") for m in cost.memory})
     return [
         Section(title="A step in time", text=_about_timeline(plan), picture=timeline(rows)),
+        *([] if details is None else _of_layers(details)),
         Section(
             title="Memory at its peak",
             text="Reached at: "
             f"{', '.join(moments[:4])}{' and others' if len(moments) > 4 else ''}.{more_memory}",
             picture=bars(memory, "B", limit=limit),
         ),
+        *([] if details is None or not details.moments else [_of_moments(details, limit)]),
         Section(
             title="Where the time goes",
             text=f"{_about_hidden(cost)}{more_spent}".strip(),
@@ -132,8 +179,13 @@ def _sections(
         Section(
             title="Communication",
             text=_about_communication(cost),
-            columns=("axis and collective, or message", "time in a step", "bytes in a step"),
-            rows=_communication(cost),
+            columns=(
+                "axis and collective, or message",
+                "time in a step",
+                "bytes in a step",
+                "over",
+            ),
+            rows=_communication(plan, cost, hardware),
         ),
         Section(
             title="Ranks on the machine",
@@ -143,8 +195,7 @@ def _sections(
         Section(
             title="What every operator does",
             text=_about_operators(plan),
-            columns=("operator", *axes_of(plan)),
-            rows=_operators(plan),
+            groups=_operators(plan, details),
         ),
         Section(
             title="How tensors are held",
@@ -155,7 +206,76 @@ def _sections(
                 for row in alike_rows((name, str(layout)) for name, layout in stored.items())
             ],
         ),
+        *([] if details is None else [_of_file(details)]),
     ]
+
+
+def _of_layers(details: Details) -> list[Section]:
+    """The stages with their layers, and what each layer costs."""
+    rows = [
+        (
+            f"stage {row.index}",
+            spans(row.ranks),
+            in_runs(row.layers),
+            counted(row.num_parameters),
+            amount(row.forward_s, "s"),
+            amount(row.backward_s, "s"),
+        )
+        for row in details.stages
+    ]
+    columns = ("", "ranks", "layers", "parameters", "forward", "backward")
+    stages = Section(
+        title="Stages", text="Seconds are those of one microbatch.", columns=columns, rows=rows
+    )
+    layers = Section(
+        title="What each layer costs",
+        text="Of one microbatch, forward and backward, on a rank that runs it. Alike layers share "
+        "a row.",
+        picture=bars(_layer_bars(details.layers), "s", left=LAYER_LABEL),
+    )
+    return [stages, layers] if rows else [layers]
+
+
+def _layer_bars(layers: Iterable[Layer]) -> list[Bar]:
+    """A bar for all layers that cost the same, to three digits."""
+    alike: dict[tuple[str, ...], list[Layer]] = {}
+    for layer in layers:
+        costs = amount(layer.computing_s, "s"), amount(layer.communicating_s, "s")
+        alike.setdefault((starred(layer.name), *costs), []).append(layer)
+    found = []
+    for same in alike.values():
+        name = in_runs(layer.name for layer in same)
+        label = name if len(name) <= LAYER_LETTERS else f"…{name[1 - LAYER_LETTERS :]}"
+        seconds = {
+            "computing": same[0].computing_s,
+            "communicating": same[0].communicating_s,
+        }
+        found.append(Bar(label, {name: value for name, value in seconds.items() if value > 0}))
+    return found[:ROWS_SHOWN]
+
+
+def _of_moments(details: Details, limit: float) -> Section:
+    return Section(
+        title="Memory over time",
+        text="What rank 0 holds while one operator after the other runs: forward, backward, then "
+        "the optimizer. Of several microbatches there are two.",
+        picture=over_time(
+            [
+                (moment.name, {k: float(v) for k, v in moment.by_category.items()})
+                for moment in details.moments
+            ],
+            "B",
+            limit=limit,
+        ),
+    )
+
+
+def _of_file(details: Details) -> Section:
+    return Section(
+        title="The file of rank 0",
+        text="Operators above link into it.",
+        source=numbered_source(details.source),
+    )
 
 
 def _about_timeline(plan: Plan) -> str:
@@ -223,20 +343,34 @@ def _about_operators(plan: Plan) -> str:
     return text
 
 
-def _communication(cost: PlanCost) -> list[tuple[str, str, str]]:
+def _communication(
+    plan: Plan, cost: PlanCost, hardware: Hardware
+) -> list[tuple[str, str, str, str]]:
     most: dict[str, tuple[float, float]] = {}
     for rank in cost.ranks:
         for name, seconds in rank.comm_s.items():
             most[name] = max(most.get(name, (0.0, 0.0)), (seconds, rank.comm_bytes.get(name, 0.0)))
-    most |= {
-        f"messages, {name}": (seconds, cost.message_bytes.get(name, 0.0))
-        for name, seconds in cost.messages.items()
-    }
+    tiers = over_tiers(hardware, most, _groups_of_axes(plan, hardware))
+    for name, seconds in cost.messages.items():
+        most[f"messages, {name}"] = seconds, cost.message_bytes.get(name, 0.0)
     ordered = sorted(most.items(), key=lambda item: -item[1][0])
     return [
-        (name, amount(seconds, "s"), amount(num_bytes, "B"))
+        (name, amount(seconds, "s"), amount(num_bytes, "B"), tiers.get(name, ""))
         for name, (seconds, num_bytes) in ordered
     ]
+
+
+def _groups_of_axes(plan: Plan, hardware: Hardware) -> dict[str, Sequence[int]]:
+    """The devices of the first group along each axis, and along the units."""
+    found: dict[str, Sequence[int]] = {}
+    for axis, _ in plan.mesh.axes:
+        found[axis] = [
+            rank
+            for rank in range(plan.mesh.size)
+            if not any(at for other, at in plan.mesh.coords(rank).items() if other != axis)
+        ]
+    found[UNITS] = range(0, hardware.num_devices, max(1, plan.mesh.size))
+    return found
 
 
 def _about_communication(cost: PlanCost) -> str:
@@ -305,14 +439,27 @@ def _places(plan: Plan) -> list[str]:
     return places
 
 
-def _operators(plan: Plan) -> list[tuple[str, ...]]:
+def _operators(plan: Plan, details: Details | None) -> list[Group]:
+    """A table for each kind of layer; one for all where modules are not known."""
     axes = axes_of(plan)
-    rows = (
-        (op, *(in_words(plan, op, axis) for axis in axes))
-        for op, chosen in plan.strategies.items()
-        if chosen
-    )
-    return [tuple(row) for row in alike_rows(rows)]
+    modules = {} if details is None else details.modules
+    lines = {} if details is None else lines_of(details.source)
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    for op, chosen in plan.strategies.items():
+        if chosen:
+            module = starred(layer_name(modules.get(op, "")))
+            row = (op, *(in_words(plan, op, axis) for axis in axes))
+            rows.setdefault(module, []).append(row)
+    return [
+        Group(
+            name=module or ("top-level forward" if modules else "all operators"),
+            text=f"{len(own)} operators" if len(own) > 1 else "1 operator",
+            columns=("operator", *axes),
+            rows=[tuple(row) for row in alike_rows(own)],
+            line=next((lines[name] for name in (module, own[0][0]) if name in lines), None),
+        )
+        for module, own in rows.items()
+    ]
 
 
 def _node_sizes(hardware: Hardware) -> Sequence[int]:

@@ -5,17 +5,58 @@ ranks lie on the machine.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from shardwright.compiler.plan.amounts import amount
 
-PALETTE = ("#7aa6e8", "#6fbf8b", "#f2b56b", "#c79ad8", "#e58f8f", "#8fd0b4", "#b0b7c3", "#d9c25f")
-"""Fills of categories in the order they are named. Text on them is black."""
+COLOURS = {
+    "forward": "#7aa6e8",
+    "backward": "#6fbf8b",
+    "gradients of inputs": "#8fd0b4",
+    "gradients of weights": "#3f9e78",
+    "computing": "#93a8d6",
+    "communicating": "#f2b56b",
+    "waiting": "#b0b7c3",
+    "parameter": "#c79ad8",
+    "optimizer": "#9b6fb8",
+    "optimizer step": "#9b6fb8",
+    "gradient": "#e58f8f",
+    "activation": "#d9c25f",
+    "temporary": "#ece0a0",
+    "communication": "#f2b56b",
+    "buffer": "#8d99ad",
+    "input": "#86c5cf",
+}
+"""The fill of each thing that pages show: one colour has one meaning. Text on them is dark."""
+
+EXCHANGES = {
+    "all_reduce": "#f2b56b",
+    "all_gather": "#f7cf9b",
+    "reduce_scatter": "#e39a4f",
+    "all_to_all": "#d9824a",
+    "gradients": "#c96f4a",
+}
+"""The fills of exchanges, by what they do along whatever axis."""
+
+STAGES = ("#c9d6ea", "#e3d3ea", "#d3e8da", "#f3e3c8", "#efd2d2", "#d0e6ea", "#dedede", "#ece7c4")
+"""The fills of stages, one after the other."""
+
+_OTHERS = ("#b58db6", "#7fb7be", "#a3b18a", "#d4a5a5")
+
+
+def colour_of(name: str) -> str:
+    """The fill of what has this name, the same in every picture."""
+    known = COLOURS.get(name) or EXCHANGES.get(name.rpartition(" ")[2])
+    return known or _OTHERS[zlib.crc32(name.encode()) % len(_OTHERS)]
+
 
 _FONT = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="12"'
 _ROW, _BAR, _LEFT = 26, 18, 120
+_DARK = 'fill="#1d2330"'  # of text on a coloured box
+_FAINT = 'fill="#7a8396"'  # of text beside pictures
 _BOX_WIDTH, _BOX_HEIGHT, _BOXES_PER_ROW = 112, 34, 8
 
 
@@ -31,22 +72,30 @@ class Bar:
         return sum(self.parts.values())
 
 
-def bars(rows: Sequence[Bar], unit: str, *, limit: float | None = None, width: int = 960) -> str:
+def bars(
+    rows: Sequence[Bar],
+    unit: str,
+    *,
+    limit: float | None = None,
+    width: int = 960,
+    left: int = _LEFT,
+) -> str:
     """Stacked bars, a row each, with the total at the end and a line at ``limit`` where there is
-    one. A limit so far off that nobody could tell the parts of the bars is named only.
+    one. ``left``: where the bars begin, behind their labels. A limit so far off that nobody could
+    tell the parts of the bars is named only.
     """
     longest = max([*(row.total for row in rows), 1e-300])
     is_far = limit is not None and limit > 4 * longest
-    scale = (width - _LEFT - 110) / max(longest, 0.0 if limit is None or is_far else limit)
+    scale = (width - left - 110) / max(longest, 0.0 if limit is None or is_far else limit)
     names = list(dict.fromkeys(name for row in rows for name in row.parts))
-    colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
+    colours = {name: colour_of(name) for name in names}
     legend, first = _legend(colours, width)
     height = first + _ROW * len(rows) + 16
     parts = [legend]
     for index, row in enumerate(rows):
-        top, x = first + _ROW * index, float(_LEFT)
+        top, x = first + _ROW * index, float(left)
         parts.append(
-            f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(row.label)}</text>'
+            f'<text x="{left - 8}" y="{top + 13}" text-anchor="end">{escape(row.label)}</text>'
         )
         for name, value in row.parts.items():
             told = f"<title>{escape(name)}: {amount(value, unit)}</title>"
@@ -56,24 +105,80 @@ def bars(rows: Sequence[Bar], unit: str, *, limit: float | None = None, width: i
             )
             x += value * scale
         over = limit is not None and row.total > limit
-        style = ' fill="#b00020" font-weight="bold"' if over else ""
+        style = ' fill="#d0364f" font-weight="bold"' if over else ""
         parts.append(
             f'<text x="{x + 6:.2f}" y="{top + 13}"{style}>{amount(row.total, unit)}</text>'
         )
     if limit is not None and is_far:
         parts.append(
-            f'<text x="{_LEFT}" y="{height - 2}" fill="#666666">far below the limit, '
+            f'<text x="{left}" y="{height - 2}" {_FAINT}>far below the limit, '
             f"{amount(limit, unit)}</text>"
         )
     elif limit is not None:
-        x = _LEFT + limit * scale
+        x = left + limit * scale
         line = f'x1="{x:.2f}" x2="{x:.2f}" y1="{first - 6}" y2="{first + _ROW * len(rows)}"'
-        parts.append(f'<line {line} stroke="#b00020" stroke-dasharray="4 3"/>')
+        parts.append(f'<line {line} stroke="#d0364f" stroke-dasharray="4 3"/>')
         told = f"limit {amount(limit, unit)}"
         parts.append(
-            f'<text x="{x:.2f}" y="{height - 2}" text-anchor="middle" fill="#b00020">{told}</text>'
+            f'<text x="{x:.2f}" y="{height - 2}" text-anchor="middle" fill="#d0364f">{told}</text>'
         )
     return _svg(width, height, parts)
+
+
+def over_time(
+    moments: Sequence[tuple[str, Mapping[str, float]]],
+    unit: str,
+    *,
+    limit: float | None = None,
+    width: int = 960,
+    height: int = 200,
+) -> str:
+    """What is held from moment to moment, stacked by category, with a line at ``limit``. A moment
+    is a column with its name; of neighbours that share one, the fullest is shown.
+    """
+    shown = _fullest(moments, (width - _LEFT - 16) // 2)
+    names = list(dict.fromkeys(name for _, held in shown for name in held))
+    legend, first = _legend({name: colour_of(name) for name in names}, width)
+    most = max([*(sum(held.values()) for _, held in shown), 1e-300])
+    is_far = limit is not None and limit > 4 * most
+    scale = height / (most if limit is None or is_far else max(most, limit))
+    step, bottom = (width - _LEFT - 16) / max(1, len(shown)), first + height
+    parts = [legend]
+    for index, (told, held) in enumerate(shown):
+        y = float(bottom)
+        columns = []
+        for name in names:
+            size = held.get(name, 0.0) * scale
+            y -= size
+            columns.append(
+                f'<rect x="{_LEFT + index * step:.2f}" y="{y:.2f}" width="{step + 0.3:.2f}" '
+                f'height="{size:.2f}" fill="{colour_of(name)}"/>'
+            )
+        title = f"{escape(told)}: {amount(sum(held.values()), unit)}"
+        parts.append(f"<g><title>{title}</title>{''.join(columns)}</g>")
+    marks = [(most, amount(most, unit), "currentColor")]
+    if limit is not None and not is_far:
+        marks.append((limit, f"limit {amount(limit, unit)}", "#d0364f"))
+    for value, text, colour in marks:
+        y = bottom - value * scale
+        line = f'x1="{_LEFT}" x2="{width - 16}" y1="{y:.2f}" y2="{y:.2f}"'
+        parts.append(f'<line {line} stroke="{colour}" stroke-dasharray="4 3"/>')
+        parts.append(
+            f'<text x="{_LEFT - 8}" y="{y + 4:.2f}" text-anchor="end" fill="{colour}">{text}</text>'
+        )
+    if limit is not None and is_far:
+        text = f"far below the limit, {amount(limit, unit)}"
+        parts.append(f'<text x="{_LEFT}" y="{bottom + 16}" {_FAINT}>{text}</text>')
+    return _svg(width, bottom + 22, parts)
+
+
+def _fullest(
+    moments: Sequence[tuple[str, Mapping[str, float]]], most: int
+) -> list[tuple[str, Mapping[str, float]]]:
+    """At most so many moments, each the fullest of some neighbours."""
+    size = -(-len(moments) // most) if moments else 1
+    groups = [moments[start : start + size] for start in range(0, len(moments), size)]
+    return [max(group, key=lambda moment: sum(moment[1].values())) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +190,13 @@ class Box:
     end: float
 
 
-ACTION_FILLS = {"F": "#7aa6e8", "B": "#6fbf8b", "I": "#8fd0b4", "W": "#f2b56b"}
-"""Actions of a schedule by their letter: forward, backward, gradients of inputs, gradients of
-weights.
-"""
+ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+"""Actions of a schedule by their letter."""
 
 _ACTION = re.compile(r"(?P<stage>\d+)(?P<kind>[FBIW])(?P<microbatch>\d+)")
 
@@ -107,14 +215,7 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
     kinds = list(
         dict.fromkeys(match["kind"] for box in boxes if (match := _ACTION.fullmatch(box.name)))
     )
-    words = {
-        "F": "forward",
-        "B": "backward",
-        "I": "gradients of inputs",
-        "W": "gradients of weights",
-    }
-    colours = {words[kind]: ACTION_FILLS[kind] for kind in kinds}
-    colours |= {name: PALETTE[(index + 3) % len(PALETTE)] for index, name in enumerate(others)}
+    colours = {name: colour_of(name) for name in [*(ACTIONS[kind] for kind in kinds), *others]}
     legend, first = _legend(colours, width)
     parts = [legend]
     for index, (label, row) in enumerate(rows.items()):
@@ -124,7 +225,7 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
         )
         parts.append(
             f'<rect x="{_LEFT}" y="{top}" width="{end * scale:.2f}" height="{_BAR}" '
-            'fill="#eeeeee"/>'
+            'fill="currentColor" fill-opacity="0.08"/>'
         )
         stages = sorted(
             {int(match["stage"]) for box in row if (match := _ACTION.fullmatch(box.name))}
@@ -136,7 +237,7 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
         x = _LEFT + share * end * scale
         parts.append(
             f'<text x="{x:.0f}" y="{height - 4}" text-anchor="{anchor}" '
-            f'fill="#666666">{amount(share * end, "s")}</text>'
+            f"{_FAINT}>{amount(share * end, 's')}</text>"
         )
     return _svg(width, height, parts)
 
@@ -153,7 +254,7 @@ def _box(
     )
     shown = (
         f'<text x="{x + size / 2:.2f}" y="{top + 13}" text-anchor="middle" '
-        f'font-size="10">{text}</text>'
+        f'font-size="10" {_DARK}>{text}</text>'
     )
     told = f"<title>{escape(box.name)}: {amount(box.start, 's')} to {amount(box.end, 's')}</title>"
     rect = (
@@ -172,7 +273,7 @@ def _unnumbered(name: str) -> str:
 
 def _paler(match: re.Match[str], stages: Sequence[int]) -> str:
     """The fill of an action, with up to 60 % of white for the last stage."""
-    colour = ACTION_FILLS[match["kind"]]
+    colour = COLOURS[ACTIONS[match["kind"]]]
     share = 0.6 * stages.index(int(match["stage"])) / max(1, len(stages) - 1)
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
@@ -209,7 +310,7 @@ def ranks_on_machine(
             stage = stage_of.get(rank, "")
             parts.append(
                 _rank_box(
-                    rank, places[rank], stage, x, y, PALETTE[stages.index(stage) % len(PALETTE)]
+                    rank, places[rank], stage, x, y, STAGES[stages.index(stage) % len(STAGES)]
                 )
             )
         top, first = top + rows * _BOX_HEIGHT + 14, first + size
@@ -227,8 +328,8 @@ def _rank_box(rank: int, where: str, stage: str, x: int, y: int, fill: str) -> s
     return (
         f'<g>{told}<rect x="{x}" y="{y}" width="{_BOX_WIDTH - 4}" height="{_BOX_HEIGHT - 4}" '
         f'fill="{fill}" rx="3"/>'
-        f'<text x="{x + 6}" y="{y + 13}">rank {rank}</text>'
-        f'<text x="{x + 6}" y="{y + 25}" font-size="10">{escape(where)}</text></g>'
+        f'<text x="{x + 6}" y="{y + 13}" {_DARK}>rank {rank}</text>'
+        f'<text x="{x + 6}" y="{y + 25}" font-size="10" {_DARK}>{escape(where)}</text></g>'
     )
 
 
@@ -250,6 +351,6 @@ def _legend(colours: Mapping[str, str], width: int) -> tuple[str, int]:
 def _svg(width: int, height: int, parts: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
-        f'{width} {height}" {_FONT}>'
+        f'{width} {height}" {_FONT} fill="currentColor">'
     )
     return "\n".join((head, *parts, "</svg>")) + "\n"

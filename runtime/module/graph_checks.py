@@ -13,10 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwright.runtime.graph_objects import LIBRARY, numbered, object_of
-
-# ``mark`` is there to be written to: torch would drop an operator that neither returns nor writes.
-LIBRARY.define("begin_call(Tensor(a!) mark, Tensor[] arguments, int module, bool trains) -> ()")
+from shardwright.runtime.graph_objects import define_operator, numbered, object_of
 
 
 class CheckedCalls(Protocol):
@@ -53,5 +50,9 @@ def _begin_nothing(mark: Tensor, arguments: list[Tensor], module: int, trains: b
     """What the compiler runs, on tensors without values."""
 
 
-LIBRARY.impl("begin_call", _begin_call, "CompositeExplicitAutograd")
-LIBRARY.impl("begin_call", _begin_nothing, "Meta")
+# ``mark`` is there to be written to: torch would drop an operator that neither returns nor writes.
+define_operator(
+    "begin_call(Tensor(a!) mark, Tensor[] arguments, int module, bool trains) -> ()",
+    _begin_call,
+    _begin_nothing,
+)

@@ -36,6 +36,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from shardwright.runtime.arguments import check_call, checked_late
 from shardwright.runtime.autocast import as_compiled
@@ -255,7 +256,7 @@ class ParallelModule(DeclaredModule):
     # it compiles what lies between two gathers. (``torch.compiler.disable`` would import
     # torch._dynamo for everybody.)
 
-    @partial(torch._disable_dynamo, recursive=False)
+    @partial(_disable_dynamo, recursive=False)
     def _call_gathering(self, *args: Any, **kwargs: Any) -> Any:
         with self._gathering.forward((self.training, torch.is_grad_enabled())):
             return super().__call__(*args, **kwargs)
@@ -333,7 +334,7 @@ class ParallelModule(DeclaredModule):
         """
         return (self._stored_over_units if ZERO in names else self.ranks).axis(*names)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def gathered(
         self,
         weight: Tensor,
@@ -348,7 +349,7 @@ class ParallelModule(DeclaredModule):
         """
         return self._gathering.gathered(weight, axis, dim, cut, backward, then)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def gathered_together(
         self,
         weights: Sequence[Tensor],

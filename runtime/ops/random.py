@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwright.runtime.atoms import AXIS, Atom
 from shardwright.runtime.errors import LoadError
-from shardwright.runtime.graph_objects import LIBRARY, numbered, object_of
+from shardwright.runtime.graph_objects import define_operator, numbered, object_of
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.pieces import local_piece
 
@@ -307,15 +307,6 @@ class PieceDraw(_Drawn):
         return torch.ops.shardwright.kept(*draw, probability, dtype, device)  # type: ignore[no-any-return]
 
 
-# A mask of dropout in the graphs of torch.compile. The tag keeps torch from drawing it again in
-# backward, when the moment may be another.
-LIBRARY.define(
-    "kept(int rng, str draw, SymInt[] shape, str[] axes, float probability, ScalarType dtype, "
-    "Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-
-
 def _kept(
     rng: int,
     draw: str,
@@ -341,5 +332,12 @@ def _kept_without_values(
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-LIBRARY.impl("kept", _kept, "CompositeExplicitAutograd")
-LIBRARY.impl("kept", _kept_without_values, "Meta")
+# A mask of dropout in the graphs of torch.compile. The tag keeps torch from drawing it again in
+# backward, when the moment may be another.
+define_operator(
+    "kept(int rng, str draw, SymInt[] shape, str[] axes, float probability, ScalarType dtype, "
+    "Device device) -> Tensor",
+    _kept,
+    _kept_without_values,
+    tags=[torch.Tag.nondeterministic_seeded],
+)

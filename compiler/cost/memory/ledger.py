@@ -43,6 +43,8 @@ class Ledger:
         self.totals: dict[str, int] = {}
         self.now = 0
         self.peak = Moment()
+        self.history: list[Moment] | None = None
+        """Every moment in order, where somebody asks for them by setting this to a list."""
 
     def new(self, num_bytes: int, category: str) -> int:
         """A storage that nobody holds yet; it counts from its first holder on."""
@@ -85,11 +87,15 @@ class Ledger:
         """Note that ``name`` runs, and needs ``num_bytes`` beyond what is held. The peak may be
         here.
         """
-        if self.now + num_bytes > self.peak.num_bytes:
+        is_peak = self.now + num_bytes > self.peak.num_bytes
+        if is_peak or self.history is not None:
             totals = {key: value for key, value in self.totals.items() if value}
             if num_bytes:
                 totals["temporary"] = totals.get("temporary", 0) + num_bytes
-            self.peak = Moment(self.now + num_bytes, totals, name)
+            moment = Moment(self.now + num_bytes, totals, name)
+            self.peak = moment if is_peak else self.peak
+            if self.history is not None:
+                self.history.append(moment)
 
     def restart(self) -> None:
         """Look for the peak from now on."""

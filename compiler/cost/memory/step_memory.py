@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from shardwright.compiler.cost.memory.body_memory import BodyMemory
 from shardwright.compiler.cost.memory.books import Books, input_forms
+from shardwright.compiler.cost.memory.ledger import Moment
 from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.plan.program import Program
@@ -33,8 +34,40 @@ def program_memory(
 
     The samples of all microbatches are there from the start. ``trains`` is false for inference.
     """
+    books, inexact = _step(
+        program, config, optimizer, trains=trains, num_microbatches=num_microbatches
+    )
+    return RankMemory.of(0, books.ledger.peak, inexact)
+
+
+def memory_over_time(
+    program: Program,
+    config: ComputeConfig,
+    optimizer: OptimizerMemory = ADAM,
+    *,
+    num_microbatches: int = 1,
+) -> list[Moment]:
+    """What rank 0 of a program without stages holds while each operator runs, in the order of a
+    step. Of several microbatches there are two.
+    """
+    history: list[Moment] = []
+    _step(program, config, optimizer, num_microbatches=num_microbatches, history=history)
+    return history
+
+
+def _step(
+    program: Program,
+    config: ComputeConfig,
+    optimizer: OptimizerMemory,
+    *,
+    trains: bool = True,
+    num_microbatches: int,
+    history: list[Moment] | None = None,
+) -> tuple[Books, tuple[str, ...]]:
+    """The books after one step, and the operators whose memory is assumed."""
     trains = trains and not config.inference_only
     books = Books(program.plan.storage_mesh, config, optimizer, trains)
+    books.ledger.history = history
     inputs = input_forms(program, books.footprints)
     sources = books.place(program.declarations, inputs, [program])
     # Samples of the other microbatches lie beside those of the first.
@@ -68,4 +101,4 @@ def program_memory(
     if trains:
         books.gradients.step()
     body.finish()
-    return RankMemory.of(0, books.ledger.peak, body.inexact)
+    return books, tuple(body.inexact)

@@ -21,6 +21,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.frontend.cli import given_plans
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.report.page import Section, _parts_of_step, page
+from shardwright.frontend.report.plan_details import Details, in_runs
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -44,11 +45,13 @@ class Reader(HTMLParser):
         self.open: list[str] = []
         self.texts: list[str] = []
         self.loaded: list[str] = []
+        self.ids: set[str] = set()
         self.feed(text)
         assert not self.open, f"left open: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.ids |= {value or "" for name, value in attrs if name == "id"}
         if tag != "meta":
             self.open.append(tag)
 
@@ -70,18 +73,30 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
     hardware = load_hardware("a100-80gb", 8)
     cost = audit(compiled.program, config, hardware)
     extra = Section(title="<b>Extra</b>", columns=("a",), rows=[("1 < 2",)])
+    details = Details.of(replace(compiled, config=config), cost, hardware)
     text = page(
         "GPT-2",
         compiled.plan,
         cost,
         hardware,
         num_units=2,
+        details=details,
         sections=[extra],
         facts=[("gap", "0 %")],
     )
     read = Reader(text)
-    assert read.loaded == []
+    # Links lead to lines of the generated file, which is a part of the page.
+    assert read.loaded and {link.removeprefix("#") for link in read.loaded} <= read.ids
+    assert {"MFU", "tokens/s", "ZeRO", "parameters", "transformer.h.*"} <= set(read.texts)
+    assert ("Stages" in read.texts) == (policy == "hybrid")
+    if policy == "tp":
+        assert max(moment.num_bytes for moment in details.moments) == cost.peak_bytes
+        spent = sum(a.end_s - a.start_s for a in cost.timeline if a.name in ("forward", "backward"))
+        layers = sum(each.computing_s + each.communicating_s for each in details.layers)
+        assert layers == pytest.approx(spent, rel=1e-9)
     for heading in (
+        "What each layer costs",
+        "The file of rank 0",
         "A step in time",
         "Memory at its peak",
         "Where the time goes",
@@ -220,3 +235,8 @@ def test_the_command(
     monkeypatch.setattr(given_plans, "load_hardware", load_hardware)
     assert main([*request[:-1], "h1000"]) == 1
     assert "h100" in capsys.readouterr().err
+
+
+def test_layers_in_runs() -> None:
+    names = ["wte", "h.0", "h.1", "h.2", "h.5", "ln_f", ""]
+    assert in_runs(names) == "wte, h.0-2, 5, ln_f, top-level forward"

@@ -10,7 +10,15 @@ import pytest
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.schedule.published import generate
 from shardwright.compiler.schedule.simulate import simulate
-from shardwright.frontend.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
+from shardwright.frontend.report.pictures import (
+    Bar,
+    Box,
+    bars,
+    colour_of,
+    over_time,
+    ranks_on_machine,
+    timeline,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -142,3 +150,17 @@ def test_frames_are_of_the_size_of_each_node() -> None:
     in_frames = [float(frame.attrib["y"]) for frame in frames]
     nodes = [sum(tops[f"rank {rank}"] > top for top in in_frames) for rank in range(6)]
     assert nodes == [1, 1, 1, 2, 3, 3]
+
+
+def test_memory_over_time_keeps_its_peaks_in_few_columns() -> None:
+    moments = [(f"operator {i}", {"parameter": 10.0, "activation": float(i)}) for i in range(5000)]
+    picture = ElementTree.fromstring(over_time(moments, "B", limit=6000.0))
+    titles = [element.text or "" for element in picture.iter(f"{SVG}title")]
+    assert len(titles) < 500 and "operator 4999: 5.01 kB" in titles
+    assert {"5.01 kB", "limit 6 kB", "parameter"} <= {e.text for e in picture.iter(f"{SVG}text")}
+
+
+def test_a_colour_has_one_meaning() -> None:
+    assert colour_of("tp all_reduce") == colour_of("dp all_reduce") != colour_of("tp all_gather")
+    assert colour_of("parameter") in over_time([("a", {"gradient": 1.0, "parameter": 1.0})], "B")
+    assert colour_of("parameter") in bars([Bar("rank 0", {"parameter": 1.0})], "B")

@@ -20,6 +20,12 @@ from torch import Tensor, nn
 
 from shardwright.runtime.errors import UsageError, format_error
 
+_CHANGE_BEFORE = (
+    "change the original module before parallelize; where another library does this to split, "
+    "prune or wrap the module, leave that out: build_optimizer sums gradients, "
+    "ComputeConfig(use_zero=3) shards parameters"
+)
+
 
 class Scope(nn.Module):
     """One level of names: an ``nn.Module`` with indexing, that holds the tensors it was made with
@@ -150,6 +156,8 @@ class Scope(nn.Module):
         if name in self._buffers and isinstance(value, Tensor):
             self._buffers[name] = value
             return
+        if value is None and name in self._modules:
+            self._refuse_loss(f"submodule {name!r}")
         if isinstance(value, nn.Module):
             self._refuse_change(f"submodule {name!r}")
         elif name == "__class__":
@@ -158,6 +166,24 @@ class Scope(nn.Module):
         elif self._path and not name.startswith("_"):
             self._warn_of_setting(name)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refused for what the program reads, or a checkpoint holds."""
+        for kind, names in (
+            ("parameter", self._parameters),
+            ("buffer", self._buffers),
+            ("submodule", self._modules),
+        ):
+            if name in names:
+                self._refuse_loss(f"{kind} {name!r}")
+        super().__delattr__(name)
+
+    def _refuse_loss(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{self._title()} cannot lose its {what}",
+            why="its program reads it all the same; the optimizer and checkpoints would miss it",
+            hint=_CHANGE_BEFORE,
+        )
 
     def _warn_of_setting(self, name: str) -> None:
         if name == "forward":
@@ -178,10 +204,7 @@ class Scope(nn.Module):
             f"{self._title()} cannot be given a {what}",
             why="a parallel module has the parameters and buffers that its program was made for, "
             "each rank its pieces",
-            hint="change the original module before parallelize; where another library does this "
-            "to split, prune or wrap "
-            "the module, leave that out: build_optimizer sums gradients, "
-            "ComputeConfig(use_zero=3) shards parameters",
+            hint=_CHANGE_BEFORE,
         )
 
     def _load_from_state_dict(self, *args: Any) -> None:

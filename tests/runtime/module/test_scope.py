@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,7 +48,6 @@ def parametrized(root: Scope) -> None:
 CHANGES = {
     "submodule 'layers'": replace_child,
     "parameter 'weight'": replace_parameter,
-    "class ParametrizedScope": parametrized,
     "parameter 'weight_orig'": lambda root: torch.nn.utils.prune.l1_unstructured(
         root.layers[1].up, "weight", 1
     ),
@@ -70,6 +70,24 @@ def test_no_other_tensors_are_taken_in(what: str) -> None:
         "for, each rank its pieces"
     )
     assert hint.startswith("  try:   change the original module before parallelize; ")
+
+
+@pytest.mark.parametrize(
+    ("take", "what"),
+    [
+        (lambda root: delattr(root.layers[1].up, "weight"), "parameter 'weight'"),
+        (lambda root: delattr(root.layers, "0"), "submodule '0'"),
+        (lambda root: setattr(root, "layers", None), "submodule 'layers'"),
+        (parametrized, "parameter 'weight'"),
+    ],
+)
+def test_nothing_is_taken_out(take: Callable[[Scope], None], what: str) -> None:
+    """Neither by hand nor on the way to a refusal, which leaves the module as it was."""
+    root = tree()
+    before = list(root.state_dict())
+    with pytest.raises(UsageError, match=f"cannot lose its {what}\n"):
+        take(root)
+    assert list(root.state_dict()) == before
 
 
 def test_what_is_put_back_is_no_change() -> None:

@@ -64,9 +64,6 @@ def trained(module):
 WRAPPERS = {
     "DistributedDataParallel": DistributedDataParallel,
     "DataParallel": nn.DataParallel,
-    "FullyShardedDataParallel": lambda module: FullyShardedDataParallel(
-        trained(module), device_id=torch.device("cpu")
-    ),
     "DeepSpeedEngine": DeepSpeedEngine,
 }
 
@@ -87,16 +84,32 @@ def test_wrappers_that_train_on_many_ranks_in_their_own_way(tmp_path, group, nam
     assert "shardwright.build_optimizer(model, torch.optim.AdamW, ...)" in hint
 
 
+SHARDS = {
+    "fully_shard": (
+        lambda module: fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,))),
+        "be given a",
+    ),
+    "FullyShardedDataParallel": (
+        lambda module: FullyShardedDataParallel(trained(module), device_id=torch.device("cpu")),
+        "lose its",
+    ),
+}
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_fully_shard(tmp_path, group, is_inside):
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.filterwarnings("ignore")
+def test_wrappers_that_cut_parameters_again(tmp_path, group, name, is_inside):
+    """They are stopped at the first parameter, and the module has all of its own."""
     module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    shard, words = SHARDS[name]
+    before = list(module.state_dict())
     with pytest.raises(
         UsageError,
-        match="cannot be given a parameter .*\n(.*\n)*.*leave that out: build_optimizer sums",
+        match=f"cannot {words} parameter .*\n(.*\n)*.*leave that out: build_optimizer sums",
     ):
-        fully_shard(
-            Around(module) if is_inside else module, mesh=dist.init_device_mesh("cpu", (1,))
-        )
+        shard(Around(module) if is_inside else module)
+    assert list(module.state_dict()) == before
 
 
 def test_an_optimizer_that_sends_parameters_over_those_of_others(tmp_path, group):

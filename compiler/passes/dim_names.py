@@ -187,10 +187,15 @@ def is_data(value: IRValue, graph: IRGraph) -> bool:
 def _name_stacked_experts(
     graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]
 ) -> None:
-    """Name the first dim of weights that are the matrices of all experts, one behind the other."""
+    """Name the first dim of weights that are the matrices of all experts, one behind the other, as
+    the model has them or as a stack makes them.
+    """
     for value in graph.parameters:
         if value.ndim == 3 and "expert" in (value.fqn or "").lower():
             give(dims.values[value.name][0], EXPERTS)
+    for op in graph.ops:
+        if op.target == "stack" and all("expert" in (v.fqn or "").lower() for v in op.operands):
+            give(dims.values[op.results[0].name][0], EXPERTS)
 
 
 def _name_hidden(dims: ModelDims, names: dict[int, str]) -> None:

@@ -30,6 +30,7 @@ from shardwright.compiler.trace.context.fakes import (
 from shardwright.compiler.trace.context.patches import patched
 from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import location_of_error
+from shardwright.compiler.trace.dense_experts import merge_dense_experts
 from shardwright.compiler.trace.dummy_arguments import Arguments
 from shardwright.compiler.trace.expert_lanes import merge_expert_lanes
 from shardwright.compiler.trace.recorder import Recorder, Variable
@@ -157,7 +158,7 @@ class _Run:
             },
         )
         self._warn_written_inputs(before, after)
-        graph = merge_expert_lanes(graph)
+        graph = merge_dense_experts(merge_expert_lanes(graph))
         return Traced(graph, self.reads_training, self.constants, self.questions)
 
     # sources

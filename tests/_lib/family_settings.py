@@ -29,7 +29,12 @@ _HYBRID = {
 }
 _PINPOINTS = {"image_grid_pinpoints": [[64, 64]], "vision_config.image_size": 32}
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_ROPE_BY_KIND = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+
 CLASSES: Mapping[str, str] = {
+    "cohere_compass": "CohereCompassForCausalLM",
+    "flava": "FlavaModel",
     "musicgen": "MusicgenForCausalLM",
     "musicgen_melody": "MusicgenMelodyForCausalLM",
     "decision_transformer": "DecisionTransformerModel",
@@ -50,6 +55,11 @@ SETTINGS: Mapping[str, Settings] = {
         "text_config.hidden_size": 64,
         "vision_config.hidden_size": 64,
     },
+    "chmv2": _BACKBONE,
+    "cohere_compass": {
+        "text_config.rope_parameters": _ROPE_BY_KIND,
+        "rope_parameters": _ROPE_BY_KIND,
+    },
     "cvt": {"depth": [1, 2, 3]},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "decision_transformer": {"state_dim": 6, "act_dim": 3},
@@ -67,11 +77,21 @@ SETTINGS: Mapping[str, Settings] = {
     "dots1": {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
     "esm": {"vocab_size": 100, "mask_token_id": 32, "pad_token_id": 1},
-    "esmc": {"num_key_value_heads": None, "head_dim": None},
+    "esmc": {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    },
     "ernie4_5_vl_moe": {"text_config.head_dim": 16, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
     "informer": {**_SERIES, "num_time_features": 2},
     "kosmos2": {"latent_query_num": 4},
+    "kyutai_speech_to_text": {
+        "num_codebooks": 4,
+        "codec_config.upsample_groups": 32,
+        "codec_config.num_filters": 8,
+    },
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
     "kimi_linear": {"num_experts_per_token": 2, "num_experts_per_tok": 2},
     "lfm2_moe": {
@@ -101,6 +121,7 @@ SETTINGS: Mapping[str, Settings] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "radio": {"patch_dim": 192},
     "sapiens2": {
         "head_config.upsample_out_channels": [16, 16],
         "head_config.upsample_kernel_sizes": [4, 4],
@@ -112,11 +133,18 @@ SETTINGS: Mapping[str, Settings] = {
     "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 5, "no_token_index": 6},
     "switch_transformers": {"num_experts": 2, "expert_capacity": 16},
     "t5gemma2": {"encoder.mm_tokens_per_image": 4},
+    "textnet": {"stem_out_channels": 16, "image_size": [32, 32]},
     "time_series_transformer": {**_SERIES, "num_time_features": 2},
     "tipsv2_dpt": _BACKBONE,
     "vipllava": {"vision_feature_layers": [-2, -1]},
+    "vitmatte": {
+        "backbone_config.out_features": ["stage2"],
+        "backbone_config.num_channels": 4,
+        "backbone_config.patch_size": 16,
+    },
     "vitpose": {"backbone_config.out_features": ["stage2"]},
     "vitpose_backbone": {"out_features": ["stage2"]},
+    "vits": {"vocab_size": 100},
     "xmod": {"default_language": "en_XX"},
     "zamba": _HYBRID,
     "zamba2": {**_HYBRID, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1},
@@ -192,6 +220,12 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "labels": None,
     },
     "efficientloftr": _pairs,
+    "fun_asr_nano": lambda c: {
+        "input_features": torch.randn(
+            BATCH, 64, c.audio_config.num_mel_bins * c.audio_config.num_stacked_frames
+        ),
+        "input_features_mask": torch.ones(BATCH, 64, dtype=torch.long),
+    },
     "fuyu": lambda c: {"pixel_values": None},
     "granite_speech": lambda c: {
         "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
@@ -204,6 +238,9 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "image_attention_mask": torch.ones(BATCH, 16, 1, dtype=torch.long),
     },
     "informer": _past,
+    "kyutai_speech_to_text": lambda c: {
+        "input_ids": torch.randint(3, 80, (BATCH, 16, c.num_codebooks + 1))
+    },
     "kosmos2": lambda c: {
         "image_embeds_position_mask": ((torch.arange(16) > 1) & (torch.arange(16) < 6)).repeat(
             BATCH, 1
@@ -233,6 +270,7 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "shieldgemma2": lambda c: {"labels": None},
     "speech_encoder_decoder": lambda c: {"input_features": None},
     "superglue": _pairs,
+    "vitmatte": lambda c: {"pixel_values": torch.rand(BATCH, 4, 32, 32), "labels": None},
     "time_series_transformer": _past,
     "pop2piano": lambda c: {"input_features": None},
 }

@@ -13,7 +13,8 @@ models are small, as on one of the presets no channel of so small a convolution 
 model that is refused with labels or masks is tried without them. Where a refusal names inputs to
 declare as constants, the model is tried with those.
 
-``table`` counts the outcomes, prints them, and writes the page.
+``table`` counts the outcomes, prints them, and writes the page. Of folders that ``DIR`` has no row
+for, it keeps what the page says.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ SLOW_MACHINE = {
 65. But convolutions of real models do 10 to 100 times as many operations per byte as tiny ones.
 """
 _MOST_CONSTANTS = 6
+_LONGEST_REASON = 120
 MOST_CLASSES = 4
 
 
@@ -474,14 +476,41 @@ def summary(row: Mapping[str, Any]) -> str:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Count, print, and write the page."""
+    """Count, print, and write the page, which keeps the rows that were not made anew."""
     rows = rows_of(arguments.out / "families.jsonl")
+    if arguments.markdown and arguments.markdown.exists():
+        rows = rows_of_page(arguments.markdown.read_text()) | rows
     counts = Counter(map(outcome_of, rows.values()))
     tried = sum(counts.values()) - counts["not run"]
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     print(f"equal: {counts['equal'] / max(tried, 1):.1%} of {tried} folders that one device runs")
     if arguments.markdown:
         arguments.markdown.write_text(page(rows, counts, tried))
+
+
+def rows_of_page(text: str) -> dict[str, dict[str, Any]]:
+    """The rows of a page, as far as the page tells them."""
+    rows, heading = {}, ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            heading = line[3:].lower()
+        cells = [cell.strip(" *") for cell in line.strip("|").split(" | ")]
+        # The names of folders are of small letters; headings and rulers of tables are not.
+        if not line.startswith("| ") or cells[0] == "folder" or not heading:
+            continue
+        row: dict[str, Any] = {"folder": cells[0]}
+        if heading == "equal":
+            _, row["model"], tp, data, seconds, constants = cells
+            names = [f"inputs.{name}" for name in constants.split(", ") if name]
+            facts = {"outcome": "equal", "constants": names}
+            row["tp"] = {**facts, "flops_share": float(tp), "compile_s": float(seconds[:-2])}
+            row["data"] = {**facts, "flops_share": float(data)}
+        elif heading == "not run":
+            row["not_run"] = cells[1]
+        else:
+            row |= {"model": cells[1], "why": cells[2], "tp": {"outcome": heading}}
+        rows[cells[0]] = row
+    return rows
 
 
 def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -> str:
@@ -536,7 +565,7 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
             "*compile* is CPU seconds for `tp`. *constants* are inputs that had to be declared "
             "in `ComputeConfig(constants=...)`"
         ),
-        "because sizes follow from their values.",
+        "because sizes follow from their values. Rows were made at different times.",
         "",
         *_unsplit(rows),
         "## Equal",
@@ -556,7 +585,9 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
             ]
             lines.append("")
     if missing := groups.get("not run"):
-        lines += ["## Not run", "", ", ".join(missing), ""]
+        lines += ["## Not run", "", "| folder | what the best class met |", "|---|---|"]
+        lines += [f"| {folder} | {_not_run(rows[folder])} |" for folder in missing]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -567,7 +598,13 @@ UNSPLIT = 1.3 / RANKS
 def _unsplit(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     """The folders that are equal, and of which a rank computes far more than its part."""
     equal = [row for row in rows.values() if outcome_of(row) == "equal"]
-    lines = [f"The busiest rank computes more than {UNSPLIT} of one device's products in", ""]
+    lines = [
+        (
+            f"Shares above {UNSPLIT} are hollow, and bold: the numbers are right, and ranks "
+            "compute much that others compute, too. They are in"
+        ),
+        "",
+    ]
     for policy in POLICIES:
         found = sorted(
             row["folder"] for row in equal if row[policy].get("flops_share", 0) > UNSPLIT
@@ -577,7 +614,7 @@ def _unsplit(rows: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _equal_line(folder: str, row: Mapping[str, Any]) -> str:
-    shares = [f"{row[policy].get('flops_share', 0):.2f}" for policy in POLICIES]
+    shares = [_share_text(row[policy].get("flops_share", 0)) for policy in POLICIES]
     constants = ", ".join(name.removeprefix("inputs.") for name in row["tp"]["constants"])
     return (
         f"| {folder} | {row['model']} | {' | '.join(shares)} | {row['tp']['compile_s']:.1f} s | "
@@ -585,7 +622,19 @@ def _equal_line(folder: str, row: Mapping[str, Any]) -> str:
     )
 
 
+def _share_text(share: float) -> str:
+    return f"**{share:.2f}**" if share > UNSPLIT else f"{share:.2f}"
+
+
+def _not_run(row: Mapping[str, Any]) -> str:
+    """Why a folder did not run, on one line."""
+    text = re.sub(r"\s+", " ", str(row.get("not_run", ""))).replace("|", "/")
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
 def _why(row: Mapping[str, Any]) -> str:
+    if "why" in row:
+        return str(row["why"])
     text = next(row[policy]["text"] for policy in POLICIES if "text" in row[policy])
     if differing := [line for line in text.splitlines() if line.endswith(" differ")]:
         return "; ".join(re.sub(r"\s{2,}", " ", line) for line in differing)

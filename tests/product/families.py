@@ -610,7 +610,15 @@ def _unsplit(rows: Mapping[str, dict[str, Any]]) -> list[str]:
             row["folder"] for row in equal if row[policy].get("flops_share", 0) > UNSPLIT
         )
         lines.append(f"- {len(found)} of {len(equal)} under `{policy}`: {', '.join(found) or '-'}")
-    return [*lines, ""]
+    told = {row["folder"] for row in equal} & CAUSES.keys()
+    return [*lines, *(f"- `{folder}`: {CAUSES[folder]}" for folder in sorted(told)), ""]
+
+
+CAUSES = {
+    "higgs_audio_v2": "its `input_ids` are constants here, so no rank may take some of the samples",
+    "sew_d": "under `data` all ranks project the relative positions, which belong to no sample",
+}
+"""Why folders are hollow, where that is known."""
 
 
 def _equal_line(folder: str, row: Mapping[str, Any]) -> str:

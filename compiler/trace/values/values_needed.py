@@ -16,8 +16,8 @@ _DECIDES = (
 )
 _NUMBER = "keep it a tensor: x * y.max() computes what x * y.max().item() does"
 _PLACE = (
-    "use the tensor itself as an index (x[(torch.arange(n) + k) % n] is x.roll(-k)), or a mask over "
-    "all places (torch.arange(n) < length) instead of a size"
+    "use the tensor itself as an index (x[(torch.arange(n) + k) % n] is x.roll(-k)), or a mask "
+    "over all places (torch.arange(n) < length) instead of a size"
 )
 _OUTSIDE = "compute with torch's own operators on the tensor"
 _ANY_SIZE = (

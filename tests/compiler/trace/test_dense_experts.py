@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.compiler.trace.entry import trace
+from shardwright.experts import combine, dispatch, grouped_linear
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.config import ComputeConfig
 
@@ -142,3 +143,24 @@ def of_own_inputs(m: Any, x: Tensor, weights: Tensor) -> Tensor:
 def test_what_is_not_known_to_be_the_same_is_left_alone(form: Any, within: Any) -> None:
     found = targets(form, within)
     assert "einsum" not in found and found.count("linear") >= 2 * NUM_EXPERTS
+
+
+class ByFunctions(nn.Module):
+    """Experts written with the functions of ``shardwright.experts``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weights, chosen = x.view(-1, HIDDEN)[:, :NUM_EXPERTS].topk(2)
+        rows, gains, routing = dispatch(x.view(-1, HIDDEN), chosen, weights, num_experts=3)
+        made = grouped_linear(rows, self.up, routing) * gains.unsqueeze(-1)
+        return F.mse_loss(combine(made, routing).view_as(y), y)
+
+
+def test_functions_for_experts_are_named_after_the_users_line() -> None:
+    graph = trace(ByFunctions().double(), inputs())
+    (op,) = (op for op in graph.ops if op.target == "dispatch")
+    assert [value.name for value in op.results] == ["rows", "gains", "routing"]
+    assert op.source is not None and op.source.file == __file__

@@ -92,7 +92,7 @@ def kind_of(annotation: Any) -> Kind | None:
             if module in ("builtins", "shardwright")
             else f"{module}.{plain.__name__}"
         )
-        return Kind(lambda value: isinstance(value, plain), f"{_article(plain.__name__)} {name}")
+        return Kind(lambda value: isinstance(value, plain), f"{_article(name)} {name}")
     return None
 
 

@@ -217,7 +217,7 @@ def _add(
 
 
 def _time_over(time_limit_s: float) -> str:
-    return f"the time limit of {time_limit_s:.0f} s, in shares"
+    return f"the time limit of {time_limit_s:.0f} s (in shares)"
 
 
 def _check_no_stages(stages: Sequence[int] | None, config: ComputeConfig) -> None:

@@ -354,7 +354,7 @@ def test_the_time_is_shared() -> None:
     assert (
         late.best is not None
         and late.best.plan.zero_stage == 0
-        and late.interrupted == "the time limit of 0 s, in shares"
+        and late.interrupted == "the time limit of 0 s (in shares)"
     )
     assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
 

@@ -315,6 +315,7 @@ def _made_parallel(
             )
         config, ranks = model.parallel_module.compute_config, model.parallel_module.ranks
         assert config is not None
+        _check_zero(config.use_zero)
         # The stock Trainer averages over replicas, and so do learning rates and clipping that were
         # tuned with it.
         if ranks.num_units > 1 and config.grad_reduction != "mean":
@@ -326,6 +327,7 @@ def _made_parallel(
             why="it says how many ranks share the model",
             hint="parallel={'model_parallelism': {'enable': True, 'tensor_parallel_size': 2}}",
         )
+    _check_zero(parallel.use_zero if isinstance(parallel, ComputeConfig) else parallel)
     if isinstance(parallel, ComputeConfig):
         if parallel.runtime_ngpus > parallel.plan_ngpus and parallel.grad_reduction != "mean":
             raise _not_a_mean(parallel.grad_reduction)
@@ -337,6 +339,18 @@ def _made_parallel(
         model, {**parallel, "grad_reduction": "mean"}, **options
     )
     return made
+
+
+def _check_zero(given: Any) -> None:
+    """Refuse ZeRO-3. ``given``: the stage, or the dict that may name it."""
+    stage = given.get("use_zero") if isinstance(given, Mapping) else given
+    if stage == 3:
+        raise ConfigError(
+            "use_zero=3 is not for the Trainer",
+            why="all replicas would have to make the same calls, in evaluation too, and it lets "
+            "each make its own",
+            hint="use_zero=1 or 2, or a loop of your own with shardwright.initialize",
+        )
 
 
 def _not_a_mean(reduction: str) -> ConfigError:

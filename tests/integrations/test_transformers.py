@@ -71,6 +71,8 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     plain = arguments("unused", use_cpu=True, report_to=[])
     with pytest.raises(shardwright.ConfigError, match="parallel= is missing"):
         ours(model=tiny("llama"), args=plain)
+    with pytest.raises(shardwright.ConfigError, match="use_zero=3 is not for the Trainer"):
+        ours(model=tiny("llama"), args=plain, parallel={**parallel, "use_zero": 3})
     with pytest.raises(shardwright.ConfigError, match="model_init is not for models"):
         ours(args=plain, model_init=lambda: tiny("llama"), parallel=parallel)
     with pytest.raises(shardwright.ConfigError, match="grad_reduction='sum'"):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.size import Size, dynamic_sizes
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.stopped_gradients import reached_operands
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.lower import lower
@@ -325,15 +326,16 @@ def _lower_stage(
 def _leading_to_loss(graph: IRGraph) -> set[str]:
     """The names of the values to which a gradient of the loss, the first result, may come back.
 
-    It comes to no value that was rounded to integers on the way, and to none that only other
-    results are made of. On one device parameters before such a value have no gradient. Sent back to
-    them, zeros would be one, by which weight decay and momentum change them.
+    It comes to no value that was rounded to integers on the way, to none that only other results
+    are made of, and to none that an operator of the user's gives no gradient. On one device
+    parameters before such a value have no gradient. Sent back to them, zeros would be one, by which
+    weight decay and momentum change them.
     """
     results = (value for _, value in graph.output.leaves() if isinstance(value, IRValue))
     leading = {value.name for value in itertools.islice(results, 1) if value.requires_grad}
     for op in reversed(graph.ops):
         if any(value.name in leading for value in op.results):
-            leading |= {value.name for value in op.operands if value.requires_grad}
+            leading |= {value.name for value in reached_operands(op)}
     return leading
 
 
@@ -342,7 +344,7 @@ def _sends_gradient(value: IRValue, stage: StageGraph, leading: Set[str]) -> boo
     that leads to the loss.
     """
     return value.takes_gradient and any(
-        value in op.operands and any(result.name in leading for result in op.results)
+        value in reached_operands(op) and any(result.name in leading for result in op.results)
         for op in stage.graph.ops
     )
 

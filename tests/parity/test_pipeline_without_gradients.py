@@ -4,6 +4,8 @@ that is no part of the loss.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright
-from shardwright.frontend.verification.verify import verify
+from shardwright.frontend.verification.verify import VerifyReport, verify
 from shardwright.runtime.errors import UsageError
 
 
@@ -103,32 +105,57 @@ def no_gradient(x: Tensor, scale: Tensor) -> Tensor:
     return _NoGradient.apply(x, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Opaque(nn.Module):
-    """A model in the middle of which an operator stops the gradient, as only running it shows."""
+CALLS = itertools.count()
 
-    def __init__(self) -> None:
+
+@shardwright.register_op("b n, n -> b n", prove=False)
+def untold(x: Tensor, scale: Tensor) -> Tensor:
+    """The same, of which no small call tells anything: no two of them give the same."""
+    return no_gradient(x, scale) + next(CALLS)
+
+
+class Opaque(nn.Module):
+    """A model in the middle of which an operator stops the gradient, as only running it shows.
+    ``aside``: the way around it, by which the weights before it are trained all the same.
+    """
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor], *, aside: bool = False) -> None:
         super().__init__()
         self.before, self.after = (
             nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(count)))
             for count in (6, 1)
         )
         self.scale = nn.Parameter(torch.ones(8))
+        self.product, self.aside = product, aside
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.after(no_gradient(self.before(x), self.scale))
-        return F.mse_loss(hidden[:, :2], y)
+        before = self.before(x)
+        hidden = self.after(self.product(before, self.scale))
+        return F.mse_loss(hidden[:, :2] + (before[:, :2] if self.aside else 0), y)
+
+
+def verified_in_two_stages(model: nn.Module, schedule: str) -> VerifyReport:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, size, generator=generator) for size in (8, 2))
+    options = {"schedule": schedule, "num_microbatches": 2}
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": options}
+    return verify(model, {"x": x, "y": y}, "pp", config)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("aside", [False, True])
+def test_operators_that_return_no_gradient_send_none(schedule: str, aside: bool) -> None:
+    report = verified_in_two_stages(Opaque(no_gradient, aside=aside), schedule)
+    assert report.ok, str(report)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_gradient_that_does_not_come_is_refused(schedule: str) -> None:
     """Zeros in its place would be a gradient, by which weights before it are decayed."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(4, size, generator=generator) for size in (8, 2))
-    options = {"schedule": schedule, "num_microbatches": 2}
-    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": options}
     with pytest.raises(UsageError, match="no gradient of '.*' comes out of 1[BI]0, and stage 0"):
-        verify(Opaque(), {"x": x, "y": y}, "pp", config)
+        verified_in_two_stages(Opaque(untold), schedule)
 
 
 @pytest.mark.filterwarnings("ignore")

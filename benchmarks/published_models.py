@@ -206,7 +206,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_30B_a3B": Family(qwen3_30b, "model.layers.*", "model.layers.*.self_attn"),
     "Qwen3_235B_a22B": Family(qwen3_235b, "model.layers.*", "model.layers.*.self_attn"),
 }
-"""By the beginning of a model's name; the longest beginning counts."""
+"""Families by the beginning of a model's name; the longest beginning counts."""
 
 KNOWN_SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
     "LLAMA3-8B": (32, 4096, 32, 8, 14336, 128256),

@@ -175,7 +175,7 @@ def over_time(
 def _fullest(
     moments: Sequence[tuple[str, Mapping[str, float]]], most: int
 ) -> list[tuple[str, Mapping[str, float]]]:
-    """At most so many moments, each the fullest of some neighbours."""
+    """The ``most`` fullest moments, each of some neighbours."""
     size = -(-len(moments) // most) if moments else 1
     groups = [moments[start : start + size] for start in range(0, len(moments), size)]
     return [max(group, key=lambda moment: sum(moment[1].values())) for group in groups]

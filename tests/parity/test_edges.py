@@ -66,7 +66,7 @@ class Causal(nn.Module):
 
 
 class Attending(Causal):
-    """The same with attention in the place of the sum, so that positions are dealt in zigzag."""
+    """Attention in the place of the sum, so that positions are dealt in zigzag."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids).transpose(1, 2)

@@ -75,7 +75,7 @@ class _Flex:
 
     @property
     def calls(self) -> Mapping[str, Any]:
-        """By the name under which ``flex_attention`` and ``create_block_mask`` call them."""
+        """What stands in for functions that torch calls, by their names there."""
         return {
             "flex_attention_hop": self.attention,
             "create_mask": self.mask,

@@ -535,7 +535,7 @@ def test_a_schedule_fixes_the_number_of_microbatches() -> None:
 
 @pytest.mark.parametrize("policy", ["tp", "pp"])
 def test_a_body_takes_no_less_than_its_launches(policy: str) -> None:
-    """With a queue of launches that is slower than all work, only the number of operators counts:
+    """Only the number of operators counts where the queue of launches is slower than all work:
     a step takes twice as long where a launch does. A fast queue changes nothing.
     """
 

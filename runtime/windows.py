@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from shardwright.runtime.runs import Run, dealt, joined, within
 
@@ -73,11 +75,6 @@ class Edge:
         """The indices of every rank along the axes."""
         return list(itertools.product(*map(range, self.nums_ranks)))
 
-    @property
-    def is_dealt(self) -> bool:
-        """Whether a rank may have several runs."""
-        return any(self.turns)
-
     def held(self, index: tuple[int, ...]) -> Spans:
         """What a rank holds of the operand."""
         return self._runs(self.size, self.unit, index)
@@ -99,18 +96,10 @@ class Edge:
         """What a rank reads for each run of the result that it makes, in the order in which it lies
         there.
         """
-        made = self.made(index)
-        turned = self.window.stride < 0
-        found = [self._reading(*span) for span in (reversed(made) if turned else made)]
-        # The operator runs over all of it at once. So what a run reads is as long as a whole number
-        # of strides, that of the last one excepted.
-        stride = abs(self.window.stride)
-        for number, reading in enumerate(found[:-1]):
-            missing = -reading.length % stride
-            found[number] = replace(reading, right=reading.right + missing)
-        return tuple(found)
+        return _readings(self, index)
 
-    def _reading(self, start: int, stop: int) -> Reading:
+    def reading(self, start: int, stop: int) -> Reading:
+        """What the places ``[start, stop)`` of the result read."""
         low, high = self.window.span(start, stop)
         if not self.window.wraps:
             inside = max(low, 0), min(high, self.size)
@@ -147,6 +136,18 @@ class Reading:
         return self.left + length(self.spans) + self.right
 
 
+@functools.lru_cache(maxsize=4096)
+def _readings(edge: Edge, index: tuple[int, ...]) -> tuple[Reading, ...]:
+    made, stride = edge.made(index), edge.window.stride
+    found = [edge.reading(*span) for span in (reversed(made) if stride < 0 else made)]
+    # The operator runs over all of it at once. So what a run reads is as long as a whole number of
+    # strides, that of the last one excepted.
+    for number, reading in enumerate(found[:-1]):
+        missing = -reading.length % abs(stride)
+        found[number] = replace(reading, right=reading.right + missing)
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Hop:
     """One exchange along one axis: by member of the axis, what it has before and wants after."""
@@ -158,8 +159,7 @@ class Hop:
     @property
     def sends(self) -> bool:
         """Whether a member needs anything of another."""
-        pairs = itertools.permutations(range(len(self.have)), 2)
-        return any(common(self.have[owner], self.want[reader]) for owner, reader in pairs)
+        return _sends(self)
 
     def sent(self, member: int) -> int:
         """How many places a member sends."""
@@ -208,11 +208,23 @@ def hops(edge: Edge, index: tuple[int, ...]) -> tuple[Hop, ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=4096)
+def _sends(hop: Hop) -> bool:
+    pairs = itertools.permutations(range(len(hop.have)), 2)
+    return any(common(hop.have[owner], hop.want[reader]) for owner, reader in pairs)
+
+
+@functools.lru_cache(maxsize=4096)
 def common(have: Spans, want: Spans) -> Spans:
     """The places of ``want`` that are in ``have``, in the order of ``want``."""
-    pairs = itertools.product(want, have)
-    both = ((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
-    return tuple((start, stop) for start, stop in both if stop > start)
+    found = []
+    for start, stop in want:
+        # Of what is had, the first that does not end before the span at hand.
+        at = bisect_right(have, start, key=itemgetter(1))
+        while at < len(have) and have[at][0] < stop:
+            found.append((max(start, have[at][0]), min(stop, have[at][1])))
+            at += 1
+    return tuple(found)
 
 
 def merged(spans: Iterable[Span]) -> Spans:

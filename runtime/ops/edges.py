@@ -12,6 +12,7 @@ sent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -228,7 +229,8 @@ def _exchanged(
     return [own if i == me else chunk for i, chunk in enumerate(arrived)]
 
 
-def _sources(have: Sequence[Spans], want: Spans) -> list[tuple[int, int, int]]:
+@functools.lru_cache(maxsize=4096)
+def _sources(have: tuple[Spans, ...], want: Spans) -> list[tuple[int, int, int]]:
     """Where the places of ``want`` come from, in their order: ``(owner, start, stop)``."""
     found = []
     for span in want:
@@ -241,7 +243,9 @@ def _sources(have: Sequence[Spans], want: Spans) -> list[tuple[int, int, int]]:
     return found
 
 
-def _in_order(arrived: list[Tensor], dim: int, have: Sequence[Spans], want: Spans) -> list[Tensor]:
+def _in_order(
+    arrived: list[Tensor], dim: int, have: tuple[Spans, ...], want: Spans
+) -> list[Tensor]:
     """The parts of what arrived, by owner, in the order of ``want``."""
     taken = [0] * len(arrived)
     parts = []

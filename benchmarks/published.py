@@ -79,6 +79,9 @@ one operator. ``step_ms``: milliseconds that a step takes besides (gradient norm
 ``hidden``: the part of all communication that runs beside other work.
 """
 
+FAR = 0.05
+"""The error, as a logarithm, from which a row counts less."""
+
 STEP = 0.03
 """How much a constant is changed to see what that changes, as a logarithm."""
 
@@ -208,8 +211,11 @@ def fit(rows: Sequence[Row], programs: Programs, start: Machine) -> Machine:
         now = errors(at)
         slopes = [(errors(at + STEP * axis) - now) / STEP for axis in np.eye(len(names))]
         # A little weight on staying: rows need not show every constant.
-        left = np.vstack([np.stack(slopes, axis=1), 0.05 * np.eye(len(names))])
-        change = np.linalg.lstsq(left, np.append(-now, np.zeros(len(names))), rcond=None)[0]
+        # Rows that are far off count less (Huber): they want another model, not other constants.
+        weights = 1 / np.sqrt(np.maximum(1, np.abs(now) / FAR))
+        left = np.vstack([weights[:, None] * np.stack(slopes, axis=1), 0.05 * np.eye(len(names))])
+        right = np.append(-weights * now, np.zeros(len(names)))
+        change = np.linalg.lstsq(left, right, rcond=None)[0]
         moved = np.clip(at + np.clip(change, -0.5, 0.5), low, high)
         done = np.abs(moved - at).max() < 1e-3
         at = moved
@@ -282,7 +288,7 @@ def refit(
 START = Machine({"products": 0.7, "memory": 0.7, "launch_us": 50.0, "step_ms": 2.0, "hidden": 0.3})
 """Where a study that was never fitted begins."""
 
-MOST_FITTED = 12
+MOST_FITTED = 24
 """The most rows of a study on which its constants are fitted."""
 
 

@@ -36,7 +36,7 @@ VOCAB = 256
 
 
 def llama() -> LlamaForCausalLM:
-    """The same values on all ranks."""
+    """A small model, with the same values on all ranks."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(

@@ -73,7 +73,7 @@ def test_every_file_of_the_large_folders_is_told_of(package: str) -> None:
 
 def test_the_forms_are_those_of_a_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of the page, on the module of the README, writes every line that is shown."""
-    _, module = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    _, module, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "my_project.py").write_text(f"{module}\n{example}")
     monkeypatch.chdir(tmp_path)

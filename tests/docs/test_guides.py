@@ -180,7 +180,9 @@ def test_the_registered_function_of_the_guide(
 
 @pytest.mark.parametrize("start", [run_script, pytest.param(torchrun, marks=pytest.mark.slow)])
 def test_the_readme_trains_on_two_ranks(start: Callable[..., None], tmp_path: Path) -> None:
-    for name, block in zip(("train.py", "my_project.py"), blocks("README.md"), strict=True):
+    training, project, trainer = blocks("README.md")
+    assert trainer == blocks("docs/trainers.md")[0], "the test of that page runs it"
+    for name, block in (("train.py", training), ("my_project.py", project)):
         (tmp_path / name).write_text(block)
     start(2, tmp_path, "train.py")
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2

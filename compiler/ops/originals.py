@@ -137,7 +137,7 @@ def _belongs(place: Any, name: str, value: Any) -> bool:
     if not str(scope["__name__"]).startswith(_KNOWN):
         return False
     own_name = str(getattr(value, "__name__", name))
-    if own_name.lstrip("_") == name:
+    if own_name.lstrip("_") == name.lstrip("_"):
         return True
     # Under the name of another one, which is still there: torch has few such aliases, and has both
     # in C++.

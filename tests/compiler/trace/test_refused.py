@@ -96,7 +96,11 @@ def to_numpy(x: Tensor) -> Tensor:
         ),
         (item, "item", "keep it a tensor: x * y.max() computes what x * y.max().item() does"),
         (loops, "tolist", "compute with torch's own operators on the tensor"),
-        (first_rows, "__int__", "use the tensor itself as an index, or a mask over all places"),
+        (
+            first_rows,
+            "__int__",
+            "use the tensor itself as an index (x[(torch.arange(n) + k) % n] is",
+        ),
         (nonzero, "nonzero", "keep all elements, and give those that do not count the weight 0"),
         (
             mask_select,

@@ -113,9 +113,9 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "pickle": (pickle.dumps, "Net cannot be pickled"),
     "copy": (copy.copy, "Net cannot be pickled"),
     "weight_norm": (lambda m: nn.utils.parametrizations.weight_norm(m.up),
-        "cannot be given a class ParametrizedScope"),
+        "submodule 'up' of a parallel module cannot lose its parameter 'weight'"),
     "spectral_norm": (lambda m: nn.utils.spectral_norm(m.up),
-        "cannot be given a parameter 'weight_orig'"),
+        "submodule 'up' of a parallel module cannot lose its parameter 'weight'"),
     "a hook on a submodule": (lambda m: m.up.register_full_backward_hook(print), "would never run"),
 }  # fmt: skip
 

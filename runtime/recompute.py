@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.ops.random import RngState
@@ -30,6 +31,8 @@ def num_recomputed() -> int:
     return _calls.count
 
 
+# A graph cannot hold the random state of the second run, so a region lies between two graphs.
+@_disable_dynamo
 def recompute(function: Callable[..., Any], *args: Any, rng: RngState) -> Any:
     """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes
     the rest a second time.

@@ -18,8 +18,15 @@ from shardwright.runtime.errors import PlanError
 ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
 """Operators that draw a number for every element of their result."""
 
-_OF_PIECES = ELEMENTWISE | {"scaled_dot_product_attention"}
-"""Operators that know the shape of what they draw: attention draws for its weights."""
+_OF_PIECES = ELEMENTWISE | {
+    "scaled_dot_product_attention",
+    *("rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli"),
+    *("rand_like", "randn_like", "randint_like"),
+    *("normal_like", "uniform_like", "exponential_like", "gumbel_softmax", "rrelu"),
+}
+"""Operators that know the shape of what they draw: attention draws for its weights. Dropout of
+channels and of recurrent layers does not: its masks have other dims than its input.
+"""
 
 
 def draw_pieces(program: Program | PipelineProgram) -> Program | PipelineProgram:

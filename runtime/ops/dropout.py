@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.ops.random import Draw, NamedSizes, PieceDraw, RngState
+from shardwright.runtime.ops.random import NamedSizes, RngState, drawn
 
 # Of SELU: alpha dropout sets what it drops to the value SELU saturates at (Klambauer et al. 2017,
 # section 3).
@@ -40,7 +40,7 @@ def dropout(
         return input
     if p == 1:
         return input * 0.0
-    return input * _mask(input, rng, draw, layout, sizes, axes).kept(
+    return input * drawn(rng, draw, input.shape, layout, sizes, axes).kept(
         input.device, input.dtype, 1 - p
     ).div_(1 - p)
 
@@ -62,7 +62,7 @@ def alpha_dropout(
         return input
     if p == 1:
         return input * 0.0
-    kept = _mask(input, rng, draw, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
+    kept = drawn(rng, draw, input.shape, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
     # Klambauer et al., "Self-Normalizing Neural Networks": what is dropped becomes the saturation
     # value, then scale and shift restore mean 0 and variance 1.
     scale = 1 / math.sqrt((_SELU_SATURATION**2 * p + 1) * (1 - p))
@@ -74,22 +74,6 @@ def alpha_dropout(
 # are given only.
 dropout1d = dropout2d = dropout3d = dropout
 feature_alpha_dropout = alpha_dropout
-
-
-def _mask(
-    input: Tensor,
-    rng: RngState,
-    draw: str,
-    layout: str | None,
-    sizes: NamedSizes,
-    axes: Sequence[str],
-) -> Draw | PieceDraw:
-    """What is drawn by its layout, or for the piece at hand."""
-    return (
-        PieceDraw.of(rng, draw, input.shape, axes)
-        if layout is None
-        else Draw.of(rng, draw, layout, sizes)
-    )
 
 
 def _check(p: float) -> None:

@@ -295,6 +295,12 @@ class PieceDraw(_Drawn):
             )
         return cls(rng, name, tuple(shape), tuple(axes))
 
+    def with_dim(self, dim: int, size: int) -> PieceDraw:
+        """The draw with another, uncut dim in the place of ``dim``."""
+        shape = list(self.shape)
+        shape[dim] = size
+        return replace(self, shape=tuple(shape))
+
     def piece(self, device: torch.device, make: Make) -> Tensor:
         """Draw a tensor of the piece's shape."""
         return make(self.shape, self.rng.generator(self.name, device, self.axes))
@@ -307,6 +313,22 @@ class PieceDraw(_Drawn):
         return torch.ops.shardwright.kept(*draw, probability, dtype, device)  # type: ignore[no-any-return]
 
 
+def drawn(
+    rng: RngState,
+    draw: str,
+    shape: Sequence[int],
+    layout: str | None,
+    sizes: NamedSizes,
+    axes: Sequence[str],
+) -> Draw | PieceDraw:
+    """What generated code asks for: a draw by its layout, or without one for a piece of this shape,
+    which differs along ``axes``.
+    """
+    if layout is None:
+        return PieceDraw.of(rng, draw, shape, axes)
+    return Draw.of(rng, draw, layout, sizes)
+
+
 def _kept(
     rng: int,
     draw: str,
@@ -316,8 +338,8 @@ def _kept(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    drawn = PieceDraw(object_of(rng), draw, tuple(shape), tuple(axes))
-    return _Drawn.kept(drawn, device, dtype, probability)
+    piece = PieceDraw(object_of(rng), draw, tuple(shape), tuple(axes))
+    return _Drawn.kept(piece, device, dtype, probability)
 
 
 def _kept_without_values(

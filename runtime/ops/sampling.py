@@ -1,17 +1,19 @@
 """Operators whose result is random: PyTorch's factories and samplers with the draws of
 :mod:`shardwright.runtime.ops.random`.
 
-``layout`` is that of the result. Sizes are local ones; where they can be read off ``layout`` they
-only mark the operator.
+Sizes are local ones. ``layout`` is that of the result; without one it has the sizes of the piece at
+hand, and ranks along ``axes`` draw different numbers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.ops.random import Draw, NamedSizes, RngState
+from shardwright.runtime.ops.random import NamedSizes, RngState, drawn
 
 Device = torch.device | str | None
 
@@ -26,11 +28,12 @@ def rand(
     device: Device = None,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.rand``."""
-    return Draw.of(rng, draw, layout, sizes).uniform(
+    return drawn(rng, draw, size, layout, sizes, axes).uniform(
         _device(device), dtype or torch.get_default_dtype()
     )
 
@@ -41,11 +44,12 @@ def randn(
     device: Device = None,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.randn``."""
-    return Draw.of(rng, draw, layout, sizes).normal(
+    return drawn(rng, draw, size, layout, sizes, axes).normal(
         _device(device), dtype or torch.get_default_dtype()
     )
 
@@ -59,12 +63,13 @@ def randint(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.randint``: integers from ``low`` to ``high - 1``."""
     target = _device(device)
-    return Draw.of(rng, draw, layout, sizes).piece(
+    return drawn(rng, draw, size, layout, sizes, axes).piece(
         target,
         lambda shape, g: torch.randint(
             low, high, shape, generator=g, dtype=dtype or torch.int64, device=target
@@ -79,11 +84,14 @@ def rand_like(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.rand_like``."""
-    return Draw.of(rng, draw, layout, sizes).uniform(_like(input, device), dtype or input.dtype)
+    return drawn(rng, draw, input.shape, layout, sizes, axes).uniform(
+        _like(input, device), dtype or input.dtype
+    )
 
 
 def randn_like(
@@ -93,11 +101,14 @@ def randn_like(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.randn_like``."""
-    return Draw.of(rng, draw, layout, sizes).normal(_like(input, device), dtype or input.dtype)
+    return drawn(rng, draw, input.shape, layout, sizes, axes).normal(
+        _like(input, device), dtype or input.dtype
+    )
 
 
 def randint_like(
@@ -109,8 +120,9 @@ def randint_like(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.randint_like``."""
     shape, target = tuple(input.shape), _like(input, device)
@@ -124,6 +136,7 @@ def randint_like(
         draw=draw,
         layout=layout,
         sizes=sizes,
+        axes=axes,
     )
 
 
@@ -137,14 +150,15 @@ def bernoulli(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.bernoulli(input)``: ones with the probabilities in ``input``; or
     ``input.bernoulli_(p)`` as a new tensor.
     """
     # In double precision, so that probabilities close to 0 and 1 are not rounded.
-    chance = Draw.of(rng, draw, layout, sizes).uniform(input.device, torch.float64)
+    chance = drawn(rng, draw, input.shape, layout, sizes, axes).uniform(input.device, torch.float64)
     return (chance < (input.detach() if p is None else p)).to(input.dtype)
 
 
@@ -157,19 +171,21 @@ def normal(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.normal``: of tensors and numbers, broadcast, or of two numbers and a ``size``."""
     like = mean if isinstance(mean, Tensor) else std
     if isinstance(like, Tensor):
-        drawn = Draw.of(rng, draw, layout, sizes).normal(like.device, like.dtype)
+        both = torch.as_tensor(mean + std)
+        numbers = drawn(rng, draw, both.shape, layout, sizes, axes).normal(like.device, like.dtype)
         # PyTorch does not differentiate the draw: the gradients of mean and std are zeros.
         never = torch.zeros((), dtype=torch.bool, device=like.device)
         with torch.no_grad():
-            sample = mean + std * drawn
-        return torch.where(never, mean + std, sample)
-    return mean + std * Draw.of(rng, draw, layout, sizes).normal(
+            sample = mean + std * numbers
+        return torch.where(never, both, sample)
+    return mean + std * drawn(rng, draw, size or (), layout, sizes, axes).normal(
         _device(device), dtype or torch.get_default_dtype()
     )
 
@@ -181,11 +197,14 @@ def normal_like(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``input.normal_(mean, std)``, as a new tensor."""
-    return mean + std * Draw.of(rng, draw, layout, sizes).normal(input.device, input.dtype)
+    return mean + std * drawn(rng, draw, input.shape, layout, sizes, axes).normal(
+        input.device, input.dtype
+    )
 
 
 def uniform_like(
@@ -195,11 +214,14 @@ def uniform_like(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``input.uniform_(low, high)``, as a new tensor."""
-    return low + (high - low) * Draw.of(rng, draw, layout, sizes).uniform(input.device, input.dtype)
+    return low + (high - low) * drawn(rng, draw, input.shape, layout, sizes, axes).uniform(
+        input.device, input.dtype
+    )
 
 
 def exponential_like(
@@ -208,11 +230,15 @@ def exponential_like(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``input.exponential_(lambd)``, as a new tensor."""
-    return Draw.of(rng, draw, layout, sizes).exponential(input.device, input.dtype) / lambd
+    return (
+        drawn(rng, draw, input.shape, layout, sizes, axes).exponential(input.device, input.dtype)
+        / lambd
+    )
 
 
 def multinomial(
@@ -222,23 +248,25 @@ def multinomial(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.multinomial``: indices drawn from the weights in each row of ``input`` ``[rows,
     categories]``.
     """
-    drawn, weights = Draw.of(rng, draw, layout, sizes), input.detach().double()
+    shape, weights = (*input.shape[:-1], num_samples), input.detach().double()
+    draws = drawn(rng, draw, shape, layout, sizes, axes)
     if replacement:
         # Inverse of the distribution function. Scaled below the total, so that a draw never falls
         # behind the last category that has weight.
         steps = weights.cumsum(-1)
-        level = drawn.uniform(input.device, torch.float64) * steps[..., -1:]
+        level = draws.uniform(input.device, torch.float64) * steps[..., -1:]
         return torch.searchsorted(steps, level.contiguous(), right=True).clamp_(
             max=input.shape[-1] - 1
         )
     # Exponential races: the k first arrivals at rates `weights` are a sample without replacement.
-    arrival = drawn.with_dim(-1, input.shape[-1]).exponential(input.device, torch.float64) / weights
+    arrival = draws.with_dim(-1, input.shape[-1]).exponential(input.device, torch.float64) / weights
     return arrival.topk(num_samples, dim=-1, largest=False).indices
 
 
@@ -249,12 +277,13 @@ def randperm(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``torch.randperm``; it is never cut."""
     target = _device(device)
-    return Draw.of(rng, draw, layout, sizes).piece(
+    return drawn(rng, draw, (n,), layout, sizes, axes).piece(
         target,
         lambda shape, g: torch.randperm(
             shape[0], generator=g, dtype=dtype or torch.int64, device=target
@@ -270,11 +299,16 @@ def gumbel_softmax(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``F.gumbel_softmax``; ``dim`` is whole."""
-    noise = -Draw.of(rng, draw, layout, sizes).exponential(logits.device, logits.dtype).log()
+    noise = (
+        -drawn(rng, draw, logits.shape, layout, sizes, axes)
+        .exponential(logits.device, logits.dtype)
+        .log()
+    )
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:
         return soft
@@ -290,15 +324,16 @@ def rrelu(
     *,
     rng: RngState,
     draw: str,
-    layout: str,
+    layout: str | None = None,
     sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """``F.rrelu``: negative elements are scaled by a random slope between ``lower`` and
     ``upper``.
     """
     if not training:
         return F.rrelu(input, lower, upper, training=False)
-    slope = lower + (upper - lower) * Draw.of(rng, draw, layout, sizes).uniform(
+    slope = lower + (upper - lower) * drawn(rng, draw, input.shape, layout, sizes, axes).uniform(
         input.device, input.dtype
     )
     return torch.where(input <= 0, input * slope, input)

@@ -1,5 +1,5 @@
-"""Under ``rng="fast"`` a mask for every element is drawn without its layout; other draws and modes
-keep it.
+"""Under ``rng="fast"`` numbers are drawn for the piece at hand, without a layout. Masks of channels
+and other modes keep it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,28 @@ def test_what_masks_are_drawn_by(policy: str, options: dict, keywords: list[str]
         text,
     )
     assert [call.strip() for call in calls] == keywords, text
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        keep = (torch.rand(x.shape[0], 1, dtype=x.dtype) + 0.5).floor()
+        hidden = hidden * keep + torch.randn_like(hidden)
+        return F.gumbel_softmax(self.down(hidden), dim=-1).square().mean()
+
+
+@pytest.mark.parametrize(("policy", "axes"), [("tp", 1), ("data", 3)])
+def test_noise_is_drawn_for_the_piece_at_hand(policy: str, axes: int) -> None:
+    """Along tp the hidden dim alone is cut, along the batch all three draws are."""
+    graph = plans.traced(Noise().double(), {"x": torch.ones(6, 4, dtype=torch.float64)})
+    text = plans.compile_with(graph, policy, 2).files["gencode0.py"]
+    assert "layout=" not in text and text.count("axes=(") == axes, text
+    text = plans.compile_with(graph, policy, 2, rng="plan_independent").files["gencode0.py"]
+    assert text.count("layout=") == 3 and "axes=(" not in text, text
 
 
 class Attends(nn.Module):

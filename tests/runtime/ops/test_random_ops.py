@@ -101,19 +101,49 @@ def test_what_is_drawn(mode, shape):
     assert draw.piece(torch.device("cpu"), make).shape == (2, 8) and drawn == [shape]
 
 
-@pytest.mark.parametrize("function", [ops.dropout, ops.alpha_dropout])
+FAST = {
+    "dropout": lambda x, **how: ops.dropout(x, 0.4, **how),
+    "alpha_dropout": lambda x, **how: ops.alpha_dropout(x, 0.4, **how),
+    "rand": lambda x, **how: ops.rand(*x.shape, **how),
+    "randn": lambda x, **how: ops.randn(*x.shape, **how),
+    "randint": lambda x, **how: ops.randint(0, 99, tuple(x.shape), **how),
+    "rand_like": ops.rand_like,
+    "randn_like": ops.randn_like,
+    "randint_like": lambda x, **how: ops.randint_like(x, 0, 99, **how),
+    "bernoulli": lambda x, **how: ops.bernoulli(x * 0.4, **how),
+    "normal": lambda x, **how: ops.normal(x, 2.0, **how),
+    "normal of a size": lambda x, **how: ops.normal(1.0, 2.0, tuple(x.shape), **how),
+    "normal_like": ops.normal_like,
+    "uniform_like": ops.uniform_like,
+    "exponential_like": ops.exponential_like,
+    "gumbel_softmax": lambda x, **how: ops.gumbel_softmax(x, dim=1, **how),
+    "rrelu": lambda x, **how: ops.rrelu(-x, training=True, **how),
+    "multinomial": lambda x, **how: ops.multinomial(x[..., :1].expand(-1, 9), x.shape[-1], **how),
+    "multinomial again": lambda x, **how: ops.multinomial(x, x.shape[-1], True, **how),
+    "randperm": lambda x, **how: ops.randperm(len(x), **how),
+}
+
+
+@pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("layout", ["[5, 8, 4]", "[5/dp, 8, 4/tp]", "[5, 2, 4/tp * 3]"])
-def test_fast_masks_need_no_layout(function, layout):
-    """A mask by the piece at hand and the axes that cut it is the mask by layout."""
+def test_fast_draws_need_no_layout(name, layout):
+    """What is drawn for the piece at hand and the axes that cut it is what its layout says."""
+    if name.startswith("multinomial"):
+        layout = (
+            layout.replace(", 8", "").replace(", 2", "").replace("4/tp * 3", "3").replace("/tp", "")
+        )
+    if name == "randperm":
+        layout = "[5]"
     axes = [axis for axis in ("tp", "dp") if f"/{axis}" in layout]
 
     def both(shape, *, rng, draw, layout):
         x = torch.ones(shape)
-        by_layout = function(x, 0.4, rng=rng, draw=draw, layout=layout)
-        assert torch.equal(function(x, 0.4, rng=rng, draw=draw, axes=axes), by_layout)
+        by_layout = FAST[name](x, rng=rng, draw=draw, layout=layout)
+        assert torch.equal(FAST[name](x, rng=rng, draw=draw, axes=axes), by_layout)
         return by_layout
 
-    draws(both, "fast", layout)
+    pieces = draws(both, "fast", layout)
+    assert name == "randperm" or not axes or not torch.equal(pieces[0, 0], pieces[1, 2])
 
 
 def test_masks_of_every_plan_need_the_layout():

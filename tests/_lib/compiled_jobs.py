@@ -59,7 +59,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 """Policies and configs of 2 ranks, by what they are called."""
 
 SEVERAL_GRAPHS = ("dp, ZeRO-3", "recompute", "plan_independent")
-"""Those of which parts lie between graphs."""
+"""Plans of which parts lie between graphs."""
 
 Losses = list[list[float]]
 

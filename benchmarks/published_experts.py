@@ -3,7 +3,7 @@ program emitted.
 
     python benchmarks/published_experts.py [ROW ...] [--limit 120]
 
-``published_experts.csv`` has the rows: NVIDIA's tables of Megatron-Bridge (github.com/NVIDIA-NeMo/
+``published/runs.csv`` has the rows: NVIDIA's tables of Megatron-Bridge (github.com/NVIDIA-NeMo/
 Megatron-Bridge, docs/performance-summary-archive.md, containers 25.09 and 25.11), pretraining, no
 context parallelism, ZeRO-1. Routing is forced to be balanced there, so that ``imbalance`` is 1 on
 both sides. Rows whose plan, sizes and machine are those of an earlier row are left out, as what
@@ -26,14 +26,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from published_models import qwen3
 from torch import nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     logging,
 )
 
@@ -59,28 +58,11 @@ from shardwright.runtime.errors import PlanError
 
 logging.set_verbosity_error()  # nothing is said of random weights
 
-ROWS = Path(__file__).with_suffix(".csv")
+ROWS = Path(__file__).parent / "published" / "runs.csv"
 MACHINES = {"H100": "h100", "GB200": "gb200-nvl72"}
 """The hardware file of each GPU of the tables that has one."""
 LIMIT_S = 120.0
 RECOMPUTED = {"no": (), "attention": ("model.layers.*.self_attn",), "full": ("model.layers.*",)}
-
-
-def qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
-    """A Qwen3-MoE of 128 experts."""
-    config = Qwen3MoeConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        moe_intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    )
-    return Qwen3MoeForCausalLM(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -149,7 +131,11 @@ class Row:
 def known_rows() -> list[Row]:
     """The rows on machines that are known, one for each plan."""
     with ROWS.open() as file:
-        rows = [Row.read(row) for row in csv.DictReader(file)]
+        rows = [
+            Row.read(row)
+            for row in csv.DictReader(file)
+            if row["experts"] and row["source"].endswith("/Megatron-Bridge")
+        ]
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         if row.gpu in MACHINES:

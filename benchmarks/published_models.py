@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,40 +130,36 @@ def mpt(sizes: Sizes) -> nn.Module:
 
 
 def llama(sizes: Sizes) -> nn.Module:
-    config = LlamaConfig(
-        num_hidden_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.ffn,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        vocab_size=sizes.vocab,
-        max_position_embeddings=sizes.seq,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**_llama_sizes(sizes)))
 
 
 def nemotron(sizes: Sizes) -> nn.Module:
-    config = NemotronConfig(
-        num_hidden_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.ffn,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        vocab_size=sizes.vocab,
-        max_position_embeddings=sizes.seq,
-    )
-    return NemotronForCausalLM(config)
+    return NemotronForCausalLM(NemotronConfig(**_llama_sizes(sizes)))
+
+
+def _llama_sizes(sizes: Sizes) -> dict[str, Any]:
+    """The sizes under the names that configs of Llama and its kin have for them."""
+    return {
+        "num_hidden_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": sizes.seq,
+    }
 
 
 def qwen3_30b(sizes: Sizes) -> nn.Module:
-    return _qwen3(sizes.layers, 2048, 32, 768)
+    return qwen3(sizes.layers, 2048, 32, 768)
 
 
 def qwen3_235b(sizes: Sizes) -> nn.Module:
-    return _qwen3(sizes.layers, 4096, 64, 1536)
+    return qwen3(sizes.layers, 4096, 64, 1536)
 
 
-def _qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
+def qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
+    """A Qwen3-MoE of 128 experts."""
     config = Qwen3MoeConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,

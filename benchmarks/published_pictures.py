@@ -67,6 +67,8 @@ def picture(study: str, points: Sequence[tuple[float, float]]) -> str:
             "</svg>",
             *labels,
             f'<text x="{SIDE / 2}" y="{SIDE + 26}" text-anchor="middle">measured</text>',
+            f'<text transform="translate(-32,{SIDE / 2}) rotate(-90)" text-anchor="middle">'
+            "predicted</text>",
             "</g>",
             "</svg>\n",
         ]

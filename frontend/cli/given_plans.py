@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from shardwright import __version__
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
@@ -63,7 +64,9 @@ def run_simulate(options: argparse.Namespace) -> int:
     hardware = load_hardware(machine, config.runtime_ngpus)
     imbalance = read_imbalance(options.imbalance)
     graph = _traced(options, config)
-    compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
+    compiled = compile_graph(
+        graph, policy.apply, config, policy_name=policy.name, version=__version__
+    )
     if imbalance is not None:
         check_imbalance(compiled.program.graph, imbalance)
 
@@ -72,7 +75,9 @@ def run_simulate(options: argparse.Namespace) -> int:
         plan = replace(compiled.plan, imbalance=imbalance)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of this plan they were said already
-            return compile_graph(graph, policy.apply, config, policy_name=policy.name, plan=plan)
+            return compile_graph(
+                graph, policy.apply, config, policy_name=policy.name, plan=plan, version=__version__
+            )
 
     if imbalance is not None and imbalance != imbalance_of(compiled.program.graph):
         compiled = compiled_with(imbalance)

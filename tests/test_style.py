@@ -38,6 +38,9 @@ DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 OPENS_WITH_RIDDLE = re.compile(rf"""["']\s*(?:{"|".join(RIDDLES)})\b""")
 CONDITIONAL_ELSE = re.compile(r"\belse\b(?!:)")
 
+NAMED_MODULE = re.compile(r"""(?:^\s*(?:import|from) |["'])(\w+)""", re.MULTILINE)
+"""A module that is imported, or begins a string, as what processes run does."""
+
 
 def paths() -> list[str]:
     """The files that are held to this."""
@@ -165,3 +168,22 @@ def test_riddles_are_found(source, expected):
 def test_nested_conditionals_are_found(source, count):
     assert len(list(nested_conditionals(ast.parse(source)))) == count
     assert len(list(hard_to_read(source))) == count
+
+
+def test_helpers_of_one_test_are_apart() -> None:
+    """A helper of one test file stands in ``of_one_test``, one of several in ``_lib`` itself."""
+    library = ROOT / "tests" / "_lib"
+    helpers = {file.stem: file for file in library.rglob("*.py")}
+    users: dict[str, list[Path]] = {name: [] for name in helpers}
+    for file in (ROOT / "tests").rglob("*.py"):
+        for name in {*NAMED_MODULE.findall(file.read_text())} & helpers.keys():
+            if file != helpers[name]:
+                users[name].append(file)
+    for name, its_users in users.items():
+        assert its_users, f"nothing uses {name}"
+        if helpers[name].parent.name == "of_one_test":
+            assert len(its_users) == 1, f"{name} has several users: move it to tests/_lib"
+        else:
+            # A part of another helper is shared as much as that one is.
+            shared = len(its_users) > 1 or its_users[0].parent == library
+            assert shared, f"only {its_users[0]} uses {name}: move it to tests/_lib/of_one_test"

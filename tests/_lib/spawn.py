@@ -33,9 +33,9 @@ def run_processes(num_ranks: int, target: str, *args: Any, fake_cuda: bool = Fal
     """Run ``module:function(*args)`` in one process per rank, with torch.distributed initialised;
     return what each returned.
 
-    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or of
-    an installed package. With ``fake_cuda`` each rank has a fake CUDA device (see :mod:`fake_cuda`)
-    and the process group stands in for NCCL's.
+    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or its
+    ``of_one_test``, or of an installed package. With ``fake_cuda`` each rank has a fake CUDA device
+    (see :mod:`fake_cuda`) and the process group stands in for NCCL's.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:

@@ -60,7 +60,7 @@ def test_a_job_ends_on_all_ranks_when_one_dies_in_a_step(tmp_path):
     """Under torchrun, with what a policy made: no rank hangs, and the others name the action they
     waited in.
     """
-    job = Path(__file__).parents[2] / "_lib" / "dying_job.py"
+    job = Path(__file__).parents[2] / "_lib" / "of_one_test" / "dying_job.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     ended = subprocess.run(
         [*torchrun, job, tmp_path], capture_output=True, text=True, timeout=900, check=False

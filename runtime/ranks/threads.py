@@ -11,8 +11,11 @@ fight for the interpreter. What a rank holds does not depend on how fast the oth
 collective lets go of what members gave as soon as all have joined it, and what is on its way
 belongs to no rank, so dispatch modes of theirs do not see it.
 
-CPU only: autograd runs a CPU backward in the thread that called it, so collectives in a backward
-meet like those in a forward; a CUDA device has one backward thread for all ranks.
+The ranks share one device, the CPU or a GPU: ``run_ranks(4, fn, device="cuda")`` runs a plan for
+four GPUs on one. Collectives in a backward must meet like those in a forward, so each rank's
+backward runs in its own thread. That is autograd's way on the CPU. For a GPU autograd has one
+thread that all ranks would share, and it is told not to use it. All ranks compute on the device's
+default stream, which orders what one rank writes before another reads it.
 """
 
 from __future__ import annotations
@@ -285,8 +288,8 @@ def _describe(x: Tensor) -> str:
 class ThreadWorld(World):
     """The threads of one :func:`run_ranks`, seen from one."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        super().__init__(rank, hub.num_ranks, torch.device("cpu"))
+    def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
+        super().__init__(rank, hub.num_ranks, device)
         self._hub = hub
         self._made: dict[tuple[int, ...], ThreadTransport] = {}
 
@@ -321,17 +324,24 @@ MOST_THREADS = 2**14
 
 @checked
 def run_ranks(
-    num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float | None = None
+    num_ranks: int,
+    fn: Callable[..., Result],
+    *args: Any,
+    timeout_s: float | None = None,
+    device: str | torch.device = "cpu",
 ) -> list[Result]:
     """Run ``fn(rank, *args)`` on one thread per rank and return the results by rank.
 
     The first exception of a rank ends all others at their next collective and is raised here, with
     a note that names the rank, and one for each rank that waited for a message then. ``timeout_s``
     bounds how long a rank waits in one collective (default: the limit of all waits, see
-    :mod:`~shardwright.runtime.waiting`); compiling may take longer.
+    :mod:`~shardwright.runtime.waiting`); compiling may take longer. ``device``: what all ranks hold
+    their tensors and compute on, ``"cpu"``, or a GPU as ``"cuda"`` or ``"cuda:1"``.
 
-    Raises :class:`DistributedError` where the ranks' collectives do not fit together.
+    Raises :class:`DistributedError` where the ranks' collectives do not fit together, and
+    :class:`ConfigError` for a device that this machine does not have.
     """
+    shared = _device(device)
     if num_ranks > MOST_THREADS:
         raise ConfigError(
             f"num_ranks is at most {MOST_THREADS:,}",
@@ -357,7 +367,10 @@ def run_ranks(
         hub.turns.begin(rank)
         try:
             with ExitStack() as stack:
-                stack.enter_context(use_world(ThreadWorld(hub, rank)))
+                if shared.type == "cuda":
+                    torch.cuda.set_device(shared)  # of this thread
+                    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                stack.enter_context(use_world(ThreadWorld(hub, rank, shared)))
                 stack.enter_context(torch.set_grad_enabled(with_grad))
                 for kind, dtype in cast_to.items():
                     stack.enter_context(torch.autocast(kind, dtype))
@@ -394,3 +407,27 @@ def run_ranks(
                 failure.add_note(text)
         raise failure
     return results
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device that ranks share, with its index where there are several."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise ConfigError(
+            "ranks that are threads run on the CPU or on a GPU of CUDA",
+            why=f"device is {brief(str(found))}",
+            hint='"cpu", "cuda" or "cuda:1"',
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = found.index
+    if index is None:
+        index = torch.cuda.current_device() if count else 0
+    if index >= count:
+        raise ConfigError(
+            f"there is no device cuda:{index}",
+            why=f"torch {torch.__version__} finds {count} GPU{'' if count == 1 else 's'} here",
+            hint='device="cpu" runs the same plans without one',
+        )
+    return torch.device("cuda", index)

@@ -13,7 +13,7 @@ import fake_cuda
 import runtime_ranks
 import torch
 import zoo
-from device_parity import host, on_device
+from device_parity import cases, compare, host, on_device
 from precision import float64_casts
 from torch import nn
 
@@ -25,6 +25,7 @@ from shardwright.frontend.verification.deviation import deviations
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.build_optimizer import build_optimizer
 
@@ -52,6 +53,22 @@ def calibrated() -> tuple[str, list[str]]:
     effort = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5)
     measured = measure(current_world(), effort)
     return describe(measured).dumps(), sorted(measured)
+
+
+def ranks_of_one_device(folder: str, num_ranks: int, names: list[str]) -> list[dict[str, Any]]:
+    """What :func:`device_parity.compare` finds on ranks that are threads, on one GPU."""
+    chosen = [case for case in cases(num_ranks) if case.name in names]
+    with float64_casts():
+        models = [zoo.get(case.model).build() for case in chosen]
+
+    def on_rank(rank: int) -> dict[str, Any]:
+        assert current_world().device == torch.device("cuda", 0)
+        return {
+            case.name: compare(case, Path(folder) / str(number), model=copy.deepcopy(model))
+            for number, (case, model) in enumerate(zip(chosen, models, strict=True))
+        }
+
+    return run_ranks(num_ranks, on_rank, device="cuda")
 
 
 def same_gpu() -> str:

@@ -44,6 +44,18 @@ def test_training_equals_one_device(tmp_path: Path, num_ranks: int) -> None:
             assert max(found.values()) <= 1, f"{name}, rank {rank}: {found}"
 
 
+def test_ranks_of_one_device_equal_it(tmp_path: Path) -> None:
+    """Threads that share a GPU, whose backward would share a thread, too."""
+    names = ["tp", "dp, batch norm", "ZeRO-3", "pp, 1F1B", "hybrid, ZeRO-2"]
+    job = "cuda_jobs:ranks_of_one_device", str(tmp_path), 4, names
+    ((*ranks,),) = run_processes(1, *job, fake_cuda=True)
+    assert len(ranks) == 4
+    for rank, results in enumerate(ranks):
+        assert results.keys() == set(names)
+        for name, found in results.items():
+            assert max(found.values()) <= 1, f"{name}, rank {rank}: {found}"
+
+
 def test_collectives_are_those_of_the_cpu() -> None:
     on_cuda = run_processes(4, "cuda_jobs:collectives", fake_cuda=True)
     on_cpu = run_ranks(4, lambda rank: runtime_ranks.collectives())

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
-from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.errors import ConfigError, DistributedError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
@@ -33,6 +33,19 @@ def test_results_come_by_rank_with_arguments():
         (2, 3, 2),
     ]
     assert isinstance(current_world(), SoloWorld)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda:1", "there is no device cuda:1\n  why:   torch .* finds 0 GPUs here\n  try:   "),
+        ("mps", "ranks that are threads run on the CPU or on a GPU of CUDA\n  why:   device is"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(device, said):
+    with pytest.raises(ConfigError, match=said):
+        run_ranks(2, lambda rank: rank, device=device)
 
 
 def test_sums_are_taken_in_rank_order_and_equal_on_all_ranks():

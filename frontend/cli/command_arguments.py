@@ -152,6 +152,11 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the files under spmd_types, too, a type checker of others",
     )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="what all ranks compute on: cpu, or cuda for one GPU (default: %(default)s)",
+    )
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -47,6 +47,7 @@ def run_verify(options: argparse.Namespace) -> int:
         config,
         steps=options.steps,
         outside=options.outside,
+        device=options.device,
     )
     make_console().print(str(report), soft_wrap=True)
     return 0 if report.ok else 1

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from shardwright.frontend.verification.one_device import OptimizerFactory, Reference, loss_of
+from shardwright.runtime import structure
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.build_optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
@@ -44,6 +46,23 @@ class Held:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     spans: dict[str, Spans] = field(default_factory=dict)
 
+    def on_cpu(self) -> Held:
+        """The same values in the memory of the host."""
+        cpu = torch.device("cpu")
+        return Held(
+            moved(self.losses, cpu),
+            moved(self.outputs, cpu),
+            moved(self.gradients, cpu),
+            moved(self.parameters, cpu),
+            moved(self.buffers, cpu),
+            self.spans,
+        )
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """The structure with all tensors on ``device``."""
+    return structure.map_leaves(tree, lambda _, x: x.to(device) if isinstance(x, Tensor) else x)
+
 
 def train_plan(
     directory: Path,
@@ -53,16 +72,21 @@ def train_plan(
     optimizer: OptimizerFactory,
     training: bool,
     reference: Reference | None = None,
+    device: str | torch.device = "cpu",
 ) -> Reference:
-    """What the ranks compute, put together again; the buffers are those of the first unit.
+    """What the ranks compute, put together again on the CPU; the buffers are those of the first
+    unit.
 
-    ``reference``: of copies that differ, the one farthest from it is taken.
+    ``reference``: of copies that differ, the one farthest from it is taken. ``device``: what all
+    ranks compute on; ``samples`` stay where they are.
     """
     manifest = Manifest.read(directory)
-    results = run_ranks(
-        config.runtime_ngpus,
-        lambda index: train_rank(directory, config, samples, index, steps, optimizer, training),
-    )
+
+    def on_rank(index: int) -> Held:
+        given = moved(samples, current_world().device)
+        return train_rank(directory, config, given, index, steps, optimizer, training).on_cpu()
+
+    results = run_ranks(config.runtime_ngpus, on_rank, device=device)
     # The first rank of each unit: all ranks of a unit return the same losses.
     unit_starts = results[:: config.plan_ngpus]
     losses = [

@@ -51,6 +51,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
+from shardwright.runtime.ranks.threads import shared_device
 
 if TYPE_CHECKING:
     from shardwright.frontend.verification.outside.outside_run import OutsideReport
@@ -180,6 +181,7 @@ def verify(
     directory: Path | None = None,
     num_samples: int | None = None,
     outside: bool = False,
+    device: str | torch.device = "cpu",
 ) -> VerifyReport:
     """Train ``module`` for ``steps`` steps under the plan and on one device, and compare.
 
@@ -187,12 +189,16 @@ def verify(
     ``optimizer``: a function of the parameters to train with (default: AdamW).
     ``directory``: where the files go (default: a temporary folder). ``num_samples``: how many a
     step of an end2end module accumulates (default: two, or what its schedule says). ``outside``:
-    run the files under ``spmd_types``, too. The module is left as it was.
+    run the files under ``spmd_types``, too. ``device``: what all ranks compute on, each as a thread
+    of this process, ``"cuda"`` for one GPU; the model alone runs on the CPU. The module is left as
+    it was.
 
     Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values,
-    less than a step, or where ``spmd_types`` is asked for and not installed.
+    less than a step, a device that is not there, or where ``spmd_types`` is asked for and not
+    installed.
     """
     _check_numbers(steps, num_samples)
+    device = shared_device(device)
     certify = outside_certificate() if outside else None
     policy, config = without_form(pas_policy, compute_config)
     model = model_in_float64(module)
@@ -231,11 +237,16 @@ def verify(
 
             def program_alone(model: nn.Module, samples: Samples) -> Reference:
                 directory = compile_into(folder / "reference", model, dummy_args, "dp", single)
-                return train_plan(directory, single, samples, steps, optimizer, model.training)
+                # On the same device, whose generator draws numbers of its own.
+                return train_plan(
+                    directory, single, samples, steps, optimizer, model.training, None, device
+                )
 
             reference, run_alone = program_alone(model, samples), program_alone
         certificate = certify and certify(compiled, config, samples, model.training)
-        ours = train_plan(compiled, config, samples, steps, optimizer, model.training, reference)
+        ours = train_plan(
+            compiled, config, samples, steps, optimizer, model.training, reference, device
+        )
         mesh = Manifest.read(compiled).mesh
         lone = lone_gradients(ours.gradients, reference.gradients)
         found = _deviations(ours, reference, {one.name for one in lone})

@@ -24,7 +24,8 @@ from torch import Tensor
 
 _ATEN: Any = torch.ops.aten
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_HALF = (torch.float16, torch.bfloat16)
+# Made once: the name ``float32`` means float64 where parity is checked.
+_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 HOPELESS = -1e4
 """A mask whose best value for a query is less than this hides all keys from it alike."""
@@ -92,7 +93,7 @@ def kernel_for(
         return WrittenOut()
     if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
         return CpuFlash()
-    if query.device.type == "cuda" and query.dtype in (*_HALF, torch.float32):
+    if query.device.type == "cuda" and query.dtype in _CUDA_DTYPES:
         return CudaEfficient()
     return WrittenOut()
 

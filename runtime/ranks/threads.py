@@ -341,7 +341,7 @@ def run_ranks(
     Raises :class:`DistributedError` where the ranks' collectives do not fit together, and
     :class:`ConfigError` for a device that this machine does not have.
     """
-    shared = _device(device)
+    shared = shared_device(device)
     if num_ranks > MOST_THREADS:
         raise ConfigError(
             f"num_ranks is at most {MOST_THREADS:,}",
@@ -409,8 +409,11 @@ def run_ranks(
     return results
 
 
-def _device(device: str | torch.device) -> torch.device:
-    """The device that ranks share, with its index where there are several."""
+def shared_device(device: str | torch.device) -> torch.device:
+    """The device that ranks share, a GPU with its number.
+
+    Raises :class:`ConfigError` for one that this machine does not have.
+    """
     found = torch.device(device)
     if found.type == "cpu":
         return torch.device("cpu")

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import fake_cuda
 import runtime_ranks
 import torch
 import zoo
-from device_parity import cases, compare, host, on_device
+from device_parity import host, on_device
 from precision import float64_casts
 from torch import nn
 
@@ -25,7 +26,6 @@ from shardwright.frontend.verification.deviation import deviations
 from shardwright.frontend.verification.one_device import adamw
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.training.build_optimizer import build_optimizer
 
@@ -55,20 +55,30 @@ def calibrated() -> tuple[str, list[str]]:
     return describe(measured).dumps(), sorted(measured)
 
 
-def ranks_of_one_device(folder: str, num_ranks: int, names: list[str]) -> list[dict[str, Any]]:
-    """What :func:`device_parity.compare` finds on ranks that are threads, on one GPU."""
-    chosen = [case for case in cases(num_ranks) if case.name in names]
-    with float64_casts():
-        models = [zoo.get(case.model).build() for case in chosen]
+ONE_DEVICE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tp": ("llama", "tp", {}),
+    "ZeRO-3": ("gpt2", "dp", {"plan_ngpus": 1, "use_zero": 3}),
+    "pp": ("gpt2", "pp", {"use_end2end": True, "plan_ngpus": 2, "use_zero": 1}),
+    "cp": ("llama", "cp", {"pas_config": {"cp_mode": "ring"}}),
+    "ep": ("qwen3_moe", "ep", {"plan_ngpus": 2}),
+}
+"""Plans of four ranks: the model, the policy and fields of the config."""
 
-    def on_rank(rank: int) -> dict[str, Any]:
-        assert current_world().device == torch.device("cuda", 0)
-        return {
-            case.name: compare(case, Path(folder) / str(number), model=copy.deepcopy(model))
-            for number, (case, model) in enumerate(zip(chosen, models, strict=True))
-        }
 
-    return run_ranks(num_ranks, on_rank, device="cuda")
+def ranks_of_one_device(names: list[str]) -> dict[str, tuple[bool, str]]:
+    """Whether plans of :data:`ONE_DEVICE` equal one device, with ranks that share a GPU, and the
+    report.
+    """
+    found = {}
+    for name in names:
+        model, policy, fields = ONE_DEVICE[name]
+        entry = (expert_models if policy == "ep" else zoo).get(model)
+        config = ComputeConfig(**{"plan_ngpus": 4, "runtime_ngpus": 4, **fields})
+        report = shardwright.verify(
+            entry.build(), entry.inputs(), policy, config, steps=2, device="cuda"
+        )
+        found[name] = report.ok, str(report)
+    return found
 
 
 def same_gpu() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import zoo
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.frontend.files.cache import read_plan
 from shardwright.frontend.parallelize import parallelize
@@ -105,14 +105,11 @@ def cases(num_ranks: int) -> list[Case]:
 _INTERLEAVED = {"schedule": "1f1b_interleaved", "chunks": 2, "num_microbatches": 4}
 
 
-def compare(
-    case: Case, folder: Path, steps: int = 3, model: nn.Module | None = None
-) -> dict[str, float]:
+def compare(case: Case, folder: Path, steps: int = 3) -> dict[str, float]:
     """Train ``case`` on this rank; by kind of tensor, the farthest of them from one device in units
     of what is allowed.
 
-    ``folder`` is the same on all ranks. ``model``: the one of the case, where ranks are threads,
-    which share the generator that its first weights are drawn from. Collective.
+    ``folder`` is the same on all ranks. Collective.
     """
     world = current_world()
     config = ComputeConfig(
@@ -120,7 +117,7 @@ def compare(
     )
     entry = zoo.get(case.model)
     with float64_casts():
-        model = model or entry.build()
+        model = entry.build()
         parallelize(
             model, entry.inputs(), case.policy, config, gen_savedir=folder, load_module=False
         )

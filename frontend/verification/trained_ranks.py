@@ -47,7 +47,7 @@ class Held:
     spans: dict[str, Spans] = field(default_factory=dict)
 
     def on_cpu(self) -> Held:
-        """The same values in the memory of the host."""
+        """What the rank has, in the memory of the host."""
         cpu = torch.device("cpu")
         return Held(
             moved(self.losses, cpu),

@@ -3,6 +3,7 @@
 #   make demo      compile a small GPT for two ranks, train it, compare with one device (about a minute)
 #   make test      the checks (lint) and the default tests, about five minutes on two cores
 #   make test-all  the slow tests, the rest of what continuous integration runs
+#   make gpu       everything that one GPU can show (without one the CPU stands in): benchmarks/one_gpu.py
 #   make docs      the reference, from docstrings: build/reference/index.html
 #   make lint      ruff (rules and format), mypy, import-linter
 #
@@ -25,7 +26,7 @@ export HF_HUB_OFFLINE = 1
 # Test processes, and those that tests start, share bytecode: a test file's assertions are rewritten once, not in every run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all docs lint clean
+.PHONY: demo test test-all gpu docs lint clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -35,6 +36,9 @@ test: lint
 
 test-all: $(READY)
 	$(PYTEST) -m slow --durations=10
+
+gpu: $(READY)
+	$(BIN)/python benchmarks/one_gpu.py
 
 docs: $(READY)
 	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt sphinx myst-parser

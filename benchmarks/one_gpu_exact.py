@@ -1,0 +1,348 @@
+"""What one device must get right: plans of several ranks, each a thread, held to the model alone on
+the CPU in float64; checkpoints between CPU and GPU; autocast with scaled losses; CUDA graphs. Used
+by ``one_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_gpu_tables import Line
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import shardwright
+from shardwright.frontend.verification.deviation import deviations
+from shardwright.frontend.verification.one_device import adamw, reference_run
+from shardwright.frontend.verification.precision import float64_casts
+from shardwright.frontend.verification.sample_inputs import rolled
+from shardwright.frontend.verification.trained_ranks import moved, train_plan
+from shardwright.frontend.verification.verify import compile_into, samples_per_step
+
+BATCH, SEQ, VOCAB = 4, 12, 64
+SHAPE = {"vocab_size": VOCAB, "use_cache": False}
+STEPS = 3
+
+
+def _llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, **SHAPE,
+        )
+    )  # fmt: skip
+
+
+def _gpt2() -> nn.Module:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=SEQ, **SHAPE)
+    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(config, dropout, 0.0)
+    return GPT2LMHeadModel(config)
+
+
+def _qwen3_moe() -> nn.Module:
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6,
+            num_experts_per_tok=2, **SHAPE,
+        )
+    )  # fmt: skip
+
+
+def _recomputed() -> nn.Module:
+    model = _llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS = {
+    "llama": _llama,
+    "llama, recomputed": _recomputed,
+    "gpt2": _gpt2,
+    "qwen3-moe": _qwen3_moe,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of several ranks. ``fields``: of the config."""
+
+    name: str
+    model: str
+    policy: str
+    unit: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> shardwright.ComputeConfig:
+        return shardwright.ComputeConfig(plan_ngpus=self.unit, runtime_ngpus=4, **self.fields)
+
+
+END2END = {"use_end2end": True}
+PLANS = (
+    Plan("dp", "gpt2", "dp", 1),
+    Plan("ZeRO-1", "gpt2", "dp", 1, {"use_zero": 1}),
+    Plan("ZeRO-2", "llama", "dp", 1, {"use_zero": 2, "use_async_reducer": True}),
+    Plan("ZeRO-3", "gpt2", "dp", 1, {"use_zero": 3}),
+    Plan("tp", "llama", "tp", 4),
+    Plan("tp, sequence parallel", "llama", "tp", 2, {"pas_config": {"sequence_parallel": True}}),
+    Plan("tensor 2d", "llama", "tensor", 4, {"pas_config": {"mode": "2d"}}),
+    Plan("pp, 1F1B", "gpt2", "pp", 2, END2END),
+    Plan("pp x tp, ZeRO-1", "llama", "hybrid", 4, {**END2END, "use_zero": 1}),
+    Plan("cp, ring", "llama", "cp", 4, {"pas_config": {"cp_mode": "ring"}}),
+    Plan("cp, Ulysses", "llama", "cp", 2, {"pas_config": {"cp_mode": "ulysses"}}),
+    Plan("ep", "qwen3-moe", "ep", 4),
+    Plan("tp, recompute", "llama, recomputed", "tp", 2),
+)
+ALONE = Plan("alone", "llama", "dp", 1)
+"""One rank, which goes on with what ``tp`` has saved."""
+
+
+def inputs() -> dict[str, Tensor]:
+    """The inputs of all plans."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def compile_plans(folder: Path) -> None:
+    """Compile all plans in float64, and keep the values of the models beside them."""
+    with float64_casts():
+        for name, make in MODELS.items():
+            torch.manual_seed(0)
+            save_file(_values(make().double()), folder / f"{name}.safetensors")
+        for plan in (*PLANS, ALONE):
+            compile_into(
+                _folder_of(folder, plan), _model(folder, plan.model), inputs(), plan.policy,
+                plan.config() if plan is not ALONE else ALONE_CONFIG,
+            )  # fmt: skip
+    # Regions of autocast are kept for whichever type of device runs the files.
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            compile_into(
+                folder / _name(dtype), _model(folder, "llama").float(), inputs(), "tp", _PAIR
+            )
+
+
+ALONE_CONFIG = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+
+
+def plans(folder: Path, device: torch.device) -> Iterator[Line]:
+    """All plans on ranks that share the device, against the model alone on the CPU."""
+    for plan in PLANS:
+        config, directory = plan.config(), _files(folder, plan)
+        with float64_casts():
+            model = _model(folder, plan.model)
+            units = config.runtime_ngpus // config.plan_ngpus
+            count = samples_per_step(directory, config)
+            samples = [
+                [rolled(inputs(), unit + units * number) for number in range(count)]
+                for unit in range(units)
+            ]
+            alone = reference_run(model, samples, adamw, STEPS)
+            ours = train_plan(directory, config, samples, STEPS, adamw, True, alone, device)
+        excess = {
+            "losses": deviations({"loss": ours.losses}, {"loss": alone.losses}),
+            "gradients": deviations(ours.gradients, alone.gradients),
+            "parameters": deviations(ours.parameters, alone.parameters),
+        }
+        worst = {kind: max(d.excess for d in found) for kind, found in excess.items()}
+        words = ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
+        yield Line(
+            f"{plan.name} ({plan.model}, 4 ranks)",
+            f"worst error / allowed: {words}",
+            max(worst.values()) <= 1,
+        )
+
+
+def checkpoints(folder: Path, device: torch.device) -> Iterator[Line]:
+    """Two steps under ``tp`` on the CPU, one more on one rank of the device, and one more on the
+    CPU, through checkpoints; against four steps of the model alone.
+    """
+    (tensor_parallel,) = (plan for plan in PLANS if plan.name == "tp")
+    with tempfile.TemporaryDirectory() as saved, float64_casts():
+        alone = reference_run(_model(folder, "llama"), [inputs()], adamw, 4)
+        cpu = torch.device("cpu")
+        parts = ((tensor_parallel, 4, cpu, 2), (ALONE, 1, device, 1), (tensor_parallel, 4, cpu, 1))
+        for number, (plan, num_ranks, place, steps) in enumerate(parts):
+            go_on = partial(_go_on, _files(folder, plan), Path(saved), number, steps)
+            held = shardwright.run_ranks(num_ranks, go_on, device=place)
+        found = deviations({"loss": held[0]}, {"loss": alone.losses[-1][0]})
+        excess = max(d.excess for d in found)
+    yield Line(
+        f"checkpoints: tp on 4 CPU ranks, one {device.type} rank, tp again",
+        f"worst error / allowed: loss of the fourth step {excess:.1e}",
+        excess <= 1,
+    )
+
+
+def _go_on(directory: Path, saved: Path, number: int, steps: int, rank: int) -> Tensor:
+    """Train on from the checkpoint of the part before; the loss of the last step, on the host."""
+    module = shardwright.load_class(directory)()
+    optimizer = shardwright.build_optimizer(module, adamw)
+    if number:
+        shardwright.load_checkpoint(saved / str(number - 1), module, optimizer)
+    given = moved(inputs(), module.device)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = _loss(module(**module.cut_inputs(**given)))
+        loss.backward()
+        optimizer.step()
+    shardwright.save_checkpoint(saved / str(number), module, optimizer, step=number).wait()
+    return loss.detach().cpu()
+
+
+def low_precision(folder: Path, device: torch.device) -> Iterator[Line]:
+    """Three steps in autocast with a scaled loss, beside the model alone on the same device."""
+    dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    for dtype in dtypes:
+        model = _model(folder, "llama").float()
+        scaled = partial(_scaled, _manifest_in(folder / _name(dtype)), dtype)
+        found = shardwright.run_ranks(2, scaled, device=device)
+        expected = _scaled_alone(model, device, dtype)
+        pairs = list(zip(found[0], expected, strict=True))
+        worst = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+        yield Line(
+            f"autocast to {_name(dtype)} with a scaled loss, tp on 2 ranks",
+            f"losses differ by {worst:.1e} at most from those of the model",
+            worst <= 1e-2,
+        )
+
+
+_PAIR = shardwright.ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+
+
+def _scaled(directory: Path, dtype: torch.dtype, rank: int) -> list[float]:
+    module = shardwright.load_class(directory)()
+    optimizer, scaler = shardwright.build_optimizer(module, adamw), shardwright.LossScaler(2.0**8)
+    given, losses = moved(inputs(), module.device), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast(module.device.type, dtype=dtype):
+            loss = _loss(module(**module.cut_inputs(**given)))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_gnorm(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def _scaled_alone(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[float]:
+    model = copy.deepcopy(model).to(device)
+    optimizer, given, losses = adamw(model.parameters()), moved(inputs(), device), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=dtype):
+            loss = _loss(model(**given))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def cuda_graphs(folder: Path, device: torch.device) -> Iterator[Line]:
+    """Forward and backward captured as a CUDA graph, beside the same ones called."""
+    if device.type != "cuda":
+        return
+    called, replayed = shardwright.run_ranks(1, partial(_captured, folder), device=device)[0]
+    worst = max(abs(a - b) / abs(b) for a, b in zip(replayed, called, strict=True))
+    yield Line(
+        "forward and backward in a CUDA graph",
+        f"losses and norms of gradients differ by {worst:.1e} at most",
+        worst <= 1e-9,
+    )
+
+
+def _captured(folder: Path, rank: int) -> tuple[list[float], list[float]]:
+    """Losses and norms of gradients of three inputs: of calls, and of a graph replayed on them."""
+    module = shardwright.load_class(_files(folder, ALONE))()
+    static = moved(inputs(), module.device)
+    others = [moved(rolled(inputs(), number), module.device) for number in range(3)]
+
+    def run() -> Tensor:
+        for parameter in module.parameters():
+            parameter.grad = None
+        loss = _loss(module(**static))
+        loss.backward()
+        return loss
+
+    def numbers(loss: Tensor) -> list[float]:
+        norms = [p.grad.norm() for p in module.parameters() if p.grad is not None]
+        return [float(loss), float(torch.stack(norms).norm())]
+
+    def fill(given: Mapping[str, Tensor]) -> None:
+        for name, tensor in given.items():
+            static[name].copy_(tensor)
+
+    called: list[float] = []
+    for given in others:
+        fill(given)
+        called += numbers(run())
+    # A graph is captured on a stream of its own, after some steps on it.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run()
+    replayed: list[float] = []
+    for given in others:
+        fill(given)
+        graph.replay()
+        replayed += numbers(loss)
+    return called, replayed
+
+
+def _loss(outputs: Any) -> Tensor:
+    return outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+
+
+def _model(folder: Path, name: str) -> nn.Module:
+    """The model with the values it was compiled with, whatever this version of torch draws."""
+    model = MODELS[name]().double()
+    model.load_state_dict(load_file(folder / f"{name}.safetensors"))
+    return model
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of the model, each with memory of its own."""
+    return {name: x.detach().clone().contiguous() for name, x in model.state_dict().items()}
+
+
+def _folder_of(folder: Path, plan: Plan) -> Path:
+    return folder / plan.name.replace(", ", "-").replace(" ", "-")
+
+
+def _files(folder: Path, plan: Plan) -> Path:
+    return _manifest_in(_folder_of(folder, plan))
+
+
+def _manifest_in(folder: Path) -> Path:
+    """The folder of the compiled files."""
+    (manifest,) = folder.rglob("manifest.json")
+    return manifest.parent
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

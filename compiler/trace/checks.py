@@ -70,8 +70,9 @@ def watched_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Trace inside the block, and be warned of forward hooks that return nothing: what they store
     or print is not traced.
 
-    What a hook returns is a part of the graph. Hooks of torch's own, which make weights, are left
-    out.
+    What a hook returns is a part of the graph. Left out are hooks of torch's own, which make
+    weights, and those by which libraries ask for the gradient of embeddings, where a checkpointed
+    layer of theirs needs it: one of ours does not.
     """
     # A dict, so that each hook is told once, in order.
     silent: dict[str, None] = {}
@@ -81,7 +82,7 @@ def watched_hooks(module: torch.nn.Module) -> Iterator[None]:
         for table in (submodule._forward_pre_hooks, submodule._forward_hooks):
             # Replaced for the time of the trace by one that looks at what it returns.
             for key, hook in table.items():
-                if not _is_torchs(hook):
+                if not _is_torchs(hook) and not _asks_for_gradient(hook):
                     replaced.append((table, key, hook))
                     table[key] = _watched(hook, where, silent)
     try:
@@ -106,6 +107,13 @@ def _watched(hook: Callable[..., Any], where: str, silent: dict[str, None]) -> C
         return result
 
     return watched
+
+
+def _asks_for_gradient(hook: object) -> bool:
+    """Whether it is the hook of ``gradient_checkpointing_enable`` of transformers or peft."""
+    home = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    name = getattr(hook, "__name__", "")
+    return home in ("transformers", "peft") and name.startswith("make_inputs_require_grad")
 
 
 def _is_torchs(hook: object) -> bool:

@@ -301,6 +301,25 @@ def test_hooks_of_modules_are_part_of_the_graph() -> None:
         trace(model, {"input": X})
 
 
+def test_gradient_checkpointing_says_nothing_of_its_hook() -> None:
+    """transformers has the embeddings ask for gradients; layers that run again do not need it."""
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8, vocab_size=16)
+    model = transformers.GPT2LMHeadModel(config)
+    model.gradient_checkpointing_enable()
+    assert model.get_input_embeddings()._forward_hooks
+    for parameter in model.transformer.wte.parameters():
+        parameter.requires_grad_(False)
+    tokens = torch.arange(8)[None]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        report = verify(
+            model, {"input_ids": tokens, "labels": tokens}, "tp",
+            {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1,
+        )  # fmt: skip
+    assert report.ok
+    assert not any("hook" in str(warning.message) for warning in told)
+
+
 def test_devices_are_the_ranks_own() -> None:
     class Devices(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -97,13 +97,11 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     if options.mode == "1d":
         for name, axis in inner.items():
             split_dims(builder, name, axis.classes)
-    elif options.mode == "3d":
-        _split_3d(builder)
     else:
-        _split_2d(builder)
-    if options.mode != "1d":
+        split_in_mode(builder, options.mode)
         again = options.mode != "3d" if options.gathers_again is None else options.gathers_again
-        _choose_gathers(builder, AGAIN if again else KEEP)
+        for name, choice in gathers_in_mode(graph, again=again).items():
+            builder.gather(name, choice)
     plan = builder.plan("tensor")
     if num_stages > 1:
         plan = add_stages(graph, config, plan, options, num_stages)
@@ -114,6 +112,14 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         count = options.steps or max(2, *sizes.values())
         plan = in_steps(graph, plan, count, "tensor")
     return plan
+
+
+def split_in_mode(builder: PlanBuilder, mode: Mode) -> None:
+    """Split the model of a builder whose mesh has the axes of a mode (``AXES``), other than 1d."""
+    if mode == "3d":
+        _split_3d(builder)
+    else:
+        _split_2d(builder)
 
 
 def _check_steps(options: TensorOptions) -> None:
@@ -461,11 +467,11 @@ def _store_weights(builder: PlanBuilder, cut: Set[str], further: Set[str]) -> No
             stored.add(value.name)
 
 
-def _choose_gathers(builder: PlanBuilder, then: str) -> None:
-    """Say what is gathered again in backward, of the input and the weight of every linear. Only
-    choices that differ from the default stand in the plan.
+def gathers_in_mode(graph: IRGraph, *, again: bool) -> dict[str, str]:
+    """What is gathered again in backward, of the input and the weight of every linear, or kept
+    since forward: only choices that differ from the default.
     """
-    graph = builder.graph
+    found: dict[str, str] = {}
     for op in graph.ops:
         if op.target not in PRODUCTS or op.target == "embedding":
             continue
@@ -473,11 +479,13 @@ def _choose_gathers(builder: PlanBuilder, then: str) -> None:
         for i, value in enumerate(op.operands):
             if not weights or not value.dtype.is_floating_point:
                 continue
-            if then == KEEP and value.kind is ValueKind.PARAMETER and value.ndim > 1:
+            is_parameter = value.kind is ValueKind.PARAMETER
+            if not again and is_parameter and value.ndim > 1:
                 assert value.fqn is not None
-                builder.gather(value.fqn, KEEP)
-            if then == AGAIN and value.kind is not ValueKind.PARAMETER and i not in weights:
-                builder.gather(value.name, AGAIN)
+                found[value.fqn] = KEEP
+            if again and not is_parameter and i not in weights:
+                found[value.name] = AGAIN
+    return found
 
 
 def _weights(op: IROp, graph: IRGraph) -> list[int]:

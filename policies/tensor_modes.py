@@ -7,7 +7,7 @@ from typing import Literal
 
 Mode = Literal["1d", "2d", "2.5d", "3d"]
 
-AXES: Mapping[str, tuple[str, ...]] = {
+AXES: Mapping[Mode, tuple[str, ...]] = {
     "1d": ("tp",),
     "2d": ("r", "c"),
     "2.5d": ("d", "r", "c"),

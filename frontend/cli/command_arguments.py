@@ -265,6 +265,12 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser, searched=True)
     add_machine(parser, html=False)
     _add_batch(parser)
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="explain the plan of this file, without a search",
+    )
     parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
     parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
     parser.add_argument(

@@ -165,10 +165,12 @@ pas_config.KEY=VALUE.""",
     shardwright explain my_models:make_gpt --plan-ngpus 8
     shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
     shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --plan plan.json
 
-Searches as 'plan' does, then looks for plans with one thing changed: more memory, faster links,
-another mesh; or, with the same stages and schedule, an operator or a module split in another way.
-Every figure is that of a plan that was audited.""",
+Searches as 'plan' does, or takes the plan of a file. Then looks for plans with one thing changed:
+ZeRO, microbatches, what is computed again; more memory, faster links, another mesh; or, with the
+same stages and schedule, an operator or a module split in another way. Every figure is that of a
+plan that was audited.""",
     ),
     "simulate": Command(
         add_simulate,

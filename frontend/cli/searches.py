@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -38,12 +39,14 @@ from shardwright.policies.autodist.questions.explain import (
     factor_dims,
     operators_of,
 )
+from shardwright.policies.autodist.questions.saved_plans import audited_levers, request_of_plan
 from shardwright.policies.autodist.questions.what_if import (
     against,
     levers,
     options_on,
     side_by_side,
 )
+from shardwright.policies.saved_plan import SavedOptions, load_plan, read_plan_file
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
 
@@ -83,23 +86,21 @@ def run_explain(options: argparse.Namespace) -> int:
     """Run ``explain``."""
     asked = _asked(options)
     _check_asked(asked, options)
-    # The search runs once; questions are asked of its result.
-    found = asked.run()
     console = make_console()
-    searched = asked.settled(found)
-    plan, variant = searched.plan, searched.variant
-    assert found.best is not None and found.best.cost is not None
-    request = Request(
-        variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best
-    )
-    console.print(str(plan.certificate), soft_wrap=True)
+    # The search runs once, or not at all; questions are asked of its result.
+    request = _searched(asked) if options.plan is None else _of_file(asked, options)
+    plan = request.best.plan
+    assert request.best.cost is not None
+    certificate = plan.certificate
+    said = f"{plan.mesh}: nothing is known of other plans" if certificate is None else certificate
+    console.print(str(said), soft_wrap=True)
     # Each question has its own table; without one the costs and what would help are shown.
     if options.op is not None:
         _print_choices(
             console, f"Operator {options.op}", explain_operator(request, options.op, options.most)
         )
         dims = ", ".join(
-            f"{factor} is {dim}" for factor, dim in factor_dims(variant.graph, options.op).items()
+            f"{factor} is {dim}" for factor, dim in factor_dims(request.graph, options.op).items()
         )
         console.print(f"Dims of its rule: {dims or 'none of the model'}", soft_wrap=True)
     if options.module is not None:
@@ -109,11 +110,52 @@ def run_explain(options: argparse.Namespace) -> int:
             explain_module(request, options.module, options.most),
         )
     if options.against is not None:
-        console.print(comparison_table(found.best, against(request, read_sizes(options.against))))
+        other = against(request, read_sizes(options.against))
+        console.print(comparison_table(request.best, other))
     if options.op is None and options.module is None and options.against is None:
-        console.print(str(found.best.cost), soft_wrap=True)
-        console.print(choice_table("What would help, on this mesh and schedule", levers(request)))
+        console.print(str(request.best.cost), soft_wrap=True)
+        console.print(choice_table("What would help, this plan as it is", audited_levers(request)))
+        if options.plan is None:
+            title = "What would help, on this mesh and schedule"
+            console.print(choice_table(title, levers(request)))
     return 0
+
+
+def _searched(asked: PlanSearch) -> Request:
+    """What questions are asked of, after a search."""
+    found = asked.run()
+    searched = asked.settled(found)
+    variant = searched.variant
+    assert found.best is not None
+    # The certificate of the whole search, which may have tried other sizes of a microbatch.
+    best = replace(found.best, plan=searched.plan)
+    return Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, best)
+
+
+def _of_file(asked: PlanSearch, options: argparse.Namespace) -> Request:
+    """What questions are asked of, of the plan in a file."""
+    for flag in ("global_batch", "microbatch"):
+        if getattr(options, flag) is not None:
+            name = flag.replace("_", "-")
+            raise ConfigError(
+                f"--{name} says what to search, and --plan names a plan that is there",
+                hint=f"leave out one of the two; the plan has its own microbatches: --{name} was "
+                "for the search that made it",
+            )
+    if options.plan_ngpus == AUTO:
+        raise ConfigError(
+            "--plan-ngpus auto searches for a number of ranks, and --plan names a plan that is "
+            "there",
+            hint="give the number of ranks of the plan",
+        )
+    saved = read_plan_file(options.plan)
+    variant = next(
+        (found for found in asked.variants.listed if found.zero_stage == saved.zero_stage),
+        asked.variants.listed[0],
+    )
+    plan = load_plan(SavedOptions(load_plan=str(options.plan)), variant.graph, variant.config)
+    settings = asked.options_for(variant)
+    return request_of_plan(variant.graph, variant.config, settings, asked.hardware, plan)
 
 
 def _check_asked(asked: PlanSearch, options: argparse.Namespace) -> None:

@@ -1,14 +1,16 @@
 """The plans of the simple policies on the meshes of a search, so that none of them is better than
 its answer.
 
-``tp``, ``data``, ``cp``, ``pp`` and ``hybrid`` split dims by rule, and cut stages with the code of
-a search. One of their plans may still take less than all candidates:
+``tp``, ``data``, ``cp``, ``tensor``, ``pp`` and ``hybrid`` split dims by rule, and cut stages with
+the code of a search. One of their plans may still take less than all candidates:
 
 - time ends a search before it has placed the model on a mesh;
 - memory binds, and their placement holds less than those that the search has chosen before it cuts
   stages: it allows a schedule that these have no memory for;
 - an axis deals positions in zigzag, as ``cp`` lets it where attention is causal. A search places
-  the model on meshes whose axes give each rank one piece.
+  the model on meshes whose axes give each rank one piece;
+- parameters and activations are cut over several axes and gathered for each product, as ``tensor``
+  does in its modes 2d, 2.5d and 3d: a search stores what operators read.
 
 So they are audited too, as far as they obey the user's constraints and their parts do not already
 take as long as the best plan.
@@ -40,7 +42,7 @@ from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.shared_cores import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.candidates.axis_roles import named
+from shardwright.policies.autodist.candidates.axis_roles import named, renamed
 from shardwright.policies.autodist.candidates.meshes import AXIS_NAMES, position_ranks
 from shardwright.policies.autodist.candidates.scheduled_plans import NamedSchedule, staged
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
@@ -54,6 +56,9 @@ from shardwright.policies.partition import cut as cut_into_stages
 from shardwright.policies.partition import with_regions
 from shardwright.policies.sequences import sequence_classes
 from shardwright.policies.splits import split_dims, split_of
+from shardwright.policies.tensor import gathers_in_mode, split_in_mode
+from shardwright.policies.tensor_modes import AXES as MODE_AXES
+from shardwright.policies.tensor_modes import Mode
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
@@ -72,11 +77,12 @@ AXIS = "axis"
 class SimplePlan:
     """A plan, that of the ``whole`` model it was cut from, and what its parts take: ``least_s``
     leaves out messages between stages, ``least_bytes`` all gradients, unless they are asked for,
-    and what is held for a moment only.
+    and what is held for a moment only. ``whose``: in words, whose plan it is.
     """
 
     plan: Plan
     whole: Plan
+    whose: str
     named_schedule: NamedSchedule
     least_s: float
     least_bytes: Callable[..., float] = field(repr=False, compare=False)
@@ -99,8 +105,8 @@ def simple_plans(
 ) -> Iterator[SimplePlan]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the
     inner dims of the model and the one before it the batch, or inner dims too where those are
-    short; of one axis, either. An axis that deals in zigzag splits the sequence. Meshes of more
-    axes are none of theirs. Without what breaks the constraints.
+    short; of one axis, either. An axis that deals in zigzag splits the sequence. Two and three axes
+    are those of a mode of ``tensor``, too. Without what breaks the constraints.
     ``below_s``: placements that take longer are of no interest. ``rules``: those for the graph,
     shared by all meshes.
     """
@@ -159,6 +165,7 @@ def simple_plans(
             yield SimplePlan(
                 cut_plan,
                 plan,
+                way.whose,
                 cut.named_schedule,
                 least_s,
                 partial(_least_bytes, walk, in_flight, cut.placement, cut.spans),
@@ -220,11 +227,12 @@ def _even_s(seconds: Sequence[float], num_positions: int, setting: Setting) -> f
 @dataclass(frozen=True)
 class Way:
     """A way to use the axes of a mesh: what they split, by operator, and the plan, whose making
-    takes longer.
+    takes longer. ``whose``: in words, whose plan it is.
     """
 
     splits: Mapping[str, Assignment]
     plan: Callable[[], Plan]
+    whose: str = "a simple policy"
 
 
 class Rules:
@@ -235,6 +243,7 @@ class Rules:
         self._choosers: dict[int, Chooser] = {}
         self._plans_along: dict[tuple[str, int], Plan] = {}
         self._splits_along: dict[tuple[frozenset[int], int], dict[str, Strategy]] = {}
+        self._mode_plans: dict[tuple[Mode, tuple[int, ...]], Plan] = {}
 
     @cached_property
     def needed(self) -> PlannableGraph:
@@ -288,6 +297,32 @@ class Rules:
         # Two axes may both split inner dims, where these are short.
         if len(mesh.axes) == 2 and (pair := self._pair_classes(mesh)) is not None:
             yield Way(self._splits(mesh, pair, one_by_one=False), partial(self._pair, mesh, pair))
+        # An axis with a name splits what its name says, and not what a mode would have it split.
+        if set(mesh.names) <= set(AXIS_NAMES):
+            yield from self._mode_ways(mesh)
+
+    def _mode_ways(self, mesh: Mesh) -> Iterator[Way]:
+        """The modes of ``tensor`` that have as many axes as the mesh: what is gathered for a
+        product is kept for backward, or gathered again.
+        """
+        for mode, axes in MODE_AXES.items():
+            if mode == "1d" or len(axes) != len(mesh.axes):
+                continue
+            with contextlib.suppress(PlanError):  # no batch
+                plan = self._mode_plan(mesh, mode)
+                for words, again in (("kept", False), ("again", True)):
+                    gathers = gathers_in_mode(self.graph, again=again)
+                    way = partial(_same, replace(plan, gathers=gathers))
+                    yield Way(plan.strategies, way, f"mode {mode}, {words},")
+
+    def _mode_plan(self, mesh: Mesh, mode: Mode) -> Plan:
+        sizes = tuple(size for _, size in mesh.axes)
+        if (mode, sizes) not in self._mode_plans:
+            builder = self.graph.builder(mesh=dict(zip(MODE_AXES[mode], sizes, strict=True)))
+            split_in_mode(builder, mode)
+            self._mode_plans[mode, sizes] = builder.plan("autodist")
+        names = dict(zip(MODE_AXES[mode], mesh.names, strict=True))
+        return renamed(self._mode_plans[mode, sizes], names)
 
     def zigzag_meshes(self, mesh: Mesh) -> Iterator[Mesh]:
         """The meshes on which an axis deals positions in zigzag, as ``cp`` lets it: where attention

@@ -29,7 +29,7 @@ from shardwright.policies.autodist.search.simple_plans import (
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
-SIMPLE, SIMPLY_CUT = ", as a simple policy has it", ", in the stages of a simple policy"
+SIMPLY_CUT = ", in the stages of a simple policy"
 """What follows the mesh in titles of such plans."""
 
 NO_BOUND = "no bound, as the search did not come to the mesh"
@@ -333,7 +333,5 @@ class _Listing:
 
 
 def _title(simple: SimplePlan, where: PipelineMesh) -> str:
-    return (
-        scheduled_title(mesh_title(where[0], simple.whole.mesh, where[2]), simple.named_schedule)
-        + SIMPLE
-    )
+    mesh = mesh_title(where[0], simple.whole.mesh, where[2])
+    return f"{scheduled_title(mesh, simple.named_schedule)}, as {simple.whose} has it"

@@ -207,6 +207,35 @@ def test_explain(run) -> None:  # type: ignore[no-untyped-def]
     assert len(lines) == 2 and all("+0.0%" in line for line in lines)
 
 
+def test_a_plan_of_a_file_is_explained_without_a_search(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    file, ranks = tmp_path / "plan.json", "--plan-ngpus 2 --runtime-ngpus 4"
+    certificate = run(f"plan plan_models:make {ranks} --out {file}").splitlines()
+
+    def searched(*_: object) -> None:
+        raise AssertionError("the search began")
+
+    monkeypatch.setattr(PlanSearch, "run", searched)
+    monkeypatch.setattr("shardwright.policies.autodist.autodist_policy.search_each", searched)
+    explain = f"explain plan_models:make {ranks} --plan {file}"
+    shown = run(explain)
+    assert shown.splitlines()[0] in certificate
+    assert "What would help, this plan as it is" in shown and "use_zero=1" in shown
+    assert "Operator down" in run(f"{explain} --op down")
+    # A plan by hand: nobody has searched for it.
+    by_hand = json.loads(file.read_text())
+    del by_hand["certificate"]
+    file.write_text(json.dumps(by_hand))
+    assert run(explain).splitlines()[0].endswith(": nothing is known of other plans")
+    for wrong, words in (
+        ("--global-batch 8", "error: --global-batch says what to search, and --plan names"),
+        ("--op dwn", "error: the model has no operator 'dwn'"),
+        (f"--plan {tmp_path / 'none.json'}", "error: no plan can be read from"),
+    ):
+        assert run(f"{explain} {wrong}", expected=1).startswith(words)
+
+
 def test_what_cannot_be_answered_or_written_is_refused_before_the_search(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]

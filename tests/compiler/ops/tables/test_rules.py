@@ -106,22 +106,25 @@ def test_rule_holds_on_two_axes(
     assert report.ok, str(report)
 
 
+ONE_TURN = Mesh((("u", 3),), (("u", 1),))
+MORE_TURNS = (Mesh((("u", 2), ("v", 2)), (("v", 2),)), Mesh((("u", 2),), (("u", 3),)))
+IN_ZIGZAG = [("attention", ONE_TURN)]
+IN_ZIGZAG_SLOW = [
+    *((group, ONE_TURN) for group in op_examples.EXAMPLES if group != "attention"),
+    *(("attention", mesh) for mesh in MORE_TURNS),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "group",
-    [
-        pytest.param(g, marks=() if g == "attention" else pytest.mark.slow)
-        for g in op_examples.EXAMPLES
-    ],
+    ("group", "mesh"),
+    [*IN_ZIGZAG, *(pytest.param(*case, marks=pytest.mark.slow) for case in IN_ZIGZAG_SLOW)],
+    ids=str,
 )
-def test_rules_hold_in_zigzag(group: str) -> None:
+def test_rules_hold_in_zigzag(group: str, mesh: Mesh) -> None:
     """Pieces may be several runs, where the rule allows that."""
-    meshes = [Mesh((("u", 3),), (("u", 1),))]
-    if group == "attention":
-        meshes.append(Mesh((("u", 2), ("v", 2)), (("v", 2),)))
-        meshes.append(Mesh((("u", 2),), (("u", 3),)))
     for function, args, *kwargs in op_examples.EXAMPLES[group]:
-        report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=meshes)
+        report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=[mesh])
         assert report.ok, str(report)
 
 

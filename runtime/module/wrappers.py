@@ -10,7 +10,10 @@ stand, over the ranks that hold the same pieces: that is how its users average g
 
 from __future__ import annotations
 
+import functools
 import threading
+from importlib import import_module
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -44,6 +47,24 @@ def watch_wrappers() -> None:
         if not _is_watching:
             _is_watching = True
             register_module_module_registration_hook(_refuse_wrapper)
+            _watch_weight_norm()
+
+
+def _watch_weight_norm() -> None:
+    """Refuse the old ``torch.nn.utils.weight_norm`` before it does anything: it takes the weight
+    out of the module, and what is refused then leaves a module without it.
+    """
+    # The module's name in its package is that of the function.
+    weight_norm = import_module("torch.nn.utils.weight_norm").WeightNorm
+    original = weight_norm.apply
+
+    @functools.wraps(original)
+    def apply(module: nn.Module, name: str, dim: int) -> Any:
+        if isinstance(module, Scope):
+            module.register_parameter(f"{name}_g", None)  # which says why not
+        return original(module, name, dim)
+
+    weight_norm.apply = staticmethod(apply)
 
 
 def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:

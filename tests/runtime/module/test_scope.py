@@ -12,6 +12,7 @@ from torch.nn.utils import prune  # noqa: F401  (torch.nn.utils does not import 
 
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.module.scope import Scope, place
+from shardwright.runtime.module.wrappers import watch_wrappers
 
 
 def tree() -> Scope:
@@ -60,8 +61,13 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_no_other_tensors_are_taken_in(what: str) -> None:
+    """And none is taken out on the way to the refusal."""
+    watch_wrappers()
+    root = tree()
+    before = list(root.state_dict())
     with pytest.raises(UsageError) as error:
-        CHANGES[what](tree())
+        CHANGES[what](root)
+    assert list(root.state_dict()) == before
     title, why, hint = str(error.value).split("\n")
     assert title.endswith(f" cannot be given a {what}")
     assert title.startswith(("submodule 'layers", "the parallel module Scope "))

@@ -26,6 +26,9 @@ parameters: :func:`shardwright.initialize` leaves the user's model where it was,
 program beside it.
 """
 
+WRAPPER_STATE = "__composable_api_state_key"
+"""How names begin under which torch's wrappers without a class keep their state in a module."""
+
 
 def compiled_parts(module: nn.Module) -> dict[str, CompiledModule]:
     """The compiled parts of a module by path: submodules, and programs beside ordinary ones."""
@@ -70,6 +73,10 @@ class CompiledModule(Scope):
         with the original.
         """
         list(self.parameters())  # those that an optimizer still gathers arrive
+        # What a wrapper such as ``fully_shard`` noted before it was refused cannot be copied.
+        for part in self.modules():
+            for name in [name for name in part.__dict__ if name.startswith(WRAPPER_STATE)]:
+                del part.__dict__[name]
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(

@@ -2,6 +2,7 @@
 in words.
 """
 
+import copy
 import importlib
 import io
 from collections.abc import Iterator
@@ -110,6 +111,7 @@ def test_wrappers_that_cut_parameters_again(tmp_path, group, name, is_inside):
     ):
         shard(Around(module) if is_inside else module)
     assert list(module.state_dict()) == before
+    assert list(copy.deepcopy(module).state_dict()) == before
 
 
 def test_an_optimizer_that_sends_parameters_over_those_of_others(tmp_path, group):

@@ -92,8 +92,13 @@ class Scope(nn.Module):
         )
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused where nobody would call the hook."""
+        """Refused where nobody would call the hook, and of ``fully_shard``, which cuts parameters
+        after it.
+        """
         self._check_called("a forward pre-hook")
+        hook = args[0] if args else kwargs.get("hook")
+        if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
+            self._refuse_change("wrapper fully_shard")
         return super().register_forward_pre_hook(*args, **kwargs)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:

@@ -39,6 +39,7 @@ from shardwright.policies.autodist.questions.explain import (
     factor_dims,
     operators_of,
 )
+from shardwright.policies.autodist.questions.launches import bound_by_launches
 from shardwright.policies.autodist.questions.saved_plans import audited_levers, request_of_plan
 from shardwright.policies.autodist.questions.what_if import (
     against,
@@ -94,6 +95,7 @@ def run_explain(options: argparse.Namespace) -> int:
     certificate = plan.certificate
     said = f"{plan.mesh}: nothing is known of other plans" if certificate is None else certificate
     console.print(str(said), soft_wrap=True)
+    _say_launches(console, request)
     # Each question has its own table; without one the costs and what would help are shown.
     if options.op is not None:
         _print_choices(
@@ -123,13 +125,22 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def _searched(asked: PlanSearch) -> Request:
     """What questions are asked of, after a search."""
-    found = asked.run()
+    return _request(asked, asked.run())
+
+
+def _request(asked: PlanSearch, found: SearchResult) -> Request:
     searched = asked.settled(found)
     variant = searched.variant
     assert found.best is not None
     # The certificate of the whole search, which may have tried other sizes of a microbatch.
     best = replace(found.best, plan=searched.plan)
     return Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, best)
+
+
+def _say_launches(console: Console, request: Request) -> None:
+    told = bound_by_launches(request)
+    if told is not None:
+        console.print(told, soft_wrap=True)
 
 
 def _of_file(asked: PlanSearch, options: argparse.Namespace) -> Request:
@@ -275,6 +286,7 @@ def run_plan(options: argparse.Namespace) -> int:
     save(asked.options, plan)
     assert plan.certificate is not None and found.best is not None and found.best.cost is not None
     console.print(str(plan.certificate), soft_wrap=True)
+    _say_launches(console, _request(asked, found))
     if found.best.cost.extrapolated:
         console.print(found.best.cost.beyond, soft_wrap=True)
     if returns_more_than_loss(graph, asked.config):

@@ -1,0 +1,47 @@
+"""Whether a plan waits for launches and latencies rather than for work.
+
+Example: on 64 ranks each operator of a small model has a microsecond of work, and the least time of
+an operator is 5 µs. A step takes 9.1 ms, of which 2.4 ms would be left if operators took the time
+of their work alone, and messages that of their bytes. Then fewer ranks take about as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.compiler.cost.machine.hardware import Hardware, Link, Tier
+from shardwright.compiler.plan.amounts import amount
+from shardwright.policies.autodist.questions.explain import Request
+
+MOST_LAUNCHES = 0.5
+"""The part of a step from which it is said to be bound by launches."""
+
+
+def bound_by_launches(request: Request) -> str | None:
+    """What is said of a plan of which launches and latencies are half of a step or more; ``None``
+    of others.
+    """
+    free = replace(request, hardware=_without_waiting(request.hardware))
+    work_s, step_s = free.audited(request.best.plan).step_s, request.best.step_s
+    if work_s > (1 - MOST_LAUNCHES) * step_s:
+        return None
+    text = (
+        f"bound by launches: of {amount(step_s, 's')} a step {amount(work_s, 's')} are arithmetic "
+        "and bytes, the rest is the least time of operators and the latency of messages"
+    )
+    if request.config.runtime_ngpus == 1:
+        return f"{text}; larger microbatches cost little more"
+    return f"{text}; use fewer ranks, or larger microbatches"
+
+
+def _without_waiting(hardware: Hardware) -> Hardware:
+    """The machine on which operators take the time of their work, and messages that of their
+    bytes.
+    """
+    device = replace(hardware.device, launch_s=0.0, queue_s=(0.0, 0.0), host_s=(0.0, 0.0))
+
+    def tier(item: Tier) -> Tier:
+        kinds = {name: Link(0.0, link.bytes_per_s) for name, link in item.kinds.items()}
+        return replace(item, latency_s=0.0, kinds=kinds)
+
+    return replace(hardware, device=device, tiers=tuple(map(tier, hardware.tiers)))

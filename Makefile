@@ -3,7 +3,7 @@
 #   make demo      compile a small GPT for two ranks, train it, compare with one device (about a minute)
 #   make test      the checks (lint) and the default tests, about five minutes on two cores
 #   make test-all  the slow tests, the rest of what continuous integration runs
-#   make gpu       everything that one GPU can show (without one the CPU stands in): benchmarks/one_gpu.py
+#   make gpu       everything that one GPU can show; without one the CPU stands in
 #   make docs      the reference, from docstrings: build/reference/index.html
 #   make lint      ruff (rules and format), mypy, import-linter
 #

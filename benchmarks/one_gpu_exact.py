@@ -81,16 +81,19 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of several ranks. ``fields``: of the config."""
+    """A plan of ``num_ranks`` ranks. ``fields``: of the config."""
 
     name: str
     model: str
     policy: str
     unit: int
     fields: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 4
 
     def config(self) -> shardwright.ComputeConfig:
-        return shardwright.ComputeConfig(plan_ngpus=self.unit, runtime_ngpus=4, **self.fields)
+        return shardwright.ComputeConfig(
+            plan_ngpus=self.unit, runtime_ngpus=self.num_ranks, **self.fields
+        )
 
 
 END2END = {"use_end2end": True}
@@ -109,7 +112,7 @@ PLANS = (
     Plan("ep", "qwen3-moe", "ep", 4),
     Plan("tp, recompute", "llama, recomputed", "tp", 2),
 )
-ALONE = Plan("alone", "llama", "dp", 1)
+ALONE = Plan("alone", "llama", "dp", 1, num_ranks=1)
 """One rank, which goes on with what ``tp`` has saved."""
 
 
@@ -129,7 +132,7 @@ def compile_plans(folder: Path) -> None:
         for plan in (*PLANS, ALONE):
             compile_into(
                 _folder_of(folder, plan), _model(folder, plan.model), inputs(), plan.policy,
-                plan.config() if plan is not ALONE else ALONE_CONFIG,
+                plan.config(),
             )  # fmt: skip
     # Regions of autocast are kept for whichever type of device runs the files.
     for dtype in (torch.bfloat16, torch.float16):
@@ -137,9 +140,6 @@ def compile_plans(folder: Path) -> None:
             compile_into(
                 folder / _name(dtype), _model(folder, "llama").float(), inputs(), "tp", _PAIR
             )
-
-
-ALONE_CONFIG = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
 
 
 def plans(folder: Path, device: torch.device) -> Iterator[Line]:
@@ -178,10 +178,10 @@ def checkpoints(folder: Path, device: torch.device) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as saved, float64_casts():
         alone = reference_run(_model(folder, "llama"), [inputs()], adamw, 4)
         cpu = torch.device("cpu")
-        parts = ((tensor_parallel, 4, cpu, 2), (ALONE, 1, device, 1), (tensor_parallel, 4, cpu, 1))
-        for number, (plan, num_ranks, place, steps) in enumerate(parts):
+        parts = ((tensor_parallel, cpu, 2), (ALONE, device, 1), (tensor_parallel, cpu, 1))
+        for number, (plan, place, steps) in enumerate(parts):
             go_on = partial(_go_on, _files(folder, plan), Path(saved), number, steps)
-            held = shardwright.run_ranks(num_ranks, go_on, device=place)
+            held = shardwright.run_ranks(plan.num_ranks, go_on, device=place)
         found = deviations({"loss": held[0]}, {"loss": alone.losses[-1][0]})
         excess = max(d.excess for d in found)
     yield Line(

@@ -26,7 +26,7 @@ from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.pictures import Bar, bars
 from shardwright.frontend.report.plan_tables import new_table
-from shardwright.frontend.search_plan import PlanSearch
+from shardwright.frontend.search_plan import PlanSearch, SearchedPlan
 from shardwright.policies.autodist.autodist_policy import save
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
 from shardwright.policies.autodist.questions.explain import (
@@ -125,11 +125,12 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def _searched(asked: PlanSearch) -> Request:
     """What questions are asked of, after a search."""
-    return _request(asked, asked.run())
+    found = asked.run()
+    return _request(asked, found, asked.settled(found))
 
 
-def _request(asked: PlanSearch, found: SearchResult) -> Request:
-    searched = asked.settled(found)
+def _request(asked: PlanSearch, found: SearchResult, searched: SearchedPlan) -> Request:
+    """What questions are asked of: what a search has found, and the plan that was settled on."""
     variant = searched.variant
     assert found.best is not None
     # The certificate of the whole search, which may have tried other sizes of a microbatch.
@@ -286,7 +287,7 @@ def run_plan(options: argparse.Namespace) -> int:
     save(asked.options, plan)
     assert plan.certificate is not None and found.best is not None and found.best.cost is not None
     console.print(str(plan.certificate), soft_wrap=True)
-    _say_launches(console, _request(asked, found))
+    _say_launches(console, _request(asked, found, searched))
     if found.best.cost.extrapolated:
         console.print(found.best.cost.beyond, soft_wrap=True)
     if returns_more_than_loss(graph, asked.config):

@@ -2,7 +2,7 @@
 
 Example: on 64 ranks each operator of a small model has a microsecond of work, and the least time of
 an operator is 5 µs. A step takes 9.1 ms, of which 2.4 ms would be left if operators took the time
-of their work alone, and messages that of their bytes. Then fewer ranks take about as long.
+of their work alone, and messages that of their bytes. Fewer ranks then use their devices better.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class Rules:
                 for words, again in (("kept", False), ("again", True)):
                     gathers = gathers_in_mode(self.graph, again=again)
                     way = partial(_same, replace(plan, gathers=gathers))
-                    yield Way(plan.strategies, way, f"mode {mode}, {words},")
+                    yield Way(plan.strategies, way, f"mode {mode} ({words})")
 
     def _mode_plan(self, mesh: Mesh, mode: Mode) -> Plan:
         sizes = tuple(size for _, size in mesh.axes)

@@ -1,7 +1,7 @@
 """A job under torchrun: trains a compiled pipeline of three ranks; the last goes away in the middle
 of its second step.
 
-torchrun --nproc-per-node 3 dying_job.py FOLDER
+torchrun --nproc-per-node 3 -m dying_job FOLDER
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Pipelines in real processes with gloo."""
 
+import os
 import re
 import subprocess
 import sys
@@ -60,11 +61,12 @@ def test_a_job_ends_on_all_ranks_when_one_dies_in_a_step(tmp_path):
     """Under torchrun, with what a policy made: no rank hangs, and the others name the action they
     waited in.
     """
-    job = Path(__file__).parents[2] / "_lib" / "of_one_test" / "dying_job.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
-        [*torchrun, job, tmp_path], capture_output=True, text=True, timeout=900, check=False
-    )
+        [*torchrun, "-m", "dying_job", tmp_path],
+        capture_output=True, text=True, timeout=900, check=False, env=found,
+    )  # fmt: skip
     assert ended.returncode != 0
     errors = re.findall(r"CollectiveError: (rank [01] waits in .*)", ended.stderr)
     assert errors, ended.stderr[-3000:]

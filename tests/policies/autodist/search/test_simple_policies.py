@@ -144,7 +144,7 @@ def test_two_axes_are_those_of_a_mode_of_tensor_parallelism_too() -> None:
     )  # fmt: skip
     mesh, whole = Mesh((("x", 2), ("y", 2))), [NamedSchedule("", 1)]
     found = simple_plans(search.graph, mesh, whole, 1, 0, search.space, setting)
-    (of_mode,) = (simple for simple in found if simple.whose == "mode 2d, again,")
+    (of_mode,) = (simple for simple in found if simple.whose == "mode 2d (again)")
     made = search.audited(of_mode.plan)
     assert policy == "tensor" and of_mode.plan.mesh.names == ("dp", "tp")
     assert (made.step_s, made.peak_bytes) == (expected.step_s, expected.peak_bytes)

@@ -8,8 +8,9 @@ Compile both with ``--stand-in`` for a machine without a GPU: then the CPU runs 
 shows that the program works and nothing of speed.
 
 1. Plans of four ranks, each rank a thread that shares the device: dp, ZeRO, tp, 2d, pp, cp, ep, in
-   float64 against the model alone on the CPU. Checkpoints from CPU to GPU ranks and back. Autocast
-   with scaled losses. CUDA graphs.
+   float64 against the model alone on the CPU; ring attention and experts in bfloat16, where a GPU
+   has kernels of its own. Checkpoints from CPU to GPU ranks and back. Autocast with scaled losses.
+   CUDA graphs.
 2. Steps of generated code for one rank beside eager and compiled PyTorch: time, memory, MFU.
 3. A dozen plans of one rank: peaks within 2 % of the prediction, steps in the predicted order, on
    the hardware as ``shardwright calibrate`` measures it in the same run.
@@ -34,6 +35,7 @@ import torch
 from one_gpu_tables import Line
 
 import shardwright
+from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware, preset_names
 from shardwright.frontend.calibrate.calibrate import calibrate
 
 PEAK_BOUND = 0.02
@@ -49,6 +51,9 @@ def main() -> int:
     parser.add_argument(
         "--stand-in", action="store_true", help="small models on the CPU (the default without GPU)"
     )
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="keep what is calibrated in this file"
+    )
     options = parser.parse_args()
     if options.action != "both" and options.folder is None:
         parser.error("a folder is missing")
@@ -63,7 +68,8 @@ def main() -> int:
             compile_all(folder, size)
         if options.action == "compile":
             return 0
-        return run(folder, size, torch.device("cpu" if stand_in else "cuda"))
+        device = torch.device("cpu" if stand_in else "cuda")
+        return run(folder, size, device, options.hardware)
 
 
 def compile_all(folder: Path, size: one_gpu_plans.Size) -> None:
@@ -75,14 +81,16 @@ def compile_all(folder: Path, size: one_gpu_plans.Size) -> None:
     print(f"compiled into {folder} in {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def run(folder: Path, size: one_gpu_plans.Size, device: torch.device) -> int:
-    """Try everything on the device; the exit status."""
+def run(
+    folder: Path, size: one_gpu_plans.Size, device: torch.device, kept: Path | None = None
+) -> int:
+    """Try everything on the device; the exit status. ``kept``: a file for what is calibrated."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU, which stands in"
     print(f"torch {torch.__version__} on {name}", flush=True)
     start = time.perf_counter()
     wrong = []
     count = 0
-    for line in _lines(folder, size, device):
+    for line in _lines(folder, size, device, kept):
         print(line, flush=True)
         count += 1
         wrong += [] if line.right else [line.name]
@@ -93,28 +101,37 @@ def run(folder: Path, size: one_gpu_plans.Size, device: torch.device) -> int:
     return bool(wrong)
 
 
-def _lines(folder: Path, size: one_gpu_plans.Size, device: torch.device) -> Iterator[Line]:
+def _lines(
+    folder: Path, size: one_gpu_plans.Size, device: torch.device, kept: Path | None
+) -> Iterator[Line]:
     exact, plans = folder / "exact", folder / "plans"
     for part in (
         one_gpu_exact.plans,
+        one_gpu_exact.kernels,
+        one_gpu_exact.attention_blocks,
         one_gpu_exact.checkpoints,
         one_gpu_exact.low_precision,
         one_gpu_exact.cuda_graphs,
     ):
         yield from _without_stopping(part.__name__, lambda part=part: part(exact, device))
     start = time.perf_counter()
-    hardware = calibrate(device.type, 1, quick=True)
+    hardware = calibrate(device.type, 1, quick=device.type == "cpu")
+    if kept is not None:
+        kept.write_text(hardware.dumps())
     dtype = str(size.dtype).removeprefix("torch.")
     flops_per_s = hardware.device.peak_flops_per_s(dtype)
     yield Line(
-        "calibrate, quick",
+        "calibrate",
         f"{flops_per_s / 1e12:.3g} TFLOP/s of {dtype}, "
         f"{hardware.device.bytes_per_s / 1e9:.0f} GB/s, after {time.perf_counter() - start:.0f} s",
     )
+    preset = _preset(device)
+    if preset is not None:
+        flops_per_s = preset.device.peak_flops_per_s(dtype)
     # On the one rank of a world that has the device.
     for name, alone in (
         ("kernels", lambda: one_gpu_plans.kernels(plans, size, device, flops_per_s)),
-        ("plans", lambda: one_gpu_plans.plans(plans, size, device, hardware, PEAK_BOUND)),
+        ("plans", lambda: one_gpu_plans.plans(plans, size, device, (hardware, preset), PEAK_BOUND)),
     ):
         lines = shardwright.run_ranks(
             1,
@@ -122,6 +139,15 @@ def _lines(folder: Path, size: one_gpu_plans.Size, device: torch.device) -> Iter
             device=device,
         )
         yield from lines[0]
+
+
+def _preset(device: torch.device) -> Hardware | None:
+    """The hardware that comes with shardwright, of a GPU of this name."""
+    if device.type == "cpu":
+        return None
+    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    names = [name for name in preset_names() if name.split("-")[0] in words]
+    return load_hardware(names[0]) if len(names) == 1 else None
 
 
 def _without_stopping(name: str, part: Callable[[], Iterable[Line]]) -> Iterator[Line]:

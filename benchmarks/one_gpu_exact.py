@@ -6,10 +6,12 @@ by ``one_gpu.py``.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,15 @@ from shardwright.frontend.verification.precision import float64_casts
 from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.frontend.verification.trained_ranks import moved, train_plan
 from shardwright.frontend.verification.verify import compile_into, samples_per_step
+from shardwright.runtime.ops.attention_blocks import (
+    Block,
+    Kernel,
+    WrittenOut,
+    as_bias,
+    attend,
+    attend_backward,
+    kernel_for,
+)
 
 BATCH, SEQ, VOCAB = 4, 12, 64
 SHAPE = {"vocab_size": VOCAB, "use_cache": False}
@@ -81,7 +92,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of ``num_ranks`` ranks. ``fields``: of the config."""
+    """A plan of ``num_ranks`` ranks. ``fields``: of the config; ``dtype``: of all parameters."""
 
     name: str
     model: str
@@ -89,6 +100,7 @@ class Plan:
     unit: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 4
+    dtype: torch.dtype = torch.float64
 
     def config(self) -> shardwright.ComputeConfig:
         return shardwright.ComputeConfig(
@@ -97,6 +109,7 @@ class Plan:
 
 
 END2END = {"use_end2end": True}
+_RING = {"pas_config": {"cp_mode": "ring"}}
 PLANS = (
     Plan("dp", "gpt2", "dp", 1),
     Plan("ZeRO-1", "gpt2", "dp", 1, {"use_zero": 1}),
@@ -107,13 +120,20 @@ PLANS = (
     Plan("tensor 2d", "llama", "tensor", 4, {"pas_config": {"mode": "2d"}}),
     Plan("pp, 1F1B", "gpt2", "pp", 2, END2END),
     Plan("pp x tp, ZeRO-1", "llama", "hybrid", 4, {**END2END, "use_zero": 1}),
-    Plan("cp, ring", "llama", "cp", 4, {"pas_config": {"cp_mode": "ring"}}),
+    Plan("cp, ring", "llama", "cp", 4, _RING),
     Plan("cp, Ulysses", "llama", "cp", 2, {"pas_config": {"cp_mode": "ulysses"}}),
     Plan("ep", "qwen3-moe", "ep", 4),
     Plan("tp, recompute", "llama, recomputed", "tp", 2),
 )
 ALONE = Plan("alone", "llama", "dp", 1, num_ranks=1)
 """One rank, which goes on with what ``tp`` has saved."""
+
+KERNEL_PLANS = (
+    Plan("cp, ring, float32", "llama", "cp", 4, _RING, dtype=torch.float32),
+    Plan("cp, ring, bfloat16", "llama", "cp", 4, _RING, dtype=torch.bfloat16),
+    Plan("ep, bfloat16", "qwen3-moe", "ep", 4, dtype=torch.bfloat16),
+)
+"""Plans whose attention and experts have kernels on a GPU, which there are none of in float64."""
 
 
 def inputs() -> dict[str, Tensor]:
@@ -134,6 +154,9 @@ def compile_plans(folder: Path) -> None:
                 _folder_of(folder, plan), _model(folder, plan.model), inputs(), plan.policy,
                 plan.config(),
             )  # fmt: skip
+    for plan in KERNEL_PLANS:
+        model = _model(folder, plan.model).to(plan.dtype)
+        compile_into(_folder_of(folder, plan), model, inputs(), plan.policy, plan.config())
     # Regions of autocast are kept for whichever type of device runs the files.
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
@@ -168,6 +191,98 @@ def plans(folder: Path, device: torch.device) -> Iterator[Line]:
             f"worst error / allowed: {words}",
             max(worst.values()) <= 1,
         )
+
+
+def kernels(folder: Path, device: torch.device) -> Iterator[Line]:
+    """Plans in float32 and bfloat16. Their gradients may be as far from those in float64 as those
+    of the model alone on the same device are, and as much again.
+    """
+    for plan in KERNEL_PLANS:
+        config = plan.config()
+        exact = reference_run(_model(folder, plan.model), [inputs()], adamw, 1).gradients
+        model = _model(folder, plan.model).to(plan.dtype).to(device)
+        alone = reference_run(model, [moved(inputs(), device)], adamw, 1).gradients
+        ours = train_plan(
+            _files(folder, plan), config, [[inputs()]], 1, adamw, True, device=device
+        ).gradients
+        error, alone_error = _error(ours, exact), _error(alone, exact)
+        yield Line(
+            f"{plan.name} (4 ranks)",
+            f"error of the gradients {error:.1e}, of the model alone {alone_error:.1e}",
+            error <= 2 * alone_error,
+        )
+
+
+def attention_blocks(folder: Path, device: torch.device) -> Iterator[Line]:
+    """Blocks of attention by the kernels of the device, beside the same ones written out in
+    float64.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 3e-3)):
+        kernels, worst, count = set(), 0.0, 0
+        for width, (queries, keys), kind, key_heads in product(
+            (8, 64, 128), ((3, 3), (2, 5), (65, 65), (200, 130)),
+            ("full", "causal", "flipped", "some keys"), (4, 2),
+        ):  # fmt: skip
+            if kind in ("causal", "flipped") and queries != keys:
+                continue
+            shapes = ((4, queries), (key_heads, keys), (key_heads, keys), (4, queries))
+            query, key, value, grad = (
+                torch.randn(2, heads, rows, width, generator=generator, device=device).to(dtype)
+                for heads, rows in shapes
+            )
+            bias = None
+            if kind == "some keys":
+                seen = torch.rand(2, 1, queries, keys, generator=generator, device=device) < 0.6
+                seen[..., 0] = True
+                bias = as_bias(seen, dtype)
+            block = Block(query, key, value, width**-0.5, kind == "causal", kind == "flipped", bias)
+            kernel = kernel_for(query, key, value, None)
+            kernels.add(type(kernel).__name__)
+            found, exact = (
+                _of_block(kernel, block, grad),
+                _of_block(WrittenOut(), _exact(block), grad.double()),
+            )
+            worst = max([worst, *(_distance(*pair) for pair in zip(found, exact, strict=True))])
+            count += 1
+        yield Line(
+            f"{count} blocks of attention in {_name(dtype)} by {', '.join(sorted(kernels))}",
+            f"worst relative error {worst:.1e}, {bound:g} are allowed",
+            worst <= bound,
+        )
+
+
+def _of_block(kernel: Kernel, block: Block, grad: Tensor) -> list[Tensor]:
+    """The output, its lse and the gradients of a block. The output is handed back to the kernel as
+    a ring does, which keeps it by heads.
+    """
+    out, lse = attend(kernel, block)
+    # Of a flipped block the last query sees no key.
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    out = out.contiguous()
+    delta = (grad.to(lse.dtype) * out).sum(-1)
+    grads = attend_backward(kernel, block, grad, out, lse, delta)
+    return [out, lse, grads.query, grads.key, grads.value]
+
+
+def _exact(block: Block) -> Block:
+    query, key, value = (x.double() for x in (block.query, block.key, block.value))
+    bias = None if block.bias is None else block.bias.double()
+    return replace(block, query=query, key=key, value=value, bias=bias)
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def _error(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
+    """The largest error of a gradient, relative to its norm."""
+    errors = []
+    for name, expected in exact.items():
+        found = gradients[name]
+        assert expected is not None and found is not None, name
+        errors.append(_distance(found.cpu(), expected))
+    return max(errors)
 
 
 def checkpoints(folder: Path, device: torch.device) -> Iterator[Line]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
 from shardwright.compiler.cost.machine.hardware import Hardware
+from shardwright.compiler.plan.program import Program
 from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.verification.verify import compile_into
 from shardwright.policies.known_policies import find_policy
@@ -190,13 +192,23 @@ def kernels(folder: Path, size: Size, device: torch.device, flops_per_s: float) 
 
 
 def plans(
-    folder: Path, size: Size, device: torch.device, hardware: Hardware, peak_bound: float
+    folder: Path,
+    size: Size,
+    device: torch.device,
+    hardwares: tuple[Hardware, Hardware | None],
+    peak_bound: float,
 ) -> Iterator[Line]:
-    """Peaks and step times of all plans beside what is predicted for ``hardware``."""
-    predicted, measured = [], []
+    """Peaks and step times of all plans beside what is predicted for the hardware as it was
+    calibrated, and for the preset of its name.
+    """
+    hardware, preset = hardwares
+    predicted, measured, by_preset = [], [], []
     losses: dict[str, float] = {}
     for case in size.plans:
-        cost = predict(size, case, hardware)
+        program = _program(size, case)
+        cost = _cost(program, case, hardware)
+        if preset is not None:
+            by_preset.append(_cost(program, case, preset).step_s)
         seconds, peak, losses[case.name] = _measured(folder, size, case, device)
         predicted.append(cost.step_s)
         measured.append(seconds)
@@ -214,9 +226,11 @@ def plans(
     is_judged = device.type == "cuda"
     yield Line(
         "order of the plans' steps",
-        f"rank correlation {order:.3f}" + ("" if is_judged else " (not judged on the stand-in)"),
+        _agreement(predicted, measured) + ("" if is_judged else " (not judged on the stand-in)"),
         order >= 0.9 or not is_judged,
     )
+    if preset is not None:
+        yield Line(f"the same by preset {preset.name}", _agreement(by_preset, measured))
     # Recomputation and pieces change what is held, not what is computed.
     same = [losses[name] for name in losses if name.startswith("batch")]
     yield Line(
@@ -226,11 +240,23 @@ def plans(
     )
 
 
-def predict(size: Size, case: Case, hardware: Hardware) -> PlanCost:
-    """The audit of a plan."""
+def _agreement(predicted: Sequence[float], measured: Sequence[float]) -> str:
+    ratios = [p / m for p, m in zip(predicted, measured, strict=True)]
+    error = statistics.fmean(abs(ratio - 1) for ratio in ratios)
+    return (
+        f"rank correlation {rank_correlation(predicted, measured):.3f}, predicted over measured "
+        f"{min(ratios):.2f} to {max(ratios):.2f}, mean error {error:.1%}"
+    )
+
+
+def _program(size: Size, case: Case) -> Program:
     graph = trace(_traced(size, case, size.plan_layers), size.sample(case, "cpu"))
     found = compile_graph(graph, find_policy("dp").apply, case.config(), policy_name="dp")
-    return audit(found.program, case.config(), hardware, num_microbatches=case.num_microbatches)
+    return found.program
+
+
+def _cost(program: Program, case: Case, hardware: Hardware) -> PlanCost:
+    return audit(program, case.config(), hardware, num_microbatches=case.num_microbatches)
 
 
 def loaded(folder: Path, case: Case, model: nn.Module | None = None) -> Any:

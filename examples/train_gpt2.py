@@ -1,4 +1,4 @@
-"""Train an unmodified Hugging Face model on several ranks, and compare with one device if asked to.
+r"""Train an unmodified Hugging Face model on several ranks; compare with one device if asked to.
 
     torchrun --nproc-per-node 2 examples/train_gpt2.py --policy tp
     # two copies of two ranks each
@@ -14,8 +14,10 @@ device on the whole batch.
 Rank 0 compiles when the run starts. It need not: compiled before, on any machine, the files are
 found and loaded.
 
-    cd examples && shardwright compile train_gpt2:gpt2 --policy tp --plan-ngpus 2 --set outputs=loss
-    --set grad_reduction=mean torchrun --nproc-per-node 2 train_gpt2.py --policy tp --reuse match
+    cd examples
+    shardwright compile train_gpt2:gpt2 --policy tp --plan-ngpus 2 --set outputs=loss \
+        --set grad_reduction=mean
+    torchrun --nproc-per-node 2 train_gpt2.py --policy tp --reuse match
 """
 
 from __future__ import annotations

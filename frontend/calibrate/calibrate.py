@@ -48,7 +48,9 @@ from shardwright.frontend.calibrate.measuring_ranks import (
     measure_in_processes,
 )
 from shardwright.frontend.calibrate.reference_programs import (
+    attention_efficiency,
     attention_s,
+    measure_attention,
     measure_fetches,
     measure_host,
     measure_references,
@@ -157,6 +159,8 @@ def measure(
         parts["host"] = lambda: measure_host(world, effort)
         parts["fetches"] = lambda: measure_fetches(world, effort)
         parts["references"] = lambda: measure_references(world, effort)
+    elif effort.attention_queries:
+        parts["attention"] = lambda: measure_attention(world, effort)
     parts["links"] = lambda: measure_links(world, tiers, effort)
     found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}
     chosen = [name for name in parts if only is None or name in only]
@@ -177,6 +181,7 @@ TITLES = {
     "host": "a program beside its operators",
     "fetches": "products that fetch from memory",
     "references": "operators of a model",
+    "attention": "attention",
     "links": "collectives",
 }
 
@@ -243,6 +248,9 @@ def describe(measured: dict[str, Any]) -> Hardware:
     device = Device(
         facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams
     )
+    if "attention" in measured:
+        reached = attention_efficiency(device, measured["attention"])
+        device = replace(device, attention_efficiency=reached)
     # Only on a CPU: a device without a queue waits for its host.
     if "host" in measured:
         device, errors = _describe_program(device, measured)

@@ -17,7 +17,8 @@ class Effort:
     product of that size takes longer than ``longest_s``. ``stream_bytes`` are sizes of tensors that
     are copied or added, ``message_bytes`` those of collectives, nothing larger than what takes so
     long; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time
-    spent on one point, of which there are hundreds, ``sample_s`` that of a sample. ``measures``:
+    spent on one point, of which there are hundreds, ``sample_s`` that of a sample.
+    ``attention_queries``: the lengths at which attention is measured on a GPU. ``measures``:
     whether this rank measures its device; where ranks share cores, as many do as have one each, and
     the others wait.
     """
@@ -30,6 +31,7 @@ class Effort:
     sample_s: float = 2e-4
     work_s: float = 0.0
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    attention_queries: tuple[int, ...] = ()
     measures: bool = True
 
 
@@ -47,7 +49,10 @@ _CUDA = Effort(
     stream_bytes=tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24, 26, 28)),
     point_s=0.02,
+    attention_queries=(1024, 4096),
 )
+_QUICK_PRODUCTS = {"cpu": _CPU.product_sizes[:5:2], "cuda": (16, 64, 1024, 8192)}
+"""Sizes that show the peak: that of a CPU is seen at 512, that of a GPU only far above 1024."""
 
 
 def effort_for(device_type: str, *, quick: bool, measures: bool = True) -> Effort:
@@ -59,7 +64,7 @@ def effort_for(device_type: str, *, quick: bool, measures: bool = True) -> Effor
         return full
     return replace(
         full,
-        product_sizes=full.product_sizes[:5:2],
+        product_sizes=_QUICK_PRODUCTS[device_type],
         stream_bytes=full.stream_bytes[::2],
         message_bytes=full.message_bytes[:7:2],
         point_s=full.point_s / 3,

@@ -27,8 +27,6 @@ from shardwright.runtime.ranks.world import World
 Point = dict[str, Any]
 """One measurement: what was measured, and ``seconds``."""
 
-PROBE_SIZE = 256
-
 
 def measure_products(world: World, effort: Effort) -> list[Point]:
     """``[m, k] x [n, k]^T`` at every point of each dtype's grid, and at points between (``"check":
@@ -110,17 +108,19 @@ def median_of_all(world: World, mine: float | None) -> float:
 
 
 def _feasible_sizes(world: World, dtype: torch.dtype, effort: Effort) -> tuple[int, ...]:
-    """The sizes whose largest product is quick enough, judged by a small one; at least two, the
-    same on all ranks.
+    """The sizes whose largest product is quick enough, each judged by the size before; at least
+    two, the same on all ranks. Small products say nothing of a GPU's rate, nor of the time of its
+    large ones.
     """
-    a = torch.randn(PROBE_SIZE, PROBE_SIZE, device=world.device).to(dtype)
-    probe_s = of_all(world, lambda: functional.linear(a, a), effort)
-    feasible = [
-        size
-        for size in effort.product_sizes
-        if probe_s * (size / PROBE_SIZE) ** 3 <= effort.longest_s
-    ]
-    return effort.product_sizes[: max(len(feasible), 2)]
+    sizes = effort.product_sizes
+    feasible = list(sizes[:2])
+    for smaller, size in itertools.pairwise(sizes[1:]):
+        a = torch.randn(smaller, smaller, device=world.device).to(dtype)
+        seconds = of_all(world, partial(functional.linear, a, a), effort)
+        if seconds * (size / smaller) ** 3 > effort.longest_s:
+            break
+        feasible.append(size)
+    return tuple(feasible)
 
 
 def _points_between(sizes: Sequence[int]) -> list[tuple[int, int, int]]:

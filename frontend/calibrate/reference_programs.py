@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import statistics
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -120,6 +122,50 @@ def measure_references(world: World, effort: Effort) -> list[Point]:
 def attention_s(device: Device) -> OpTime:
     """What the products of the reference's attention take by themselves on a device."""
     return roofline(local_call(_reference_ops()[KERNEL_ATTENTION], {}, Mesh()), device)
+
+
+ATTENTION_HEADS, ATTENTION_WIDTHS, ATTENTION_ROWS = 16, (64, 128), 2**14
+"""Heads, their widths, and queries of all samples, of the attention that a GPU is measured with."""
+
+
+def measure_attention(world: World, effort: Effort) -> list[Point]:
+    """Causal attention in bfloat16, which models are trained in on GPUs: ``{batch, heads, queries,
+    width, forward_s, backward_s}``.
+    """
+    points: list[Point] = []
+    for queries, width in itertools.product(effort.attention_queries, ATTENTION_WIDTHS):
+        shape = (max(1, ATTENTION_ROWS // queries), ATTENTION_HEADS, queries, width)
+        query, key, value = (
+            torch.randn(shape, device=world.device).bfloat16().requires_grad_() for _ in range(3)
+        )
+        call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+        out = call()
+        back = partial(
+            torch.autograd.grad, out, (query, key, value), torch.ones_like(out), retain_graph=True
+        )
+        forward_s, backward_s = of_all(world, call, effort, 3), of_all(world, back, effort, 3)
+        sizes = {"batch": shape[0], "heads": shape[1], "queries": queries, "width": width}
+        points.append({**sizes, "forward_s": forward_s, "backward_s": backward_s})
+    return points
+
+
+def attention_efficiency(device: Device, points: list[Point]) -> tuple[float, float]:
+    """The part of the rate of its products that attention reaches on a device, forward and
+    backward: the geometric mean over the points.
+    """
+    logs: list[tuple[float, float]] = []
+    for point in points:
+        queries, width = point["queries"], point["width"]
+        seen = point["batch"] * point["heads"] / 2  # of a causal mask
+        products_s = sum(
+            device.matmul_s(queries, n, k, "bfloat16", seen)
+            for n, k in ((queries, width), (width, queries))
+        )
+        # The backward has five products for the two of the forward.
+        forward, backward = products_s / point["forward_s"], 2.5 * products_s / point["backward_s"]
+        logs.append((math.log(forward), math.log(backward)))
+    forwards, backwards = zip(*logs, strict=True)
+    return math.exp(statistics.fmean(forwards)), math.exp(statistics.fmean(backwards))
 
 
 def measure_fetches(world: World, effort: Effort) -> list[Point]:

@@ -83,7 +83,7 @@ class Kernel(Protocol):
 
 
 def kernel_for(
-    query: Tensor, value: Tensor, mask: Tensor | None, cap: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float | None = None
 ) -> Kernel:
     """The kernel for tensors like these. No kernel caps scores, gives the gradient of a floating
     mask, or an lse that can be merged where it hides all keys of a query.
@@ -94,8 +94,20 @@ def kernel_for(
     if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
         return CpuFlash()
     if query.device.type == "cuda" and query.dtype in _CUDA_DTYPES:
-        return CudaEfficient()
+        asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+        return (
+            CudaFlash() if torch.backends.cuda.can_use_flash_attention(asked) else CudaEfficient()
+        )
     return WrittenOut()
+
+
+def _for_block(kernel: Kernel, block: Block) -> Kernel:
+    """The kernel, or the one that serves a block which this one does not."""
+    if block.flat:
+        return WrittenOut()
+    if block.bias is not None and isinstance(kernel, CudaFlash):
+        return CudaEfficient()
+    return kernel
 
 
 def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
@@ -105,9 +117,7 @@ def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
         # the i-th.
         out, lse = kernel.forward(block.turned())
         return out.flip(2), lse.flip(2)
-    if block.flat:
-        kernel = WrittenOut()
-    out, lse = kernel.forward(block)
+    out, lse = _for_block(kernel, block).forward(block)
     if block.bias is None:
         return out, lse
     # What kernels give for a query without keys differs; merging needs nothing, with a weight of
@@ -122,8 +132,7 @@ def attend_backward(
     """The gradients of a block; see :meth:`Kernel.backward`. An lse is finite, whatever it stands
     for where a query sees no key at all.
     """
-    if block.flat:
-        kernel = WrittenOut()
+    kernel = _for_block(kernel, block)
     if not block.flipped:
         return kernel.backward(block, grad, out, lse, delta)
     turned = (x.flip(2) for x in (grad, out, lse, delta))
@@ -162,6 +171,47 @@ class CpuFlash:
         )
 
 
+class CudaFlash:
+    """torch's flash attention for CUDA, in half precision and without a mask. It takes less than
+    half the time of :class:`CudaEfficient` (H100, 1024 to 4096 queries of width 64 and 128).
+    """
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
+            *self._operands(block), 0.0, block.causal, False, scale=block.scale
+        )
+        return out, lse
+
+    def backward(
+        self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    ) -> BlockGrads:
+        query, key, value = self._operands(block)
+        # State of the random numbers for dropout, of which there is none.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        return BlockGrads(
+            *_ATEN._scaled_dot_product_flash_attention_backward(
+                _dense(grad),
+                query,
+                key,
+                value,
+                _dense(out.to(grad.dtype)),
+                lse.contiguous(),
+                None,
+                None,
+                query.shape[2],
+                key.shape[2],
+                0.0,
+                block.causal,
+                state,
+                state[0],
+                scale=block.scale,
+            )
+        )
+
+    def _operands(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        return _dense(block.query), _dense(block.key), _dense(block.value)
+
+
 class CudaEfficient:
     """torch's memory-efficient attention for CUDA, which takes any mask and all dtypes but
     float64.
@@ -188,6 +238,9 @@ class CudaEfficient:
         # inf) is 0.
         missing = -query.shape[-2] % self.ALIGNED
         padded = torch.nn.functional.pad(lse, (0, missing), value=math.inf)
+        # In half precision the kernel takes the output for one that lies by queries, heads and
+        # width, whatever its strides say.
+        by_query = out.to(grad.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         # Seed and offset of dropout, of which there is none.
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         of_query, of_key, of_value, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
@@ -196,7 +249,7 @@ class CudaEfficient:
             key,
             value,
             self._bias(block),
-            _dense(out.to(grad.dtype)),
+            by_query,
             padded,
             seed,
             seed,

@@ -354,7 +354,7 @@ class _SplitAttention(torch.autograd.Function):
         sinks: Tensor | None,
         attention: _Attention,
     ) -> Tensor:
-        kernel = kernel_for(query, value, mask, attention.cap)
+        kernel = kernel_for(query, key, value, mask, attention.cap)
         blocks = _Blocks(query, mask, attention)
         dtype = merging_dtype(query.dtype)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)

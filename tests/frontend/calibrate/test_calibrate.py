@@ -30,7 +30,7 @@ from shardwright.frontend.calibrate import links, profile, timing
 from shardwright.frontend.calibrate import measured_operators as operators
 from shardwright.frontend.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.frontend.calibrate.effort import Effort, effort_for
-from shardwright.frontend.calibrate.reference_programs import REFERENCES
+from shardwright.frontend.calibrate.reference_programs import REFERENCES, attention_efficiency
 from shardwright.frontend.calibrate.timing import seconds_per_call
 from shardwright.frontend.cli import calibration
 from shardwright.frontend.cli.commands import INTERRUPTED
@@ -91,7 +91,11 @@ def test_cuda_devices_are_measured_by_the_events_of_their_stream() -> None:
     results = run_processes(4, "cuda_jobs:calibrated", fake_cuda=True)
     for text, parts in results:
         hardware = Hardware.from_json(json.loads(text))
-        assert parts == ["device", "launches", "links", "products", "seconds", "sizes", "streams"]
+        assert set(parts) == {
+            *("attention", "device", "launches", "links", "products", "seconds", "sizes"),
+            "streams",
+        }
+        assert len(hardware.measurements["attention"]) == 4
         assert hardware.num_devices == 4 and len(hardware.tiers) == 1
         assert (
             hardware.device.name == "fake"
@@ -301,6 +305,20 @@ def test_as_many_ranks_as_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> N
     assert default_ranks("cpu") == 3
 
 
+def test_attention_of_a_gpu_is_measured_beside_its_products() -> None:
+    """A quarter of the rate of the products forward, half of it backward."""
+    device = load_hardware("h100").device
+    points = []
+    for queries, width in ((1024, 64), (4096, 128)):
+        sizes = {"batch": 4, "heads": 8, "queries": queries, "width": width}
+        products_s = sum(
+            device.matmul_s(queries, *nk, "bfloat16", 16)
+            for nk in ((queries, width), (width, queries))
+        )
+        points.append({**sizes, "forward_s": 4 * products_s, "backward_s": 5 * products_s})
+    assert attention_efficiency(device, points) == pytest.approx((0.25, 0.5))
+
+
 def test_quick_measures_less() -> None:
     full, quick = (effort_for("cpu", quick=quick) for quick in (False, True))
     assert set(quick.product_sizes) < set(full.product_sizes) and set(quick.message_bytes) < set(
@@ -309,9 +327,26 @@ def test_quick_measures_less() -> None:
     assert quick.point_s < full.point_s
     assert effort_for("cuda", quick=False).product_sizes[-1] > full.product_sizes[-1]
     assert 2 <= default_ranks("cpu") <= 8
-    for device_type in ("cpu", "cuda"):
+    for device_type, num_sizes, largest in (("cpu", 3, 512), ("cuda", 4, 8192)):
         sizes = effort_for(device_type, quick=True).product_sizes
-        assert len(sizes) == 3 and sizes[-1] >= 512
+        assert len(sizes) == num_sizes and sizes[-1] == largest
+
+
+def test_sizes_of_products_are_judged_each_by_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU takes as long for small products as for tiny ones."""
+    asked: list[int] = []
+
+    def seconds(call: Callable[[], torch.Tensor], *_: object) -> float:
+        size = call().shape[0]
+        asked.append(size)
+        return max(1e-5, 2 * size**3 / 700e12)
+
+    monkeypatch.setattr(operators, "seconds_per_call", seconds)
+    effort = replace(effort_for("cuda", quick=False), product_sizes=(16, 64, 256, 1024, 2**20))
+    sizes = operators._feasible_sizes(current_world(), torch.float32, effort)
+    assert sizes == (16, 64, 256, 1024) and asked == [64, 256, 1024]
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -472,7 +507,8 @@ def test_numbers_that_cannot_be_are_not_written(
 def test_a_calibration_says_what_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     measure(current_world(), TINY, told.append)
-    assert [text.split(": ")[1] for text in told] == list(calibrate_module.TITLES.values())
+    of_cpu = [title for part, title in calibrate_module.TITLES.items() if part != "attention"]
+    assert [text.split(": ")[1] for text in told] == of_cpu
     assert told[0].startswith("1 of 7, after 0 s")
     assert 30 < calibrate_module.expected_s(effort_for("cpu", quick=False), 1) < 120
     assert calibrate_module.expected_s(effort_for("cpu", quick=True), 1) < 20

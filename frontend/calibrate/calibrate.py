@@ -159,7 +159,7 @@ def measure(
         parts["host"] = lambda: measure_host(world, effort)
         parts["fetches"] = lambda: measure_fetches(world, effort)
         parts["references"] = lambda: measure_references(world, effort)
-    elif effort.attention_queries:
+    elif effort.attention:
         parts["attention"] = lambda: measure_attention(world, effort)
     parts["links"] = lambda: measure_links(world, tiers, effort)
     found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}

@@ -124,8 +124,8 @@ def attention_s(device: Device) -> OpTime:
     return roofline(local_call(_reference_ops()[KERNEL_ATTENTION], {}, Mesh()), device)
 
 
-ATTENTION_HEADS, ATTENTION_WIDTHS, ATTENTION_ROWS = 16, (64, 128), 2**14
-"""Heads, their widths, and queries of all samples, of the attention that a GPU is measured with."""
+ATTENTION_HEADS, ATTENTION_WIDTHS = 16, (64, 128)
+"""Heads, and their widths, of the attention that a GPU is measured with."""
 
 
 def measure_attention(world: World, effort: Effort) -> list[Point]:
@@ -133,8 +133,8 @@ def measure_attention(world: World, effort: Effort) -> list[Point]:
     width, forward_s, backward_s}``.
     """
     points: list[Point] = []
-    for queries, width in itertools.product(effort.attention_queries, ATTENTION_WIDTHS):
-        shape = (max(1, ATTENTION_ROWS // queries), ATTENTION_HEADS, queries, width)
+    for (batch, queries), width in itertools.product(effort.attention, ATTENTION_WIDTHS):
+        shape = (batch, ATTENTION_HEADS, queries, width)
         query, key, value = (
             torch.randn(shape, device=world.device).bfloat16().requires_grad_() for _ in range(3)
         )
@@ -144,7 +144,7 @@ def measure_attention(world: World, effort: Effort) -> list[Point]:
             torch.autograd.grad, out, (query, key, value), torch.ones_like(out), retain_graph=True
         )
         forward_s, backward_s = of_all(world, call, effort, 3), of_all(world, back, effort, 3)
-        sizes = {"batch": shape[0], "heads": shape[1], "queries": queries, "width": width}
+        sizes = {"batch": batch, "heads": ATTENTION_HEADS, "queries": queries, "width": width}
         points.append({**sizes, "forward_s": forward_s, "backward_s": backward_s})
     return points
 

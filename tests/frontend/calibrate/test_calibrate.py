@@ -85,6 +85,7 @@ def test_everything_is_measured_and_described(
     torch.version.cuda is not None, reason="the fake device is for a build of torch without CUDA"
 )
 @pytest.mark.skipif(fake_cuda.compiler() is None, reason="the fake device needs a C++ compiler")
+@pytest.mark.slow
 def test_cuda_devices_are_measured_by_the_events_of_their_stream() -> None:
     """What is of a CPU only is left out; every rank has a device, however many cores there are."""
     fake_cuda.build()

@@ -128,6 +128,7 @@ class ShardwrightMixin:
             )
         # accelerate makes the process group, with its own choice of backend, before anything else.
         _ = args.device
+        _check_zero(_zero_stage(model, parallel), args)
         made = _made_parallel(model, parallel, dict(initialize_options or {}))
         super().__init__(made, args, *rest, **kwargs)  # type: ignore[call-arg]
 
@@ -315,7 +316,6 @@ def _made_parallel(
             )
         config, ranks = model.parallel_module.compute_config, model.parallel_module.ranks
         assert config is not None
-        _check_zero(config.use_zero)
         # The stock Trainer averages over replicas, and so do learning rates and clipping that were
         # tuned with it.
         if ranks.num_units > 1 and config.grad_reduction != "mean":
@@ -327,7 +327,6 @@ def _made_parallel(
             why="it says how many ranks share the model",
             hint="parallel={'model_parallelism': {'enable': True, 'tensor_parallel_size': 2}}",
         )
-    _check_zero(parallel.use_zero if isinstance(parallel, ComputeConfig) else parallel)
     if isinstance(parallel, ComputeConfig):
         if parallel.runtime_ngpus > parallel.plan_ngpus and parallel.grad_reduction != "mean":
             raise _not_a_mean(parallel.grad_reduction)
@@ -341,15 +340,23 @@ def _made_parallel(
     return made
 
 
-def _check_zero(given: Any) -> None:
-    """Refuse ZeRO-3. ``given``: the stage, or the dict that may name it."""
-    stage = given.get("use_zero") if isinstance(given, Mapping) else given
-    if stage == 3:
+def _zero_stage(model: nn.Module, parallel: Any) -> Any:
+    """The stage of ZeRO that is asked for, or that the model has already."""
+    if isinstance(model, InitializedModel | InitializedPeft):
+        parallel = model.parallel_module.compute_config
+    if isinstance(parallel, Mapping):
+        return parallel.get("use_zero")
+    return getattr(parallel, "use_zero", None)
+
+
+def _check_zero(stage: Any, args: Any) -> None:
+    """Refuse ZeRO-3 where units may get different numbers of batches."""
+    if stage == 3 and not args.accelerator_config.even_batches:
         raise ConfigError(
-            "use_zero=3 is not for the Trainer",
-            why="all replicas would have to make the same calls, in evaluation too, and it lets "
-            "each make its own",
-            hint="use_zero=1 or 2, or a loop of your own with shardwright.initialize",
+            "use_zero=3 needs even batches",
+            why="units gather weights together, so that all of them have to make the same calls, "
+            "and accelerator_config has even_batches=False",
+            hint="leave even_batches out, or use_zero=1 or 2",
         )
 
 

@@ -44,9 +44,9 @@ def test_runs_equal_the_stock_trainer_and_go_on_under_another_plan(tmp_path: Pat
     assert_close_tree(history, expected, "what tp logs")
     # The last two steps again, on two units with half of each batch.
     checkpoint = str(tmp_path / "run1" / "checkpoint-6")
-    history, found = trained(tmp_path, 2, "gpt2", 2, {"plan_ngpus": 1, "use_zero": 1}, checkpoint)
-    assert_close_tree(found, weights, "weights of dp")
-    assert_close_tree(history[-3:], expected[-3:], "what dp logs")
+    history, found = trained(tmp_path, 2, "gpt2", 2, {"plan_ngpus": 1, "use_zero": 3}, checkpoint)
+    assert_close_tree(found, weights, "weights of ZeRO-3")
+    assert_close_tree(history[-3:], expected[-3:], "what ZeRO-3 logs")
 
 
 @pytest.mark.slow
@@ -71,8 +71,11 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     plain = arguments("unused", use_cpu=True, report_to=[])
     with pytest.raises(shardwright.ConfigError, match="parallel= is missing"):
         ours(model=tiny("llama"), args=plain)
-    with pytest.raises(shardwright.ConfigError, match="use_zero=3 is not for the Trainer"):
-        ours(model=tiny("llama"), args=plain, parallel={**parallel, "use_zero": 3})
+    uneven = arguments(
+        "unused", use_cpu=True, report_to=[], accelerator_config={"even_batches": False}
+    )
+    with pytest.raises(shardwright.ConfigError, match="use_zero=3 needs even batches"):
+        ours(model=tiny("llama"), args=uneven, parallel={**parallel, "use_zero": 3})
     with pytest.raises(shardwright.ConfigError, match="model_init is not for models"):
         ours(args=plain, model_init=lambda: tiny("llama"), parallel=parallel)
     with pytest.raises(shardwright.ConfigError, match="grad_reduction='sum'"):

@@ -63,10 +63,15 @@ def test_files_of_pipelines_too(texts: Texts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("field", NAMES)
-def test_every_awkward_text_in_every_place(field: str) -> None:
-    for text in AXES if field == "axis" else AWKWARD:
-        odd_text.check_shape(dataclasses.replace(PLAIN, **{field: text}))
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_awkward_text_in_every_place(half: int) -> None:
+    """All places at once, each with another text; every text comes to every place in turn."""
+    for turn in range(half, len(AWKWARD), 2):
+        texts = {
+            field: AWKWARD[(turn + 5 * place) % len(AWKWARD)] for place, field in enumerate(NAMES)
+        }
+        axis = AXES[turn % len(AXES)]
+        odd_text.check_shape(dataclasses.replace(PLAIN, **(texts | {"axis": axis})))
 
 
 NUMBERS = {

@@ -250,7 +250,7 @@ def test_cost_of_a_step_is_ring_optimal() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1100))
+@pytest.mark.parametrize("seed", range(1000, 1040))
 def test_many_random_conversions(seed: int) -> None:
     """Three axes, larger dims, all kinds of layouts."""
     rng = random.Random(seed)

@@ -137,10 +137,19 @@ def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "unet"])
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(2, {}), (4, {}), (4, {"num_microbatches": 4}), (8, {}), (8, {"mesh": {"dp": 2, "tp": 4}})],
+    ("name", "num_ranks", "options"),
+    [
+        ("gpt2", 4, {}),
+        ("gpt2", 8, {"mesh": {"dp": 2, "tp": 4}}),
+        ("llama", 2, {}),
+        ("llama", 4, {"num_microbatches": 4}),
+        ("t5", 8, {}),
+        ("t5", 4, {"num_microbatches": 4}),
+        ("vit", 8, {"mesh": {"dp": 2, "tp": 4}}),
+        ("unet", 4, {}),
+        ("unet", 8, {}),
+    ],
 )
 def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[str, Any]) -> None:
     check(name, num_ranks, **options)

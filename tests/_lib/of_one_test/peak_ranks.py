@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zoo
 from plans import random_plan
 from torch import nn
+from traces import shared_trace, shared_traces
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.fake.live_bytes import LiveBytes
@@ -24,7 +25,6 @@ from shardwright.compiler.cost.memory.step_memory import program_memory
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.trace.entry import trace
 from shardwright.frontend.parallelize import parallelize
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.config import ComputeConfig
@@ -105,7 +105,10 @@ def predicted(case: PeakCase, num_ranks: int) -> list[int]:
     """What the cost model says, by rank of the unit."""
     config = case.config(num_ranks)
     compiled = compile_graph(
-        trace(case.model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy
+        shared_trace("peaks", case.model(), case.sample(num_ranks)),
+        case.plan,
+        config,
+        policy_name=case.policy,
     )
     optimizer = OptimizerMemory(named=NamedOptimizer(case.optimizer))
     if isinstance(compiled.program, PipelineProgram):
@@ -128,7 +131,7 @@ def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
     """Measure, by case, the most bytes that live at once on this rank in a step. Results are kept
     up to its end.
 
-    Of three steps after the second the least: a thread of gloo that has sent what a bucket held
+    Of two steps after the second the lesser: a thread of gloo that has sent what a bucket held
     lets go of it when it runs again, which on a machine with other work may be far into the
     optimizer's step.
     """
@@ -138,7 +141,8 @@ def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
 def _peak(folder: Path, case: PeakCase) -> int:
     num_ranks = dist.get_world_size()
     config, sample = case.config(num_ranks), case.sample(num_ranks)
-    model = parallelize(case.model(), sample, case.plan, config, gen_savedir=str(folder))
+    with shared_traces("peaks"):
+        model = parallelize(case.model(), sample, case.plan, config, gen_savedir=str(folder))
     samples = [
         {name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)
     ]
@@ -148,7 +152,7 @@ def _peak(folder: Path, case: PeakCase) -> int:
             [*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())]
         )
         peaks = []
-        for _ in range(5):
+        for _ in range(4):
             live.restart()
             results = model.train_step(samples)
             optimizer.step()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from shardwright.runtime.activity import tell
 from shardwright.runtime.errors import InternalError, ShardwrightError
 from shardwright.runtime.swap import writing
 
@@ -113,6 +114,7 @@ class PassManager:
 
     def run(self, step: Pass[In, Out], before: In) -> Out:
         """Run one pass on ``before`` and return what it makes, checked."""
+        tell(step.name)
         start = time.perf_counter()
         after = step(before)
         is_new: bool = after is not before
@@ -138,6 +140,7 @@ class PassManager:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Count what happens inside as a step. One that raises is not counted."""
+        tell(name)
         start = time.perf_counter()
         yield
         self._count(name, start)

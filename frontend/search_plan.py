@@ -33,6 +33,7 @@ from shardwright.policies.autodist.search.batch_sizes import batch_dims, batches
 from shardwright.policies.autodist.search.subsearches import Subsearch, Subsearches
 from shardwright.policies.policy import read_options
 from shardwright.runtime import structure
+from shardwright.runtime.activity import activity
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -73,7 +74,7 @@ class PlanSearch:
         check_save(options)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         # Traces are made when a size of a microbatch is asked for, all of them in this dtype.
-        with in_dtype(module, module_dtype):
+        with activity("tracing"), in_dtype(module, module_dtype):
             tracer = _Tracer(module, dummy_args, config, options)
 
             def of_unit(of_size: ComputeConfig) -> Subsearches:
@@ -91,7 +92,8 @@ class PlanSearch:
 
     def run(self) -> SearchResult:
         """Search."""
-        return search_each(self.variants, self.options, self.hardware)
+        with activity("searching"):
+            return search_each(self.variants, self.options, self.hardware)
 
     def settled(self, found: SearchResult) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 
+from shardwright.runtime.activity import activity
 from shardwright.runtime.checkpoint.checkpoint_index import INDEX_FILE, Index
 from shardwright.runtime.checkpoint.convert import convert_checkpoint
 from shardwright.runtime.checkpoint.folders import find_folder
@@ -19,7 +20,8 @@ def run_merge(options: argparse.Namespace) -> int:
     """Run ``merge``."""
     size = None if options.max_file_size is None else _num_bytes(options.max_file_size)
     folder = find_folder(options.directory)
-    out = merge_checkpoint(folder, options.out, max_file_bytes=size)
+    with activity("merging"):
+        out = merge_checkpoint(folder, options.out, max_file_bytes=size)
     index = Index.read(out / INDEX_FILE)
     num_bytes = sum(record.num_bytes for record in index.files.values())
     step = "" if index.step is None else f" of step {index.step}"
@@ -48,9 +50,10 @@ def _num_bytes(text: str) -> int:
 def run_convert(options: argparse.Namespace) -> int:
     """Run ``convert``."""
     size = None if options.max_file_size is None else _num_bytes(options.max_file_size)
-    out = convert_checkpoint(
-        options.source, options.out, options.to, config=options.config, max_file_bytes=size
-    )
+    with activity("converting"):
+        out = convert_checkpoint(
+            options.source, options.out, options.to, config=options.config, max_file_bytes=size
+        )
     print(f"converted {options.source} to {options.to}")
     print(f"files: {out}")
     return 0

@@ -7,12 +7,15 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 
 from shardwright.frontend.cli.commands import INTERRUPTED, parse
+from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ShardwrightError, format_error
 
 _BOLD_RED, _PLAIN = "\033[1;31m", "\033[0m"
@@ -25,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     # Errors of ours are shown as they are; others ask for a report.
     try:
-        code: int = pkgutil.resolve_name(options.function)(options)
+        with _progress():
+            code: int = pkgutil.resolve_name(options.function)(options)
     except ShardwrightError as error:
         if options.debug:
             raise
@@ -47,6 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     return code
+
+
+def _progress() -> contextlib.AbstractContextManager[None]:
+    """What shows the progress of a command, where somebody may be watching."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return contextlib.nullcontext()
+    from shardwright.frontend.cli.progress_line import ProgressLine
+
+    return listening(ProgressLine())
 
 
 def _print_error(text: str) -> None:

@@ -46,6 +46,7 @@ from shardwright.frontend.files.locks import directory_lock
 from shardwright.frontend.files.module_source import ModuleSource, in_dtype
 from shardwright.frontend.files.weight_files import Tensors, initial_values
 from shardwright.policies.policy import Policy, PolicyFunction
+from shardwright.runtime.activity import activity
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.input_readers import InputReader, plain_sizes
@@ -103,7 +104,7 @@ def generate(order: Order) -> Generated:
     Raises :class:`ConfigError` if ``reuse`` is MATCH and the directory holds something else, and
     whatever the compile raises; the directory is then as it was.
     """
-    with only_new_objects():
+    with only_new_objects(), activity(f"compiling {order.source.cls.__name__}"):
         return _generated(order)
 
 

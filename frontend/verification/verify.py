@@ -46,6 +46,7 @@ from shardwright.frontend.verification.sample_inputs import in_float64, model_in
 from shardwright.frontend.verification.trained_ranks import Samples, train_plan
 from shardwright.policies.parallel_form import without_form
 from shardwright.policies.policy import PolicyFunction
+from shardwright.runtime.activity import activity, tell
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, brief
@@ -204,7 +205,8 @@ def verify(
     model = model_in_float64(module)
     dummy_args = in_float64(dummy_forward_args)
     units = config.runtime_ngpus // config.plan_ngpus
-    with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
+    place = tempfile.TemporaryDirectory()
+    with activity("verifying"), place as temporary, float64_casts(model):
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = samples_per_step(compiled, config) if num_samples is None else num_samples
@@ -222,6 +224,7 @@ def verify(
         def alone(model: nn.Module, samples: Samples) -> Reference:
             return reference_run(model, samples, optimizer, steps, reduction=reduction)
 
+        tell("the model alone")
         before = _random_state()
         reference, run_alone = alone(model, samples), alone
         compared_with = "the model on one device"
@@ -244,6 +247,7 @@ def verify(
 
             reference, run_alone = program_alone(model, samples), program_alone
         certificate = certify and certify(compiled, config, samples, model.training)
+        tell(f"the plan on {config.runtime_ngpus} ranks")
         ours = train_plan(
             compiled, config, samples, steps, optimizer, model.training, reference, device
         )

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from shardwright.runtime.activity import tell
 from shardwright.runtime.checkpoint.checkpoint_index import (
     INDEX_FILE,
     Index,
@@ -109,11 +110,11 @@ def check_files(folder: Path, index: Index, names: Iterable[str] | None = None) 
     Raises :class:`CheckpointError` naming those that are missing, truncated or altered.
     """
     names = list(index.files if names is None else names)
-    problems = [
-        problem
-        for name in names
-        if (problem := index.files[name].problem(folder / name)) is not None
-    ]
+    problems = []
+    for number, name in enumerate(names):
+        tell(f"checking {name}", number / len(names))
+        problem = index.files[name].problem(folder / name)
+        problems += [] if problem is None else [problem]
     # Reading a tensor compares it with its checksum; what is read here is thrown away.
     without = {name for name in names if index.files[name].sha256 is None}
     if without and not problems:

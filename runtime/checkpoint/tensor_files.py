@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from shardwright.runtime.activity import tell
 from shardwright.runtime.checkpoint.saved_blobs import BLOBS, BlobFile
 from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
 from shardwright.runtime.errors import CheckpointError
@@ -138,8 +139,10 @@ def write_tensors(
         if chunked
         else None
     )
+    whole = max(1, sum(source.num_bytes for source in tensors.values()))
     with path.open("wb") as file:
         for data in _contents(tensors, header):
+            tell(f"writing {path.name}", num_bytes / whole)
             for start in range(0, len(data), CHUNK_BYTES):
                 part = data[start : start + CHUNK_BYTES]
                 digest.update(part)

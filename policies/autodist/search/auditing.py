@@ -153,6 +153,7 @@ class Audits:
         A plan that has no program is refused, too, and has no cost. The search goes on with others.
         """
         try:
+            self.state.tell(f"audit of {candidate.title}")
             with self.clock.timed(AUDIT):
                 cost = self.audited(candidate.plan)
         except PlanError as error:

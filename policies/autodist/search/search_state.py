@@ -4,6 +4,7 @@ candidates are made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemor
 from shardwright.compiler.cost.time.call_times import OperatorTimes
 from shardwright.compiler.cost.time.operator_time import op_time
 from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates.clock import Clock
@@ -36,6 +38,7 @@ from shardwright.policies.autodist.cutting.cut_stages import Cutter
 from shardwright.policies.autodist.search.step_estimates import StepEstimates
 from shardwright.policies.autodist.stages.split_chain import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.runtime.activity import tell
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
@@ -93,6 +96,15 @@ class SearchState:
 
     # ---------------------------------------------------------------------------------------------
     # time, and the best so far
+
+    def tell(self, title: str) -> None:
+        """Say where the search is, and what it has found."""
+        best = self.result.best
+        found = "" if best is None else f"; best so far {amount(best.step_s, 's')}, {best.title}"
+        share = (
+            self.clock.share_of(self.clock.seconds) if math.isfinite(self.clock.limit_s) else None
+        )
+        tell(f"{title}{found}", share)
 
     def end_by_time(self) -> None:
         """Note that time ended the search, if nothing else did."""
@@ -229,6 +241,7 @@ class SearchState:
         reason. ``keeps``: whether it is of use to the caller also where it is all that an
         interrupted solver had.
         """
+        self.tell(title)
         try:
             with self.clock.timed(_placing(len(mesh_request.mesh.axes))):
                 placed = self._over_units(self.place(mesh_request))

@@ -1,0 +1,57 @@
+"""A line on a terminal that says what a command is doing, and for how long it has."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+LONGEST = 60
+"""Characters of what is told; names of tensors may be longer than a terminal is wide."""
+
+
+class ProgressLine:
+    """Draws what it hears on stderr, and wipes it away when the outermost activity is over. Without
+    a terminal it draws nothing.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._titles: list[str] = []
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def begin(self, words: str) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        self._titles.append(words)
+        if self._progress is None and self._console.is_terminal:
+            # What commands print goes where it always goes; warnings above the line.
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._task = self._progress.add_task(words, total=None)
+            self._progress.start()
+        self.tell("", None)
+
+    def tell(self, words: str, share: float | None) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        if self._progress is None or self._task is None:
+            return
+        told = words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+        text = ": ".join(part for part in (*self._titles[-1:], told) if part)
+        total, completed = (None, None) if share is None else (1.0, min(share, 1.0))
+        self._progress.update(self._task, description=text, total=total, completed=completed)
+
+    def end(self) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        self._titles.pop()
+        if self._titles:
+            self.tell("", None)
+        elif self._progress is not None:
+            self._progress.stop()
+            self._progress = self._task = None

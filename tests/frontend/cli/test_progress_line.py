@@ -1,0 +1,84 @@
+"""The line on a terminal that says what a command is doing."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import shardwright
+from shardwright.frontend.cli import main as command_line
+from shardwright.frontend.cli.progress_line import ProgressLine
+from shardwright.frontend.search_plan import PlanSearch
+from shardwright.runtime.activity import activity, listening, tell
+from shardwright.runtime.checkpoint.merge_files import merge_checkpoint
+
+
+class Heard:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def begin(self, words: str) -> None:
+        self.words.append(f"{words} begins")
+
+    def tell(self, words: str, share: float | None) -> None:
+        assert share is None or share >= 0
+        self.words.append(words)
+
+    def end(self) -> None:
+        self.words.append("ends")
+
+
+def test_long_calls_say_what_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    heard, x = Heard(), {"input": torch.randn(4, 8)}
+    config = shardwright.ComputeConfig(
+        plan_ngpus=2, runtime_ngpus=2, pas_config={"time_limit_s": 60.0}
+    )
+    with listening(heard):
+        PlanSearch.of(nn.Linear(8, 8), x, config).run()
+    began = [words for words in heard.words if words.endswith(("begins", "ends"))]
+    assert began == ["tracing begins", "ends", "searching begins", "ends"]
+    assert any(re.match(r"audit of .*=2", words) for words in heard.words)
+    heard.words.clear()
+    alone = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+
+    def save(rank: int) -> None:
+        module = shardwright.parallelize(nn.Linear(8, 8), x, "dp", alone)
+        shardwright.save_checkpoint(tmp_path / "saved", module).wait()
+
+    shardwright.run_ranks(1, save)
+    with listening(heard), activity("merging"):
+        merge_checkpoint(tmp_path / "saved", tmp_path / "merged")
+    assert "writing model.safetensors" in heard.words
+
+
+def test_the_line_is_drawn_and_wiped_away() -> None:
+    drawn = io.StringIO()
+    line = ProgressLine(Console(file=drawn, force_terminal=True, width=100))
+    with listening(line):
+        with activity("compiling Net"):
+            tell("trace")
+            with activity("searching"):
+                tell("dp=2; best so far 1 ms", 0.5)
+                assert line._progress is not None
+                line._progress.refresh()
+        assert line._progress is None
+        with pytest.raises(ValueError), activity("merging"):
+            raise ValueError
+    assert line._progress is None and line._titles == []
+    text = drawn.getvalue()
+    assert "searching: dp=2; best so far 1 ms" in text and text.endswith("\x1b[2K")
+
+
+def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with command_line._progress(), activity("merging"):
+        tell("a", 0.5)
+    assert capsys.readouterr() == ("", "")

@@ -1,7 +1,8 @@
 """The models of published runs, by the columns of their tables; without memory behind their
 weights.
 
-Models that transformers has are built from their configs, unmodified. Those of Megatron-LM and
+Models that transformers has are built from their configs, with one kernel for each of their norms,
+as all of these frameworks have. Those of Megatron-LM and
 llm-foundry are written here with the operators that these launch: linear layers add their bias,
 scale and mask are part of the softmax, and attention is written out where Megatron's was, or flash
 attention where it was that.
@@ -130,7 +131,7 @@ def mpt(sizes: Sizes) -> nn.Module:
 
 
 def llama(sizes: Sizes) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**_llama_sizes(sizes)))
+    return _with_fused_norms(LlamaForCausalLM(LlamaConfig(**_llama_sizes(sizes))))
 
 
 def nemotron(sizes: Sizes) -> nn.Module:
@@ -172,11 +173,23 @@ def qwen3(layers: int, hidden: int, heads: int, inner: int) -> nn.Module:
         num_experts_per_tok=8,
         norm_topk_prob=True,
     )
-    return Qwen3MoeForCausalLM(config)
+    return _with_fused_norms(Qwen3MoeForCausalLM(config))
 
 
 def gpt_oss_120b(sizes: Sizes) -> nn.Module:
-    return GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers))
+    return _with_fused_norms(GptOssForCausalLM(GptOssConfig(num_hidden_layers=sizes.layers)))
+
+
+def _with_fused_norms(model: nn.Module) -> nn.Module:
+    """The model with torch's RMS norms, of which each is one kernel, where it had its own."""
+    for name, norm in list(model.named_modules()):
+        if type(norm).__name__.endswith("RMSNorm") and not isinstance(norm, nn.RMSNorm):
+            parent, _, own = name.rpartition(".")
+            weight, eps = norm.weight, norm.variance_epsilon
+            assert isinstance(weight, Tensor) and isinstance(eps, float)
+            fused = nn.RMSNorm(tuple(weight.shape), eps, device=weight.device, dtype=weight.dtype)
+            setattr(model.get_submodule(parent), own, fused)
+    return model
 
 
 @dataclass(frozen=True)

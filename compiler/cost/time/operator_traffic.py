@@ -69,6 +69,14 @@ PASSES_ON = frozenset(("add", "sub", "clone", "contiguous", "to"))
 """Operators that pass a gradient on as it came in, to an operand that was not broadcast."""
 
 
+VIEWED_GRADIENTS = frozenset(("cat", "stack"))
+"""Operators whose gradients are views of what comes in."""
+
+
+FACTORS = frozenset(("mul", "div"))
+"""Operators whose operands are factors of what comes out."""
+
+
 LOOKUPS = frozenset(
     ("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim")
 )
@@ -87,6 +95,7 @@ PASSES: Mapping[str, tuple[float, float]] = {
     "group_norm": (3.0, 5.0),
     "instance_norm": (3.0, 5.0),
     "rms_norm": (3.0, 6.0),
+    "pow": (2.0, 7.0),  # x ** (n - 1), times n, times what came in
     "softmax": (2.0, 3.0),
     "log_softmax": (2.0, 3.0),
     "logsumexp": (3.0, 4.0),
@@ -104,7 +113,7 @@ once is too little.
 """
 
 
-ONE_KERNEL: Mapping[str, tuple[float, float]] = {"dropout": (2.5, 2.5)}
+ONE_KERNEL: Mapping[str, tuple[float, float]] = {"dropout": (2.5, 2.5), "rms_norm": (2.0, 3.0)}
 """The passes of operators that are one kernel on a device with a queue of launches, where others
 need several. Dropout reads, writes, and keeps a mask of bytes.
 """
@@ -168,7 +177,22 @@ def traffic(
         ]
         cast = gradients + made if target == "to" else 0
         return forward, sum(made + x.num_bytes for x in broadcast) + cast
+    if target in VIEWED_GRADIENTS:
+        return forward, 0.0
+    if target in FACTORS:
+        return forward, sum(_factor_gradient_bytes(call, index) for index in wanted)
     return forward, made + _bytes([operands[i] for i in _read_again(call, wanted)]) + gradients
+
+
+def _factor_gradient_bytes(call: LocalCall, index: int) -> float:
+    """What the gradient of one factor takes: autograd has a kernel for each, which reads what came
+    in and the other factors. That of a factor which was broadcast is written whole, and summed by
+    another kernel.
+    """
+    made, factor = _bytes(call.results), call.operands[index]
+    others = _bytes([x for i, x in enumerate(call.operands) if i != index])
+    is_broadcast = factor.num_elements < call.results[0].num_elements
+    return made + others + factor.num_bytes + (2 * made if is_broadcast else 0)
 
 
 def _read_again(call: LocalCall, wanted: Sequence[int]) -> Sequence[int]:

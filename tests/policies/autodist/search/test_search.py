@@ -428,8 +428,9 @@ def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
     assert cost is not None
     found = SearchResult()
     state: Any = SimpleNamespace(
-        result=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None
-    )
+        result=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None,
+        tell=print,
+    )  # fmt: skip
     found.refused["tp=4"], found.needed_bytes["tp=4"] = "it is predicted to need 2 MB", 2e6
     auditor = MagicMock()
     audits = Audits(state, auditor)

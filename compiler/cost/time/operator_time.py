@@ -13,6 +13,8 @@ fetch what they need before they compute (``Device``). What counts:
   first.
 - **views** are free. The gradient of a slice fills what the slice left out with zeros, that of an
   expansion is summed.
+- **factors** (``mul``, ``div``) have a kernel each for their gradients, and one more to sum that of
+  a factor which was broadcast.
 - **everything else** reads its operands and writes its results; the backward reads what came in and
   what was saved, and writes the gradients. :data:`PASSES` lists operators that go over their data
   more often.

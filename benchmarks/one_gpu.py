@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import one_gpu_attention
 import one_gpu_exact
 import one_gpu_plans
 import torch
@@ -108,7 +109,8 @@ def _lines(
     for part in (
         one_gpu_exact.plans,
         one_gpu_exact.kernels,
-        one_gpu_exact.attention_blocks,
+        one_gpu_attention.attention_blocks,
+        one_gpu_attention.attention_times,
         one_gpu_exact.checkpoints,
         one_gpu_exact.low_precision,
         one_gpu_exact.cuda_graphs,
@@ -131,7 +133,7 @@ def _lines(
     # On the one rank of a world that has the device.
     for name, alone in (
         ("kernels", lambda: one_gpu_plans.kernels(plans, size, device, flops_per_s)),
-        ("plans", lambda: one_gpu_plans.plans(plans, size, device, (hardware, preset), PEAK_BOUND)),
+        ("plans", lambda: one_gpu_plans.plans(plans, size, device, hardware, preset, PEAK_BOUND)),
     ):
         lines = shardwright.run_ranks(
             1,

@@ -6,16 +6,15 @@ by ``one_gpu.py``.
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from one_gpu_attention import distance
 from one_gpu_tables import Line
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -35,15 +34,6 @@ from shardwright.frontend.verification.precision import float64_casts
 from shardwright.frontend.verification.sample_inputs import rolled
 from shardwright.frontend.verification.trained_ranks import moved, train_plan
 from shardwright.frontend.verification.verify import compile_into, samples_per_step
-from shardwright.runtime.ops.attention_blocks import (
-    Block,
-    Kernel,
-    WrittenOut,
-    as_bias,
-    attend,
-    attend_backward,
-    kernel_for,
-)
 
 BATCH, SEQ, VOCAB = 4, 12, 64
 SHAPE = {"vocab_size": VOCAB, "use_cache": False}
@@ -213,75 +203,13 @@ def kernels(folder: Path, device: torch.device) -> Iterator[Line]:
         )
 
 
-def attention_blocks(folder: Path, device: torch.device) -> Iterator[Line]:
-    """Blocks of attention by the kernels of the device, beside the same ones written out in
-    float64.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 3e-3)):
-        kernels, worst, count = set(), 0.0, 0
-        for width, (queries, keys), kind, key_heads in product(
-            (8, 64, 128), ((3, 3), (2, 5), (65, 65), (200, 130)),
-            ("full", "causal", "flipped", "some keys"), (4, 2),
-        ):  # fmt: skip
-            if kind in ("causal", "flipped") and queries != keys:
-                continue
-            shapes = ((4, queries), (key_heads, keys), (key_heads, keys), (4, queries))
-            query, key, value, grad = (
-                torch.randn(2, heads, rows, width, generator=generator, device=device).to(dtype)
-                for heads, rows in shapes
-            )
-            bias = None
-            if kind == "some keys":
-                seen = torch.rand(2, 1, queries, keys, generator=generator, device=device) < 0.6
-                seen[..., 0] = True
-                bias = as_bias(seen, dtype)
-            block = Block(query, key, value, width**-0.5, kind == "causal", kind == "flipped", bias)
-            kernel = kernel_for(query, key, value, None)
-            kernels.add(type(kernel).__name__)
-            found, exact = (
-                _of_block(kernel, block, grad),
-                _of_block(WrittenOut(), _exact(block), grad.double()),
-            )
-            worst = max([worst, *(_distance(*pair) for pair in zip(found, exact, strict=True))])
-            count += 1
-        yield Line(
-            f"{count} blocks of attention in {_name(dtype)} by {', '.join(sorted(kernels))}",
-            f"worst relative error {worst:.1e}, {bound:g} are allowed",
-            worst <= bound,
-        )
-
-
-def _of_block(kernel: Kernel, block: Block, grad: Tensor) -> list[Tensor]:
-    """The output, its lse and the gradients of a block. The output is handed back to the kernel as
-    a ring does, which keeps it by heads.
-    """
-    out, lse = attend(kernel, block)
-    # Of a flipped block the last query sees no key.
-    lse = lse.masked_fill(lse == -math.inf, 0.0)
-    out = out.contiguous()
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    grads = attend_backward(kernel, block, grad, out, lse, delta)
-    return [out, lse, grads.query, grads.key, grads.value]
-
-
-def _exact(block: Block) -> Block:
-    query, key, value = (x.double() for x in (block.query, block.key, block.value))
-    bias = None if block.bias is None else block.bias.double()
-    return replace(block, query=query, key=key, value=value, bias=bias)
-
-
-def _distance(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 def _error(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
     """The largest error of a gradient, relative to its norm."""
     errors = []
     for name, expected in exact.items():
         found = gradients[name]
         assert expected is not None and found is not None, name
-        errors.append(_distance(found.cpu(), expected))
+        errors.append(distance(found.cpu(), expected))
     return max(errors)
 
 

@@ -134,12 +134,12 @@ def compile_plans(folder: Path, size: Size) -> None:
     """Compile everything that this file runs; no device is needed, and no memory for weights."""
     for case, num_layers in _cases(size):
         compile_into(
-            folder / _folder_of(case), _traced(size, case, num_layers), size.sample(case, "cpu"),
+            folder / _folder_of(case), traced(size, case, num_layers), size.sample(case, "cpu"),
             "dp", case.config(),
         )  # fmt: skip
 
 
-def _traced(size: Size, case: Case, num_layers: int) -> LlamaForCausalLM:
+def traced(size: Size, case: Case, num_layers: int) -> LlamaForCausalLM:
     """The model as it is compiled: without memory for its weights."""
     model = size.model(num_layers, "meta")
     # The rotary frequencies are no weights that could be loaded later.
@@ -195,17 +195,17 @@ def plans(
     folder: Path,
     size: Size,
     device: torch.device,
-    hardwares: tuple[Hardware, Hardware | None],
+    hardware: Hardware,
+    preset: Hardware | None,
     peak_bound: float,
 ) -> Iterator[Line]:
-    """Peaks and step times of all plans beside what is predicted for the hardware as it was
+    """Peaks and step times of all plans beside what is predicted: for the hardware as it was
     calibrated, and for the preset of its name.
     """
-    hardware, preset = hardwares
     predicted, measured, by_preset = [], [], []
     losses: dict[str, float] = {}
     for case in size.plans:
-        program = _program(size, case)
+        program = program_of(size, case)
         cost = _cost(program, case, hardware)
         if preset is not None:
             by_preset.append(_cost(program, case, preset).step_s)
@@ -249,8 +249,8 @@ def _agreement(predicted: Sequence[float], measured: Sequence[float]) -> str:
     )
 
 
-def _program(size: Size, case: Case) -> Program:
-    graph = trace(_traced(size, case, size.plan_layers), size.sample(case, "cpu"))
+def program_of(size: Size, case: Case) -> Program:
+    graph = trace(traced(size, case, size.plan_layers), size.sample(case, "cpu"))
     found = compile_graph(graph, find_policy("dp").apply, case.config(), policy_name="dp")
     return found.program
 

@@ -1,11 +1,11 @@
 """The models of published runs, by the columns of their tables; without memory behind their
 weights.
 
-Models that transformers has are built from their configs, with one kernel for each of their norms,
-as all of these frameworks have. Those of Megatron-LM and
-llm-foundry are written here with the operators that these launch: linear layers add their bias,
-scale and mask are part of the softmax, and attention is written out where Megatron's was, or flash
-attention where it was that.
+Models that transformers has are built from their configs, with torch's RMS norms in place of their
+own, as each is one kernel in all of these frameworks. Those of Megatron-LM and llm-foundry are
+written here with the operators that these launch: linear layers add their bias, scale and mask are
+part of the softmax, and attention is written out where Megatron's was, or flash attention where it
+was that.
 """
 
 from __future__ import annotations

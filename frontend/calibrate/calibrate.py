@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from shardwright.compiler.cost.machine.hardware import COLLECTIVES, Device, Hardware, Tier
-from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.schedule.shared_cores import Sharing
 from shardwright.frontend.calibrate.effort import Effort, effort_for, expected_s
 from shardwright.frontend.calibrate.fit import (
@@ -49,7 +48,6 @@ from shardwright.frontend.calibrate.measuring_ranks import (
 )
 from shardwright.frontend.calibrate.reference_programs import (
     attention_efficiency,
-    attention_s,
     measure_attention,
     measure_fetches,
     measure_host,
@@ -153,14 +151,13 @@ def measure(
         "products": lambda: measure_products(world, effort),
         "streams": lambda: measure_streams(world, effort),
         "launches": lambda: measure_launches(world, effort),
+        "attention": lambda: measure_attention(world, effort),
     }
     # What counts where a device waits for its host, and has nothing to do meanwhile.
     if world.device.type == "cpu":
         parts["host"] = lambda: measure_host(world, effort)
         parts["fetches"] = lambda: measure_fetches(world, effort)
         parts["references"] = lambda: measure_references(world, effort)
-    elif effort.attention:
-        parts["attention"] = lambda: measure_attention(world, effort)
     parts["links"] = lambda: measure_links(world, tiers, effort)
     found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}
     chosen = [name for name in parts if only is None or name in only]
@@ -178,10 +175,10 @@ TITLES = {
     "products": "matrix products",
     "streams": "memory",
     "launches": "the least time of an operator",
+    "attention": "attention",
     "host": "a program beside its operators",
     "fetches": "products that fetch from memory",
     "references": "operators of a model",
-    "attention": "attention",
     "links": "collectives",
 }
 
@@ -248,9 +245,8 @@ def describe(measured: dict[str, Any]) -> Hardware:
     device = Device(
         facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams
     )
-    if "attention" in measured:
-        reached = attention_efficiency(device, measured["attention"])
-        device = replace(device, attention_efficiency=reached)
+    reached = attention_efficiency(device, measured["attention"])
+    device = replace(device, attention_efficiency=reached)
     # Only on a CPU: a device without a queue waits for its host.
     if "host" in measured:
         device, errors = _describe_program(device, measured)
@@ -284,22 +280,11 @@ def describe(measured: dict[str, Any]) -> Hardware:
 
 def _describe_program(device: Device, measured: dict[str, Any]) -> tuple[Device, dict[str, float]]:
     fetch_bytes_per_s, error = fit_fetches(measured["fetches"])
-    attention = next(
-        point for point in measured["references"] if point["operator"] == KERNEL_ATTENTION
-    )
-    # The device as described so far, so that the quotient is what the kernel lacks to it.
-    alone = attention_s(device)
     found = replace(
         device,
         host_s=fit_host(measured["host"], device.launch_s),
         fetch_bytes_per_s=fetch_bytes_per_s,
-        rates=fit_rates(
-            point for point in measured["references"] if point["operator"] != KERNEL_ATTENTION
-        ),
-        attention_efficiency=(
-            alone.forward_s / attention["forward_s"],
-            alone.backward_s / attention["backward_s"],
-        ),
+        rates=fit_rates(measured["references"]),
     )
     return found, {"fetches": error}
 

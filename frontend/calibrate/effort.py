@@ -18,7 +18,7 @@ class Effort:
     are copied or added, ``message_bytes`` those of collectives, nothing larger than what takes so
     long; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time
     spent on one point, of which there are hundreds, ``sample_s`` that of a sample.
-    ``attention``: numbers of samples and queries with which attention is measured on a GPU.
+    ``attention``: the shapes ``[batch, heads, queries, width]`` in which attention is measured.
     ``measures``: whether this rank measures its device; where ranks share cores, as many do as have
     one each, and the others wait.
     """
@@ -31,7 +31,8 @@ class Effort:
     sample_s: float = 2e-4
     work_s: float = 0.0
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    attention: tuple[tuple[int, int], ...] = ()
+    attention: tuple[tuple[int, int, int, int], ...] = ((4, 4, 128, 64),)
+    attention_dtype: torch.dtype = torch.float32
     measures: bool = True
 
 
@@ -49,7 +50,9 @@ _CUDA = Effort(
     stream_bytes=tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24, 26, 28)),
     point_s=0.02,
-    attention=((16, 1024), (4, 4096)),
+    # Models are trained in bfloat16 there.
+    attention=tuple((batch, 16, 2**14 // batch, width) for batch in (16, 4) for width in (64, 128)),
+    attention_dtype=torch.bfloat16,
 )
 _QUICK_PRODUCTS = {"cpu": _CPU.product_sizes[:5:2], "cuda": (16, 64, 1024, 8192)}
 """Sizes that show the peak: that of a CPU is seen at 512, that of a GPU only far above 1024."""

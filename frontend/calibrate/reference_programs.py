@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.compiler.cost.local_calls import local_call
+from shardwright.compiler.cost.local_calls import LocalCall, local_call
 from shardwright.compiler.cost.machine.device import Device
 from shardwright.compiler.cost.time.call_times import OpTime
 from shardwright.compiler.cost.time.operator_time import roofline
@@ -57,7 +57,6 @@ class Operators(nn.Module):
 
     def forward(self, x: Tensor, classes: Tensor) -> Tensor:
         x = x * self.scale  # so that it takes a gradient
-        heads = x.view(4, 128, 4, 64).transpose(1, 2)
         made = [
             *(F.gelu(x), F.silu(x), F.relu(x), torch.tanh(x), torch.sigmoid(x), torch.exp(x)),
             *(
@@ -66,10 +65,7 @@ class Operators(nn.Module):
             ),
             *(F.softmax(x, -1), F.log_softmax(x, -1), F.dropout(x, 0.5), x * x),
         ]
-        total = (
-            F.cross_entropy(x, classes)
-            + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum()
-        )
+        total = F.cross_entropy(x, classes)
         for y in made:
             total = total + y.sum()
         return total
@@ -88,9 +84,7 @@ REFERENCES = (
     "log_softmax",
     "dropout",
 )
-"""Operators of :class:`Operators` that are measured by bytes per second, with cross entropy;
-attention by its products.
-"""
+"""Operators of :class:`Operators` that are measured by bytes per second, with cross entropy."""
 
 
 def measure_references(world: World, effort: Effort) -> list[Point]:
@@ -100,69 +94,54 @@ def measure_references(world: World, effort: Effort) -> list[Point]:
     points: list[Point] = []
     for op in _reference_ops().values():
         call = local_call(op, {}, Mesh())
-        device = world.device
-        # All ranks measure at once, and each time anew: the second of two calls has found its
-        # kernels loaded.
-        world.barrier()
-        mine: tuple[float | None, float | None] = None, None
-        if effort.measures:
-            time = profile_call(
-                op, call, Mesh(), device, effort.point_s, effort.sample_s, most_copies=1
-            )
-            mine = time.forward_s, time.backward_s
+        time = _measured(op, call, world, effort)
         forward_bytes, backward_bytes = call_bytes(call)
-        forward_s, backward_s = (median_of_all(world, seconds) for seconds in mine)
         sizes = {"forward_bytes": forward_bytes, "backward_bytes": backward_bytes}
-        points.append(
-            {"operator": op.target, **sizes, "forward_s": forward_s, "backward_s": backward_s}
-        )
+        times = {"forward_s": time.forward_s, "backward_s": time.backward_s}
+        points.append({"operator": op.target, **sizes, **times})
     return points
 
 
-def attention_s(device: Device) -> OpTime:
-    """What the products of the reference's attention take by themselves on a device."""
-    return roofline(local_call(_reference_ops()[KERNEL_ATTENTION], {}, Mesh()), device)
-
-
-ATTENTION_HEADS, ATTENTION_WIDTHS = 16, (64, 128)
-"""Heads, and their widths, of the attention that a GPU is measured with."""
+def _measured(op: IROp, call: LocalCall, world: World, effort: Effort) -> OpTime:
+    """The median over the ranks of the time of a call."""
+    # All ranks measure at once, and each time anew: the second of two calls has found its kernels
+    # loaded.
+    world.barrier()
+    mine: tuple[float | None, float | None] = None, None
+    if effort.measures:
+        time = profile_call(
+            op, call, Mesh(), world.device, effort.point_s, effort.sample_s, most_copies=1
+        )
+        mine = time.forward_s, time.backward_s
+    return OpTime(*(median_of_all(world, seconds) for seconds in mine))
 
 
 def measure_attention(world: World, effort: Effort) -> list[Point]:
-    """Causal attention in bfloat16, which models are trained in on GPUs: ``{batch, heads, queries,
-    width, forward_s, backward_s}``.
+    """``{shape, dtype, forward_s, backward_s}`` of causal attention in each of the shapes ``[batch,
+    heads, queries, width]``.
     """
     points: list[Point] = []
-    for (batch, queries), width in itertools.product(effort.attention, ATTENTION_WIDTHS):
-        shape = (batch, ATTENTION_HEADS, queries, width)
-        query, key, value = (
-            torch.randn(shape, device=world.device).bfloat16().requires_grad_() for _ in range(3)
-        )
-        call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
-        out = call()
-        back = partial(
-            torch.autograd.grad, out, (query, key, value), torch.ones_like(out), retain_graph=True
-        )
-        forward_s, backward_s = of_all(world, call, effort, 3), of_all(world, back, effort, 3)
-        sizes = {"batch": batch, "heads": ATTENTION_HEADS, "queries": queries, "width": width}
-        points.append({**sizes, "forward_s": forward_s, "backward_s": backward_s})
+    for shape in effort.attention:
+        op = _attention_op(shape, effort.attention_dtype)
+        time = _measured(op, local_call(op, {}, Mesh()), world, effort)
+        sizes = {"shape": list(shape), "dtype": str(effort.attention_dtype)}
+        points.append({**sizes, "forward_s": time.forward_s, "backward_s": time.backward_s})
     return points
 
 
 def attention_efficiency(device: Device, points: list[Point]) -> tuple[float, float]:
-    """The part of the rate of its products that attention reaches on a device, forward and
-    backward: the geometric mean over the points.
+    """The part of the rate of its products that attention reaches on a device, as the device is
+    described so far, forward and backward: the geometric mean over the points.
     """
     logs: list[tuple[float, float]] = []
     for point in points:
-        queries, width = point["queries"], point["width"]
-        seen = point["batch"] * point["heads"] / 2  # of a causal mask
-        products_s = sum(
-            device.matmul_s(queries, n, k, "bfloat16", seen)
-            for n, k in ((queries, width), (width, queries))
+        dtype = getattr(torch, point["dtype"].removeprefix("torch."))
+        op = _attention_op(tuple(point["shape"]), dtype)
+        alone = roofline(local_call(op, {}, Mesh()), device)
+        forward, backward = (
+            alone.forward_s / point["forward_s"],
+            alone.backward_s / point["backward_s"],
         )
-        # The backward has five products for the two of the forward.
-        forward, backward = products_s / point["forward_s"], 2.5 * products_s / point["backward_s"]
         logs.append((math.log(forward), math.log(backward)))
     forwards, backwards = zip(*logs, strict=True)
     return math.exp(statistics.fmean(forwards)), math.exp(statistics.fmean(backwards))
@@ -261,6 +240,29 @@ def _reference_ops() -> dict[str, IROp]:
         ops = _traced()
     found: dict[str, IROp] = {}
     for op in ops:
-        if op.target in (*REFERENCES, "cross_entropy", KERNEL_ATTENTION):
+        if op.target in (*REFERENCES, "cross_entropy"):
             found.setdefault(op.target, op)
     return found
+
+
+class Attention(nn.Module):
+    """Causal attention of a tensor ``[batch, heads, queries, width]`` to itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale  # so that it takes a gradient
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+
+def _attention_op(shape: tuple[int, ...], dtype: torch.dtype) -> IROp:
+    with _tracing:
+        return _traced_attention(shape, dtype)
+
+
+@functools.cache
+def _traced_attention(shape: tuple[int, ...], dtype: torch.dtype) -> IROp:
+    ops = attach_rules(trace(Attention(dtype), {"x": torch.zeros(shape, dtype=dtype)})).ops
+    return next(op for op in ops if op.target == KERNEL_ATTENTION)

@@ -205,8 +205,11 @@ def verify(
     model = model_in_float64(module)
     dummy_args = in_float64(dummy_forward_args)
     units = config.runtime_ngpus // config.plan_ngpus
-    place = tempfile.TemporaryDirectory()
-    with activity("verifying"), place as temporary, float64_casts(model):
+    with (
+        activity("verifying"),
+        tempfile.TemporaryDirectory() as temporary,
+        float64_casts(model),
+    ):
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = samples_per_step(compiled, config) if num_samples is None else num_samples

@@ -50,7 +50,9 @@ def calibrated() -> tuple[str, list[str]]:
     """The hardware file that the ranks measure together with next to no effort, and what was
     measured of it.
     """
-    effort = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, attention=((1, 4), (2, 8)))
+    effort = Effort(
+        (2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, attention=((1, 2, 4, 8), (2, 2, 8, 4))
+    )
     measured = measure(current_world(), effort)
     return describe(measured).dumps(), sorted(measured)
 

@@ -96,7 +96,7 @@ def test_cuda_devices_are_measured_by_the_events_of_their_stream() -> None:
             *("attention", "device", "launches", "links", "products", "seconds", "sizes"),
             "streams",
         }
-        assert len(hardware.measurements["attention"]) == 4
+        assert len(hardware.measurements["attention"]) == 2
         assert hardware.num_devices == 4 and len(hardware.tiers) == 1
         assert (
             hardware.device.name == "fake"
@@ -306,12 +306,12 @@ def test_as_many_ranks_as_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> N
     assert default_ranks("cpu") == 3
 
 
-def test_attention_of_a_gpu_is_measured_beside_its_products() -> None:
+def test_attention_is_measured_beside_its_products() -> None:
     """A quarter of the rate of the products forward, half of it backward."""
     device = load_hardware("h100").device
     points = []
     for queries, width in ((1024, 64), (4096, 128)):
-        sizes = {"batch": 4, "heads": 8, "queries": queries, "width": width}
+        sizes = {"shape": [4, 8, queries, width], "dtype": "torch.bfloat16"}
         products_s = sum(
             device.matmul_s(queries, *nk, "bfloat16", 16)
             for nk in ((queries, width), (width, queries))
@@ -452,7 +452,7 @@ def test_under_torchrun_the_ranks_of_the_job_measure(tmp_path: Path) -> None:
         return
     assert (
         run.stdout.count(f"file: {out}") == 1
-        and "calibrate: 1 of 7, after 0 s: matrix products" in run.stderr
+        and "calibrate: 1 of 8, after 0 s: matrix products" in run.stderr
     )
     assert load_hardware(str(out)).num_devices == 2
 
@@ -508,8 +508,7 @@ def test_numbers_that_cannot_be_are_not_written(
 def test_a_calibration_says_what_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     measure(current_world(), TINY, told.append)
-    of_cpu = [title for part, title in calibrate_module.TITLES.items() if part != "attention"]
-    assert [text.split(": ")[1] for text in told] == of_cpu
-    assert told[0].startswith("1 of 7, after 0 s")
+    assert [text.split(": ")[1] for text in told] == list(calibrate_module.TITLES.values())
+    assert told[0].startswith("1 of 8, after 0 s")
     assert 30 < calibrate_module.expected_s(effort_for("cpu", quick=False), 1) < 120
     assert calibrate_module.expected_s(effort_for("cpu", quick=True), 1) < 20

@@ -22,7 +22,7 @@ class Listener(Protocol):
         """An activity begins."""
 
     def tell(self, words: str, share: float | None) -> None:
-        """What it is doing now, and the share of it that is done, where that is known."""
+        """What it is doing now, and the share of that which is done, where it is known."""
 
     def end(self) -> None:
         """It is over, or has failed."""
@@ -56,7 +56,7 @@ def activity(words: str) -> Iterator[None]:
 
 
 def tell(words: str, share: float | None = None) -> None:
-    """Say what goes on now. ``share``: of the whole activity, 0 to 1."""
+    """Say what goes on now. ``share``: of that which is done, 0 to 1."""
     listener = _LISTENER.get()
     if listener is not None:
         listener.tell(words, share)

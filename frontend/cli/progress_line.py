@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 LONGEST = 60
 """Characters of what is told; names of tensors may be longer than a terminal is wide."""
@@ -18,7 +18,6 @@ class ProgressLine:
         self._console = console or Console(stderr=True)
         self._titles: list[str] = []
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
 
     def begin(self, words: str) -> None:
         """See :class:`~shardwright.runtime.activity.Listener`."""
@@ -34,18 +33,20 @@ class ProgressLine:
                 transient=True,
                 redirect_stdout=False,
             )
-            self._task = self._progress.add_task(words, total=None)
+            self._progress.add_task(words, total=None)
             self._progress.start()
         self.tell("", None)
 
     def tell(self, words: str, share: float | None) -> None:
         """See :class:`~shardwright.runtime.activity.Listener`."""
-        if self._progress is None or self._task is None:
+        if self._progress is None:
             return
         told = words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
         text = ": ".join(part for part in (*self._titles[-1:], told) if part)
-        total, completed = (None, None) if share is None else (1.0, min(share, 1.0))
-        self._progress.update(self._task, description=text, total=total, completed=completed)
+        # Set directly: ``update`` would keep the share of what went on before.
+        (task,) = self._progress.tasks
+        task.description, task.completed = text, min(share or 0.0, 1.0)
+        task.total = None if share is None else 1.0
 
     def end(self) -> None:
         """See :class:`~shardwright.runtime.activity.Listener`."""
@@ -54,4 +55,4 @@ class ProgressLine:
             self.tell("", None)
         elif self._progress is not None:
             self._progress.stop()
-            self._progress = self._task = None
+            self._progress = None

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from shardwright.runtime.activity import tell
 from shardwright.runtime.checkpoint.checkpoint_index import TensorRecord
 from shardwright.runtime.checkpoint.contents import Contents
 from shardwright.runtime.checkpoint.dcp_index import DCP_FILE, OWN_KEY, Entry
@@ -110,6 +111,7 @@ class _Writer:
 
     def add(self, value: Any, *paths: Entry) -> None:
         """Write a value once, for all of its paths."""
+        tell(f"writing {'.'.join(map(str, paths[0]))}")
         blob = io.BytesIO()
         is_tensor = isinstance(value, Tensor)
         # Without this, a view would bring the memory that it is a view of.

@@ -70,6 +70,8 @@ def test_the_line_is_drawn_and_wiped_away() -> None:
                 tell("dp=2; best so far 1 ms", 0.5)
                 assert line._progress is not None
                 line._progress.refresh()
+                assert line._progress.tasks[0].total == 1
+            assert line._progress.tasks[0].total is None, "what follows has no share yet"
         assert line._progress is None
         with pytest.raises(ValueError), activity("merging"):
             raise ValueError

@@ -71,5 +71,4 @@ def test_random_plans(block: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in zoo.names() if "cache" not in n])
 def test_random_plans_of_every_model(name: str, tmp_path: Path) -> None:
-    for seed in range(1000, 1003):
-        check_random_plan(name, seed, tmp_path)
+    check_random_plan(name, 1000, tmp_path)

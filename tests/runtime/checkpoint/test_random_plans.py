@@ -121,7 +121,7 @@ def test_round_trip_with_split_state(seed, tmp_path):
     "name", ["gpt2", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "dit-uneven"]
 )
 def test_round_trip_of_more_models_with_split_state(name, tmp_path):
-    for seed in range(300, 306):
+    for seed in range(300, 303):
         check_round_trip_with_zero(name, seed, tmp_path / str(seed))
 
 
@@ -131,5 +131,5 @@ def test_round_trip_of_more_models_with_split_state(name, tmp_path):
     ["gpt2", "llama", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "unet", "dit-uneven"],
 )
 def test_round_trip_of_more_models(name, tmp_path):
-    for seed in range(100, 105):
+    for seed in range(100, 103):
         check_round_trip(name, seed, tmp_path / str(seed))

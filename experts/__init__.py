@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardwright.runtime import ops as on_one_device
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, InputError, brief
-from shardwright.runtime.ops import experts as on_one_device
 from shardwright.runtime.ops.indices import check_indices
+from shardwright.runtime.ops.routing import checked_routing
 
 MOST_EXPERTS = 2**20
 """More are a slip, and would fill the memory."""
@@ -98,7 +99,7 @@ def combine(rows: Tensor, routing: Any) -> Tensor:
 
 def _sizes(routing: Any) -> tuple[int, int]:
     """The numbers of experts and of rows."""
-    found = on_one_device.checked_routing(routing)
+    found = checked_routing(routing)
     return len(found.counts), len(found.token)
 
 

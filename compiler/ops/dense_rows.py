@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.compiler.ops.rule import Densities
 from shardwright.runtime.layout import Density
-from shardwright.runtime.ops.experts import Routing
+from shardwright.runtime.ops.routing import Routing
 
 
 def stored(operands: Sequence[Tensor], densities: Sequence[Density | None]) -> list[Any]:

@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
-from shardwright.compiler.cost.communication import local_elements, steps_elements
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.strategy import KNOWN, Assignment, layouts
+from shardwright.compiler.ops.strategy import Assignment, layouts
 from shardwright.compiler.passes.chosen_rows import with_imbalance
 from shardwright.compiler.passes.copy_trees import Route, routes
 from shardwright.compiler.passes.loops import (
@@ -33,6 +31,7 @@ from shardwright.compiler.passes.loops import (
     side_by_side,
     with_sums,
 )
+from shardwright.compiler.passes.place_sources import place_sources
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.passes.unused_outputs import drop_outputs, in_training
 from shardwright.compiler.plan.check import check_strategies
@@ -42,13 +41,12 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import (
     Adapt,
     Compute,
-    Declaration,
     Instruction,
     Loop,
     Program,
 )
 from shardwright.compiler.plan.repeated_blocks import reads
-from shardwright.compiler.plan.zero import in_pieces, is_large, over_units
+from shardwright.compiler.plan.zero import over_units
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.mesh import ZERO
@@ -165,7 +163,16 @@ class _Lowering:
         # ``wanted`` has the uses of training alone while these are lowered, so that what only the
         # tail reads makes no training step dearer. Storage suits training first of all.
         self.wanted = self._wanted_by(early)
-        declarations = self._place_sources({**self._wanted_by(late), **self.wanted})
+        sources = place_sources(
+            self.graph,
+            plan,
+            self.produced,
+            {**self._wanted_by(late), **self.wanted},
+            self._updated(),
+            self.whole_in_units,
+        )
+        self.produced |= sources.layouts
+        self._over_units |= sources.over_units
         if any(loop.blocks for loop in plan.loops.values()):
             # What a loop gathers it reads as it is stored, which is known by now.
             self.wanted = self._wanted_by(early)
@@ -195,7 +202,9 @@ class _Lowering:
             for before, after in graph.buffer_updates
         )
         inputs = {value.name: self.produced[value.name] for value in graph.inputs}
-        program = Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
+        program = Program(
+            graph, plan, sources.declarations, inputs, tuple(self.body), output, updates
+        )
         if not left_out:
             return program
         program = _with_late_results(program)
@@ -209,6 +218,16 @@ class _Lowering:
         # The same output without holes, which evaluation returns.
         whole = self._output(graph.output, "", set())
         return replace(program, tail=tuple(self.body[len(program.body) :]), whole_output=whole)
+
+    def _updated(self) -> dict[str, Layout]:
+        """The layouts of the buffers that operators update in place, such as running statistics:
+        the operator of ``rule.updates`` writes them as it has them.
+        """
+        return {
+            op.operands[i].name: layouts(_rule(op), self.assignment(op), self.mesh)[0][i]
+            for op in self.graph.ops
+            for i in _rule(op).updates
+        }
 
     def _with_loops(self, ops: list[IROp]) -> list[IROp]:
         """The operators with those of each loop side by side."""
@@ -361,106 +380,6 @@ class _Lowering:
         read = {v.name for op in self.graph.ops if op.name not in inside for v in op.operands}
         read |= {v.name for v in self.graph.outputs}
         return read | {after.name for _, after in self.graph.buffer_updates}
-
-    # ---------------------------------------------------------------------------------------------
-    # sources
-
-    def _place_sources(self, wanted: Mapping[str, list[Layout]]) -> tuple[Declaration, ...]:
-        """Decide how inputs, parameters, buffers and constants are held.
-
-        A plan's own layout comes first. Otherwise a parameter is stored as its uses need it, and a
-        buffer that an operator updates in place as that operator writes it.
-        """
-        # Running statistics and the like: the operator of ``rule.updates`` writes them as it has
-        # them.
-        updated = {
-            op.operands[i].name: layouts(_rule(op), self.assignment(op), self.mesh)[0][i]
-            for op in self.graph.ops
-            for i in _rule(op).updates
-        }
-        declarations = []
-        replaced = {before.name: after.name for before, after in self.graph.buffer_updates}
-        for value in self.graph.inputs:
-            self.produced[value.name] = self.plan.inputs.get(value.name, Layout.whole(value.shape))
-        for value in (
-            *self.graph.parameters,
-            *self.graph.buffers,
-            *(value for value, _ in self.graph.constants),
-        ):
-            stored = self.plan.stored.get(value.fqn or "")
-            if stored is None and value.kind is ValueKind.PARAMETER:
-                stored = self.best_storage(value, wanted.get(value.name, []))
-            layout = (
-                stored
-                or updated.get(value.name)
-                or self._as_replaced(value, replaced.get(value.name, ""), wanted)
-                or Layout.whole(value.shape)
-            )
-            if self._is_stored_in_pieces(value):
-                layout = self._in_pieces(value, layout, wanted.get(value.name, []))
-            # A frozen weight is G to its operators, but nobody sums a gradient of it.
-            if not value.requires_grad:
-                layout = replace(layout, grad_partial=())
-            self.produced[value.name] = layout
-            declarations.append(Declaration(value, layout))
-        return tuple(declarations)
-
-    def _as_replaced(
-        self, value: IRValue, new: str, wanted: Mapping[str, list[Layout]]
-    ) -> Layout | None:
-        """The layout of a buffer whose new value ``new`` is made in pieces as its old value is
-        read, such as a cache of keys. Held so, it is not sent at all. Vectors stay whole: running
-        statistics cost little, and people read them.
-        """
-        made = self.produced.get(new)
-        if made is None or value.ndim < 2 or not made.cut_axes or made.partial:
-            return None
-        layout = replace(made, grad_partial=())
-        reads = [replace(use, grad_partial=()) for use in wanted.get(value.name, [])]
-        return layout if layout in reads else None
-
-    def _is_stored_in_pieces(self, value: IRValue) -> bool:
-        """Whether ZeRO-3 cuts this tensor."""
-        if (
-            not self.plan.zero
-            or value.kind is not ValueKind.PARAMETER
-            or value.fqn in self.whole_in_units
-        ):
-            return False
-        return is_large(value)
-
-    def _in_pieces(self, value: IRValue, layout: Layout, uses: list[Layout]) -> Layout:
-        """The layout of a parameter under ZeRO-3: cut along the axes on which it is whole and its
-        gradient is a summand.
-
-        A frozen parameter has no gradient that says so. It is cut along the axes on which all its
-        uses are G.
-        """
-        summed = layout.grad_partial if value.requires_grad else self.mesh.names
-        axes = (
-            [axis for axis in summed if all(use.placement(axis) == "G" for use in uses)]
-            if uses
-            else []
-        )
-        # An axis on which the plan stores it S already cuts it there; along P there is no whole
-        # value.
-        axes = [
-            axis
-            for axis in axes
-            if self.mesh.axis_size(axis) > 1 and layout.placement(axis) in ("R", "G")
-        ]
-        if self.plan.zero > 1:
-            self._over_units.add(value.name)
-        return in_pieces(layout, axes, self.mesh, self.plan.zero)
-
-    def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
-        """The layout of a parameter that costs its uses the least. Reductions of its gradient
-        count, and of two equal layouts the one with smaller pieces is taken.
-        """
-        whole = Layout.whole(value.shape)
-        return _best_storage(
-            whole, tuple(uses), self.mesh, value.requires_grad, value.takes_gradient
-        )
 
     # ---------------------------------------------------------------------------------------------
     # adapters
@@ -652,30 +571,6 @@ def _cannot_deal_again(value: IRValue, step: AdapterStep, op: IROp | None) -> Pl
         hint="split the operators of the loop on the same axes of the mesh, or cut another dim in "
         "pieces",
     )
-
-
-@lru_cache(maxsize=KNOWN)
-def _best_storage(
-    whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_grad: bool, takes_gradient: bool
-) -> Layout:
-    # By text, so that equal layouts count once and the order is the same in every process.
-    # Candidates are what some use asks for, and all of it everywhere. Nobody stores summands.
-    candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
-    targets = {str(use): use for use in uses}.values()
-
-    def cost(layout: Layout) -> tuple[float, float, str]:
-        paths = (convert(layout, t, mesh, differentiable=requires_grad) for t in targets)
-        moved = sum(steps_elements(path, mesh, differentiable=takes_gradient) for path in paths)
-        elements = local_elements(layout, mesh)
-        # Summed over the ranks of all axes at once: a ring all-reduce over ``n`` ranks sends
-        # each element ``2 (n - 1) / n`` times.
-        summed_over = mesh.num_ranks(layout.grad_partial)
-        reduced = 2 * elements * (1 - 1 / summed_over) if takes_gradient else 0.0
-        # At equal size a reduction is cheaper than an adapter, as the reducer puts many into one
-        # bucket.
-        return moved + 0.99 * reduced, elements, str(layout)
-
-    return min(candidates.values(), key=cost)
 
 
 def _rule(op: IROp) -> OpRule:

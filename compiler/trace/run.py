@@ -32,7 +32,7 @@ from shardwright.compiler.trace.context.running_modules import RunningModules
 from shardwright.compiler.trace.context.source import location_of_error
 from shardwright.compiler.trace.dense_experts import merge_dense_experts
 from shardwright.compiler.trace.dummy_arguments import Arguments
-from shardwright.compiler.trace.expert_lanes import merge_expert_lanes
+from shardwright.compiler.trace.merge_lanes import merge_expert_lanes
 from shardwright.compiler.trace.recorder import Recorder, Variable
 from shardwright.compiler.trace.tracer import Tracer
 from shardwright.compiler.trace.trees import input_tree, output_tree

@@ -28,8 +28,9 @@ from shardwright.runtime.ops.dropout import (
     feature_alpha_dropout,
 )
 from shardwright.runtime.ops.embedding import embedding
-from shardwright.runtime.ops.experts import combine, dispatch, grouped_linear, grouped_mm
+from shardwright.runtime.ops.experts import combine, dispatch
 from shardwright.runtime.ops.group_norm import group_norm
+from shardwright.runtime.ops.grouped_products import grouped_linear, grouped_mm
 from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
 from shardwright.runtime.ops.layer_norm import layer_norm, rms_norm
 from shardwright.runtime.ops.linear_cross_entropy import linear_cross_entropy

@@ -34,70 +34,15 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.arguments import shown
-from shardwright.runtime.errors import ArgumentError
 from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ops.indices import check_indices
+from shardwright.runtime.ops.routing import Arrivals, Leg, Routing, TokenDims, checked_routing
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.runs import Run, dealt, within
-
-TokenDims = tuple[tuple[int | AxisGroup, ...], ...]
-"""The dims that make up the tokens, outermost first. Of each its segments, laid end to end, and the
-axes that cut them where tokens are exchanged, major to minor: ``((4, ep), (6,))`` are 4 samples cut
-over ``ep``, of 6 positions.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """How tokens came along one axis, and their sums go back.
-
-    ``received``: how many came from each rank. ``sent``: how many went to each. ``tokens``: which
-    of the ``num_tokens`` that this rank had before it sent, by receiver.
-    """
-
-    axis: AxisGroup
-    received: list[int]
-    sent: list[int]
-    tokens: Tensor
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """How rows came from other ranks, and go back: one leg for each axis of ``exchange``.
-
-    ``position [rows]``: which of the tokens that arrived in the end a row was made of.
-    ``token_dims``: the tokens that they were cut from.
-    """
-
-    exchange: Axes
-    token_dims: TokenDims
-    position: Tensor
-    legs: Sequence[Leg]
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Which rows a rank holds.
-
-    ``token [rows]``: the token of each row, counted among the ``num_tokens`` that lie on the ranks
-    with which this one shares its experts' work. ``counts [experts]``: the rows of each expert
-    here. ``choice [rows]``: which of all choices, token by token, each row is, if all ``top_k`` of
-    every token are here. ``arrivals``: how rows came from other ranks, if they did.
-    """
-
-    token: Tensor
-    counts: Tensor
-    num_tokens: int
-    top_k: int
-    choice: Tensor | None = None
-    arrivals: Arrivals | None = None
 
 
 def dispatch(
@@ -152,70 +97,6 @@ def combine(
     # under every plan, which index_add does not promise.
     by_token = routing.choice.argsort()
     return rows.index_select(0, by_token).view(num_tokens, top_k, *rows.shape[1:]).sum(1)
-
-
-def grouped_linear(
-    rows: Tensor,
-    weight: Tensor,
-    routing: Routing,
-    bias: Tensor | None = None,
-    *,
-    transposed: bool = False,
-    autocast: bool = False,
-) -> Tensor:
-    """Each row times the matrix of its expert, plus its bias.
-
-    ``weight [experts, out, in]``, or ``[experts, in, out]`` if ``transposed``; ``bias [experts,
-    out]``. ``autocast``: whether it follows autocast as ``F.linear`` does. Otherwise rows are
-    converted to the dtype of the weight.
-    """
-    checked_routing(routing)
-    device = rows.device.type
-    dtype = weight.dtype
-    if autocast and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    # [experts, in, out], however the model stores them.
-    matrices = weight.to(dtype) if transposed else weight.to(dtype).transpose(-2, -1)
-    out = _grouped_product(rows.to(dtype), matrices, routing.counts)
-    if bias is not None:
-        out = out + torch.repeat_interleave(
-            bias.to(out.dtype), routing.counts, dim=0, output_size=rows.shape[0]
-        )
-    return out
-
-
-def grouped_mm(
-    input: Tensor,
-    mat2: Tensor,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """``F.grouped_mm`` of rows ``[rows, in]`` or ``[groups, rows, in]`` and matrices ``[groups, in,
-    out]``, also where torch's kernel refuses pieces of rows that are no multiple of 16 bytes.
-    """
-    if all(width * input.element_size() % 16 == 0 for width in mat2.shape[1:]):
-        return F.grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
-    if offs is None:
-        out = input @ mat2
-    else:
-        ends = offs.long()
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        used = int(counts.sum())  # rows beyond are in no group
-        out = F.pad(_grouped_product(input[:used], mat2, counts), (0, 0, 0, input.shape[0] - used))
-    out = out if bias is None else out + bias
-    return out if out_dtype is None else out.to(out_dtype)
-
-
-def checked_routing(routing: Any) -> Routing:
-    """``routing``, if it is what :func:`dispatch` returned. Raises :class:`ArgumentError`."""
-    if not isinstance(routing, Routing):
-        raise ArgumentError(
-            "the routing of rows is what dispatch returned",
-            why=f"it is {shown(routing)}",
-        )
-    return routing
 
 
 # ------------------------------------------------------------------------------------------------
@@ -558,81 +439,3 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = _together(grads, ctx.axis, ctx.receive, ctx.send, "backward")
         return None, None, None, *back
-
-
-# ------------------------------------------------------------------------------------------------
-# products
-
-
-def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """``rows [rows, in]`` times ``matrices [experts, in, out]``, by groups of ``counts`` rows."""
-    return cast(Tensor, _GroupedProduct.apply(rows, matrices, counts))  # type: ignore[no-untyped-call]
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """One product for each expert. The weights of an expert without rows have gradients of
-    zeros.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, matrices, counts)
-        return _by_expert(rows, matrices, counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, matrices, counts = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_rows = grad_matrices = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = _by_expert(grad, matrices.mT, counts)
-        if ctx.needs_input_grad[1]:
-            # In the order in which the weight lies in memory, so that nobody has to copy it.
-            turned = not matrices.is_contiguous()
-            left, right = (grad, rows) if turned else (rows, grad)
-            grad_matrices = _by_expert(left.T, right, counts)
-            grad_matrices = grad_matrices.mT if turned else grad_matrices
-        return grad_rows, grad_matrices, None
-
-
-def _by_expert(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """Products by groups of ``counts``: of the rows of ``left [rows, k]`` with ``right [experts, k,
-    n]``, or of the columns of ``left [k, rows]`` with the rows of ``right [rows, n]``, which gives
-    ``[experts, k, n]``.
-    """
-    if _has_kernel(left, right, counts):
-        return F.grouped_mm(left, right, offs=counts.cumsum(0).to(torch.int32))
-    sizes = counts.tolist()
-    if right.dim() == 3:
-        out = left.new_empty(left.shape[0], right.shape[2])
-        operands, outs = (left.split_with_sizes(sizes), right.unbind()), out.split_with_sizes(sizes)
-    else:
-        out = left.new_empty(len(sizes), left.shape[0], right.shape[1])
-        operands, outs = (
-            (left.split_with_sizes(sizes, 1), right.split_with_sizes(sizes)),
-            out.unbind(),
-        )
-    for a, b, result in zip(*operands, outs, strict=True):
-        if result.numel() > 0:
-            torch.mm(a, b, out=result)  # zeros where there are no rows to sum over
-    return out
-
-
-_KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
-
-
-def _has_kernel(left: Tensor, right: Tensor, counts: Tensor) -> bool:
-    """Whether torch has one kernel for all groups. It wants rows of whole 16 bytes, in memory that
-    begins at a multiple of 16 bytes.
-    """
-    if left.dtype not in _KERNEL_DTYPES.get(left.device.type, ()):
-        return False
-    sizes = (counts.shape[0], *left.shape, *right.shape)
-    whole = right.shape[-1] * right.element_size() % 16 == 0  # rows of the result
-    return min(sizes) > 0 and whole and _is_aligned(left) and _is_aligned(right)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    small, large = sorted(x.stride()[-2:])
-    return small == 1 and large * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

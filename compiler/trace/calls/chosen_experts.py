@@ -8,7 +8,7 @@ A loop over experts by hand asks for the tokens of each:
 
 How many there are depends on values, so no graph can hold such a loop. But it holds the same, run
 for all experts at once. So for the time of the trace the answer is a row for each of
-:data:`NUM_ROWS` tokens, and ``expert_lanes.py`` makes one dispatch of all of these questions, or
+:data:`NUM_ROWS` tokens, and ``merge_lanes.py`` makes one dispatch of all of these questions, or
 refuses the loop.
 """
 

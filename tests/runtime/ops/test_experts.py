@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from shardwright.experts import combine, dispatch, grouped_linear, within_capacity
 from shardwright.frontend.verification.verify import compile_into
+from shardwright.runtime import ops as operators
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.ops import experts
+from shardwright.runtime.ops import experts, grouped_products
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
@@ -131,7 +132,7 @@ Cuts = dict[int, tuple[AxisGroup, ...]]
 """The axes that cut dims of the tokens outside of the experts, by dim."""
 
 
-def on_a_rank(ops: ModuleType, layer: Layer, way: Way, axes: list[AxisGroup], cuts: Cuts) -> Found:
+def on_a_rank(ops: Any, layer: Layer, way: Way, axes: list[AxisGroup], cuts: Cuts) -> Found:
     """The layer on one rank. The experts are cut by all ``axes``; those of ``cuts`` do what ``way``
     says, and along the others tokens are whole.
     """
@@ -176,7 +177,7 @@ def run(
     layer: Layer,
     way: Way,
     mesh: Mesh | dict[str, int],
-    ops: ModuleType = experts,
+    ops: Any = operators,
     dims: Dims | None = None,
 ) -> list[tuple[RankMesh, Found]]:
     """The layer on all ranks of a mesh whose axes cut the experts. ``dims``: what cuts the tokens,
@@ -197,7 +198,7 @@ def check(
     layer: Layer,
     way: Way,
     mesh: Mesh | dict[str, int],
-    ops: ModuleType = experts,
+    ops: Any = operators,
     dims: Dims | None = None,
 ) -> list[Found]:
     """The layer equals the loop: the sum of summands, pieces in their places, every gradient."""
@@ -379,9 +380,7 @@ def sent(layer: Layer, num_ranks: int) -> tuple[Tensor, Tensor]:
     return tokens.fill_diagonal_(0), choices.fill_diagonal_(0)
 
 
-def check_volume(
-    chosen: Tensor, way: Way, num_ranks: int, ops: ModuleType = experts
-) -> tuple[int, int]:
+def check_volume(chosen: Tensor, way: Way, num_ranks: int, ops: Any = operators) -> tuple[int, int]:
     """What a rank receives is what the routing says. Returns the elements of all ranks, forward and
     backward.
     """
@@ -434,15 +433,15 @@ def test_a_token_goes_once_to_a_rank_that_has_several_experts_for_it() -> None:
 
 def test_rows_take_the_dtype_of_weights_or_of_autocast() -> None:
     layer = LAYERS["random"]
-    rows, gains, routing = experts.dispatch(
+    rows, gains, routing = operators.dispatch(
         layer.operands["x"].bfloat16(), layer.chosen, layer.operands["weights"], num_experts=5
     )
     weight = layer.operands["up"].float().requires_grad_()
     assert (rows.dtype, gains.dtype) == (torch.bfloat16, torch.float64)
-    assert experts.grouped_linear(rows, weight, routing).dtype == torch.float32
+    assert operators.grouped_linear(rows, weight, routing).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert experts.grouped_linear(rows, weight, routing).dtype == torch.float32
-        y = experts.grouped_linear(rows.float(), weight, routing, autocast=True)
+        assert operators.grouped_linear(rows, weight, routing).dtype == torch.float32
+        y = operators.grouped_linear(rows.float(), weight, routing, autocast=True)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert weight.grad is not None and weight.grad.dtype == torch.float32
@@ -513,17 +512,19 @@ def test_a_routing_is_what_dispatch_returned() -> None:
 # faults that these tests must see
 
 
-def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module with one piece of its text exchanged."""
-    source = inspect.getsource(experts)
-    assert not old or source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
+def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The operators with one piece of their text exchanged."""
+    sources = [inspect.getsource(module) for module in (experts, grouped_products)]
+    count = sum(source.count(old) for source in sources)
+    assert not old or count == 1, f"{old!r} is there {count} times"
     made = ModuleType("mutant")
     monkeypatch.setitem(sys.modules, "mutant", made)  # dataclasses look there
-    exec(compile(source.replace(old, new), "mutant", "exec"), made.__dict__)
-    return made
+    for source in sources:
+        exec(compile(source.replace(old, new), "mutant", "exec"), made.__dict__)
+    return SimpleNamespace(**made.__dict__)
 
 
-def gradients_and_values(ops: ModuleType) -> None:
+def gradients_and_values(ops: Any) -> None:
     for way in WAYS:
         check(LAYERS["cut in the middle"], way, {"ep": 3}, ops)
     check(LAYERS["all to one expert"], ("exchange", "exchange"), {"ep": 2}, ops)
@@ -532,7 +533,7 @@ def gradients_and_values(ops: ModuleType) -> None:
         check(LAYERS["cut in the middle"], way, TURNED, ops, {1: ("a", "b")})
 
 
-def volumes(ops: ModuleType) -> None:
+def volumes(ops: Any) -> None:
     for routing in ROUTINGS.values():
         check_volume(routing, ("exchange", "exchange"), 2, ops)
 

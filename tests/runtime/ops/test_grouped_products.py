@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.runtime.ops import experts
-from shardwright.runtime.ops.experts import Routing, grouped_linear
+from shardwright.runtime.ops import grouped_products
+from shardwright.runtime.ops.grouped_products import grouped_linear
+from shardwright.runtime.ops.routing import Routing
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
@@ -54,13 +55,13 @@ def test_products_by_groups_are_those_of_each_expert(dtype: torch.dtype, transpo
 
 def test_the_kernel_is_called_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    has_kernel = experts._has_kernel
+    has_kernel = grouped_products._has_kernel
 
     def noted(*args: Tensor) -> bool:
         found.append(has_kernel(*args))
         return found[-1]
 
-    monkeypatch.setattr(experts, "_has_kernel", noted)
+    monkeypatch.setattr(grouped_products, "_has_kernel", noted)
     for width, shift, allowed in ((16, 0, True), (7, 0, False), (16, 1, False)):
         found.clear()
         _product(torch.float32, False, [2, 0, 5], width, shift)

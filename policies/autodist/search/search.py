@@ -9,7 +9,8 @@ mixed_stages.py      lets every stage of a pipeline choose its placement and num
 simple_policies.py   audits the plans of the simple policies that may still be better
 certificate.py       raises the lower bounds of pipelines, once the answer is known
 auditing.py          lowers candidates to programs and audits them: this decides
-state.py             what the steps share: the space, the clock, the result so far
+loss_pieces.py       computes the loss in pieces, where plans are too large without
+search_state.py      what the steps share: the space, the clock, the result so far
 ===================  ==========================================================================
 
 **What prunes.** A mesh is tried only while its lower bound is below the best plan so far. The bound

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -118,6 +118,9 @@ PLANS = (
 ALONE = Plan("alone", "llama", "dp", 1, num_ranks=1)
 """One rank, which goes on with what ``tp`` has saved."""
 
+STEPPED = Plan("alone, end to end", "llama", "dp", 1, END2END, num_ranks=1)
+"""One rank, whose ``train_step`` is captured as a CUDA graph."""
+
 KERNEL_PLANS = (
     Plan("cp, ring, float32", "llama", "cp", 4, _RING, dtype=torch.float32),
     Plan("cp, ring, bfloat16", "llama", "cp", 4, _RING, dtype=torch.bfloat16),
@@ -139,7 +142,7 @@ def compile_plans(folder: Path) -> None:
         for name, make in MODELS.items():
             torch.manual_seed(0)
             save_file(_values(make().double()), folder / f"{name}.safetensors")
-        for plan in (*PLANS, ALONE):
+        for plan in (*PLANS, ALONE, STEPPED):
             compile_into(
                 _folder_of(folder, plan), _model(folder, plan.model), inputs(), plan.policy,
                 plan.config(),
@@ -302,23 +305,49 @@ def _scaled_alone(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def cuda_graphs(folder: Path, device: torch.device) -> Iterator[Line]:
-    """Forward and backward captured as a CUDA graph, beside the same ones called."""
+    """What was captured as a CUDA graph and is replayed on three inputs, beside the same called."""
     if device.type != "cuda":
         return
-    called, replayed = shardwright.run_ranks(1, partial(_captured, folder), device=device)[0]
-    worst = max(abs(a - b) / abs(b) for a, b in zip(replayed, called, strict=True))
-    yield Line(
-        "forward and backward in a CUDA graph",
-        f"losses and norms of gradients differ by {worst:.1e} at most",
-        worst <= 1e-9,
-    )
+    for name, prepare in (
+        ("forward and backward", partial(_backward, folder)),
+        ("train_step", partial(_train_step, folder)),
+        ("train_step, clipping and AdamW", partial(_training_step, folder)),
+    ):
+        called = shardwright.run_ranks(1, partial(_called, prepare), device=device)[0]
+        replayed = shardwright.run_ranks(1, partial(_replayed, prepare), device=device)[0]
+        worst = max(abs(a - b) / abs(b) for a, b in zip(replayed, called, strict=True))
+        yield Line(
+            f"{name} in a CUDA graph",
+            f"losses and norms differ by {worst:.1e} at most",
+            worst <= 1e-9,
+        )
 
 
-def _captured(folder: Path, rank: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of gradients of three inputs: of calls, and of a graph replayed on them."""
+@dataclass(frozen=True)
+class _Work:
+    """Something that can be captured: ``run`` reads ``inputs``, and makes a loss and gradients."""
+
+    module: Any
+    inputs: Mapping[str, Tensor]
+    run: Callable[[], Tensor]
+    is_stepping: bool = False
+    """Whether it changes the parameters."""
+
+    def numbers(self, loss: Tensor) -> list[float]:
+        """The loss, and the norm of all gradients or, of a step, of all parameters."""
+        found = [p if self.is_stepping else p.grad for p in self.module.parameters()]
+        norms = [x.norm() for x in found if x is not None]
+        return [loss.item(), torch.stack(norms).norm().item()]
+
+    def fill(self, number: int) -> None:
+        """Put other tokens, by their number, where ``run`` reads them."""
+        for name, tokens in inputs().items():
+            self.inputs[name].copy_((tokens + number) % VOCAB)
+
+
+def _backward(folder: Path) -> _Work:
     module = shardwright.load_class(_files(folder, ALONE))()
     static = moved(inputs(), module.device)
-    others = [moved(rolled(inputs(), number), module.device) for number in range(3)]
 
     def run() -> Tensor:
         for parameter in module.parameters():
@@ -327,34 +356,65 @@ def _captured(folder: Path, rank: int) -> tuple[list[float], list[float]]:
         loss.backward()
         return loss
 
-    def numbers(loss: Tensor) -> list[float]:
-        norms = [p.grad.norm() for p in module.parameters() if p.grad is not None]
-        return [float(loss), float(torch.stack(norms).norm())]
+    return _Work(module, static, run)
 
-    def fill(given: Mapping[str, Tensor]) -> None:
-        for name, tensor in given.items():
-            static[name].copy_(tensor)
 
-    called: list[float] = []
-    for given in others:
-        fill(given)
-        called += numbers(run())
+def _train_step(folder: Path) -> _Work:
+    module = shardwright.load_class(_files(folder, STEPPED))()
+    static = moved(inputs(), module.device)
+    return _Work(module, static, lambda: _loss(module.train_step([static])[0]))
+
+
+def _training_step(folder: Path) -> _Work:
+    module = shardwright.load_class(_files(folder, STEPPED))()
+    static = moved(inputs(), module.device)
+    optimizer = shardwright.build_optimizer(
+        module, partial(torch.optim.AdamW, lr=1e-3, capturable=True)
+    )
+
+    def run() -> Tensor:
+        loss = _loss(module.train_step([static])[0])
+        optimizer.clip_gnorm(1.0)
+        optimizer.step()
+        return loss
+
+    return _Work(module, static, run, is_stepping=True)
+
+
+_WARM_UP = 3
+
+
+def _called(prepare: Callable[[], _Work], rank: int) -> list[float]:
+    """The numbers of three inputs, after the steps that a capture takes to warm up."""
+    work = prepare()
+    for _ in range(_WARM_UP):
+        work.run()
+    found: list[float] = []
+    for number in range(3):
+        work.fill(number)
+        found += work.numbers(work.run())
+    return found
+
+
+def _replayed(prepare: Callable[[], _Work], rank: int) -> list[float]:
+    """The same numbers, of a graph that is replayed."""
+    work = prepare()
     # A graph is captured on a stream of its own, after some steps on it.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
+        for _ in range(_WARM_UP):
+            work.run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = run()
-    replayed: list[float] = []
-    for given in others:
-        fill(given)
+    with torch.cuda.graph(graph):  # captures, and runs nothing
+        loss = work.run()
+    found: list[float] = []
+    for number in range(3):
+        work.fill(number)
         graph.replay()
-        replayed += numbers(loss)
-    return called, replayed
+        found += work.numbers(loss)
+    return found
 
 
 def _loss(outputs: Any) -> Tensor:

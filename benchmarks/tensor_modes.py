@@ -56,9 +56,9 @@ def machine(num_ranks: int, network: str) -> Hardware:
     )
 
 
-def cases(num_ranks: int, search_s: float, hardware: Path) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, policy and options of each case. ``hardware``: the file of the machine that plans are
-    searched for.
+def cases(num_ranks: int, search: dict[str, Any] | None) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, policy and options of each case. ``search``: the options of a search, if there is
+    one.
     """
     found: list[tuple[str, str, dict[str, Any]]] = [("1d", "tp", {}), ("data", "data", {})]
     for mode, shape in SHAPES[num_ranks].items():
@@ -69,9 +69,8 @@ def cases(num_ranks: int, search_s: float, hardware: Path) -> list[tuple[str, st
             found.append((name, "tensor", options))
         stepped = {"mode": mode, "shape": list(shape), "gather": "steps"}
         found.append((f"{mode} {'x'.join(map(str, shape))} steps", "tensor", stepped))
-    if search_s:
-        options = {"time_limit_s": search_s, "hardware": str(hardware)}
-        found.append(("autodist", "autodist", options))
+    if search is not None:
+        found.append(("autodist", "autodist", search))
     return found
 
 
@@ -85,6 +84,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--network", choices=("fast", "slow"), default="fast")
     parser.add_argument("--search", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--max-axes", type=int, default=2, help="of the meshes that are searched")
     given = parser.parse_args()
     heads = given.hidden // 64
     module = gpt2_on_meta(given.layers, heads, 64).to(torch.bfloat16)
@@ -96,7 +96,10 @@ def main() -> None:
     )
     file = Path(tempfile.mkdtemp()) / "machine.json"
     file.write_text(hardware.dumps())
-    for name, policy, options in cases(given.ranks, given.search, file):
+    search = {
+        "time_limit_s": given.search, "hardware": str(file), "max_axes": given.max_axes
+    }  # fmt: skip
+    for name, policy, options in cases(given.ranks, search if given.search else None):
         config = ComputeConfig(
             plan_ngpus=given.ranks, runtime_ngpus=given.ranks, outputs="loss", pas_config=options
         )

@@ -79,6 +79,11 @@ def emit_pipeline(
     positions = pipeline_positions(program)
     # The parts of a file that do not depend on the rank, by the stages that it runs.
     writers: dict[tuple[int, ...], dict[str, Any]] = {}
+    # The varying sizes that each stage needs, which asks all its statements.
+    symbols = {
+        body: [_symbols_of(p, index) for index in range(len(p.stages))]
+        for body, p in _named_bodies(program)
+    }
     files = {}
     for rank in range(num_ranks):
         own = program.stages_of(rank)
@@ -103,7 +108,7 @@ def emit_pipeline(
                 for name, schedule in (("train", train), ("infer", infer))
             },
             segments={
-                body: [_segment(p, index, rank) for index in own]
+                body: [_segment(p, index, rank, symbols[body][index]) for index in own]
                 for body, p in _named_bodies(program)
             },
         )
@@ -426,12 +431,13 @@ def _entries(items: Iterable[tuple[str, str]], indent: int = 8) -> list[str]:
     ]
 
 
-def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
-    """One stage of a rank as the template writes it."""
+def _segment(
+    program: PipelineProgram, index: int, rank: int, symbols: tuple[str, ...]
+) -> dict[str, Any]:
+    """One stage of a rank as the template writes it. ``symbols``: the varying sizes it needs."""
     stage = program.stages[index]
     # A stage reads inputs of forward by path (``batch.labels``), whatever the graph calls them.
     names = {value.name: path for path, value in _input_paths(program)}
-    symbols = _symbols_of(program, index)
     varies = bool(_symbols(program))
     receives: list[str] = []
     for value, source in stage.receives:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp, LeftOut
@@ -123,12 +124,12 @@ class _Lowering:
     # The loop in which each operator is that is in one.
     _loops: dict[str, LoopOps] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh over which operators are split, loops included."""
         return self.plan.computing_mesh
 
-    @property
+    @cached_property
     def storage_mesh(self) -> Mesh:
         """The mesh on which adapters work: with ZeRO-3 it has one more axis, over units."""
         return self.plan.with_loops(self.plan.storage_mesh)

@@ -1,5 +1,5 @@
-"""The collector looks at new objects only while a search runs, and at all of them again
-afterwards.
+"""The collector looks at new objects only, and rarely, while a search runs, and at all of them
+again afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardwright.compiler import collector
-from shardwright.compiler.collector import only_new_objects
+from shardwright.compiler.collector import THRESHOLDS, only_new_objects
 
 
 class Ring:
@@ -45,6 +45,26 @@ def test_only_what_is_made_inside_is_collected_there() -> None:
         assert new() is None and old() is not None
     gc.collect()
     assert old() is None
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside"),
+    [((700, 10, 10), THRESHOLDS), ((0, 10, 10), (0, 10, 10)), ((10**6, 5, 5), (10**6, 5, 5))],
+)
+def test_it_looks_rarely_inside_and_as_before_afterwards(
+    outside: tuple[int, int, int], inside: tuple[int, int, int]
+) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(*outside)
+    try:
+        with only_new_objects():
+            assert gc.get_threshold() == inside
+            with only_new_objects():
+                pass
+            assert gc.get_threshold() == inside
+        assert gc.get_threshold() == outside
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_what_was_set_aside_before_stays_so() -> None:

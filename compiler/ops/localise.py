@@ -15,7 +15,14 @@ from sympy import Symbol
 from shardwright.compiler.ir.op import AxisRef, IROp
 from shardwright.compiler.ir.size import LocalSize, Size, local_size, offset
 from shardwright.compiler.ops.rule import Exchanged, LocalSizes, OpRule
-from shardwright.compiler.ops.strategy import KNOWN, Assignment, Strategy, exchange, factor_axes
+from shardwright.compiler.ops.strategy import (
+    KNOWN,
+    Assignment,
+    Strategy,
+    by_place,
+    exchange,
+    factor_axes,
+)
 from shardwright.runtime.layout import Mesh
 
 
@@ -62,8 +69,9 @@ def _cut_by(
     """
     # A factor that is exchanged is cut on one side only: of the operands, or of the results.
     sides = [factor_axes(dict(given), mesh, side) for side in (0, 1)]
+    ordered = [axis for axis, _ in by_place(dict(given), mesh)]
     axes = {
-        factor: tuple(a for a in mesh.names if any(a in side.get(factor, ()) for side in sides))
+        factor: tuple(a for a in ordered if any(a in side.get(factor, ()) for side in sides))
         for factor in dict.fromkeys((*sides[1], *sides[0]))
     }
     return tuple(

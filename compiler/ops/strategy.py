@@ -5,11 +5,13 @@ A strategy is a short string, as it stands in a plan:
 
     ``R``  ``G``            everything replicated; everything gradient-partial
     ``split:<factor>``      one factor is cut
+    ``split:<factor>@1``    the same, within the axes that cut it in place 0
     ``linear:<i>``          operands of linear set ``i``, results: partial; other operands: ``G``
     ``exchange:<a>><b>``    operands are cut in factor ``a``, results in factor ``b``
 
 An operator has one strategy per mesh axis. Several axes may cut one factor, major to minor in mesh
-order.
+order, those in place 0 before those in place 1. On ``r=2 x c=2`` 8 columns that ``r`` splits in
+place 1 and ``c`` in place 0 are ``[8/c/r]``: the ranks of the second ``c`` have columns 4 to 7.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ Strategy = str
 Assignment = Mapping[str, Strategy]
 """Mesh axis to the operator's strategy along it; an axis left out means ``R``."""
 
+SPLIT = "split:"
+
+MOST_PLACES = 100
+"""The number of places that an axis can have among those that cut one factor."""
+
 KNOWN = 2**14
 """The number of latest answers that are kept. The operators of a model have few rules that differ,
 and all are asked for often.
@@ -46,7 +53,7 @@ def strategies(rule: OpRule) -> tuple[Strategy, ...]:
 def _strategies(form: RuleForm) -> tuple[Strategy, ...]:
     rule = form.rule
     found = ["R", "G"] if rule.grad_linear else ["R"]
-    found += [f"split:{factor.name}" for factor in rule.factors if rule.splittable(factor.name)]
+    found += [SPLIT + factor.name for factor in rule.factors if rule.splittable(factor.name)]
     found += [f"linear:{i}" for i in range(len(rule.linear_sets))]
     return (*found, *(exchange_strategy(exchange.pair) for exchange in rule.exchanges))
 
@@ -60,8 +67,7 @@ def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
 def _allowed(form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> bool:
     """Whether operators of one form may follow ``given``, the strategies by axis."""
     rule, assignment = form.rule, dict(given)
-    known = strategies(rule)
-    if not all(s in known for s in assignment.values()):
+    if not all(is_known(rule, strategy) for strategy in assignment.values()):
         return False
     exchanging = [axis for axis in mesh.names if exchange(assignment.get(axis, "R"))]
     pairs = {pair for s in assignment.values() if (pair := exchange(s))}
@@ -80,6 +86,15 @@ def _allowed(form: RuleForm, given: tuple[tuple[str, Strategy], ...], mesh: Mesh
     # are exchanged of several dims, of which each may be cut by several axes.
     ring = any(found.kind is ExchangeKind.RING for found in exchanges)
     return len(exchanging) <= 1 or not ring
+
+
+def is_known(rule: OpRule, strategy: Strategy) -> bool:
+    """Whether the rule has a strategy, in whatever place."""
+    plain, at, place = strategy.partition("@")
+    places = map(str, range(1, MOST_PLACES))
+    if at and not (plain.startswith(SPLIT) and place in places):
+        return False
+    return plain in strategies(rule)
 
 
 def _may_cut(
@@ -115,10 +130,22 @@ def split_factor(strategy: Strategy, side: int = 1) -> str | None:
     """The factor that a strategy cuts, if it cuts one: of the operands (``side`` 0), or of the
     results (1). They differ where two factors are exchanged.
     """
-    if strategy.startswith("split:"):
-        return strategy.removeprefix("split:")
+    if strategy.startswith(SPLIT):
+        return strategy.removeprefix(SPLIT).partition("@")[0]
     exchanged = exchange(strategy)
     return exchanged[side] if exchanged else None
+
+
+def split_strategy(factor: str, place: int = 0) -> Strategy:
+    """The strategy that cuts a factor, in a place among the axes that cut it."""
+    return f"{SPLIT}{factor}@{place}" if place else SPLIT + factor
+
+
+def split_place(strategy: Strategy) -> int:
+    """The place of an axis with this strategy among those that cut the same factor: the higher, the
+    further within.
+    """
+    return int(strategy.partition("@")[2] or 0)
 
 
 def cut_factor(rule: OpRule, strategy: Strategy, side: int, index: int) -> str | None:
@@ -164,7 +191,7 @@ def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tu
         return tuple(letters), tuple(
             "S" if has_factor(refs, pair[1]) else "P" for refs in rule.results
         )
-    factor = strategy.removeprefix("split:")
+    factor = split_factor(strategy) or ""
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
     summed = "P" in results
 
@@ -198,8 +225,8 @@ def factor_axes(assignment: Assignment, mesh: Mesh, side: int = 1) -> dict[str, 
     operands (0), or of the results (1).
     """
     axes: dict[str, tuple[str, ...]] = {}
-    for axis in mesh.names:
-        factor = split_factor(assignment.get(axis, "R"), side)
+    for axis, strategy in by_place(assignment, mesh):
+        factor = split_factor(strategy, side)
         if factor is not None:
             axes[factor] = (*axes.get(factor, ()), axis)
     return axes
@@ -209,14 +236,22 @@ def layouts(
     rule: OpRule, assignment: Assignment, mesh: Mesh
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """The layout of every operand and every result under one strategy per axis."""
-    return _layouts(rule.form, tuple((axis, assignment.get(axis, "R")) for axis in mesh.names))
+    return _layouts(rule.form, tuple(by_place(assignment, mesh)))
+
+
+def by_place(assignment: Assignment, mesh: Mesh) -> list[tuple[str, Strategy]]:
+    """The strategies of all axes in mesh order, those in place 0 first."""
+    found = [(axis, assignment.get(axis, "R")) for axis in mesh.names]
+    if any("@" in strategy for _, strategy in found):
+        found.sort(key=lambda item: split_place(item[1]))
+    return found
 
 
 @lru_cache(maxsize=KNOWN)
 def _layouts(
     form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """The layouts that strategies give. ``strategies``: those of every axis, in mesh order."""
+    """The layouts that strategies give. ``strategies``: those of every axis, outermost first."""
     rule, assignment = form.rule, dict(strategies)
     per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
     # Both sides by themselves: an exchange cuts one factor of the operands, another of the results.
@@ -239,8 +274,8 @@ def tensor_layout(
     placement: Mapping[str, str],
     density: Density | None = None,
 ) -> Layout:
-    """The layout of one operand or result, from its placement letter along every axis, in mesh
-    order, and the factor that each axis cuts.
+    """The layout of one operand or result, from its placement letter along every axis, outermost
+    first, and the factor that each axis cuts.
     """
     # The axes that cut each factor, outermost first.
     cuts: dict[str, tuple[str, ...]] = {}

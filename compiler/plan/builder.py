@@ -22,10 +22,12 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ops.strategy import (
+    MOST_PLACES,
     allowed,
     exchange_strategy,
     factor_axes,
     split_factor,
+    split_strategy,
 )
 from shardwright.compiler.plan.check import (
     check_assignment,
@@ -105,6 +107,15 @@ def _dim_text(dim: str | DimClass) -> str:
     return repr(dim if isinstance(dim, str) else dim.name)
 
 
+def _check_place(place: int) -> None:
+    if not 0 <= place < MOST_PLACES:
+        raise PlanError(
+            f"place {place} is none",
+            why="axes that cut one dim are told apart by it, outermost first",
+            hint=f"a number from 0 to {MOST_PLACES - 1}",
+        )
+
+
 class PlanBuilder:
     """Collects decisions and checks each one at once; every verb returns the builder. Nothing
     changes the graph.
@@ -136,11 +147,15 @@ class PlanBuilder:
         return self
 
     @checked
-    def partition(self, op: str | IROp, factor: str, axis: str) -> PlanBuilder:
+    def partition(self, op: str | IROp, factor: str, axis: str, *, place: int = 0) -> PlanBuilder:
         """Split a factor of an operator over an axis. ``factor`` is its name in the rule, or the
         name of its dim class.
+
+        ``place``: where several axes cut the factor, those in place 0 cut it first, in mesh order,
+        those in place 1 their pieces, and so on.
         """
         found = self._op(op)
+        _check_place(place)
         assert found.rule is not None
         dims = {f.name: self._dim_name(found, f.name) for f in found.rule.factors}
         if factor not in dims:
@@ -154,7 +169,7 @@ class PlanBuilder:
                     hint=f"one of {', '.join(known)}",
                 )
             factor = named[0]
-        return self.strategy(found, axis, f"split:{factor}")
+        return self.strategy(found, axis, split_strategy(factor, place))
 
     def _dim_name(self, op: IROp, factor: str) -> str | None:
         """The name of the dim class of a factor."""
@@ -175,12 +190,18 @@ class PlanBuilder:
 
     @checked
     def split(
-        self, dim: str | DimClass, axis: str, where: Callable[[IROp], bool] | None = None
+        self,
+        dim: str | DimClass,
+        axis: str,
+        where: Callable[[IROp], bool] | None = None,
+        *,
+        place: int = 0,
     ) -> PlanBuilder:
         """Split a dim of the model, by name or class, in every operator that has it and may split
-        it.
+        it. ``place``: as of :meth:`partition`.
         """
         self._check_axis(axis)
+        _check_place(place)
         found = False
         for body in self.graph.bodies:
             # Each body numbers its dims for itself, so the dim is looked up in each.
@@ -200,7 +221,7 @@ class PlanBuilder:
                         for (name, factor), index in dims.factors.items()
                         if name == op.name and index in indices
                     ]
-                    self._split_op(op, factors, axis)
+                    self._split_op(op, factors, axis, place)
         if not found:
             # Dims of the evaluation body alone can be meant, too.
             names = {c.name for body in self.graph.bodies if body.dims for c in body.dims.classes}
@@ -209,7 +230,7 @@ class PlanBuilder:
             )
         return self
 
-    def _split_op(self, op: IROp, factors: list[str], axis: str) -> None:
+    def _split_op(self, op: IROp, factors: list[str], axis: str, place: int) -> None:
         """Split the first of the factors that can be. Where the axis cuts another factor by now,
         and the operator can exchange the two, it does.
         """
@@ -232,7 +253,8 @@ class PlanBuilder:
         # An operator that has the dim twice, as x @ x.T, can have one of the two split over an
         # axis.
         for factor in factors:
-            assignment = {**self._strategies.get(op.name, {}), axis: f"split:{factor}"}
+            strategy = split_strategy(factor, place)
+            assignment = {**self._strategies.get(op.name, {}), axis: strategy}
             if allowed(op.rule, assignment, self.mesh):
                 self._strategies[op.name] = assignment
                 return

@@ -21,6 +21,7 @@ from shardwright.compiler.ops.strategy import (
     allowed,
     exchange,
     factor_axes,
+    is_known,
     on_both_sides,
     split_factor,
     strategies,
@@ -230,7 +231,7 @@ def _too_small(
     that is what is wrong.
     """
     # Another mistake than a dim that is too small.
-    if not all(strategy in strategies(rule) for strategy in assignment.values()):
+    if not all(is_known(rule, strategy) for strategy in assignment.values()):
         return None
     told = []
     for factor, axes in factor_axes(assignment, mesh).items():

@@ -165,7 +165,21 @@ def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
         assert value.fqn is not None
         if rng.random() < 0.7:
             stored[value.fqn] = random_storage(value.shape, mesh, rng, value.requires_grad)
+    for op in graph.ops:
+        assert op.rule is not None
+        turned = in_random_places(assignments[op.name], rng)
+        if allowed(op.rule, turned, mesh):
+            assignments[op.name] = turned
     return Plan(mesh, assignments, stored, policy="random")
+
+
+def in_random_places(assignment: Mapping[str, str], rng: random.Random) -> dict[str, str]:
+    """The same splits; where several axes cut one factor, in places of their own now and then."""
+    splits = [strategy for strategy in assignment.values() if strategy.startswith("split:")]
+    return {
+        axis: f"{strategy}@1" if splits.count(strategy) > 1 and rng.random() < 0.3 else strategy
+        for axis, strategy in assignment.items()
+    }
 
 
 def random_storage(shape: tuple[int, ...], mesh: Mesh, rng: random.Random, trained: bool) -> Layout:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.program import Compute
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 
@@ -214,3 +216,58 @@ def test_two_dimensional_products_send_what_they_should(side: int, tmp_path: Pat
     # again where an input's gradient needs them, not for the first product.
     again = (side - 1) / side**2 * (12 * 16 + 4 * 12)
     assert received["backward"] == pytest.approx(expected + again, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------
+# the order of the axes that cut one dim
+
+
+def turned(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
+    """Heads, feed-forward and vocabulary over two axes, the first axis of the mesh within the
+    second; the batch over a third.
+    """
+    b = graph.builder(mesh={"a": 2, "b": config.plan_ngpus // 4, "dp": 2}).split("batch", "dp")
+    for dim in ("heads", "kv_heads", "ffn", "vocab"):
+        if graph.dims.named(dim):
+            b.split(dim, "a", place=1).split(dim, "b")
+    return b.build("turned")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt2-uneven"])
+def test_axes_cut_a_dim_in_the_order_of_their_places(name: str, tmp_path: Path) -> None:
+    entry = zoo.get(name)
+    compiled, _ = plans.check_policy(entry.build(), entry.inputs(), turned, 8, tmp_path)
+    stored = {str(d.layout) for d in compiled.program.declarations}
+    assert any("/b/a" in layout for layout in stored), stored
+    assert not any("/a/b" in layout for layout in stored), stored
+
+
+def test_one_dim_in_two_orders(tmp_path: Path) -> None:
+    """Two neighbours cut the batch, 7 rows, in other orders, so that rows are sent between."""
+
+    def policy(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
+        b = graph.builder(mesh={"row": 2, "col": 3})
+        b.split("batch", "row", where=lambda op: op.module_path != "b").split("batch", "col")
+        return b.split("batch", "row", where=lambda op: op.module_path == "b", place=1).build()
+
+    x = {"x": torch.randn(7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Chain().double()
+    compiled, outcome = plans.check_policy(model, x, policy, 6, tmp_path)
+    layouts = {str(step.layouts[0]) for step in compiled.program.body if isinstance(step, Compute)}
+    assert {"[7/row/col, 16]", "[7/col/row, 12]"} <= layouts, layouts
+    assert any(key.phase == "backward" for key in outcome.traffic[0])
+
+
+def test_a_place_that_is_none() -> None:
+    graph = plans.annotated(plans.traced(Chain().double(), {"x": torch.zeros(6, 8).double()}))
+    b = PlannableGraph.of(graph).builder(mesh={"row": 2})
+    for place in (-1, 100):
+        with pytest.raises(PlanError, match=f"place {place} is none"):
+            b.split("batch", "row", place=place)
+        with pytest.raises(PlanError, match=f"place {place} is none"):
+            b.partition("a", "n", "row", place=place)
+    for strategy in ("split:n@", "split:n@0", "split:n@01", "split:n@-1", "R@1", "split:n@1@1"):
+        with pytest.raises(PlanError, match="cannot follow"):
+            b.strategy(graph.ops[0], "row", strategy)

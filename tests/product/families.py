@@ -30,6 +30,7 @@ import resource
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import unittest
 import warnings
@@ -588,7 +589,26 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
         lines += ["## Not run", "", "| folder | what the best class met |", "|---|---|"]
         lines += [f"| {folder} | {_not_run(rows[folder])} |" for folder in missing]
         lines.append("")
-    return "\n".join(lines)
+    return wrapped("\n".join(lines))
+
+
+def wrapped(text: str) -> str:
+    """The same Markdown with lines of prose of at most 100 columns."""
+    blocks = []
+    for block in text.split("\n\n"):
+        lines = block.split("\n")
+        if lines[0].startswith("- "):
+            lines = [line for item in lines for line in _filled(item, "  ")]
+        elif not lines[0].startswith(("|", "#", "<")):
+            lines = _filled(" ".join(lines), "")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _filled(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 UNSPLIT = 1.3 / RANKS

@@ -397,7 +397,7 @@ def _called(prepare: Callable[[], _Work], rank: int) -> list[float]:
 
 
 def _replayed(prepare: Callable[[], _Work], rank: int) -> list[float]:
-    """The same numbers, of a graph that is replayed."""
+    """Replay a graph on the same inputs, and take the same numbers."""
     work = prepare()
     # A graph is captured on a stream of its own, after some steps on it.
     stream = torch.cuda.Stream()

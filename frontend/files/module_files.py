@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -48,7 +49,7 @@ from shardwright.frontend.files.weight_files import Tensors, initial_values
 from shardwright.policies.policy import Policy, PolicyFunction
 from shardwright.runtime.activity import activity
 from shardwright.runtime.config import ComputeConfig, ReuseType
-from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.errors import ConfigError, PlanError, format_error
 from shardwright.runtime.input_readers import InputReader, plain_sizes
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, sha256
@@ -177,6 +178,15 @@ def _make_or_find(
     # The code is right; only the initial values may differ.
     if found:
         assert stored.manifest is not None
+        if order.dump is not None and compiled is None:
+            warnings.warn(
+                format_error(
+                    f"{order.dump} has the traced graph alone",
+                    why=f"{order.directory} has the files already, so no other form was made",
+                    hint="reuse='override' (--reuse override) compiles again and writes every form",
+                ),
+                stacklevel=2,
+            )
         if compiled is None and order.like is None:
             order.policy.reused(order.config, read_plan(order.directory))
         with manager.measure("weights"):

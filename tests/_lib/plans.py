@@ -174,7 +174,7 @@ def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
 
 
 def in_random_places(assignment: Mapping[str, str], rng: random.Random) -> dict[str, str]:
-    """The same splits; where several axes cut one factor, in places of their own now and then."""
+    """Give axes that cut one factor places of their own, now and then."""
     splits = [strategy for strategy in assignment.values() if strategy.startswith("split:")]
     return {
         axis: f"{strategy}@1" if splits.count(strategy) > 1 and rng.random() < 0.3 else strategy

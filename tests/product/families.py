@@ -593,7 +593,7 @@ def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -
 
 
 def wrapped(text: str) -> str:
-    """The same Markdown with lines of prose of at most 100 columns."""
+    """Wrap lines of prose at 100 columns."""
     blocks = []
     for block in text.split("\n\n"):
         lines = block.split("\n")

@@ -11,7 +11,7 @@ from shardwright.compiler.cost.memory.body_memory import BodyMemory
 from shardwright.compiler.cost.memory.footprint import Footprints, TensorForm, footprints_of
 from shardwright.compiler.cost.memory.gradient_books import GradientBooks
 from shardwright.compiler.cost.memory.ledger import Ledger
-from shardwright.compiler.cost.memory.trained import Trained
+from shardwright.compiler.cost.memory.trained_parameters import Trained
 from shardwright.compiler.cost.optimizers.optimizer_memory import (
     OptimizerMemory,
     exchanged_over,

@@ -24,7 +24,11 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.compiler.cost.memory.ledger import Ledger
-from shardwright.compiler.cost.memory.trained import Trained, most_state_bytes, updated_shares
+from shardwright.compiler.cost.memory.trained_parameters import (
+    Trained,
+    most_state_bytes,
+    updated_shares,
+)
 from shardwright.compiler.cost.memory.whole_memory import WholeTensors
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory, gradient_bytes
 from shardwright.runtime.config import ComputeConfig

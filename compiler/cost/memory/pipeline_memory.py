@@ -3,7 +3,7 @@
 Every microbatch of a stage needs the same memory. So each stage is walked once, whatever the
 schedule: forward, then backward in one part or two. What an action leaves behind is held until the
 next action of its microbatch. The order of a rank's actions says how much of that there is at a
-time. The bytes of messages come on top (``under_way.py``).
+time. The bytes of messages come on top (``messages_under_way.py``).
 
 Example: a forward that leaves 10 MB behind for its backward. In 1F1B over 4 stages the first rank
 runs 4 forwards before its first backward, so it holds 40 MB of activations; the last one holds 10.
@@ -19,9 +19,9 @@ from shardwright.compiler.cost.memory.body_memory import BodyMemory, Gradient
 from shardwright.compiler.cost.memory.books import Books, contiguous_form
 from shardwright.compiler.cost.memory.footprint import TensorForm
 from shardwright.compiler.cost.memory.ledger import Moment
+from shardwright.compiler.cost.memory.messages_under_way import Value, bytes_under_way
 from shardwright.compiler.cost.memory.rank_memory import RankMemory
 from shardwright.compiler.cost.memory.split_backward_memory import SplitMemory
-from shardwright.compiler.cost.memory.under_way import Value, bytes_under_way
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.pipeline import PipelineProgram

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardwright.compiler.cost.memory.ledger import Ledger
-from shardwright.compiler.cost.memory.trained import Trained, most_owned
+from shardwright.compiler.cost.memory.trained_parameters import Trained, most_owned
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.dealing import Entry, deal_buckets
 from shardwright.runtime.zero.settings import ReductionSettings

@@ -1,6 +1,7 @@
 """The search on one page: what is tried, in which order, what prunes it, and what decides.
 
-``Search._search`` below is the whole of it. Each of its steps is a file of this folder:
+``Search._search`` below holds all of it, for one stage of ZeRO and one size of a microbatch
+(``subsearches.py`` has one search for each). Each of its steps is a file of this folder:
 
 ===================  ==========================================================================
 mesh_search.py       places the model on every mesh, and tries every schedule with what fits

@@ -20,7 +20,11 @@ from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.memory.step_memory import program_memory
-from shardwright.compiler.cost.memory.trained import Trained, most_state_bytes, updated_shares
+from shardwright.compiler.cost.memory.trained_parameters import (
+    Trained,
+    most_state_bytes,
+    updated_shares,
+)
 from shardwright.compiler.cost.optimizers.named_optimizer import NamedOptimizer
 from shardwright.compiler.cost.optimizers.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.time.exchange_time import WHOLES, Exchange, exchange_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.compiler.cost.memory.under_way import Value, bytes_under_way
+from shardwright.compiler.cost.memory.messages_under_way import Value, bytes_under_way
 from shardwright.compiler.schedule.published import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.pipeline.segment import Segment, Transfer

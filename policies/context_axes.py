@@ -324,8 +324,6 @@ def _ring(op: IROp) -> Strategy:
         why = "its keys cannot travel in blocks"
         if op.target not in ATTENTION:
             why = "this is attention written out, in operators of which each needs all keys"
-        elif op.rule is not None and op.rule.random:
-            why = "its weights have dropout, which is drawn for all keys of a query at once"
         raise PlanError(
             f"cp_mode 'ring' has no ring for {op.name} ({op.target})",
             where=op.place,

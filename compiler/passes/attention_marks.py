@@ -1,15 +1,18 @@
-"""Attention whose mask says which keys a query sees becomes ``attention_where``, which is told so
-in marks and bands and needs no mask of all pairs.
+"""Attention is found where a model writes it out, and attention whose mask says which keys a query
+sees becomes ``attention_where``, which is told so in marks and bands and needs no mask of all
+pairs.
 
-Two forms are found: torch's operator with a boolean mask, and attention written out, as models have
-it that cap their scores or have sinks:
+Two forms have such masks: torch's operator with a boolean one, and attention written out, as models
+have it that cap their scores or have sinks:
 
     scores = cap * tanh(query @ key.T * scale / cap) + where(mask, 0, least)
     probs = softmax(cat([scores, sinks], -1), -1)[..., :-1]
     out = probs @ value
 
-Heads of keys and values that were repeated for the heads of queries are read as they were before.
-What has no such mask, or is read by others on the way, stays as it is.
+Scores that are capped and have no mask are attention to all keys. Other attention that is written
+out becomes torch's operator: with dropout, with a bias that is learned, or with a mask that tells
+no marks, which is its ``attn_mask``. Heads of keys and values that were repeated for the heads of
+queries are read as they were before. What others read on the way stays as it is.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.rule import KERNEL_ATTENTION
 from shardwright.compiler.ops.terms import may_be
 from shardwright.compiler.passes.mask_marks import MaskMarks, MaskReader
+from shardwright.compiler.passes.written_out import Chain, Products
 
 _LEAST = -1e30
 """What is added to a score that does not count: this or less."""
@@ -35,34 +40,31 @@ def with_marks(graph: IRGraph) -> IRGraph:
     without what made the masks, if nothing else reads them.
     """
     finder = _Finder(graph)
-    found = {op.name: finder.of(op) for op in graph.ops}
-    if not any(found.values()):
+    found = {op.name: made for op in graph.ops if (made := finder.of(op)) is not None}
+    if not found:
         return graph
-    ops = tuple(found[op.name] or op for op in graph.ops)
-    return graph.with_ops(ops).live()
+    found |= {op.name: op for op in finder.sums}
+    return graph.with_ops(tuple(found.get(op.name, op) for op in graph.ops)).live()
 
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
     """What a query, a key and their mask make."""
 
-    query: IRValue
-    key: IRValue
+    products: Products
     mask: MaskMarks
-    scale: float
-    cap: float | None
 
 
 class _Finder:
     def __init__(self, graph: IRGraph) -> None:
         self._reader = MaskReader(graph)
-        self._uses = graph.uses()
-        self._outputs = {value.name for value in graph.outputs}
-        self._outputs |= {after.name for _, after in graph.buffer_updates}
+        self._chain = Chain(graph, self._reader)
+        self.sums: list[IROp] = []
+        """Operators that add up what is added to scores."""
 
     def of(self, op: IROp) -> IROp | None:
         """The operator as ``attention_where``; ``None`` if it stays."""
-        if op.target == "scaled_dot_product_attention":
+        if op.target == KERNEL_ATTENTION:
             return self._of_kernel(op)
         return self._written_out(op) if op.target == "matmul" else None
 
@@ -78,22 +80,29 @@ class _Finder:
             return None
         scale = op.arg("scale")
         if marks.is_causal((query.shape[-2], key.shape[-2])):
-            return self._causal(op, query, key, value, scale)
+            causal = {"is_causal": True, "scale": scale}
+            return self._grouped(op, query, key, value, causal, op.arg("enable_gqa", False))
         return self._attention(op, query, key, value, {**marks.arguments, "scale": scale})
 
-    def _causal(
-        self, op: IROp, query: IRValue, key: IRValue, value: IRValue, scale: Arg
+    def _grouped(
+        self,
+        op: IROp,
+        query: IRValue,
+        key: IRValue,
+        value: IRValue,
+        others: Mapping[str, Arg],
+        enable_gqa: Arg = False,
     ) -> IROp | None:
-        """The operator as torch's own, which needs no mask to be causal."""
+        """The operator as torch's own, with heads of keys as they were before they were
+        repeated.
+        """
         before = [self._unrepeated(x) for x in (key, value)]
         if before[0].shape[1] == before[1].shape[1]:
             key, value = before
-        others = {
-            "is_causal": True,
-            "scale": scale,
-            "enable_gqa": key.shape[1] != query.shape[1] or op.arg("enable_gqa", False),
-        }
-        return self._made(op, op.target, (query, key, value), others)
+        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+            return None
+        gqa = key.shape[1] != query.shape[1] or enable_gqa
+        return self._made(op, KERNEL_ATTENTION, (query, key, value), {**others, "enable_gqa": gqa})
 
     def _attention(
         self, op: IROp, query: IRValue, key: IRValue, value: IRValue, others: Mapping[str, Arg]
@@ -143,11 +152,11 @@ class _Finder:
         probs, value = op.operands
         # From the end to the beginning: value product, dropout, softmax, mask, scale, query times
         # key.
-        at = self._back(probs, "dropout", "to", "contiguous")
-        sliced = self._step(at, "getitem")
+        at, rate = self._chain.dropped(probs)
+        sliced = self._chain.step(at, "getitem")
         if sliced is not None:
-            at = self._back(sliced.operands[0], "to")
-        softmax = self._step(at, "softmax", "safe_softmax")
+            at = self._chain.back(sliced.operands[0], "to")
+        softmax = self._chain.step(at, "softmax", "safe_softmax")
         if softmax is None or softmax.arg("dim") not in (-1, 3):
             return None
         logits, sinks = softmax.operands[0], None
@@ -160,43 +169,68 @@ class _Finder:
                 return None
             logits, sinks = found
         gives_zeros = softmax.target == "safe_softmax"
-        scores = self._scores(self._back(logits, "to"), gives_zeros)
-        if scores is None or not _are_plain(scores.query, scores.key, value):
+        logits, drops = self._chain.back(logits, "to"), may_be(rate, lambda p: p > 0)
+        scores = None if drops else self._scores(logits, gives_zeros)
+        if scores is None:
+            return None if sinks is not None else self._plain(op, logits, value, rate, gives_zeros)
+        products = scores.products
+        if not _are_plain(products.query, products.key, value):
             return None
         # A query without keys has the mean of all values there, unless a sink takes its weight.
         gives_mean = sinks is None and not gives_zeros and not scores.mask.all_see
         blind = "mean" if gives_mean else "zeros"
         others = {
             **scores.mask.arguments,
-            "scale": scores.scale,
-            "cap": scores.cap,
+            "scale": products.scale,
+            "cap": products.cap,
             "sinks": sinks,
             "blind": blind,
         }
-        return self._attention(op, scores.query, scores.key, value, others)
+        return self._attention(op, products.query, products.key, value, others)
 
-    def _step(self, value: Arg, *targets: str) -> IROp | None:
-        """The operator of one of these kinds that makes a value for one reader alone."""
-        op = self._reader.made_by(value, *targets)
-        if op is None or len(op.results) != 1 or op.results[0].name in self._outputs:
+    def _plain(
+        self, op: IROp, logits: IRValue, value: IRValue, rate: Arg, gives_zeros: bool
+    ) -> IROp | None:
+        """Attention without marks: torch's operator, or with a cap attention to all keys."""
+        mask, kept = self._chosen(logits) or (None, logits)
+        found = self._chain.biased(kept)
+        if found is None:
             return None
-        return op if len(self._uses[op.results[0].name]) == 1 else None
-
-    def _back(self, value: IRValue, *targets: str) -> IRValue:
-        """The value before operators of these kinds that change no number: casts, and dropout that
-        drops nothing.
-        """
-        while (op := self._step(value, *targets)) is not None:
-            if op.target == "dropout" and may_be(op.arg("p", 0.5), lambda p: p > 0):
-                break
-            if not op.operands[0].dtype.is_floating_point:
-                break
-            value = op.operands[0]
-        return value
+        products, bias = found
+        query, key = products.query, products.key
+        lengths = query.shape[-2], key.shape[-2]
+        if not _are_plain(query, key, value) or (mask is not None and bias is not None):
+            return None
+        if products.cap is not None:
+            # Of capped scores a mask must tell marks, and no weights are dropped.
+            if mask is not None or bias is not None or may_be(rate, lambda p: p > 0):
+                return None
+            others = {"scale": products.scale, "cap": products.cap}
+            return self._attention(op, query, key, value, others)
+        hidden = mask
+        if bias is not None:
+            hidden = self._of_added(bias.value)
+        marks = None if hidden is None else self._reader.of(hidden, lengths)
+        others = {"scale": products.scale, "dropout_p": rate}
+        if marks is not None and marks.is_causal(lengths):
+            return self._grouped(op, query, key, value, {**others, "is_causal": True})
+        if mask is not None:
+            # Torch's operator gives zeros for a query without keys, softmax the mean of all values.
+            if not gives_zeros and not (marks is not None and marks.all_see):
+                return None
+            return self._grouped(op, query, key, value, {**others, "attn_mask": mask})
+        if bias is None:
+            return self._grouped(op, query, key, value, others)
+        if bias.value.dtype != query.dtype:
+            return None
+        made = self._grouped(op, query, key, value, {**others, "attn_mask": bias.value})
+        if made is not None:
+            self.sums += bias.sums
+        return made
 
     def _with_sinks(self, logits: IRValue) -> tuple[IRValue, IRValue] | None:
         """The scores and the sinks, by head, of both end to end, the largest taken off or not."""
-        shifted = self._step(logits, "sub")
+        shifted = self._chain.step(logits, "sub")
         joined = self._reader.made_by(shifted.arg("input") if shifted else logits, "cat")
         if joined is None or joined.arg("dim") not in (-1, 3) or len(joined.operands) != 2:
             return None
@@ -209,10 +243,10 @@ class _Finder:
             if most is None or most.operands != joined.results or not most.arg("keepdim"):
                 return None
             uses = 2
-        if len(self._uses[joined.results[0].name]) != uses:
+        if self._chain.num_uses(joined.results[0]) != uses:
             return None
         scores, sinks = joined.operands
-        if len(self._uses[scores.name]) != 1 or sinks.shape[-1] != 1:
+        if self._chain.num_uses(scores) != 1 or sinks.shape[-1] != 1:
             return None
         expanded = self._reader.made_by(sinks, "expand")
         viewed = self._reader.made_by(expanded.operands[0], "reshape", "view") if expanded else None
@@ -225,59 +259,42 @@ class _Finder:
         """What makes scores of a query and a key, and hides some of them. ``gives_zeros``: a query
         that sees no key has no weights.
         """
-        products, mask, chosen = self._hidden(scores)
+        kept, mask, chosen = self._hidden(scores)
+        products = None if kept is None else self._chain.products(kept)
         if products is None or mask is None:
             return None
-        # From the mask backwards: a cap, ``cap * tanh(s / cap)``, then any number of scales, then
-        # the product of queries and turned keys.
-        scale, cap = 1.0, None
-        capped = self._step(products, "mul")
-        curved = self._step(capped.arg("input"), "tanh") if capped else None
-        divided = self._step(curved.operands[0], "div") if curved else None
-        if capped is not None and divided is not None:
-            cap = capped.arg("other")
-            if not isinstance(cap, int | float) or divided.arg("other") != cap:
-                return None
-            products = divided.arg("input")
-        while (scaled := self._step(products, "mul", "div")) is not None:
-            number = scaled.arg("other")
-            if not isinstance(number, int | float) or not isinstance(scaled.arg("input"), IRValue):
-                return None
-            scale *= number if scaled.target == "mul" else 1 / number
-            products = scaled.arg("input")
-        product = self._step(self._back(products, "to"), "matmul")
-        if product is None:
-            return None
-        query, turned = product.operands
-        transposed = self._reader.made_by(turned, "transpose")
-        if transposed is None or query.ndim != 4:
-            return None
-        # Only the last two dims may be turned: positions and width.
-        if sorted(transposed.arg(name) % 4 for name in ("dim0", "dim1")) != [2, 3]:
-            return None
-        key = transposed.operands[0]
-        marks = self._reader.of(mask, (query.shape[-2], key.shape[-2]))
+        marks = self._reader.of(mask, (products.query.shape[-2], products.key.shape[-2]))
         if marks is None or (chosen and not gives_zeros and not marks.all_see):
             return None
-        return _Scores(query, key, marks, scale, cap)
+        return _Scores(products, marks)
 
     def _hidden(self, scores: IRValue) -> tuple[IRValue | None, IRValue | None, bool]:
         """The scores, and the mask of those that count; and whether others are not added to but
         replaced, so that of a query without keys no gradient reaches its scores.
         """
-        added = self._step(scores, "add")
+        added = self._chain.step(scores, "add")
         if added is not None and not added.has_arg("alpha") and len(added.operands) == 2:
             for kept, other in (added.operands, added.operands[::-1]):
                 mask = self._of_added(other)
                 if mask is not None:
                     return kept, mask, False
-        chosen = self._step(scores, "where")
-        if chosen is not None:
-            mask, kept = (chosen.arg(name) for name in ("condition", "input"))
-            hides = self._reader.number(chosen.arg("other"))
-            if hides is not None and hides <= _LEAST and isinstance(kept, IRValue):
-                return kept, mask, True
+        found = self._chosen(scores)
+        if found is not None:
+            mask, kept = found
+            return kept, mask, True
         return None, None, False
+
+    def _chosen(self, scores: IRValue) -> tuple[IRValue, IRValue] | None:
+        """The mask and the scores of ``where(mask, scores, least)``."""
+        chosen = self._chain.step(scores, "where")
+        if chosen is None:
+            return None
+        mask, kept = (chosen.arg(name) for name in ("condition", "input"))
+        hides = self._reader.number(chosen.arg("other"))
+        if hides is None or hides > _LEAST:
+            return None
+        both = isinstance(mask, IRValue) and isinstance(kept, IRValue)
+        return (mask, kept) if both else None
 
     def _of_added(self, added: IRValue) -> IRValue | None:
         """The mask ``m`` of ``where(m, 0, least)``."""

@@ -1,5 +1,5 @@
 """Attention with dropout on its weights: written out, as PyTorch's kernels draw their masks from
-the global generator.
+the global generator. Where keys go round it is computed in tiles, and weights are never whole.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.runtime.ops.axes import Axes, piece_runs
+from shardwright.runtime.ops.attention_dropout import WeightDropout
+from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.ops.random import NamedSizes, RngState
+from shardwright.runtime.ops.split_attention import split_attention
 from shardwright.runtime.runs import Run
 
 
@@ -33,16 +35,39 @@ def scaled_dot_product_attention(
     sizes: NamedSizes = (),
     axes: Sequence[str] = (),
     query_axes: Axes = (),
+    key_axes: Axes = (),
     lengths: tuple[int, int] = (0, 0),
     query_unit: int = 1,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L,
-    S]``, ``axes`` those that cut them. ``query_axes``, ``lengths``, ``query_unit``: as in
-    :func:`split_attention`, if the rank has a part of the queries and ``is_causal``.
+    S]``, ``axes`` those that cut them. ``query_axes``, ``key_axes``, ``lengths``, ``query_unit``:
+    as in :func:`split_attention`, if the rank has a part of the queries, and ``is_causal`` or keys
+    that go round.
 
     query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``; with ``enable_gqa`` the head
     dim (-3) of key and value is smaller, and each of their heads serves a run of query heads.
     """
+    if communicating(key_axes):
+        dropped = None
+        if dropout_p:
+            # Of the weights; each head of queries has its own.
+            heads = query.shape[-3] if query.ndim > 2 else 1
+            shape = (heads, query.shape[-2], lengths[1])
+            dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
+        return split_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            query_axes=query_axes,
+            key_axes=key_axes,
+            lengths=lengths,
+            query_unit=query_unit,
+            dropout=dropped,
+        )
     if is_causal and query_axes:
         runs = piece_runs(query_axes, lengths[0], query_unit)
         attn_mask, is_causal = _causal_mask(key, runs), False
@@ -69,8 +94,11 @@ def scaled_dot_product_attention(
         weights = weights.masked_fill(attn_mask.logical_not(), 0.0)
     else:
         weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
-    kept = dropout(weights, dropout_p, rng=rng, draw=draw, layout=layout, sizes=sizes, axes=axes)
-    return kept @ value
+    if layout is None:
+        return dropout(weights, dropout_p, rng=rng, draw=draw, axes=axes) @ value
+    # The numbers that a ring draws tile by tile.
+    whole = WeightDropout.of(dropout_p, weights.shape, rng, draw, layout, sizes, axes)
+    return whole.dropped(weights) @ value
 
 
 def _causal_mask(key: Tensor, queries: Sequence[Run]) -> Tensor:

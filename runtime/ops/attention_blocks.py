@@ -10,17 +10,21 @@ width]``, lse ``[batch, heads, queries]``. Key head ``g`` serves query heads ``g
 ``g * r + r - 1``.
 
 torch's kernels compute blocks where one serves the device and the dtype, so that scores are never
-whole; elsewhere they are written out.
+whole; elsewhere they are written out, for some queries at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from shardwright.runtime.ops.attention_dropout import TileDropout
+from shardwright.runtime.runs import Run
 
 _ATEN: Any = torch.ops.aten
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +33,9 @@ _CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 HOPELESS = -1e4
 """A mask whose best value for a query is less than this hides all keys from it alike."""
+
+MOST_SCORES = 2**22
+"""The most scores that are written out at a time, of all samples and heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,7 @@ class Block:
     it concerns all keys of a query, and is taken off the sum. ``cap``: scores ``s`` become ``cap *
     tanh(s / cap)`` before the bias is added. ``flat``: all keys count alike, as where a number was
     added to all scores beside which they are lost in rounding. Gradients reach them all the same.
+    ``dropout``: which weights are dropped. ``wants_bias``: the bias gets a gradient.
     """
 
     query: Tensor
@@ -51,6 +59,8 @@ class Block:
     alike: Tensor | None = None
     cap: float | None = None
     flat: bool = False
+    dropout: TileDropout | None = None
+    wants_bias: bool = False
 
     def turned(self) -> Block:
         """A flipped block read backwards, which is a causal one."""
@@ -60,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrads:
-    """The gradients of a block; of ``bias`` in the shape of the scores, where it is asked for."""
+    """The gradients of a block; that of the bias if it wants one."""
 
     query: Tensor
     key: Tensor
@@ -83,13 +93,20 @@ class Kernel(Protocol):
 
 
 def kernel_for(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    cap: float | None = None,
+    *,
+    drops: bool = False,
 ) -> Kernel:
-    """The kernel for tensors like these. No kernel caps scores, gives the gradient of a floating
-    mask, or an lse that can be merged where it hides all keys of a query.
+    """The kernel for tensors like these. No kernel caps scores, drops weights of our choice, gives
+    the gradient of a floating mask, or an lse that can be merged where it hides all keys of a
+    query.
     """
     is_floating = mask is not None and mask.is_floating_point()
-    if cap is not None or is_floating or query.shape[-1] != value.shape[-1]:
+    if drops or cap is not None or is_floating or query.shape[-1] != value.shape[-1]:
         return WrittenOut()
     if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
         return CpuFlash()
@@ -112,12 +129,13 @@ def _for_block(kernel: Kernel, block: Block) -> Kernel:
 
 def attend(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
     """The output of a block and its lse: zeros and minus infinity for a query that sees no key."""
-    if block.flipped:
+    kernel = _for_block(kernel, block)
+    if block.flipped and not isinstance(kernel, WrittenOut):
         # Kernels have the causal form alone. Read backwards, keys from the i-th on are keys up to
         # the i-th.
         out, lse = kernel.forward(block.turned())
         return out.flip(2), lse.flip(2)
-    out, lse = _for_block(kernel, block).forward(block)
+    out, lse = kernel.forward(block)
     if block.bias is None:
         return out, lse
     # What kernels give for a query without keys differs; merging needs nothing, with a weight of
@@ -133,7 +151,7 @@ def attend_backward(
     for where a query sees no key at all.
     """
     kernel = _for_block(kernel, block)
-    if not block.flipped:
+    if not block.flipped or isinstance(kernel, WrittenOut):
         return kernel.backward(block, grad, out, lse, delta)
     turned = (x.flip(2) for x in (grad, out, lse, delta))
     grads = kernel.backward(block.turned(), *turned)
@@ -277,61 +295,149 @@ class CudaEfficient:
 
 
 class WrittenOut:
-    """Scores as a tensor ``[batch, key heads, r, queries, keys]``, where no kernel serves."""
+    """Scores as a tensor ``[batch, key heads, r, queries, keys]``, where no kernel serves: of as
+    many queries at a time as make :data:`MOST_SCORES`.
+    """
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        scores = self._scores(block, self._products(block))
+        found = [self._forward(part) for part in _parts(block)]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+
+    def _forward(self, part: _Part) -> tuple[Tensor, Tensor]:
+        scores = part.scores(part.products())
         lse = scores.logsumexp(-1)
-        weights = (scores - _finite(lse)[..., None]).exp().to(block.value.dtype)
-        out = torch.einsum("bgrqk,bgkd->bgrqd", weights, block.value)
+        weights = part.dropped((scores - _finite(lse)[..., None]).exp()).to(part.value.dtype)
+        out = torch.einsum("bgrqk,bgkd->bgrqd", weights, part.value)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def backward(
         self, block: Block, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor
     ) -> BlockGrads:
-        heads = block.key.shape[1]
-        query, grad, lse, delta = (
-            torch.unflatten(x, 1, (heads, -1)) for x in (block.query, grad, lse, delta)
+        of_query, of_key, of_value = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format)
+            for x in (block.query, block.key, block.value)
         )
-        products = self._products(block)
+        of_bias = None
+        if block.wants_bias and block.bias is not None:
+            of_bias = torch.zeros_like(block.bias, memory_format=torch.contiguous_format)
+        for part in _parts(block):
+            own = (x.narrow(2, *part.queries) for x in (grad, lse, delta))
+            found = self._backward(part, *own)
+            of_query.narrow(2, *part.queries).copy_(found.query)
+            of_key.narrow(2, *part.keys).add_(found.key)
+            of_value.narrow(2, *part.keys).add_(found.value)
+            if of_bias is not None and found.bias is not None:
+                view = part.of_bias(of_bias)
+                view.add_(found.bias.sum_to_size(view.shape))
+        return BlockGrads(of_query, of_key, of_value, of_bias)
+
+    def _backward(self, part: _Part, grad: Tensor, lse: Tensor, delta: Tensor) -> BlockGrads:
+        block, heads = part.block, part.key.shape[1]
+        query, grad, lse, delta = (
+            torch.unflatten(x, 1, (heads, -1)) for x in (part.query, grad, lse, delta)
+        )
+        products = part.products()
         # Backward of softmax attention (Dao et al., "FlashAttention", algorithm 4). With weights W,
         # dW = dO V' and dS = W * (dW - delta); b: batch, g: key heads, r: query heads of each, q,
-        # k: positions.
-        weights = (self._scores(block, products) - lse[..., None]).exp()
-        of_weights = torch.einsum("bgrqd,bgkd->bgrqk", grad, block.value)
+        # k: positions. Weights that were dropped have no part in dW; delta is the same sum.
+        weights = (part.scores(products) - lse[..., None]).exp()
+        of_weights = torch.einsum("bgrqd,bgkd->bgrqk", grad, part.value)
+        kept = part.factors(weights)
+        if kept is not None:
+            of_weights = of_weights * kept
         of_scores = weights * (of_weights - delta[..., None])
         of_products = of_scores
         if block.cap is not None:
             # scores = cap * tanh(products / cap), whose derivative is 1 - tanh².
             of_products = of_scores * (1 - (products / block.cap).tanh().square())
         scaled = (of_products * block.scale).to(query.dtype)
+        if kept is not None:
+            weights = weights * kept
         return BlockGrads(
-            torch.einsum("bgrqk,bgkd->bgrqd", scaled, block.key).flatten(1, 2),
+            torch.einsum("bgrqk,bgkd->bgrqd", scaled, part.key).flatten(1, 2),
             torch.einsum("bgrqk,bgrqd->bgkd", scaled, query),
             torch.einsum("bgrqk,bgrqd->bgkd", weights.to(grad.dtype), grad),
-            of_scores.flatten(1, 2),
+            of_scores.flatten(1, 2) if block.wants_bias else None,
         )
 
-    def _products(self, block: Block) -> Tensor:
-        query = torch.unflatten(block.query, 1, (block.key.shape[1], -1))
-        products = torch.einsum("bgrqd,bgkd->bgrqk", query, block.key)
-        return products.to(merging_dtype(query.dtype)) * block.scale
 
-    def _scores(self, block: Block, products: Tensor) -> Tensor:
-        heads, scores = block.key.shape[1], products
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some queries of a block, and the keys that some of these see."""
+
+    block: Block
+    queries: Run
+    keys: Run
+
+    @property
+    def query(self) -> Tensor:
+        return self.block.query.narrow(2, *self.queries)
+
+    @property
+    def key(self) -> Tensor:
+        return self.block.key.narrow(2, *self.keys)
+
+    @property
+    def value(self) -> Tensor:
+        return self.block.value.narrow(2, *self.keys)
+
+    def of_bias(self, bias: Tensor) -> Tensor:
+        """The part of a bias of the block, as a view."""
+        rows = bias.narrow(2, *self.queries) if bias.shape[2] > 1 else bias
+        return rows.narrow(3, *self.keys) if bias.shape[3] > 1 else rows
+
+    def products(self) -> Tensor:
+        """Queries times keys, scaled."""
+        query = torch.unflatten(self.query, 1, (self.block.key.shape[1], -1))
+        products = torch.einsum("bgrqd,bgkd->bgrqk", query, self.key)
+        return products.to(merging_dtype(query.dtype)) * self.block.scale
+
+    def scores(self, products: Tensor) -> Tensor:
+        """What softmax is taken of."""
+        block, scores = self.block, products
+        heads = block.key.shape[1]
         if block.flat:
             return torch.zeros_like(scores)
         if block.cap is not None:
             # The cap comes before bias and masks, as in Gemma 2: a mask of -inf would become -cap.
             scores = block.cap * (scores / block.cap).tanh()
         if block.bias is not None:
-            scores = scores + _by_group(block.bias, heads)
+            scores = scores + _by_group(self.of_bias(block.bias), heads)
         if block.alike is not None:
-            scores = scores - _by_group(block.alike, heads)
-        if block.causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
+            scores = scores - _by_group(self.of_bias(block.alike), heads)
+        if block.causal or block.flipped:
+            rows = torch.arange(self.queries[1], device=scores.device)[:, None] + self.queries[0]
+            columns = torch.arange(self.keys[1], device=scores.device) + self.keys[0]
+            hidden = columns > rows if block.causal else columns < rows
+            scores = scores.masked_fill(hidden, -math.inf)
         return scores
+
+    def factors(self, weights: Tensor) -> Tensor | None:
+        """What dropout multiplies these weights by."""
+        dropout = self.block.dropout
+        if dropout is None:
+            return None
+        factors = dropout.factors(self.queries, self.keys, weights)
+        return torch.unflatten(factors, 1, (self.block.key.shape[1], -1))
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """The weights behind dropout."""
+        factors = self.factors(weights)
+        return weights if factors is None else weights * factors
+
+
+def _parts(block: Block) -> Iterator[_Part]:
+    """A block in parts of at most :data:`MOST_SCORES` scores, or of one query each."""
+    samples, heads, num_queries, _ = block.query.shape
+    num_keys = block.key.shape[2]
+    rows = max(1, MOST_SCORES // max(1, samples * heads * num_keys))
+    for start in range(0, num_queries, rows):
+        count = min(rows, num_queries - start)
+        first = min(start, num_keys - 1) if block.flipped else 0
+        end = min(start + count, num_keys) if block.causal else num_keys
+        yield _Part(block, (start, count), (first, end - first))
 
 
 def _by_group(x: Tensor, heads: int) -> Tensor:

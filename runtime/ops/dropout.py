@@ -35,7 +35,7 @@ def dropout(
     """``F.dropout``: elements are zeroed with probability ``p``, the others scaled by ``1 / (1 -
     p)``.
     """
-    _check(p)
+    check_probability(p)
     if not training or p == 0:
         return input
     if p == 1:
@@ -57,7 +57,7 @@ def alpha_dropout(
     axes: Sequence[str] = (),
 ) -> Tensor:
     """``F.alpha_dropout``: keeps mean and variance of a SELU network's activations."""
-    _check(p)
+    check_probability(p)
     if not training or p == 0:
         return input
     if p == 1:
@@ -76,6 +76,7 @@ dropout1d = dropout2d = dropout3d = dropout
 feature_alpha_dropout = alpha_dropout
 
 
-def _check(p: float) -> None:
+def check_probability(p: float) -> None:
+    """Raise :class:`InputError` for what is no probability."""
     if not 0 <= p <= 1:
         raise InputError("a dropout probability lies between 0 and 1", why=f"it is {p}")

@@ -35,6 +35,7 @@ from shardwright.runtime.ops.attention_blocks import (
     merge,
     merging_dtype,
 )
+from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
 from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
@@ -70,17 +71,19 @@ def split_attention(
     key_axes: Axes = (),
     lengths: tuple[int, int],
     query_unit: int = 1,
+    dropout: WeightDropout | None = None,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of this rank's queries.
 
     query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``, attn_mask ``[..., L, keys of
-    all ranks]`` or with one row for all queries; ``dropout_p`` is as the operator has it: 0.
-    ``query_axes``: the axes that cut the queries, major to minor, in units of ``query_unit``
-    queries. ``key_axes``: one of these, if it cuts keys and values, too. ``lengths``: how many
-    units of queries, and how many keys, there are without these cuts.
+    all ranks]`` or with one row for all queries, or one column for all keys; ``dropout_p`` is 0:
+    what weights are dropped by is ``dropout``. ``query_axes``: the axes that cut the queries, major
+    to minor, in units of ``query_unit`` queries. ``key_axes``: one of these, if it cuts keys and
+    values, too. ``lengths``: how many units of queries, and how many keys, there are without these
+    cuts.
     """
     query_axes, ring = communicating(query_axes), communicating(key_axes)
-    if not ring and not is_causal:
+    if not ring and not is_causal and dropout is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa
         )
@@ -96,6 +99,7 @@ def split_attention(
         mask = attn_mask[(None,) * max(0, 4 - attn_mask.ndim)]
         if mask.ndim > 4:
             mask = _one_batch(mask, leads)
+        mask = mask.expand(*mask.shape[:-1], lengths[1])
     bands = (earlier_keys if is_causal else all_keys)(lengths[0] * query_unit, lengths[1])
     one_batch = [_one_batch(x, leads) for x in (query, key, value)]
     out = attention_in_tiles(
@@ -106,6 +110,7 @@ def split_attention(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         Where(query_axes, ring[0] if ring else None, lengths, query_unit),
         mask=mask,
+        dropout=dropout,
     )
     return out.view(*leads, *out.shape[1:]) if num_dims > 2 else out.view(out.shape[-2:])
 
@@ -136,6 +141,7 @@ def attention_in_tiles(
     marks: Marks | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    dropout: WeightDropout | None = None,
 ) -> Tensor:
     """Attention of this rank's queries, ``[samples, heads, L, E]``, of which ``seen`` says what
     they see; key and value ``[samples, key heads, S, ...]``.
@@ -143,11 +149,12 @@ def attention_in_tiles(
     ``mask``: ``[samples or 1, heads or 1, L or 1, keys of all ranks]``. ``marks``: what tells which
     keys are seen where ``seen`` is not exact. ``sinks``: by head, a score that takes its part of
     the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
+    ``dropout``: which weights are dropped.
     """
     places = tuple(_Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
     call_pairs = 0 if mask is not None else CALL_PAIRS.get(query.device.type, 0)
     steps = _steps(places, where.lengths, where.query_unit, seen, call_pairs)
-    attention = _Attention(where.ring, steps, scale, marks, cap)
+    attention = _Attention(where.ring, steps, scale, marks, cap, dropout)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
@@ -333,6 +340,7 @@ class _Attention:
     scale: float
     marks: Marks | None
     cap: float | None
+    dropout: WeightDropout | None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -354,7 +362,8 @@ class _SplitAttention(torch.autograd.Function):
         sinks: Tensor | None,
         attention: _Attention,
     ) -> Tensor:
-        kernel = kernel_for(query, key, value, mask, attention.cap)
+        drops = attention.dropout is not None
+        kernel = kernel_for(query, key, value, mask, attention.cap, drops=drops)
         blocks = _Blocks(query, mask, attention)
         dtype = merging_dtype(query.dtype)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
@@ -378,18 +387,17 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, sinks, out, lse = ctx.saved_tensors
         attention, kernel = ctx.attention, ctx.kernel
-        blocks = _Blocks(query, mask, attention)
+        wants_mask = mask is not None and ctx.needs_input_grad[3]
+        blocks = _Blocks(query, mask, attention, wants_mask=wants_mask)
         dtype = lse.dtype
         # sum(grad * out) is what all weights of a query have in common in the gradient of the
         # scores: a block needs no other block's weights (Dao, "FlashAttention-2", 2023).
         delta = (grad.to(dtype) * out).sum(-1)
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # of queries that see no key at all
         of_query = torch.zeros_like(query, dtype=dtype, memory_format=torch.contiguous_format)
-        of_mask = (
-            torch.zeros_like(mask, memory_format=torch.contiguous_format)
-            if mask is not None and ctx.needs_input_grad[3]
-            else None
-        )
+        of_mask = None
+        if wants_mask:
+            of_mask = torch.zeros_like(mask, memory_format=torch.contiguous_format)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             # A sink has the weight of its score and the value zero: its gradient is -weight *
@@ -438,8 +446,16 @@ def _own(x: Tensor, part: _Part) -> Tensor:
 class _Blocks:
     """What kernels are given, of this rank's queries."""
 
-    def __init__(self, query: Tensor, mask: Tensor | None, attention: _Attention) -> None:
+    def __init__(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        attention: _Attention,
+        *,
+        wants_mask: bool = False,
+    ) -> None:
         self._query, self._mask, self._attention = query, mask, attention
+        self._wants_mask = wants_mask
         self._alike = None if mask is None else hidden_alike(mask)
 
     def of(self, step: _Step, arrived: Arrived) -> Iterator[tuple[_Part, Block]]:
@@ -467,8 +483,16 @@ class _Blocks:
                 alike=alike,
                 cap=self._attention.cap,
                 flat=kind == "flat",
+                dropout=self._dropout(part),
+                wants_bias=self._wants_mask,
             )
             yield part, block
+
+    def _dropout(self, part: _Part) -> TileDropout | None:
+        dropout = self._attention.dropout
+        if dropout is None:
+            return None
+        return TileDropout(dropout, part.samples, part.queries_at, part.keys_at)
 
     def _bias(self, part: _Part) -> Tensor | None:
         dtype = merging_dtype(self._query.dtype)

@@ -235,6 +235,9 @@ def attention() -> list[Call]:
         (sdpa, (_randn(6, 3), _randn(5, 3), _randn(5, 3))),
         (sdpa, (q, k, v), {"dropout_p": 0.5}),
         (sdpa, (q, q, q), {"dropout_p": 0.5, "is_causal": True}),
+        (sdpa, (q, k, v, _randn(4, 6, 5)), {"dropout_p": 0.5}),
+        # one number for all keys of a query: of each sample, which changes nothing but gradients
+        (sdpa, (q, k, v, _randn(3, 1, 6, 1))),
         *attention_where_calls(),
     ]
 

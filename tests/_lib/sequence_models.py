@@ -36,7 +36,7 @@ PACKED_POSITIONS = ((0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3), (0, 0, 1, 2, 3, 4, 5, 6, 
 
 
 def inputs(**more: torch.Tensor) -> Callable[..., zoo.Inputs]:
-    """Tokens with labels, in 2 rows."""
+    """Tokens with labels, in 2 rows; ``more`` may replace these."""
 
     def make(batch: int, seq: int, generator: torch.Generator) -> dict[str, Any]:
         tokens = torch.randint(32, (2, LENGTH), generator=generator)
@@ -45,6 +45,7 @@ def inputs(**more: torch.Tensor) -> Callable[..., zoo.Inputs]:
     return make
 
 
+_ANSWERS = torch.arange(14).view(2, 7) + 2
 _PADDED = torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[3], [0]])
 
 MODELS: dict[str, zoo.ZooModel] = {
@@ -91,6 +92,28 @@ MODELS: dict[str, zoo.ZooModel] = {
             num_experts_per_tok=2,
         ),
         inputs(attention_mask=_PADDED.long()),
+    ),
+    "gpt2-dropout": zoo.ZooModel(
+        "gpt2-dropout",
+        zoo.hf("GPT2LMHeadModel", "GPT2Config", **{**zoo.GPT2_UNEVEN, "attn_pdrop": 0.3}),
+        inputs(),
+    ),
+    "t5-eager": zoo.ZooModel(
+        "t5-eager",
+        zoo.hf(
+            "T5ForConditionalGeneration", "T5Config", **zoo.T5_UNEVEN, attn_implementation="eager"
+        ),
+        inputs(labels=_ANSWERS),
+    ),
+    "t5-dropout": zoo.ZooModel(
+        "t5-dropout",
+        zoo.hf(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            **{**zoo.T5_UNEVEN, "dropout_rate": 0.2},
+            attn_implementation="eager",
+        ),
+        inputs(labels=_ANSWERS, attention_mask=_PADDED.long()),
     ),
 }  # fmt: skip
 

@@ -98,6 +98,8 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                 ("gpt-oss", "tp", 2, {}),
                 ("bert", "cp", 2, {"cp_mode": "ring"}),
                 ("gemma3", "cp", 2, {"cp_mode": "ulysses"}),
+                ("t5-eager", "cp", 2, {"cp_mode": "ring"}),
+                ("t5-uneven", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
                 ("encoder-decoder-uneven", "cp", 3, {"cp_mode": "ulysses"}),
                 ("transformer-uneven", "cp", 2, {"cp_mode": "auto"}),
             ]
@@ -233,6 +235,26 @@ def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) 
     zero = {"use_zero": 1} if num_ranks > 4 else {}
     report = verify_sequences("llama", "hybrid", {**config, **zero, "pas_config": options}, steps=2)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "turns"),
+    [
+        ("gpt2-dropout", 3, 1),
+        pytest.param("gpt2-dropout", 4, 0, marks=slow),
+        pytest.param("t5-dropout", 2, 1, marks=slow),
+        pytest.param("t5-dropout", 3, 0, marks=slow),
+    ],
+)
+def test_rings_drop_the_weights_that_one_rank_drops(name: str, num_ranks: int, turns: int) -> None:
+    """Held to the program on one rank, which draws the same numbers."""
+    config = {
+        "plan_ngpus": num_ranks,
+        "runtime_ngpus": num_ranks,
+        "pas_config": {"cp_mode": "ring", "cp_turns": turns},
+    }
+    report = verify_sequences(name, "cp", config, steps=2)
+    assert report.ok and "random numbers" in report.compared_with, str(report)
 
 
 REFUSED = [

@@ -36,9 +36,9 @@ _SIGNATURE = (
     "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
     "enable_gqa=False"
 )
-_PLACES = "query_axes=(), lengths=(0, 0), query_unit=1"
+_PLACES = "query_axes=(), key_axes=(), lengths=(0, 0), query_unit=1"
 _FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}, {_PLACES}")
-_SPLIT_FORM = define_form("split_attention", f"{_SIGNATURE}, *, key_axes=(), {_PLACES}")
+_SPLIT_FORM = define_form("split_attention", f"{_SIGNATURE}, *, {_PLACES}")
 
 
 def _attention(op: IROp) -> OpRule:
@@ -92,11 +92,12 @@ def _attention(op: IROp) -> OpRule:
     rule = replace(rule, nonempty=True)
     random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
     queries = {"q": ParallelFactor(empty=not random)} if is_causal else {}
+    # A mask has rows for queries and columns for keys: each rank needs the rows of its own queries,
+    # for all keys that come round.
+    rule = replace(rule, exchanges=_ring(rule, follows_queries=(3,)))
     if not random:
         form = ParallelForm(_SPLIT_FORM, queries, {}, _places, knows_runs=True)
-        # A mask has rows for queries and columns for keys: each rank needs the rows of its own
-        # queries, for all keys that come round.
-        return replace(rule, parallel=form, exchanges=_ring(rule, follows_queries=(3,)))
+        return replace(rule, parallel=form)
     # Dropout draws the same numbers however it is split.
     rule = drawn(rule, _FORM, _weights)
     drawn_form = rule.parallel
@@ -104,7 +105,9 @@ def _attention(op: IROp) -> OpRule:
     drawn_args = drawn_form.local_args
 
     def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
-        return {**drawn_args(op, local), **_places(op, local)}
+        # Weights have a column for every key, also where keys go round.
+        axes = {**local.axes, **{found.source: () for found in local.exchanges}}
+        return {**drawn_args(op, replace(local, axes=axes)), **_places(op, local)}
 
     factors = {**drawn_form.factors, **queries}
     return replace(

@@ -12,6 +12,8 @@ from sequence_models import get
 from torch import Tensor, nn
 
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.rule import ATTENTION
 
 WINDOW = ((0, 3, 0, 1, 0, 1), (3, 11, 1, 4, 1, 1))
 CAUSAL = ((0, 11, 0, 1, 0, 1),)
@@ -63,6 +65,10 @@ def written_out(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ x, weights
 
 
+def capped(x: Tensor, bias: Tensor | float) -> Tensor:
+    return (4.0 * (x @ x.transpose(2, 3) * 0.5 / 4.0).tanh() + bias).softmax(-1) @ x
+
+
 @pytest.mark.parametrize(
     "attend",
     [
@@ -70,13 +76,46 @@ def written_out(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         lambda x, counts: F.scaled_dot_product_attention(x, x, x, earlier(x), dropout_p=0.1),
         lambda x, counts: F.scaled_dot_product_attention(x, x, x, torch.randn(6, 6).to(x.dtype)),
         lambda x, counts: written_out(x, earlier(x)),  # the weights are an output
-        lambda x, counts: ((x @ x.transpose(2, 3)).softmax(-1) @ x,),  # nothing is masked
+        lambda x, counts: (capped(x, torch.randn(6, 6)),),  # a bias behind a cap
     ],
 )
 def test_other_attention_stays(attend: Callable[[Tensor, Tensor], object]) -> None:
     inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
     graph = plans.annotated(plans.traced(Attention(attend), inputs))
     assert not [op for op in graph.ops if op.target == "attention_where"]
+
+
+def test_scores_with_a_cap_and_no_mask_are_attention() -> None:
+    def attend(x: Tensor, counts: Tensor) -> Tensor:
+        return (4.0 * (x @ x.transpose(2, 3) * 0.5 / 4.0).tanh()).softmax(-1) @ x
+
+    (op,) = attention_of(attend)
+    assert op.target == "attention_where"
+    assert {"cap": 4.0, "scale": 0.5}.items() <= dict(op.args).items()
+
+
+def test_attention_written_out_is_torchs_operator() -> None:
+    """Dropout in training, a bias of two summands as T5 has it, and repeated heads of keys."""
+
+    def attend(x: Tensor, counts: Tensor) -> Tensor:
+        key = x[:, :1].repeat_interleave(3, 1)
+        bias = x.new_ones(1, 3, 6, 6) * x.mean()
+        hidden = torch.where(counts, x.new_zeros(()), -1e38)
+        weights = F.dropout((x @ key.transpose(2, 3) + bias + hidden).softmax(-1), 0.1)
+        return weights @ key
+
+    (op,) = attention_of(attend)
+    assert op.target == "scaled_dot_product_attention"
+    assert op.operands[1].shape == (2, 1, 6, 4)
+    assert {"dropout_p": 0.1, "enable_gqa": True, "scale": 1.0}.items() <= dict(op.args).items()
+    mask = op.arg("attn_mask")
+    assert isinstance(mask, IRValue) and mask.shape == (2, 3, 6, 6) and mask.requires_grad
+
+
+def attention_of(attend: Callable[[Tensor, Tensor], object]) -> list[IROp]:
+    inputs = {"x": torch.randn(2, 3, 6, 4), "counts": torch.ones(2, 1, 1, 6, dtype=torch.bool)}
+    graph = plans.annotated(plans.traced(Attention(attend), inputs))
+    return [op for op in graph.ops if op.target in ATTENTION]
 
 
 def test_a_mask_by_size_is_read_whatever_makes_it() -> None:

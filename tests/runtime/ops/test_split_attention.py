@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops import split_attention
+from shardwright.runtime.ops import attention_blocks, attention_where, split_attention
 from shardwright.runtime.ops.attention_blocks import WrittenOut
 from shardwright.runtime.ranks.counters import CommunicationCounters
 from shardwright.runtime.ranks.groups import RankMesh
@@ -105,11 +106,49 @@ def _whole(given: tuple[Tensor, ...]) -> list[Tensor]:
 def test_kernels_and_the_written_out_form_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = on_ranks(2, 3, torch.float64, causal=True)
     module = sys.modules[split_attention.__module__]  # its name is that of the function
-    monkeypatch.setattr(module, "kernel_for", lambda *args: WrittenOut())
+    monkeypatch.setattr(module, "kernel_for", lambda *args, **drops: WrittenOut())
+    # Two queries at a time, of 2 samples with 4 heads.
+    monkeypatch.setattr(attention_blocks, "MOST_SCORES", 2 * 4 * 2 * 4)
     written = on_ranks(2, 3, torch.float64, causal=True)
     for (found, _), (expected, _) in zip(written, kernel, strict=True):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_capped_scores_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in parts of 1,024 scores is what it is written out, and no tensor is larger."""
+    length, cap = 96, 3.0
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, heads, length, 4, generator=generator, dtype=torch.float64)
+        for heads in (2, 1, 1, 2)
+    )
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    scores = cap * (query @ key.transpose(2, 3) * 0.5 / cap).tanh()
+    written = scores.masked_fill(causal.logical_not(), -torch.inf).softmax(-1) @ value
+    expected = [written.detach(), *torch.autograd.grad(written, leaves, grad)]
+
+    monkeypatch.setattr(attention_blocks, "MOST_SCORES", 1024)
+    with _Largest() as largest:
+        bands = ((0, length, 0, 1, 0, 1),)
+        out = attention_where(query, key, value, bands=bands, scale=0.5, cap=cap)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    assert largest.elements <= 1024
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -87,6 +87,12 @@ def sloped(q: Tensor, x: Tensor, documents: Tensor, slopes: Tensor) -> Any:
     return out, aux.lse
 
 
+def biased(q: Tensor, x: Tensor, documents: Tensor, slopes: Tensor) -> Any:
+    """Slopes are a bias of the operator."""
+    bias = lambda score, b, h, q, k: score + slopes[h] * (k - q)  # noqa: E731
+    return flex_attention(q, x, x, bias, within(documents), enable_gqa=True)
+
+
 def chained(q: Tensor, x: Tensor, documents: Tensor, slopes: Tensor) -> Any:
     """Indices one after the other would read another thing of all positions at once."""
     same = lambda score, b, h, q, k: torch.where(  # noqa: E731
@@ -129,7 +135,8 @@ CAUSAL = (0, LENGTH, 0, 1, 0, 1)
         (capped, "attention_where", {"bands": (CAUSAL,), "cap": 2.0, "blind": None}),
         (hidden, "attention_where", {"bands": ((1, LENGTH, 0, 1, 0, 1),), "blind": None}),
         (sloped, None, {}),
-        (chained, None, {}),
+        (biased, "scaled_dot_product_attention", {"is_causal": None, "enable_gqa": True}),
+        (chained, "scaled_dot_product_attention", {"is_causal": None, "enable_gqa": True}),
         (rows, "attention_where", {"comparisons": ("eq",)}),
         (ahead, "attention_where", {"comparisons": ("eq", "le")}),
     ],

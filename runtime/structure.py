@@ -12,6 +12,7 @@ named tuple                       fields                      ``cls(**fields)``
 ``torch.return_types``            items                       ``cls(items)``
 dataclass (also ``ModelOutput``)  fields other than ``None``  ``cls(**fields)``, then other fields
 other subclasses of ``dict``      items                       ``cls(items)``
+``BlockMask`` of flex attention   lengths, and its function   ``cls.from_kv_blocks``
 any other object                  attributes, also slots      ``cls.__new__``, then its attributes
 ================================  ==========================  ====================================
 
@@ -33,6 +34,7 @@ import torch
 
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.left_out import LeftOut
+from shardwright.runtime.mask_functions import BLOCK_MASK, block_mask_children, block_mask_of
 
 LEAF_TYPES = (
     torch.Tensor,
@@ -93,6 +95,8 @@ def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
         return tuple((name, value) for name, value in fields if value is not None)
     if isinstance(obj, Mapping):
         return tuple(obj.items())
+    if type_path(obj) == BLOCK_MASK:
+        return block_mask_children(obj)
     slots = (name for cls in type(obj).__mro__ for name in _slots(cls) if hasattr(obj, name))
     return (*((name, getattr(obj, name)) for name in slots), *getattr(obj, "__dict__", {}).items())
 
@@ -129,6 +133,8 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
         return obj
     if issubclass(cls, Mapping):
         return cls(fields)  # type: ignore[call-arg]
+    if f"{cls.__module__}:{cls.__qualname__}" == BLOCK_MASK:
+        return block_mask_of(cls, fields)
     # Without calling its constructor, which may want other things.
     obj = cls.__new__(cls)
     for name, value in fields.items():

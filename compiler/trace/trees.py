@@ -13,6 +13,7 @@ from shardwright.compiler.ops.render import argument_source
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime import structure
 from shardwright.runtime.errors import InternalError, TraceError
+from shardwright.runtime.mask_functions import BLOCK_MASK, unreadable
 
 
 def input_tree(recorder: Recorder, argument: Any, name: str) -> Tree:
@@ -39,19 +40,14 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
         raise TraceError(
             f"{what} of forward contains itself: an object of type {type(obj).__name__}"
         )
+    if structure.type_path(obj) == BLOCK_MASK:
+        _check_block_mask(obj, what)
     children = tuple(
         (key, _tree(recorder, child, what, seen | {id(obj)}))
         for key, child in structure.children(obj)
     )
     if kind != "object":
         return Tree(kind, children=children)
-    if structure.type_path(obj) == "torch.nn.attention.flex_attention:BlockMask":
-        raise TraceError(
-            f"{what} of forward contains a BlockMask",
-            why="what it hides is said by its function, which may be another one in every call",
-            hint="pass what the function reads, such as document ids, and call create_block_mask "
-            "in forward",
-        )
     if "<" in type(obj).__qualname__:
         raise TraceError(
             f"{what} of forward contains an object of the local class {type(obj).__qualname__}",
@@ -59,6 +55,27 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
             hint="define the class at the top level of a module",
         )
     return Tree("object", children=children, type_path=structure.type_path(obj))
+
+
+def _check_block_mask(mask: Any, what: str) -> None:
+    """Raise :class:`TraceError` for a block mask that is a result, or whose function hides what it
+    reads.
+    """
+    if what == "the result":
+        raise TraceError(
+            "the result of forward contains a BlockMask",
+            why="it holds a function, which generated code cannot write",
+            hint="leave it out of the result",
+        )
+    why = unreadable(mask.mask_mod)
+    if why is not None:
+        raise TraceError(
+            f"{what} of forward contains a BlockMask whose function cannot be read",
+            why=f"{why}; what the function reads is passed anew in every call, and may be tensors, "
+            "numbers, strings, and functions that read these",
+            hint="write the function so, or pass what it reads, such as document ids, and call "
+            "create_block_mask in forward",
+        )
 
 
 def _checked(tree: Tree, name: str, what: str, *, written: bool) -> Tree:

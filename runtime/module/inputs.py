@@ -310,7 +310,10 @@ def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {_dtype(value.dtype)}{list(value.shape)}"
     text = brief(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
+    if len(text) <= 60:
+        return text
+    # Both ends of a string: what a function is called, and the digest of its code.
+    return f"{text[:38]}...{text[-19:]}" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ definitions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import plans
@@ -23,7 +24,7 @@ from tracing import traced
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.trace import trace
 from shardwright.frontend.verification.dense_attention import dense_attention
-from shardwright.runtime.errors import TraceError
+from shardwright.runtime.errors import InputError, TraceError
 
 LENGTH = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [3] * 9 + [7] * 4])
@@ -151,12 +152,55 @@ def test_functions_of_attention_are_read(
 
 
 class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
     def forward(self, x: Tensor, mask: Any) -> Tensor:
-        return flex_attention(x, x, x, block_mask=mask)
+        return flex_attention(x * self.scale, x, x, block_mask=mask).square().mean()
 
 
-def test_a_block_mask_is_no_argument() -> None:
-    """Its function would be that of the dummy arguments in every call."""
+def test_a_block_mask_is_an_argument(tmp_path: Path) -> None:
+    """What its function reads is an input: the call has other documents than the example."""
+    with dense_attention():
+        inputs = {"x": X, "mask": within(DOCUMENTS)}
+        graph = plans.traced(Given(), inputs)
+        (op,) = (op for op in plans.annotated(graph).ops if "attention" in op.target)
+        assert (op.target, op.arg("comparisons")) == ("attention_where", ("eq",))
+        compiled = plans.compile_with(graph, "cp", 2, pas_config={"cp_mode": "ring"})
+        others = {"x": X, "mask": within(DOCUMENTS.flip(1))}
+        reference = plans.reference_run(Given(), [others], steps=1)
+        plans.check(Given(), others, compiled, tmp_path, reference)
+        later = lambda b, h, q, k: q > k  # noqa: E731
+        wrong = create_block_mask(later, 2, None, LENGTH, LENGTH, "cpu")
+        with pytest.raises(InputError, match=r"'mask.mask_mod.code' is '.*, but was compiled as"):
+            plans.check(Given(), {"x": X, "mask": wrong}, compiled, tmp_path / "wrong", reference)
+
+
+class Documents:
+    """A function of masks that is an object."""
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+
+def with_default(b: Tensor, h: Tensor, q: Tensor, k: Tensor, window: int = 4) -> Tensor:
+    return q - k < window
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (Documents(), "its function is of type Documents"),
+        (with_default, "its function has arguments with defaults"),
+        ((lambda hidden: lambda b, h, q, k: hidden(b, h, q, k))(Documents()), "'hidden' is of"),
+    ],
+)
+def test_a_block_mask_whose_function_hides_what_it_reads_is_refused(
+    function: Any, why: str
+) -> None:
     mask = create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
-    with pytest.raises(TraceError, match="contains a BlockMask(.|\n)*create_block_mask in forward"):
+    mask.mask_mod = function
+    text = f"argument of forward contains a BlockMask(.|\n)*{why}(.|\n)*create_block_mask in forward"
+    with pytest.raises(TraceError, match=text):
         trace(Given(), {"x": X, "mask": mask})

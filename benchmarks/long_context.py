@@ -10,12 +10,16 @@ own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
 - **packed**: the same of rows of documents whose lengths are log-normal, by the number of turns in
   which positions are dealt, and the tiles in which the busiest rank computes attention.
 - **peak**: bytes of the busiest rank over those of one rank that has the whole sequence. An even
-  split of everything would be 1/n.
+  split of everything would be 1/n. Weights, their gradients and the state of the optimizer are not
+  split by a context axis; *state* is what they take.
+- **longest** (``--memory 80``): the longest sequence whose step needs at most so many GB on each
+  rank, and how many times that of one rank it is.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -27,6 +31,8 @@ from shardwright import ComputeConfig
 from shardwright.compiler.compile import annotate, compile_graph, pass_manager
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.machine.hardware import load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.trace import trace
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import ShardwrightError
@@ -118,6 +124,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--memory", type=float, help="GB of a rank, for the longest sequence")
     given = parser.parse_args()
     for turns in (0, 1):
         share = most_over_mean(given.seq, given.ranks, turns=turns)
@@ -128,27 +135,78 @@ def main() -> None:
             f"packed rows of {given.packed}, {turns:2} turns: {mean:.3f} of the mean, "
             f"the worst of {ROWS} rows {worst:.3f}, {tiles:.0f} tiles"
         )
-    module = llama(given.layers, given.hidden, given.heads, given.groups, given.seq)
-    tokens = torch.zeros(1, given.seq, dtype=torch.int64)
-    graph = annotate(trace(module, {"input_ids": tokens, "labels": tokens}), pass_manager())
+    graph = _graph(given, given.seq)
     print(f"{given.ranks} ranks, {given.seq} positions, {given.layers} layers of {given.hidden}")
     alone = _audited(graph, "dp", 1, {})
-    print(f"  {'one rank':<16} {1e3 * alone.step_s:9.1f} ms  {alone.peak_bytes / 1e9:7.2f} GB")
+    print(
+        f"  {'one rank':<16} {1e3 * alone.step_s:9.1f} ms  {alone.peak_bytes / 1e9:7.2f} GB, "
+        f"state {_state_bytes(alone) / 1e9:.2f} GB"
+    )
     for name, options in WAYS.items():
         try:
             cost = _audited(graph, "cp", given.ranks, options)
         except ShardwrightError as error:
             print(f"  {name:<16} {error.what}")
             continue
-        peak = cost.peak_bytes
+        peak, state = cost.peak_bytes, _state_bytes(cost)
+        split = (peak - state) / (alone.peak_bytes - _state_bytes(alone))
         print(
             f"  {name:<16} {1e3 * cost.step_s:9.1f} ms  {peak / 1e9:7.2f} GB  "
-            f"{peak / alone.peak_bytes:.3f} of one rank's",
+            f"{peak / alone.peak_bytes:.3f} of one rank's, {split:.3f} without state",
             flush=True,
         )
+    if given.memory:
+        _print_longest(given)
 
 
-def _audited(graph: Any, policy: str, num_ranks: int, options: dict[str, Any]) -> Any:
+def _print_longest(given: argparse.Namespace) -> None:
+    most = given.memory * 1e9
+    alone = longest(lambda length: _audited(_graph(given, length), "dp", 1, {}).peak_bytes, most)
+    print(f"longest sequence in {given.memory:.0f} GB of each rank")
+    print(f"  {'one rank':<16} {alone:9}")
+    for name, options in WAYS.items():
+
+        def peak(length: int, options: dict[str, Any] = options) -> float:
+            return float(_audited(_graph(given, length), "cp", given.ranks, options).peak_bytes)
+
+        try:
+            found = longest(peak, most)
+        except ShardwrightError as error:
+            print(f"  {name:<16} {error.what}")
+            continue
+        print(f"  {name:<16} {found:9}  {found / alone:.2f} times that of one rank", flush=True)
+
+
+def longest(peak: Callable[[int], float], most: float) -> int:
+    """The longest sequence, a multiple of 1024 positions, whose peak is at most ``most`` bytes.
+    Peaks grow evenly with the length, but for what a larger part of the step takes at its own peak;
+    so the length that two peaks foretell is tried, and those beside it.
+    """
+    low, high = 16, 32
+    peaks = {length: peak(1024 * length) for length in (low, high)}
+    slope = (peaks[high] - peaks[low]) / (high - low)
+    found = int(high + (most - peaks[high]) / slope)
+    while peak(1024 * (found + 1)) <= most:
+        found += 1
+    while found and peak(1024 * found) > most:
+        found -= 1
+    return 1024 * found
+
+
+def _graph(given: argparse.Namespace, length: int) -> IRGraph:
+    module = llama(given.layers, given.hidden, given.heads, given.groups, length)
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    return annotate(trace(module, {"input_ids": tokens, "labels": tokens}), pass_manager())
+
+
+def _state_bytes(cost: PlanCost) -> int:
+    """Weights, gradients and the optimizer's state of the rank with the highest peak."""
+    memory = max(cost.memory, key=lambda rank: sum(rank.by_category.values()))
+    kinds = ("parameter", "gradient", "optimizer")
+    return sum(memory.by_category.get(kind, 0) for kind in kinds)
+
+
+def _audited(graph: IRGraph, policy: str, num_ranks: int, options: dict[str, Any]) -> PlanCost:
     config = ComputeConfig(
         plan_ngpus=num_ranks, runtime_ngpus=num_ranks, outputs="loss", pas_config=options
     )

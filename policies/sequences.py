@@ -42,20 +42,21 @@ def sequence_classes(graph: IRGraph, named: Sequence[str] = ()) -> set[int]:
     dims = graph.dims
     if named:
         return _continued(graph, {dim.index for dim in dims.classes if dim.name in named})
-    found: set[int] = set()
 
-    def take(value: IRValue, dim: int) -> None:
+    def outermost(value: IRValue, dim: int) -> set[int]:
         # Of positions that are a product (rows of patches x columns), the outermost dim.
-        found.update(dims.values[value.name][dim][:1])
+        return set(dims.values[value.name][dim][:1])
 
+    tokens: set[int] = set()
     for value in graph.inputs:
         if value.ndim == 2 and not value.dtype.is_floating_point:
-            take(value, 1)
+            tokens |= outermost(value, 1)
+    attended: set[int] = set()
     for op in graph.ops:
         for queries, keys in _scores(op):
-            take(*queries)
-            take(*keys)
-    return _continued(graph, found - _batch(graph))
+            attended |= outermost(*queries) | outermost(*keys)
+    # Rows of packed documents may have no batch: what the inputs have first is the sequence.
+    return _continued(graph, (tokens | attended) - _batch(graph) or attended)
 
 
 def _continued(graph: IRGraph, classes: set[int]) -> set[int]:

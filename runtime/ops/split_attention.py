@@ -366,7 +366,10 @@ class _SplitAttention(torch.autograd.Function):
         kernel = kernel_for(query, key, value, mask, attention.cap, drops=drops)
         blocks = _Blocks(query, mask, attention)
         dtype = merging_dtype(query.dtype)
-        out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+        # [samples, L, heads, Ev] in memory, as kernels have it: models join heads and width behind
+        # it, which copies nothing then.
+        samples, heads, length = query.shape[:3]
+        out = query.new_zeros(samples, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
         if sinks is None:
             lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
         else:

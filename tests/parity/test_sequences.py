@@ -14,9 +14,12 @@ import pytest
 import torch
 import zoo
 from sequence_models import LENGTH, PACKED_POSITIONS, get, verify_sequences
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.program import Compute
+from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.runs import dealt
 
@@ -255,6 +258,38 @@ def test_rings_drop_the_weights_that_one_rank_drops(name: str, num_ranks: int, t
     }
     report = verify_sequences(name, "cp", config, steps=2)
     assert report.ok and "random numbers" in report.compared_with, str(report)
+
+
+class Rows(nn.Module):
+    """Documents end to end, without a batch, as ``varlen_attn`` has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, labels: Tensor, ends: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.embed(ids)).view(-1, 12, 4).split(4, 1)
+        rows = varlen_attn(query, key, value, ends, ends, 7, 7, window_size=(-1, 0))
+        return nn.functional.cross_entropy(self.out(rows.flatten(1)), labels)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (3, {"cp_mode": "ring"}),
+        pytest.param(4, {"cp_mode": "ring", "cp_turns": 0}, marks=slow),
+        pytest.param(2, {"cp_mode": "gather"}, marks=slow),
+        pytest.param(2, {"cp_mode": "ulysses"}, marks=slow),
+    ],
+)
+def test_documents_end_to_end(num_ranks: int, options: dict[str, Any]) -> None:
+    ids = torch.randint(32, (17,))
+    inputs = {"ids": ids, "labels": ids, "ends": torch.tensor([0, 5, 12, 17], dtype=torch.int32)}
+    config = {"plan_ngpus": num_ranks, "runtime_ngpus": num_ranks, "pas_config": options}
+    report = verify(Rows(), inputs, "cp", config)
+    assert report.ok, str(report)
 
 
 REFUSED = [

@@ -60,6 +60,8 @@ def on_ranks(
                 lengths=(LENGTH, LENGTH),
             )
             out.backward(grad)
+        # Models join heads and width behind it: in this order of dims that is a view.
+        assert out.transpose(1, 2).is_contiguous()
         return [out.detach(), *(x.grad for x in given if x.grad is not None)], counted
 
     return run_ranks(size, rank)

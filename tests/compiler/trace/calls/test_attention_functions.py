@@ -201,6 +201,8 @@ def test_a_block_mask_whose_function_hides_what_it_reads_is_refused(
 ) -> None:
     mask = create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
     mask.mask_mod = function
-    text = f"argument of forward contains a BlockMask(.|\n)*{why}(.|\n)*create_block_mask in forward"
+    text = (
+        f"argument of forward contains a BlockMask(.|\n)*{why}(.|\n)*create_block_mask in forward"
+    )
     with pytest.raises(TraceError, match=text):
         trace(Given(), {"x": X, "mask": mask})

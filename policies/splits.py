@@ -246,12 +246,12 @@ def note_fallback(
         index = graph.dims.factors.get((op.name, factor.name))
         if index in classes:
             name = graph.dims.classes[index].name
-            if op.rule.known:
-                builder.note(
-                    op, axis, f"{op.target} needs dim {name} whole; it is gathered before it"
-                )
-            else:
-                builder.note(op, axis, f"{op.target} has no rule; dim {name} is gathered before it")
+            why = f"{op.target} needs dim {name} whole"
+            if not op.rule.known:
+                why = f"{op.target} has no rule for dim {name}"
+            elif builder.mesh.turns_of(axis) and op.rule.splittable(factor.name):
+                why = f"{op.target} needs a piece of dim {name} in one run, and {axis} deals zigzag"
+            builder.note(op, axis, f"{why}; it is gathered before it")
             return
     # A product with weights that nothing splits: every rank does all of its work.
     if (

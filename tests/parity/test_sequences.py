@@ -260,6 +260,34 @@ def test_rings_drop_the_weights_that_one_rank_drops(name: str, num_ranks: int, t
     assert report.ok and "random numbers" in report.compared_with, str(report)
 
 
+class Sums(nn.Module):
+    """A scan over the positions, behind causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(2, 7, 12, 4).transpose(1, 2).split(4, 1)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return out.transpose(1, 2).flatten(2).cumsum(1).square().mean()
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_scans_are_whole_in_zigzag_and_a_note_says_so(turns: int) -> None:
+    graph = plans.traced(Sums(), {"x": torch.randn(2, 7, 16)})
+    options = {"cp_mode": "ring", "cp_turns": turns}
+    plan = plans.compile_with(graph, "cp", 2, pas_config=options).plan
+    reasons = [note.reason for note in plan.notes]
+    if turns:
+        assert reasons == [
+            "cumsum needs a piece of dim seq in one run, and cp deals zigzag; it is gathered "
+            "before it"
+        ]
+    else:
+        assert not reasons and plan.strategies["cumsum"]["cp"].startswith("split:")
+
+
 class Rows(nn.Module):
     """Documents end to end, without a batch, as ``varlen_attn`` has them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.plan import Plan
@@ -13,8 +14,18 @@ from shardwright.policies.autodist.stages.chain import layer_blocks, layer_patte
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
-PipelineMesh = tuple[int, Mesh, int]
-"""A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
+
+class PipelineMesh(NamedTuple):
+    """The ranks of a unit as the search divides them.
+
+    ``num_positions`` of a pipeline have a ``mesh`` each. The pipeline axis stands before the axis
+    of the mesh with the number ``pp_place``. Example: ``(2, x=4, 0)`` are two positions, each of
+    four ranks that are neighbours.
+    """
+
+    num_positions: int
+    mesh: Mesh
+    pp_place: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ class PlacedMesh:
     @property
     def where(self) -> PipelineMesh:
         """What tells it from other placed meshes."""
-        return self.num_positions, self.mesh, self.pp_place
+        return PipelineMesh(self.num_positions, self.mesh, self.pp_place)
 
     @property
     def bound_s(self) -> float:

@@ -12,7 +12,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.repeated_blocks import container_of
-from shardwright.policies.autodist.placement.emission import Place
+from shardwright.policies.autodist.placement.emission import BodyPlace
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
 from shardwright.policies.autodist.placement.layout_sets import Maker, Reader
 from shardwright.policies.autodist.placement.pricing import Pricing
@@ -30,7 +30,7 @@ class Draft:
 
     request: PlacementRequest
     pricing: Pricing
-    places: Mapping[str, Place]
+    places: Mapping[str, BodyPlace]
     nodes: list[Node] = field(default_factory=list)
     homes: list[str] = field(default_factory=list)
     costs: list[Seconds] = field(default_factory=list)

@@ -29,11 +29,10 @@ END = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an operator stands. ``stretch``: the number of its stretch, consecutive operators of
-    one recompute region or none;
-    ``runs_again``: whether that is computed again; ``module``: path and region, for which pieces of
-    a weight are gathered.
+class BodyPlace:
+    """Where an operator stands in the body. ``stretch``: the number of its stretch, consecutive
+    operators of one recompute region or none; ``runs_again``: whether that is computed again;
+    ``module``: path and region, for which pieces of a weight are gathered.
     """
 
     stretch: int
@@ -41,15 +40,17 @@ class Place:
     module: tuple[str, str | None]
 
 
-OUTSIDE = Place(END, False, ("", None))
+OUTSIDE = BodyPlace(END, False, ("", None))
 
 
-def places(graph: IRGraph, *, trains: bool) -> dict[str, Place]:
+def places(graph: IRGraph, *, trains: bool) -> dict[str, BodyPlace]:
     """Where each operator of a graph stands, whose recompute regions are marked."""
     found = {}
     for stretch, (region, ops) in enumerate(groupby(graph.ops, lambda op: op.region)):
         for op in ops:
-            found[op.name] = Place(stretch, region is not None and trains, (op.module_path, region))
+            found[op.name] = BodyPlace(
+                stretch, region is not None and trains, (op.module_path, region)
+            )
     return found
 
 
@@ -61,7 +62,7 @@ class Use:
 
     node: int
     wants: tuple[LayoutSet, ...]
-    place: Place
+    place: BodyPlace
     keeps: bool = False
 
 
@@ -113,7 +114,7 @@ class _Copy:
     """
 
     layout: int
-    place: Place
+    place: BodyPlace
     start: _Copy | None = None
     last: int = -1
     is_inside: bool = False
@@ -129,7 +130,7 @@ class _Emission:
     uses: Uses
     conversions: Conversions
     source: int
-    all_wants: Sequence[tuple[LayoutSet, Place, bool]]
+    all_wants: Sequence[tuple[LayoutSet, BodyPlace, bool]]
     copies: list[_Copy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,7 +140,7 @@ class _Emission:
             kind, self.source, union(wants for wants, _, _ in self.all_wants)
         )
         made_in = -1 if self.uses.made_in is None else self.uses.made_in
-        root = _Copy(self.source, Place(made_in, False, ("", None)), is_inside=True)
+        root = _Copy(self.source, BodyPlace(made_in, False, ("", None)), is_inside=True)
         self.known: dict[tuple[int, object], _Copy] = {(self.source, None): root}
         for wants, place, keeps in self.all_wants:
             self._read(wants, place, keeps)
@@ -151,14 +152,14 @@ class _Emission:
             same = copy.start.place.stretch == copy.place.stretch
             copy.start.last = max(copy.start.last, copy.place.stretch, copy.last if same else -1)
 
-    def _read(self, wants: Iterable[int], place: Place, keeps: bool) -> None:
+    def _read(self, wants: Iterable[int], place: BodyPlace, keeps: bool) -> None:
         for layout in wants:
             copy = self._make(layout, place)
             copy.is_kept |= keeps
             if place is not OUTSIDE:
                 copy.last = max(copy.last, place.stretch)
 
-    def _make(self, layout: int, place: Place) -> _Copy:
+    def _make(self, layout: int, place: BodyPlace) -> _Copy:
         # A copy under ``None`` serves everyone. What gathers a weight (ZeRO-3) serves its own
         # module alone, as it is let go of after that module.
         found = self.known.get((layout, None)) or self.known.get((layout, place.module))

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from shardwright.policies.autodist.placement.conversions import MAX_GOALS, LayoutSet, union
-from shardwright.policies.autodist.placement.emission import OUTSIDE, Place
+from shardwright.policies.autodist.placement.emission import OUTSIDE, BodyPlace
 from shardwright.policies.autodist.placement.strategies import Ids
 
 MAX_SETS = 128
@@ -25,7 +25,7 @@ class Reader:
     node: int | None
     wants: tuple[LayoutSet, ...]
     key: Hashable
-    place: Place = OUTSIDE
+    place: BodyPlace = OUTSIDE
     keeps: bool = False
 
 

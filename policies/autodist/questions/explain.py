@@ -105,7 +105,7 @@ class Request:
         return len({stage.ranks for stage in self.best.plan.stages}) or 1
 
     @functools.cached_property
-    def audited(self) -> Auditor:
+    def auditor(self) -> Auditor:
         """Audits plans as the search has audited the best one."""
         count = self.options.num_microbatches or self.options.update_freq or 1
         times, optimizer = load_times(self.options.hardware), self.options.optimizer_memory
@@ -114,7 +114,7 @@ class Request:
     @functools.cached_property
     def placer(self) -> Placer:
         return Placer(
-            self.graph, self.config, self.options, self.hardware, self.audited.times, clock=Clock()
+            self.graph, self.config, self.options, self.hardware, self.auditor.times, clock=Clock()
         )
 
     def placed_at(self, op: str = "") -> int:
@@ -135,7 +135,7 @@ class Request:
         """The placement behind the best plan, of the stage of an operator, for speed alone."""
         plan, mesh = self.best.plan, self.mesh(op)
         ranks = plan.stages[self.placed_at(op)].ranks if plan.stages else tuple(range(mesh.size))
-        return MeshRequest(mesh, ranks, self.audited.num_microbatches, recompute=plan.recompute)
+        return MeshRequest(mesh, ranks, self.auditor.num_microbatches, recompute=plan.recompute)
 
     def fastest(
         self, op: str, pin: Mapping[str, Mapping[str, str]] | None = None
@@ -318,7 +318,7 @@ def _audited(request: Request, names: Sequence[str], other: _Other) -> Choice:
     # All operators as the new plan has them, or only these: the better one is told.
     for plan in (whole, alone):
         try:
-            cost = request.audited(_in_place(request, names[0], plan))
+            cost = request.auditor(_in_place(request, names[0], plan))
         except PlanError:  # its pieces would be too small for a loop of the plan
             found.append(Choice(other.name, math.inf, fits=False))
             continue

@@ -22,7 +22,7 @@ def bound_by_launches(request: Request) -> str | None:
     of others.
     """
     free = replace(request, hardware=_without_waiting(request.hardware))
-    work_s, step_s = free.audited(request.best.plan).step_s, request.best.step_s
+    work_s, step_s = free.auditor(request.best.plan).step_s, request.best.step_s
     if work_s > (1 - MOST_LAUNCHES) * step_s:
         return None
     text = (

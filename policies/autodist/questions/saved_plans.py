@@ -41,7 +41,7 @@ def request_of_plan(
     placed = tuple(PlacedModel(own, 0.0, NOT_SEARCHED, "") for own in _of_stages(plan))
     best = Candidate(NOT_SEARCHED, plan, 0.0, placed)
     request = Request(graph, config, options, hardware, best)
-    cost = request.audited(plan)
+    cost = request.auditor(plan)
     return replace(request, best=replace(best, predicted_s=cost.step_s, cost=cost))
 
 
@@ -73,7 +73,7 @@ def audited_levers(request: Request) -> list[Choice]:
 def _choice(request: Request, name: str, plan: Plan, steps: float = 1.0) -> Iterator[Choice]:
     """The plan as it is audited, if it can be. ``steps``: how many steps' samples it has."""
     try:
-        cost = request.audited(plan)
+        cost = request.auditor(plan)
     except (PlanError, ConfigError):
         return
     fits = cost.peak_bytes <= request.memory_limit_bytes

@@ -69,7 +69,7 @@ def levers(request: Request) -> list[Choice]:
     for name, asked in changed.items():
         # The plan as it is may gain as well, without another search.
         same = asked.hardware is hardware and asked.graph is request.graph
-        cost = best.cost if same else asked.audited(best.plan)
+        cost = best.cost if same else asked.auditor(best.plan)
         other = search(asked.graph, asked.config, asked.options, asked.hardware).best
         if other is not None and other.cost is not None and other.step_s < cost.step_s * (1 - TIE):
             cost = other.cost

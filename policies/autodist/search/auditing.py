@@ -89,8 +89,8 @@ class Audits:
     time is short. ``too_large``: those that take too much memory, with their costs.
     """
 
-    def __init__(self, state: SearchState, audited: Callable[[Plan], PlanCost]) -> None:
-        self.state, self.audited = state, audited
+    def __init__(self, state: SearchState, auditor: Callable[[Plan], PlanCost]) -> None:
+        self.state, self.auditor = state, auditor
         self.result, self.clock = state.result, state.clock
         self.space, self.cutter = state.space, state.cutter
         self.sure: list[Candidate] = []
@@ -98,7 +98,7 @@ class Audits:
         self._seen: list[Candidate] = []  # what was audited
         self._needed: dict[str, float] = {}  # the bytes of what does not fit, by title
 
-    def best(self, most: int | None = None, near: float | None = None) -> None:
+    def audit_promising(self, most: int | None = None, near: float | None = None) -> None:
         """Lower and audit the most promising candidates; what does not fit is cut again for less
         memory, or refused. What is the same as another with its axes in another order stays as it
         is predicted. ``most``, ``near``: in the place of what the space says of them.
@@ -155,7 +155,7 @@ class Audits:
         try:
             self.state.tell(f"audit of {candidate.title}")
             with self.clock.timed(AUDIT):
-                cost = self.audited(candidate.plan)
+                cost = self.auditor(candidate.plan)
         except PlanError as error:
             self.result.refuse(candidate.title, error)
             return None

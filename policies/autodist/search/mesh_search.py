@@ -99,19 +99,18 @@ class MeshSearch:
                 continue
             for mesh in self.space.meshes.get(num_ranks // number, ()):
                 # Where the pipeline axis stands among the others is tried last.
-                place = min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0
-                found.append((number, mesh, place))
+                pp_place = min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0
+                found.append(PipelineMesh(number, mesh, pp_place))
 
         def further_axes(mesh: Mesh) -> float:
             return FURTHER_AXIS ** max(0, len(mesh.axes) - 1)
 
         def by_thumb(where: PipelineMesh) -> float:
-            number, mesh, _ = where
-            on_nodes = BEYOND_NODE if mesh.size > node else 1.0
-            return on_nodes * further_axes(mesh) * self.state.slower(number)
+            on_nodes = BEYOND_NODE if where.mesh.size > node else 1.0
+            return on_nodes * further_axes(where.mesh) * self.state.slower(where.num_positions)
 
         def by_estimate(where: PipelineMesh) -> float:
-            return further_axes(where[1]) * self.state.likely_s(where)
+            return further_axes(where.mesh) * self.state.likely_s(where)
 
         # First by the rule; estimates, which take time, then decide among what is there.
         found.sort(key=by_thumb)
@@ -133,11 +132,11 @@ class MeshSearch:
         whether none are left that there is time for.
         """
         for where in tuple(self.left):
-            number, mesh, place = where
+            number, mesh, pp_place = where
             if not self.state.may_place(mesh):
                 continue  # there may be time for one of fewer axes
             self.left.remove(where)
-            placed_mesh = self._placed_mesh(number, mesh, place)
+            placed_mesh = self._placed_mesh(number, mesh, pp_place)
             if placed_mesh is None:
                 continue
             self.placed.append(placed_mesh)
@@ -218,7 +217,7 @@ class MeshSearch:
                 index = self.placed.index(placed_mesh)
                 self.placed[index] = replace(placed_mesh, memory_binds=not fits)
         # One audit, so that there is an answer.
-        self.audits.best(most=1, near=1.0)
+        self.audits.audit_promising(most=1, near=1.0)
         self._try_all(self.placed)
         self._num_first = len(self.placed)
 
@@ -237,11 +236,11 @@ class MeshSearch:
         inner: list[PlacedMesh] = []
         for placed_mesh in sorted(self.placed, key=lambda placed_mesh: placed_mesh.bound_s):
             number, mesh = placed_mesh.num_positions, placed_mesh.mesh
-            for place in inner_places(self.state.hardware, mesh, number):
+            for pp_place in inner_places(self.state.hardware, mesh, number):
                 is_beaten = placed_mesh.bound_s >= self.state.best_s()
                 if is_beaten or self.state.is_late() or not self.state.may_place(mesh):
                     break
-                found = self._placed_mesh(number, mesh, place)
+                found = self._placed_mesh(number, mesh, pp_place)
                 if found is not None:
                     inner.append(found)
         if inner:
@@ -249,13 +248,13 @@ class MeshSearch:
 
     def answer_at_once(self) -> None:
         """Find one plan that fits, where there is none yet, from what is known."""
-        self.audits.best(most=1)
+        self.audits.audit_promising(most=1)
         for placed_mesh in sorted(self.placed, key=self._likely_s):
             # As it is, and then with what is most likely to fit.
             for likely in (placed_mesh, replace(placed_mesh, memory_binds=True)):
                 if self.result.best is None:
                     self._try_mesh(likely)
-                    self.audits.best(most=1)
+                    self.audits.audit_promising(most=1)
 
     def _try_all(self, placed_meshes: Sequence[PlacedMesh]) -> None:
         """Try the meshes that may have the best plan, the most likely first, and audit what they
@@ -281,7 +280,7 @@ class MeshSearch:
                     if hurries:
                         hurried.append(placed_mesh)
                         break
-            self.audits.best()
+            self.audits.audit_promising()
             # Now that something fits, the others get all their requests.
             if self.result.audited:
                 waiting, hurried = hurried + waiting, []

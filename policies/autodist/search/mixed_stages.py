@@ -88,7 +88,7 @@ class MixedStages:
         # Only these are audited now; the others wait.
         rest, self.result.others = self.result.others, tried
         try:
-            self.audits.best(AUDITS)
+            self.audits.audit_promising(AUDITS)
         finally:
             self.result.others += rest
 

@@ -78,10 +78,10 @@ class Search:
             graph, config, hardware, space, place, optimizer, times, self.clock
         )
         self.result = self.state.result
-        self.audited = Auditor(graph, config, hardware, space.num_microbatches, optimizer, times)
-        self.audits = Audits(self.state, self.audited)
+        self.auditor = Auditor(graph, config, hardware, space.num_microbatches, optimizer, times)
+        self.audits = Audits(self.state, self.auditor)
         self.meshes = MeshSearch(self.state, self.audits, least)
-        self.simple_policies = SimplePolicies(self.state, self.audited)
+        self.simple_policies = SimplePolicies(self.state, self.auditor)
 
     def run(self) -> SearchResult:
         """Search until done, out of time, or interrupted from the keyboard. An interrupted search
@@ -142,7 +142,7 @@ class Search:
         # Last, audit what is predicted to beat the best plan, and simple policies' plans that may.
         simple_policies.end_reserve()
         if self.result.audited:
-            self.audits.best(most=1, near=1.0)
+            self.audits.audit_promising(most=1, near=1.0)
         simple_policies.run(meshes.placed, meshes.left)
 
     def _bound(self) -> None:

@@ -187,12 +187,12 @@ class SearchState:
         """About what the best plan of a simple policy takes on a mesh; infinite where it has none,
         or that is not known.
         """
-        number, mesh, place = where
+        number, mesh, pp_place = where
         if self._estimates is None:
             return float("inf")
         if where not in self._likely_s:
             self._likely_s[where] = self._estimates.step_s(
-                mesh, number, place, self.setting(())
+                mesh, number, pp_place, self.setting(())
             ) * self.slower(number)
         return self._likely_s[where]
 

@@ -27,7 +27,6 @@ from shardwright.policies.autodist.search.simple_plans import (
     simple_plans,
 )
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.layout import Mesh
 
 SIMPLY_CUT = ", in the stages of a simple policy"
 """What follows the mesh in titles of such plans."""
@@ -54,8 +53,8 @@ class SimplePolicies:
     so that it also comes where time ends the search.
     """
 
-    def __init__(self, state: SearchState, audited: Auditor) -> None:
-        self.state, self.audited = state, audited
+    def __init__(self, state: SearchState, auditor: Auditor) -> None:
+        self.state, self.auditor = state, auditor
         self.space, self.result, self.clock = state.space, state.result, state.clock
         self._rules = Rules(state.graph, state.config)
         self._compared: set[PipelineMesh] = set()
@@ -167,30 +166,31 @@ class SimplePolicies:
         known = {placed_mesh.where: placed_mesh for placed_mesh in placed_meshes}
         self.result.audited = [self._bounded(candidate, known) for candidate in self.result.audited]
         for where in (*known, *left, *self._in_zigzag([*known, *left])):
-            number, mesh, place = where
+            number, mesh, pp_place = where
             bound_s = known[where].bound_s if where in known else 0.0
             # It was compared, or it cannot be better: the answer says that something was.
             if where in self._compared or bound_s >= self.state.beaten_s():
                 self.result.is_compared = True
             else:
                 mesh = known[where].fastest.plan.mesh if where in known else mesh
-                self.result.not_compared.append(mesh_title(number, mesh, place))
+                self.result.not_compared.append(mesh_title(number, mesh, pp_place))
 
     def _in_zigzag(self, wheres: Sequence[PipelineMesh]) -> list[PipelineMesh]:
         """Meshes of a search with an axis that deals in zigzag: these it does not place itself."""
         if not self.space.zigzag:
             return []
         return [
-            (number, mesh, place)
-            for number, plain, place in wheres
-            for mesh in self._rules.zigzag_meshes(plain)
+            where._replace(mesh=mesh)
+            for where in wheres
+            for mesh in self._rules.zigzag_meshes(where.mesh)
         ]
 
     def _bounded(self, candidate: Candidate, known: Mapping[PipelineMesh, PlacedMesh]) -> Candidate:
         """A candidate of theirs that was there before its mesh was placed, with the bound that is
         known since.
         """
-        placed_mesh = known.get(self._tried.get(candidate.title, (0, Mesh(()), 0)))
+        where = self._tried.get(candidate.title)
+        placed_mesh = known.get(where) if where is not None else None
         if placed_mesh is None or not candidate.is_simple:
             return candidate
         placed = replace(placed_mesh.fastest, plan=candidate.placed[0].plan)
@@ -224,8 +224,8 @@ class SimplePolicies:
         the limit, or one more than are known.
         """
         if where not in self._listings:
-            number, mesh, place = where
-            setting = self.state.setting(position_ranks(mesh, number, place)[0])
+            number, mesh, pp_place = where
+            setting = self.state.setting(position_ranks(mesh, number, pp_place)[0])
             # Schedules with more chunks take longer to simulate.
             named_schedules = sorted(
                 [*self.state.named_schedules(number), *self._left_out(number)],
@@ -237,7 +237,7 @@ class SimplePolicies:
                 mesh,
                 named_schedules,
                 number,
-                place,
+                pp_place,
                 self.space,
                 setting,
                 below_s,
@@ -257,7 +257,6 @@ class SimplePolicies:
         """A simple policy's plan; if it is better than all others, also the fastest placement in
         its stages.
         """
-        number, _, place = where
         # Without a placement of the search the plan bounds nothing.
         free = (
             placed_mesh.fastest
@@ -274,12 +273,13 @@ class SimplePolicies:
         if simple.plan.stages and placed_mesh is not None and self._has_time(AUDIT):
             whole = replace(free.plan, recompute=simple.whole.recompute)
             starts = [stage.first_op for stage in simple.plan.stages[1:]]
+            number, pp_place = where.num_positions, where.pp_place
             title = (
-                scheduled_title(mesh_title(number, whole.mesh, place), simple.named_schedule)
+                scheduled_title(mesh_title(number, whole.mesh, pp_place), simple.named_schedule)
                 + SIMPLY_CUT
             )
             plan = staged(
-                whole, starts, number, simple.named_schedule, self.space.num_microbatches, place
+                whole, starts, number, simple.named_schedule, self.space.num_microbatches, pp_place
             )
             self._is_better(title, plan, replace(free, plan=whole))
 
@@ -291,7 +291,7 @@ class SimplePolicies:
         """
         try:
             with self.clock.timed(AUDIT):
-                cost = self.audited(plan)
+                cost = self.auditor(plan)
         except PlanError as error:
             self.result.refuse(title, error)
             return False
@@ -333,5 +333,5 @@ class _Listing:
 
 
 def _title(simple: SimplePlan, where: PipelineMesh) -> str:
-    mesh = mesh_title(where[0], simple.whole.mesh, where[2])
+    mesh = mesh_title(where.num_positions, simple.whole.mesh, where.pp_place)
     return f"{scheduled_title(mesh, simple.named_schedule)}, as {simple.whose} has it"

@@ -162,7 +162,7 @@ def cost_of(
     )
     return Search(
         graph, config, hardware, SearchSpace(meshes={}, num_microbatches=num_microbatches), refuse
-    ).audited(plan)
+    ).auditor(plan)
 
 
 def refuse(mesh_request: MeshRequest) -> PlacedModel:

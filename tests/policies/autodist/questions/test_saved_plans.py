@@ -24,7 +24,7 @@ def test_a_pipeline_by_hand() -> None:
     )
     plan = find_policy("hybrid").apply(graph, config)
     request = request_of_plan(graph, config, AutodistOptions(), machine, plan)
-    assert request.best.cost is not None and request.audited.num_microbatches == 4
+    assert request.best.cost is not None and request.auditor.num_microbatches == 4
     first, *others = audited_levers(request)
     assert first.chosen and first.step_s == request.best.cost.step_s
     found = {choice.name: choice for choice in others}
@@ -36,7 +36,7 @@ def test_a_pipeline_by_hand() -> None:
             pas_config={**given, "num_microbatches": 8},
         ),
     )  # fmt: skip
-    assert twice.step_s == pytest.approx(request.audited(eight).step_s / 2)
+    assert twice.step_s == pytest.approx(request.auditor(eight).step_s / 2)
     again = found["all 2 layers computed again"]
     assert again.peak_bytes < first.peak_bytes and again.step_s > first.step_s
     told = explain_operator(request, graph.ops[-1].name)

@@ -127,7 +127,7 @@ def costs(search: Search) -> list[PlanCost]:
         config = replace(search.config, pas_config=given)
         made = find_policy(policy).apply(search.graph, config)
         plan = made if isinstance(made, Plan) else made.plan
-        found.append(search.audited(replace(plan, outputs=output_wishes(search.graph, config))))
+        found.append(search.auditor(replace(plan, outputs=output_wishes(search.graph, config))))
     return found
 
 
@@ -145,7 +145,7 @@ def test_two_axes_are_those_of_a_mode_of_tensor_parallelism_too() -> None:
     mesh, whole = Mesh((("x", 2), ("y", 2))), [NamedSchedule("", 1)]
     found = simple_plans(search.graph, mesh, whole, 1, 0, search.space, setting)
     (of_mode,) = (simple for simple in found if simple.whose == "mode 2d (again)")
-    made = search.audited(of_mode.plan)
+    made = search.auditor(of_mode.plan)
     assert policy == "tensor" and of_mode.plan.mesh.names == ("dp", "tp")
     assert (made.step_s, made.peak_bytes) == (expected.step_s, expected.peak_bytes)
 
@@ -200,7 +200,7 @@ def test_tp_on_two_axes_is_among_them() -> None:
         and made.plan is not None
         and str(made.plan.mesh) == "tp=2 x tp2=2"
     )
-    cost = search.audited(replace(made.plan, outputs=output_wishes(graph, config)))
+    cost = search.auditor(replace(made.plan, outputs=output_wishes(graph, config)))
     best = search.run().best
     assert (
         best is not None and best.is_simple and best.step_s == pytest.approx(cost.step_s, rel=1e-12)
@@ -238,11 +238,11 @@ def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(
     """It waits as long as there is any time, however little is dealt out at once."""
     search, found = searched(simple=True)
     assert found.best is not None
-    simple_policies = SimplePolicies(search.state, search.audited)
+    simple_policies = SimplePolicies(search.state, search.auditor)
     found.audited.clear()
     monkeypatch.setattr(Clock, "spent", lambda clock, more_s=0.0: 2.0)
     monkeypatch.setattr(SimplePolicies, "_has_time", lambda simple_policies, *kinds: True)
-    left = [(number, mesh, 0) for number in divisors(4) for mesh in meshes(4 // number)]
+    left = [PipelineMesh(number, mesh, 0) for number in divisors(4) for mesh in meshes(4 // number)]
     simple_policies.run([], left)
     assert simple_policies._compared == set(left) and search.result.best is not None
     assert search.result.best.step_s <= min(cost.step_s for cost in costs(search))

@@ -36,6 +36,8 @@ from shardwright.compiler.ops.strategy import (
     exchange,
     has_factor,
     split_factor,
+    split_place,
+    split_strategy,
 )
 from shardwright.compiler.passes.unify_dims import Node, piece_names, refine
 from shardwright.compiler.plan.conversion import canonical
@@ -132,7 +134,7 @@ def in_blocks(
     pieces = {one.name: nodes(one) for one in rule.factors}
     outer, inner = piece_names(factor, pieces[factor.name])
     renamed = {
-        axis: f"split:{outer}" if split_factor(given) == cut else given
+        axis: split_strategy(outer, split_place(given)) if split_factor(given) == cut else given
         for axis, given in assignment.items()
     }
     return replace(op, rule=refine(rule, pieces)), renamed, f"split:{inner}"

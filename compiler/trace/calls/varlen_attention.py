@@ -49,8 +49,23 @@ def varlen_attention_traced(replaced: Callable[[Any, str, Any], Any]) -> Iterato
             call.get("window_size") or ((-1, 0) if call.get("is_causal") else (-1, -1)),
         )
 
-    with replaced(torch.ops.torch_attn, "_varlen_attn", varlen_attn):
+    with replaced(torch.ops.torch_attn, "_varlen_attn", _InPlaceOf(original, varlen_attn)):
         yield
+
+
+class _InPlaceOf:
+    """A function in the place of an operator of torch, whose attributes it keeps: torch walks all
+    operators when it first imports its compiler, which a model may cause.
+    """
+
+    def __init__(self, operator: Any, function: Callable[..., Any]) -> None:
+        self._operator, self._function = operator, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
 
 
 def _attention(

@@ -4,7 +4,7 @@
 #   make test      the checks (lint) and the default tests, about five minutes on two cores
 #   make test-all  the slow tests, the rest of what continuous integration runs
 #   make gpu       everything that one GPU can show; without one the CPU stands in
-#   make docs      the reference, from docstrings: build/reference/index.html
+#   make docs      the guides and the reference: build/reference/index.html
 #   make lint      ruff (rules and format), mypy, import-linter
 #
 # PYTHON chooses the interpreter (3.11 or newer), JOBS the number of test processes, TORCH another version of torch than
@@ -42,7 +42,7 @@ gpu: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt sphinx myst-parser
-	$(BIN)/sphinx-build --quiet --fail-on-warning -b html docs/api build/reference
+	$(BIN)/sphinx-build --quiet --fail-on-warning -c docs/api -b html . build/reference
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -8,11 +8,11 @@ measured.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -53,11 +53,9 @@ from shardwright.frontend.calibrate.reference_programs import (
     measure_host,
     measure_references,
 )
+from shardwright.runtime.activity import activity, tell
 from shardwright.runtime.errors import ConfigError, on_lines
 from shardwright.runtime.ranks.world import World
-
-Tell = Callable[[str], None]
-"""Called with a sentence about what is going on."""
 
 TIER_NAMES = ("node", "network")
 """Innermost first; ranks of one machine have the first only."""
@@ -74,8 +72,8 @@ def calibrate(
 
     ``device_type`` is ``"cpu"`` or ``"cuda"``; CUDA where there is some if not given. ``num_ranks``
     is by default the number of CUDA devices, or of CPU cores (at least 2, at most 8). It takes
-    about a minute, ``quick`` a few seconds; rank 0 says on stderr what it is about. What no fit
-    comes near is measured again.
+    about a minute, ``quick`` a few seconds; whoever listens (:mod:`shardwright.runtime.activity`)
+    hears what it is about. What no fit comes near is measured again.
 
     Raises:
         ConfigError: no such device, more ranks than CUDA devices, or ``num_ranks`` other than the
@@ -83,12 +81,15 @@ def calibrate(
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_request(device_type, num_ranks)
-    if in_job():
-        measured = measure_in_job(measure_rank, device_type, quick)
-    else:
-        measured = measure_in_processes(
-            measure_rank, device_type, num_ranks or default_ranks(device_type), quick
-        )
+    # All ranks of a job are watched by one terminal, which has room for the line of one.
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    with activity("calibrating") if is_first else contextlib.nullcontext():
+        if in_job():
+            measured = measure_in_job(measure_rank, device_type, quick)
+        else:
+            measured = measure_in_processes(
+                measure_rank, device_type, num_ranks or default_ranks(device_type), quick
+            )
     hardware = describe(measured)
     found = doubts(hardware)
     if found:
@@ -115,32 +116,27 @@ def measure_rank(world: World, quick: bool) -> dict[str, Any]:
     sharing = _sharing(_num_cores(world)) if world.device.type == "cpu" else None
     measures = sharing is None or int(os.environ.get("LOCAL_RANK", "0")) < sharing.num_cores
     effort = effort_for(world.device.type, quick=quick, measures=measures)
-    return measure_until_certain(world, effort, _on_stderr if world.rank == 0 else _unheard)
+    return measure_until_certain(world, effort)
 
 
-def measure_until_certain(world: World, effort: Effort, tell: Tell) -> dict[str, Any]:
+def measure_until_certain(world: World, effort: Effort) -> dict[str, Any]:
     """Everything that is measured, and once more, up to :data:`REPEATS` times, what no fit comes
     near. Collective.
     """
-    tell(
-        f"measuring takes about {expected_s(effort, len(_tiers(world)[1])):.0f} s, longer "
-        "while other work goes on"
-    )
-    found = measure(world, effort, tell)
+    tell(f"takes about {expected_s(effort, len(_tiers(world)[1])):.0f} s")
+    found = measure(world, effort)
     for _ in range(REPEATS):
         parts = {doubt.part for doubt in doubts(describe(found))}
         if not parts:
             break
-        tell(f"again, as no fit comes near what was measured: {', '.join(sorted(parts))}")
+        tell(f"again, as no fit comes near: {', '.join(sorted(parts))}")
         # Other work on the machine makes points slow, hardly ever twice the same ones.
-        again = measure(world, effort, tell, parts)
+        again = measure(world, effort, parts)
         found |= again | {"seconds": found["seconds"] + again["seconds"]}
     return found
 
 
-def measure(
-    world: World, effort: Effort, tell: Tell | None = None, only: Collection[str] | None = None
-) -> dict[str, Any]:
+def measure(world: World, effort: Effort, only: Collection[str] | None = None) -> dict[str, Any]:
     """Everything that is measured, or ``only`` these parts, as JSON values, the same on all ranks.
     Collective.
     """
@@ -161,12 +157,8 @@ def measure(
     parts["links"] = lambda: measure_links(world, tiers, effort)
     found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}
     chosen = [name for name in parts if only is None or name in only]
-    for number, name in enumerate(chosen, start=1):
-        if tell is not None:
-            tell(
-                f"{number} of {len(chosen)}, after {time.perf_counter() - start:.0f} s: "
-                f"{TITLES[name]}"
-            )
+    for number, name in enumerate(chosen):
+        tell(TITLES[name], number / len(chosen))
         found[name] = parts[name]()
     return {**found, "seconds": time.perf_counter() - start}
 
@@ -181,14 +173,6 @@ TITLES = {
     "references": "operators of a model",
     "links": "collectives",
 }
-
-
-def _on_stderr(text: str) -> None:
-    print(f"calibrate: {text}", file=sys.stderr, flush=True)
-
-
-def _unheard(text: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from shardwright.runtime.activity import listening, tell
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.world import DistributedWorld, World
+from shardwright.runtime.swap import write_file
 from shardwright.runtime.waiting import LIMIT_HINT, Pulse, Wait
 
 Measure = Callable[[World, bool], dict[str, Any]]
@@ -74,6 +76,7 @@ def _await(context: Any, folder: Path) -> None:
     silences = {rank: Wait("") for rank in range(len(context.processes))}
     last_s = time.monotonic()
     while not context.join(timeout=_LOOK_S):
+        _pass_on(folder / _TOLD)
         last_s, spent_s = time.monotonic(), time.monotonic() - last_s
         for rank, silence in silences.items():
             # Files, not messages: a rank that hangs in a collective answers none.
@@ -88,6 +91,30 @@ def _await(context: Any, folder: Path) -> None:
 
 
 _LOOK_S = 0.5
+
+_TOLD = "told.json"
+
+
+class _Written:
+    """Keeps what rank 0 is doing in a file, for the process that has started it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self, words: str) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+
+    def tell(self, words: str, share: float | None) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+        write_file(self._path, json.dumps([words, share]).encode())
+
+    def end(self) -> None:
+        """See :class:`~shardwright.runtime.activity.Listener`."""
+
+
+def _pass_on(path: Path) -> None:
+    if path.exists():
+        tell(*json.loads(path.read_text(encoding="utf-8")))
 
 
 def _last_sign(path: Path) -> int | None:
@@ -114,7 +141,8 @@ def _run(
         Pulse(lambda number: alive.write_text(str(number))),
         _initialised(device_type, rank, **where),
     ):
-        result = measure(DistributedWorld(), quick)
+        with listening(_Written(Path(folder) / _TOLD)) if rank == 0 else nullcontext():
+            result = measure(DistributedWorld(), quick)
         if rank == 0:
             (Path(folder) / "result.json").write_text(json.dumps(result), encoding="utf-8")
 

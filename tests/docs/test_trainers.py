@@ -1,4 +1,4 @@
-"""The page about trainers of other libraries: its two scripts run on four ranks."""
+"""The page about trainers of other libraries: its scripts run on four ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,36 @@ class MyModel(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.down(self.up(x).relu()), y)
 """
 
+TEXTS = """
+import datasets, tokenizers, transformers
+
+words = {f"w{number}": number for number in range(99)} | {"<pad>": 99, "<end>": 100}
+made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=made, pad_token="<pad>", eos_token="<end>"
+)
+texts = datasets.Dataset.from_list(
+    [{"text": " ".join(f"w{int(token)}" for token in row["input_ids"])} for row in dataset]
+)
+"""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["transformers", "fabric"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["transformers", "fabric", "trl"])
 def test_the_scripts_of_the_page_train_on_four_ranks(number: int, tmp_path: Path) -> None:
+    if number == 2:
+        pytest.importorskip("trl")
     tiny_gpt2(tmp_path / "tiny-gpt2")
     script = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number]
-    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    (tmp_path / "my_project.py").write_text(MY_PROJECT + (TEXTS if number == 2 else ""))
     # The key-value store lies in the process of rank 0, which must not end first.
     end = "\nimport torch\ntorch.distributed.barrier()\n"
     script = script.replace('TrainingArguments("out"', 'TrainingArguments("out", use_cpu=True')
+    script = script.replace('SFTConfig("out"', 'SFTConfig("out", use_cpu=True, save_steps=4')
     (tmp_path / "train.py").write_text(script + end)
     run_script(4, tmp_path, "train.py")
-    if number:
+    if number == 1:
         assert (tmp_path / "out/fabric/LATEST").exists()
         return
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")

@@ -167,7 +167,9 @@ def by_fabric(family: str, kind: str, plan: str | None, out: Path) -> Found:
         units, ends = ranks // unit, bool(fields.get("use_end2end"))
         config = shardwright.ComputeConfig(plan_ngpus=unit, runtime_ngpus=ranks, **fields)
         batch = GLOBAL_BATCH // 2 // units
-        policy = "hybrid" if ends else "tp" if unit > 1 else "dp"
+        policy = "tp" if unit > 1 else "dp"
+        if ends:
+            policy = "hybrid"
         # With a scale of its own for each: equal numbers would be taken for one.
         example = {**_stacked(data[:batch]), "scale": torch.tensor(0.1, dtype=torch.float64)}
         made = shardwright.parallelize(

@@ -148,8 +148,12 @@ def run_once(directory: Path, compiled: Compiled, inputs: Mapping[str, Any]) -> 
     return Outcome(results[0][0], pieces, [traffic for _, _, traffic in results], mesh)
 
 
-def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
-    """A random strategy for every operator, a random storage for every parameter."""
+def random_plan(
+    graph: PlannableGraph, mesh: Mesh, rng: random.Random, *, in_places: bool = False
+) -> Plan:
+    """A random strategy for every operator, a random storage for every parameter; ``in_places``:
+    axes that cut one dim do so in random orders, which no search tries.
+    """
     assignments = {}
     for op in graph.ops:
         assert op.rule is not None
@@ -165,9 +169,10 @@ def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
         assert value.fqn is not None
         if rng.random() < 0.7:
             stored[value.fqn] = random_storage(value.shape, mesh, rng, value.requires_grad)
-    for op in graph.ops:
+    places = random.Random(repr(assignments))  # other draws stay as they are
+    for op in graph.ops if in_places else ():
         assert op.rule is not None
-        turned = in_random_places(assignments[op.name], rng)
+        turned = in_random_places(assignments[op.name], places)
         if allowed(op.rule, turned, mesh):
             assignments[op.name] = turned
     return Plan(mesh, assignments, stored, policy="random")

@@ -60,7 +60,7 @@ def compile_random(name: str, seed: int) -> Compiled:
 
 
 def _flat(graph: PlannableGraph, rng: random.Random) -> Plan:
-    return plans.random_plan(graph, Mesh.of(rng.choice(FLAT)), rng)
+    return plans.random_plan(graph, Mesh.of(rng.choice(FLAT)), rng, in_places=True)
 
 
 def _in_stages(graph: PlannableGraph, rng: random.Random) -> Plan:

@@ -54,7 +54,10 @@ class WrittenAttention(nn.Module):
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, heads, seq, seq]
+        # Turned so that it stays what is written: a compile takes query @ key.transpose(-1, -2) and
+        # its softmax for one operator, and here each had a kernel.
+        turned = key.permute(0, 1, 3, 2)
+        scores = torch.matmul(query, turned)  # [batch, heads, seq, seq]
         return torch.matmul(F.dropout(torch.softmax(scores, -1), DROPOUT), value)
 
 

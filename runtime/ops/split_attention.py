@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -36,18 +35,15 @@ from shardwright.runtime.ops.attention_blocks import (
     merging_dtype,
 )
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
-from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
+from shardwright.runtime.ops.attention_steps import Part, Place, Step, Steps, steps_of
+from shardwright.runtime.ops.axes import Axes, communicating
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingRows
-from shardwright.runtime.runs import Run, common, dealt, joined, places_of, within
+from shardwright.runtime.runs import Run
 from shardwright.runtime.visible_keys import (
-    Tile,
     all_keys,
     earlier_keys,
-    joined_tiles,
-    local_bands,
-    seen_runs,
 )
 
 CALL_PAIRS = {"cpu": 2**13, "cuda": 2**18}
@@ -151,9 +147,9 @@ def attention_in_tiles(
     the weights, and has no value. ``cap``: scores ``s`` become ``cap * tanh(s / cap)``.
     ``dropout``: which weights are dropped.
     """
-    places = tuple(_Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
+    places = tuple(Place(a.size, a.index, a.turns, a is where.ring) for a in where.query_axes)
     call_pairs = 0 if mask is not None else CALL_PAIRS.get(query.device.type, 0)
-    steps = _steps(places, where.lengths, where.query_unit, seen, call_pairs)
+    steps = steps_of(places, where.lengths, where.query_unit, seen, call_pairs)
     attention = _Attention(where.ring, steps, scale, marks, cap, dropout)
     out = _SplitAttention.apply(query, key, value, mask, sinks, attention)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
@@ -193,142 +189,6 @@ def _same_heads(
     heads = max(x.shape[-3] for x in (query, key, value))
     query, key, value = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
-
-
-# ------------------------------------------------------------------------------------------------
-# who sends what, and computes what
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tile of a rank's own queries with the keys at hand in a step, counted as they lie there.
-    ``samples``: those that see alike. ``own``, ``theirs``: all of these queries and keys, where
-    they lie in the sequence. ``asks``: the marks say which keys of the tile are seen.
-    """
-
-    tile: Tile
-    samples: Run
-    own: tuple[Run, ...]
-    theirs: tuple[Run, ...]
-    asks: bool
-
-    @property
-    def queries(self) -> Run:
-        return self.tile.queries
-
-    @property
-    def keys(self) -> Run:
-        return self.tile.keys
-
-    @property
-    def queries_at(self) -> tuple[Run, ...]:
-        """Where the queries lie in the sequence."""
-        return within(self.own, (self.queries,))
-
-    @property
-    def keys_at(self) -> tuple[Run, ...]:
-        """Where the keys lie in the sequence."""
-        return within(self.theirs, (self.keys,))
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a step does for samples that see alike. ``num_keys``: how many keys come. ``given``:
-    which of this rank's own go.
-    """
-
-    samples: Run
-    num_keys: int
-    given: tuple[Run, ...]
-    parts: tuple[_Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What a rank does in one step. ``source``, ``target``: the ranks whose keys come, and to which
-    its own go. ``is_idle``: no rank of the axis sends any.
-    """
-
-    source: int
-    target: int
-    is_idle: bool
-    shares: tuple[_Share, ...]
-
-
-Steps = tuple[_Step, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A rank's place along an axis that cuts queries. ``is_ring``: it cuts keys, too."""
-
-    size: int
-    index: int
-    turns: int
-    is_ring: bool
-
-    def runs(self, count: int) -> tuple[Run, ...]:
-        """Where the rank's piece of ``count`` things lies."""
-        return dealt(count, self.size, self.index, turns=self.turns)
-
-
-@lru_cache(maxsize=256)
-def _steps(
-    places: tuple[_Place, ...],
-    lengths: tuple[int, int],
-    query_unit: int,
-    seen: tuple[Seen, ...],
-    call_pairs: int,
-) -> Steps:
-    """What the rank at ``places`` does; the first step is with its own keys. ``call_pairs``: what a
-    call of a kernel costs, as for :func:`~shardwright.runtime.visible_keys.joined_tiles`.
-    """
-    ring = next((place for place in places if place.is_ring), _Place(1, 0, 0, True))
-    size, index = ring.size, ring.index
-    # Every rank computes what all of them need of each other, so that sender and receiver agree on
-    # the size of each message without asking.
-    members = [replace(ring, index=rank) for rank in range(size)]
-    queries = [
-        piece_runs([member if place.is_ring else place for place in places], lengths[0], query_unit)
-        for member in members
-    ]
-    keys = [joined(member.runs(lengths[1])) for member in members]
-    own = queries[index]
-
-    sees = {some.samples: [seen_runs(some.bands, runs) for runs in queries] for some in seen}
-
-    def needed(some: Seen, by: int, of: int) -> tuple[Run, ...]:
-        """The keys of rank ``of`` that queries of rank ``by`` see."""
-        return common(sees[some.samples][by], keys[of])
-
-    def share(some: Seen, step: int) -> _Share:
-        # In step ``s`` keys travel ``s`` ranks at once: from rank ``i`` to rank ``i + s``.
-        source, target = (index - step) % size, (index + step) % size
-        here = keys[index] if step == 0 else needed(some, index, source)
-        num_keys, bands = sum(count for _, count in here), local_bands(some.bands, own, here)
-        parts = tuple(
-            _Part(tile, some.samples, own, here, not some.exact)
-            for tile in joined_tiles(bands, num_keys, call_pairs)
-        )
-        given = () if step == 0 else needed(some, target, index)
-        return _Share(
-            some.samples,
-            num_keys,
-            places_of(keys[index], given),
-            parts,
-        )
-
-    def is_idle(step: int) -> bool:
-        # Idle on all ranks or on none: an all-to-all needs everybody.
-        pairs = (((of + step) % size, of) for of in range(size))
-        return not any(needed(some, by, of) for by, of in pairs for some in seen)
-
-    steps = []
-    for step in range(size):
-        shares = tuple(share(some, step) for some in seen)
-        no_message = step == 0 or is_idle(step)
-        steps.append(_Step((index - step) % size, (index + step) % size, no_message, shares))
-    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +301,7 @@ Arrived = dict[Run, tuple[Tensor, Tensor]]
 """Keys and values, by the samples that they are of."""
 
 
-def _own(x: Tensor, part: _Part) -> Tensor:
+def _own(x: Tensor, part: Part) -> Tensor:
     """The queries of a part, of a tensor ``[samples, heads, L, ...]``."""
     return x.narrow(0, *part.samples).narrow(2, *part.queries)
 
@@ -461,7 +321,7 @@ class _Blocks:
         self._wants_mask = wants_mask
         self._alike = None if mask is None else hidden_alike(mask)
 
-    def of(self, step: _Step, arrived: Arrived) -> Iterator[tuple[_Part, Block]]:
+    def of(self, step: Step, arrived: Arrived) -> Iterator[tuple[Part, Block]]:
         """The blocks of a step."""
         if not self._query.numel():
             return
@@ -491,13 +351,13 @@ class _Blocks:
             )
             yield part, block
 
-    def _dropout(self, part: _Part) -> TileDropout | None:
+    def _dropout(self, part: Part) -> TileDropout | None:
         dropout = self._attention.dropout
         if dropout is None:
             return None
         return TileDropout(dropout, part.samples, part.queries_at, part.keys_at)
 
-    def _bias(self, part: _Part) -> Tensor | None:
+    def _bias(self, part: Part) -> Tensor | None:
         dtype = merging_dtype(self._query.dtype)
         if self._mask is not None:
             return as_bias(torch.cat(_mask_of(self._mask, part), 3), dtype)
@@ -514,7 +374,7 @@ class _Blocks:
         return as_bias(seen, dtype)[None, None]
 
 
-def _mask_of(mask: Tensor, part: _Part) -> list[Tensor]:
+def _mask_of(mask: Tensor, part: Part) -> list[Tensor]:
     """The parts of a mask ``[..., queries or 1, all keys]`` for a tile, as views, one for each run
     of its keys.
     """
@@ -522,7 +382,7 @@ def _mask_of(mask: Tensor, part: _Part) -> list[Tensor]:
     return [rows.narrow(3, *run) for run in part.keys_at]
 
 
-def _mask_rows(mask: Tensor, part: _Part) -> Tensor:
+def _mask_rows(mask: Tensor, part: Part) -> Tensor:
     """The part of a mask for the samples and queries of a tile, as a view."""
     if mask.shape[0] > 1:
         mask = mask.narrow(0, *part.samples)
@@ -531,7 +391,7 @@ def _mask_rows(mask: Tensor, part: _Part) -> Tensor:
 
 def _arriving(
     attention: _Attention, key: Tensor, value: Tensor, phase: Phase
-) -> Iterator[tuple[_Step, Arrived]]:
+) -> Iterator[tuple[Step, Arrived]]:
     """The steps, each with the keys and values that it needs. Those of the next step are on their
     way while the caller computes.
     """
@@ -624,7 +484,7 @@ class _Home:
         ]
         self._dtype = dtype
         self._has_begun = False
-        self._coming: list[tuple[_Step, PendingRows]] = []
+        self._coming: list[tuple[Step, PendingRows]] = []
 
     def rooms(self, arrived: Arrived) -> Arrived:
         """Where the gradients of the next step are added: zeros; for the first step, those of this
@@ -639,7 +499,7 @@ class _Home:
 
         return {at: (zeros(keys), zeros(values)) for at, (keys, values) in arrived.items()}
 
-    def send(self, step: _Step, rooms: Arrived) -> None:
+    def send(self, step: Step, rooms: Arrived) -> None:
         """Begin to send the gradients of a step home; those of the first are there."""
         if self._has_begun and not step.is_idle:
             message = _end_to_end([x for pair in rooms.values() for x in pair], self._own[0])

@@ -131,9 +131,9 @@ def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
     """Measure, by case, the most bytes that live at once on this rank in a step. Results are kept
     up to its end.
 
-    Of two steps after the second the lesser: a thread of gloo that has sent what a bucket held
-    lets go of it when it runs again, which on a machine with other work may be far into the
-    optimizer's step.
+    Of the steps after the second the least: a thread of gloo that has sent what a bucket held lets
+    go of it when it runs again, which on a machine with other work may be far into the optimizer's
+    step.
     """
     return [_peak(Path(folder, str(number)), case) for number, case in enumerate(cases)]
 
@@ -152,7 +152,7 @@ def _peak(folder: Path, case: PeakCase) -> int:
             [*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())]
         )
         peaks = []
-        for _ in range(4):
+        for _ in range(10):
             live.restart()
             results = model.train_step(samples)
             optimizer.step()

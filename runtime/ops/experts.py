@@ -158,7 +158,7 @@ class _Held:
     number: Tensor
     token: Tensor
     expert: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
 
 
 def _exchanged(
@@ -227,29 +227,26 @@ def _sent_along(axis: AxisGroup, held: _Held, ranks: Tensor) -> tuple[_Held, Leg
     choices_to = torch.bincount(owner, minlength=axis.size)
     place = sent_before[owner, token] - (tokens_to.cumsum(0) - tokens_to)[owner]
 
-    # Counts go first, then numbers in one message, then what has gradients.
+    # Counts go first, then all else in one message.
     counts = torch.stack([tokens_to, choices_to], 1)
     ones = [1] * axis.size
     came = _all_to_all(counts, axis, ones, ones)
     (tokens_in, choices_in), (tokens_out, choices_out) = came.T.tolist(), counts.T.tolist()
-    told = (held.number[sent_token], expert, place)
-    number, expert, place = _together(
-        told, axis, (tokens_out, choices_out, choices_out), (tokens_in, choices_in, choices_in)
+    of_tokens = [held.x.index_select(0, sent_token), held.number[sent_token]]
+    of_choices = [expert, place]
+    if held.weights is not None:
+        of_choices.append(held.weights.index_select(0, by_owner))
+    arrived, number, expert, place, *weights = _exchange(
+        of_tokens + of_choices,
+        axis,
+        [tokens_out] * len(of_tokens) + [choices_out] * len(of_choices),
+        [tokens_in] * len(of_tokens) + [choices_in] * len(of_choices),
     )
-    given, weights = held.x.index_select(0, sent_token), held.weights
-    weights = None if weights is None else weights.index_select(0, by_owner)
-    if weights is not None and weights.dtype == given.dtype:
-        counts_out, counts_in = (tokens_out, choices_out), (tokens_in, choices_in)
-        arrived, weights = _exchange((given, weights), axis, counts_out, counts_in)
-    else:
-        arrived = exchange_rows(given, axis, tokens_out, tokens_in)
-        if weights is not None:
-            weights = exchange_rows(weights, axis, choices_out, choices_in)
     # Places are counted by each sender from 0.
     offset = torch.tensor(list(itertools.accumulate([0, *tokens_in]))[:-1], device=place.device)
     token = place + _repeated(offset, choices_in)
     leg = Leg(axis, tokens_in, tokens_out, sent_token, num_tokens)
-    return _Held(arrived, number, token, expert, weights), leg
+    return _Held(arrived, number, token, expert, *weights), leg
 
 
 def _returned(rows: Tensor, routing: Routing, exchange: Axes, token_dims: TokenDims) -> Tensor:
@@ -380,16 +377,22 @@ def _together(
     receive: Sequence[list[int]],
     phase: Phase = "forward",
 ) -> list[Tensor]:
-    """:func:`_all_to_all` of several tensors of one dtype, in one message."""
+    """:func:`_all_to_all` of several tensors, in one message: their bytes, as numbers of the
+    smallest of their dtypes.
+    """
     if len(tensors) == 1:
         return [_all_to_all(tensors[0], axis, send[0], receive[0], phase)]
     # A rank's part of the message is the parts of all tensors, end to end.
-    widths = [math.prod(x.shape[1:]) for x in tensors]
+    dtype = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
+    widths = [math.prod(x.shape[1:]) * x.dtype.itemsize // dtype.itemsize for x in tensors]
     out, into = (
         [[width * rows for rows in counts] for width, counts in zip(widths, sizes, strict=True)]
         for sizes in (send, receive)
     )
-    parts = [x.reshape(-1).split_with_sizes(sizes) for x, sizes in zip(tensors, out, strict=True)]
+    parts = [
+        x.reshape(-1).view(dtype).split_with_sizes(sizes)
+        for x, sizes in zip(tensors, out, strict=True)
+    ]
     message = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
     to_ranks, from_ranks = ([sum(of) for of in zip(*side, strict=True)] for side in (out, into))
     came = _all_to_all(message, axis, to_ranks, from_ranks, phase)
@@ -397,7 +400,9 @@ def _together(
         [size for from_rank in zip(*into, strict=True) for size in from_rank]
     )
     return [
-        torch.cat(chunks[index :: len(tensors)]).view(sum(receive[index]), *x.shape[1:])
+        torch.cat(chunks[index :: len(tensors)])
+        .view(x.dtype)
+        .view(sum(receive[index]), *x.shape[1:])
         for index, x in enumerate(tensors)
     ]
 
@@ -413,7 +418,9 @@ def _exchange(
     send: Sequence[list[int]],
     receive: Sequence[list[int]],
 ) -> tuple[Tensor, ...]:
-    """:func:`exchange_rows` of several tensors of one dtype, in one message each way."""
+    """:func:`exchange_rows` of several tensors in one message each way. Integers have no gradients,
+    which need not go back.
+    """
     return cast(
         tuple[Tensor, ...],
         _Exchange.apply(axis, send, receive, *tensors),  # type: ignore[no-untyped-call]
@@ -431,11 +438,16 @@ class _Exchange(torch.autograd.Function):
         receive: Sequence[list[int]],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return tuple(_together(tensors, axis, send, receive))
+        came = _together(tensors, axis, send, receive)
+        real = [x.is_floating_point() for x in tensors]
+        ctx.mark_non_differentiable(*itertools.compress(came, (not one for one in real)))
+        ctx.axis, ctx.real = axis, real
+        ctx.send, ctx.receive = (list(itertools.compress(n, real)) for n in (send, receive))
+        return tuple(came)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = _together(grads, ctx.axis, ctx.receive, ctx.send, "backward")
-        return None, None, None, *back
+        grads = tuple(itertools.compress(grads, ctx.real))
+        back = iter(_together(grads, ctx.axis, ctx.receive, ctx.send, "backward"))
+        return None, None, None, *(next(back) if one else None for one in ctx.real)

@@ -276,18 +276,22 @@ def _tokens_sent(
     def sent_s(num_bytes: float) -> float:
         return axes_collective_s(hardware, "all_to_all", num_bytes, mesh, (axis,), ranks)
 
-    numbers_s = numbers_bytes = 0.0
-    rows_bytes = rows * item
+    forward_bytes = backward_bytes = rows * item
+    counts_s = counts_bytes = 0.0
     if there:
-        counts_bytes, numbers_bytes = 16.0 * num_ranks, 8 * rows / hidden + 16 * tokens * top_k
-        numbers_s = sent_s(counts_bytes) + sent_s(numbers_bytes)
-        numbers_bytes += counts_bytes
-    if there and len(call.operands) > 2:  # the weights of the choices go with the rows
-        rows_bytes += item * tokens * top_k
-    rows_s = sent_s(rows_bytes)
-    backward = bool(call.differentiated)
-    time = OpTime(rows_s + numbers_s, rows_s if backward else 0.0)
-    return Exchange(axis, time, rows_bytes + numbers_bytes, rows_bytes if backward else 0.0)
+        if len(call.operands) > 2:  # the weights of the choices
+            forward_bytes += item * tokens * top_k
+        backward_bytes = forward_bytes
+        # Counts go first, numbers with the rows.
+        counts_bytes = 16.0 * num_ranks
+        counts_s = sent_s(counts_bytes)
+        forward_bytes += 8 * rows / hidden + 16 * tokens * top_k
+    if not call.differentiated:
+        backward_bytes = 0.0
+    time = OpTime(
+        counts_s + sent_s(forward_bytes), sent_s(backward_bytes) if backward_bytes else 0.0
+    )
+    return Exchange(axis, time, forward_bytes + counts_bytes, backward_bytes)
 
 
 def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:

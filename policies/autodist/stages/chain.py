@@ -62,8 +62,8 @@ def block_starts(
     while low < len(places) and traffic[places[low]] == traffic[places[low - 1]]:
         low += 1
     chosen = sorted(places[:low])
-    joined = _joined(chosen, traffic, times)
-    return joined if len(joined) >= num_stages else [0, *chosen]
+    joined = _joined(chosen, traffic, times, max(MAX_BLOCKS, num_stages))
+    return joined if len(joined) >= num_stages else [0, *sorted(places[: num_stages - 1])]
 
 
 def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
@@ -231,12 +231,14 @@ def _block_times(places: Sequence[int], times: Sequence[float]) -> list[float]:
     return [sums[stop] - sums[start] for start, stop in itertools.pairwise(edges)]
 
 
-def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float]) -> list[int]:
+def _joined(
+    places: list[int], traffic: Sequence[float], times: Sequence[float], most: int
+) -> list[int]:
     """The places without slivers: of two places with next to nothing between them, the one stays
-    that less crosses.
+    that less crosses. ``most``: blocks that they may make.
     """
     # An eighth of a block of even size counts as next to nothing.
-    sliver = sum(times) / (8 * MAX_BLOCKS)
+    sliver = sum(times) / (8 * most)
     kept: list[int] = []
     since = sum(times[: places[0]]) if places else 0.0
     for index, place in enumerate(places):
@@ -248,7 +250,7 @@ def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float])
             kept[-1] = place
         since += sum(times[place:stop])
     # Too many blocks: the shortest goes, one after the other.
-    while len(kept) + 1 > MAX_BLOCKS:
+    while len(kept) + 1 > most:
         shortest = min(
             range(len(kept)), key=lambda i: sum(times[kept[i - 1] if i else 0 : kept[i]])
         )

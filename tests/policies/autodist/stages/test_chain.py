@@ -80,6 +80,12 @@ def test_blocks_are_short_enough_for_the_stages(name: str, num_stages: int) -> N
     )
 
 
+def test_there_are_no_more_blocks_than_stages_where_few_operators_take_time() -> None:
+    graph = zoo_graph("gpt2")
+    times = [1.0 if index in (10, 20) else 0.0 for index in range(len(graph.ops))]
+    assert len(block_starts(graph, times, 8)) == 8
+
+
 def test_stages_begin_where_least_crosses() -> None:
     graph = zoo_graph("gpt2")
     times = [1.0 if "mlp_c" in op.name or "attn_c" in op.name else 0.0 for op in graph.ops]

@@ -85,7 +85,16 @@ class PlaceOnAxis:
 
     def holds(self, index: int, count: int) -> int:
         """1 if thing ``index`` of ``count`` is here when the axis cuts them, else 0."""
-        return int(any(start <= index < start + size for start, size in self.runs(count)))
+        return int(self.place_of(index, count) >= 0)
+
+    def place_of(self, index: int, count: int) -> int:
+        """Where thing ``index`` of ``count`` is among those here; -1 if it is none of them."""
+        before = 0
+        for start, size in self.runs(count):
+            if start <= index < start + size:
+                return before + index - start
+            before += size
+        return -1
 
     def runs(self, count: int) -> tuple[Run, ...]:
         """Where this place's piece of ``count`` things lies."""

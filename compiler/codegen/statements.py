@@ -44,7 +44,7 @@ from shardwright.compiler.ops.render import (
     imports_of_literal,
     names_bound,
 )
-from shardwright.compiler.plan.conversion import CutSizes
+from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Loop, Program, gathers_at, steps
 from shardwright.compiler.plan.repeated_blocks import (
     Item,
@@ -52,7 +52,7 @@ from shardwright.compiler.plan.repeated_blocks import (
     Update,
     weight_path,
 )
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.structure import values_digest
 
 RUNTIME_IMPORTS = {
@@ -323,7 +323,7 @@ class StatementWriter:
         assert step.cut is not None
         if step.kind == "narrow":
             self._need("piece_of")
-            plain = _is_plain(step.cut, self.program.plan.loops[step.axis].count, step.kind)
+            plain = _is_plain(step.cut, program.plan.computing_mesh, step)
             cut = "" if plain else f", {self._cut(step.cut, sizes)}"
             ahead = "" if gather is None else f", gather={self._gather_text(gather, program)}"
             return f"piece_of({name}, {step.dim}{cut}{ahead})"
@@ -337,7 +337,7 @@ class StatementWriter:
         step = gather.step
         words = [self._axis_variables(program)[step.axes], str(step.dim), f'"{step.backward}"']
         assert step.cut is not None
-        if not _is_plain(step.cut, program.plan.storage_mesh.axis_size(step.axis), step.kind):
+        if not _is_plain(step.cut, program.plan.storage_mesh, step):
             words.append(self._cut(step.cut, self._source_of(program)))
         return f"Gather({', '.join(words)})"
 
@@ -428,9 +428,7 @@ class StatementWriter:
         if step.kind == "all_to_all":
             assert step.cut is not None and step.to_cut is not None
             words += [self._cut(step.cut, sizes), str(step.to_dim), self._cut(step.to_cut, sizes)]
-        elif step.cut is not None and not _is_plain(
-            step.cut, self.program.plan.storage_mesh.axis_size(step.axis), step.kind
-        ):
+        elif step.cut is not None and not _is_plain(step.cut, program.plan.storage_mesh, step):
             words.append(f"cut={self._cut(step.cut, sizes)}")
         # A backward is written only where it is not the one that the adapter has by itself.
         if step.backward not in (None, default):
@@ -558,14 +556,17 @@ def _as_it_is(leaf: Any) -> Any:
     return leaf
 
 
-def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
+def _is_plain(cut: CutSizes, mesh: Mesh, step: AdapterStep) -> bool:
     """Whether the adapter finds this cut by itself, so that it need not be written: even contiguous
     pieces, or one whole segment that is still to be cut.
     """
     if cut.outer != 1 or len(cut.segments) != 1 or cut.element:
         return False
+    # In zigzag an axis deals elements that are ``inner`` long as they are, and not their parts.
+    if mesh.turns_of(step.axis) and cut.inner != 1:
+        return False
     # The dim of a gathered piece tells its whole length only if all pieces are equal: one element
     # for each rank, ``inner`` long. A dim that is still whole tells it in any case.
-    return cut.segments[0] == num_pieces or (
-        kind in ("narrow", "reduce_scatter") and cut.inner == 1
+    return cut.segments[0] == mesh.axis_size(step.axis) or (
+        step.kind in ("narrow", "reduce_scatter") and cut.inner == 1
     )

@@ -115,6 +115,14 @@ class Holds(sympy.Function):  # type: ignore[misc]
     is_nonnegative = True
 
 
+class PlaceOf(sympy.Function):  # type: ignore[misc]
+    """``PlaceOf(i, n, axis)``: where thing ``i`` of ``n`` is among those that this rank holds when
+    the axis cuts them; no place of theirs if it is none of them.
+    """
+
+    is_integer = True
+
+
 class AxisVariable(sympy.Symbol):  # type: ignore[misc]
     """A mesh axis by the variable that stands for its group in generated code."""
 
@@ -149,7 +157,8 @@ def element_in(element: tuple[Size, ...], axes: Iterable[str]) -> tuple[Size, Si
     """
     index, count = element
     for axis in axes:
-        index, count = index - offset(count, axis), LocalSize(count, sympy.Symbol(axis))
+        symbol = sympy.Symbol(axis)
+        index, count = PlaceOf(index, count, symbol), LocalSize(count, symbol)
     return index, count
 
 
@@ -170,9 +179,10 @@ def to_python(size: Size) -> str:
     """
     if isinstance(size, int):
         return str(size)
-    if isinstance(size, Holds):
+    if isinstance(size, Holds | PlaceOf):
+        method = "holds" if isinstance(size, Holds) else "place_of"
         index, count = (to_python(simplify(arg)) for arg in size.args[:2])
-        return f"{_axis_text(size.args[2])}.holds({index}, {count})"
+        return f"{_axis_text(size.args[2])}.{method}({index}, {count})"
     if isinstance(size, LocalSize | Offset):
         method = "local_size" if isinstance(size, LocalSize) else "offset"
         return f"{_axis_text(size.args[1])}.{method}({to_python(simplify(size.args[0]))})"
@@ -252,6 +262,6 @@ def _is_atom(size: sympy.Basic) -> bool:
     return bool(
         number
         or size.is_Symbol
-        or isinstance(size, LocalSize | Offset | Holds)
+        or isinstance(size, LocalSize | Offset | Holds | PlaceOf)
         or _function_of(size)
     )

@@ -5,6 +5,7 @@ with copies compared.
 from __future__ import annotations
 
 import itertools
+import random
 
 import torch
 from torch import Tensor
@@ -19,15 +20,24 @@ def atom_indices(atom: Atom, mesh: Mesh, coords: dict[str, int]) -> list[int]:
     for segment in atom.element[1:] or atom.segments:
         mine = list(range(start, start + segment))
         for axis in atom.axes:
-            num, index = mesh.axis_size(axis), coords[axis]
-            base, extra = divmod(len(mine), num)
-            owners = [r for r in range(num) for _ in range(base + (r < extra))]
-            mine = [i for i, owner in zip(mine, owners, strict=True) if owner == index]
+            owners = dealt_to(len(mine), mesh.axis_size(axis), mesh.turns_of(axis))
+            mine = [i for i, owner in zip(mine, owners, strict=True) if owner == coords[axis]]
         kept += mine
         start += segment
     if atom.element:  # the one index there is, where this thing is dealt to
         return [0] if atom.element[0] in kept else []
     return kept
+
+
+def dealt_to(count: int, num_ranks: int, turns: int) -> list[int]:
+    """The rank that gets each of ``count`` things: in every second round, ranks in reverse."""
+    base, extra = divmod(count, num_ranks)
+    num_rounds, owners = max(2 * turns, 1), []
+    for number in range(num_rounds):
+        for rank in range(num_ranks)[:: -1 if number % 2 else 1]:
+            share, longer = divmod(base + (rank < extra), num_rounds)
+            owners += [rank] * (share + (number < longer))
+    return owners
 
 
 def dim_indices(layout: Layout, dim: int, mesh: Mesh, coords: dict[str, int]) -> list[int]:
@@ -36,6 +46,12 @@ def dim_indices(layout: Layout, dim: int, mesh: Mesh, coords: dict[str, int]) ->
     for atom in layout.dims[dim]:
         indices = [i * atom.size + j for i in indices for j in atom_indices(atom, mesh, coords)]
     return indices
+
+
+def in_random_turns(mesh: Mesh, rng: random.Random) -> Mesh:
+    """The mesh, with some axes dealing in zigzag."""
+    turns = ((axis, rng.choice((1, 1, 2))) for axis in mesh.names if rng.random() < 0.3)
+    return Mesh(mesh.axes, tuple(turns))
 
 
 def encode(value: Tensor, layout: Layout, mesh: Mesh, seed: int = 7) -> list[Tensor]:

@@ -10,6 +10,7 @@ import warnings
 from dataclasses import replace
 
 import plans
+from layouts import in_random_turns
 from museum_models import CASES
 
 from shardwright.compiler.compile import Compiled, compile_graph
@@ -60,7 +61,8 @@ def compile_random(name: str, seed: int) -> Compiled:
 
 
 def _flat(graph: PlannableGraph, rng: random.Random) -> Plan:
-    return plans.random_plan(graph, Mesh.of(rng.choice(FLAT)), rng, in_places=True)
+    mesh = in_random_turns(Mesh.of(rng.choice(FLAT)), rng)
+    return plans.random_plan(graph, mesh, rng, in_places=True)
 
 
 def _in_stages(graph: PlannableGraph, rng: random.Random) -> Plan:

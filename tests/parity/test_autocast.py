@@ -155,8 +155,13 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "options"), PLANS, ids=[policy for policy, _ in PLANS])
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "policy", "options"),
+    [
+        *((name, *plan) for name in ("gpt2", "resnet") for plan in PLANS),
+        ("gpt2", "cp", {"plan_ngpus": 3, "runtime_ngpus": 3, "pas_config": {"cp_mode": "ring"}}),
+    ],
+)
 def test_errors_are_at_most_twice_those_of_one_device(
     tmp_path: Path, name: str, policy: str, options: dict[str, Any]
 ) -> None:

@@ -36,6 +36,7 @@ QUICK = [
     Case("llama", "data", 2, 2, {"use_zero": 3}),
     Case("gpt2", "pp", 2, 1, {"use_zero": 3, **REMAINDERS}),
     Case("llama", "tp", 2, 2, {"use_zero": 2, **REMAINDERS}),
+    Case("llama", "cp", 3, 2, {"use_zero": 2, "pas_config": {"cp_mode": "ring"}}),
 ]
 MODELS = ("gpt2", "llama")
 DATA_PARALLEL = (("dp", 1, 2), ("dp", 1, 4), ("data", 2, 2))
@@ -58,10 +59,15 @@ REST += [
     Case("llama", policy, plan, units, {"use_zero": n % 4, **REMAINDERS})
     for n, (policy, plan, units) in enumerate(PLANS)
 ]
+REST += [
+    Case("gpt2", "cp", 2, 2, {"use_zero": 3, "pas_config": {"cp_mode": "ring"}}),
+    Case("llama", "cp", 2, 1, {"pas_config": {"cp_mode": "ulysses"}}),
+]
 HALF = [
     Case("gpt2", "dp", 1, 2, {}, torch.float16),
     Case("llama", "tp", 2, 2, {"use_zero": 1}, torch.float16),
     Case("gpt2", "data", 2, 2, {"use_zero": 3}, torch.float16),
+    Case("gpt2", "cp", 2, 2, {"use_zero": 1, "pas_config": {"cp_mode": "ring"}}, torch.float16),
 ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import plans
 import pytest
 import zoo
+from layouts import in_random_turns
 
 from shardwright.runtime.layout import Mesh
 
@@ -43,7 +44,7 @@ def prepared(name: str) -> tuple[Any, ...]:
 def check_random_plan(name: str, seed: int, directory: Path) -> None:
     rng = random.Random(f"{name} {seed}")
     model, inputs, graph, reference = prepared(name)
-    mesh = Mesh.of(rng.choice(MESHES))
+    mesh = in_random_turns(Mesh.of(rng.choice(MESHES)), rng)
     plan = plans.random_plan(graph, mesh, rng, in_places=True)
     try:
         plans.check(

@@ -246,16 +246,19 @@ def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) 
     [
         ("gpt2-dropout", 3, 1),
         pytest.param("gpt2-dropout", 4, 0, marks=slow),
+        ("gpt2-dropout", 2, 1),
         pytest.param("t5-dropout", 2, 1, marks=slow),
         pytest.param("t5-dropout", 3, 0, marks=slow),
     ],
 )
 def test_rings_drop_the_weights_that_one_rank_drops(name: str, num_ranks: int, turns: int) -> None:
     """Held to the program on one rank, which draws the same numbers."""
+    zero = {"runtime_ngpus": 2 * num_ranks, "use_zero": 2} if num_ranks == 2 else {}
     config = {
         "plan_ngpus": num_ranks,
         "runtime_ngpus": num_ranks,
         "pas_config": {"cp_mode": "ring", "cp_turns": turns},
+        **zero,
     }
     report = verify_sequences(name, "cp", config, steps=2)
     assert report.ok and "random numbers" in report.compared_with, str(report)

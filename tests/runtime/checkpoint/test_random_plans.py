@@ -9,6 +9,7 @@ import checkpoints as c
 import plans
 import pytest
 import torch
+from layouts import in_random_turns
 from precision import float64_casts
 
 import shardwright
@@ -23,7 +24,7 @@ MODELS = ["gpt2", "mlp-uneven", "llama-uneven", "resnet-uneven", "encoder-decode
 
 def compiled(name, rng, directory):
     """The files of a random plan, and how many ranks they are for."""
-    mesh = Mesh.of(rng.choice(MESHES))
+    mesh = in_random_turns(Mesh.of(rng.choice(MESHES)), rng)
     plan = plans.random_plan(plans.zoo_graph(name), mesh, rng)
     plans.write(directory, plans.compile_plan(plans.zoo_graph(name), plan), c.model_of(name))
     return directory, mesh.size * rng.choice([1, 1, 2])

@@ -19,6 +19,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,9 +28,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.frontend.huggingface.calls import default_arguments
 from shardwright.frontend.huggingface.initialize import initialize
+from shardwright.frontend.huggingface.initialize_settings import asks_for_steps
 from shardwright.frontend.huggingface.initialized_model import InitializedModel
 from shardwright.frontend.huggingface.initialized_peft import InitializedPeft
+from shardwright.frontend.huggingface.stepped_model import SteppedModel, make_stepped
+from shardwright.frontend.training.loss_weights import COUNT
+from shardwright.frontend.training.run_model import MadeModel
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError, brief
 from shardwright.runtime.ranks.groups import RankMesh
@@ -38,7 +44,7 @@ from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 try:
     from accelerate.data_loader import prepare_data_loader
-    from transformers import Trainer
+    from transformers import Trainer, set_seed
 except ImportError as error:
     raise ConfigError(
         "Hugging Face's Trainer is not installed",
@@ -101,6 +107,13 @@ class ShardwrightMixin:
     state: Any
     gather_function: Callable[..., Any]
     create_scheduler: Callable[..., Any]
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    model_accepts_loss_kwargs: bool
+    compute_loss: Callable[..., Any]
+    _get_collator_with_removed_columns: Callable[..., Any]
+    _prepare_inputs: Callable[..., dict[str, Any]]
     get_decay_parameter_names: Callable[..., list[str]]
     get_optimizer_cls_and_kwargs: Callable[..., tuple[Any, Any]]
     optimizer_cls_and_kwargs: tuple[Any, Any] | None
@@ -129,13 +142,95 @@ class ShardwrightMixin:
         # accelerate makes the process group, with its own choice of backend, before anything else.
         _ = args.device
         _check_zero(_zero_stage(model, parallel), args)
-        made = _made_parallel(model, parallel, dict(initialize_options or {}))
-        super().__init__(made, args, *rest, **kwargs)  # type: ignore[call-arg]
+        options = dict(initialize_options or {})
+        self._waiting: list[dict[str, Any]] = []
+        if not asks_for_steps(parallel):
+            made = _made_parallel(model, parallel, options)
+            super().__init__(made, args, *rest, **kwargs)  # type: ignore[call-arg]
+            return
+        assert isinstance(parallel, Mapping)
+        self._check_own_loss(args, kwargs)
+        # The example of a batch comes from the data, which subclasses may prepare.
+        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        self._become_stepped(model, _averaging(parallel), options)
 
     @property
     def _ranks(self) -> RankMesh:
         ranks: RankMesh = self.model.parallel_module.ranks
         return ranks
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Programs lie where they run, and a model that is to be cut goes nowhere as a whole."""
+
+    # Pipelines
+
+    def _become_stepped(
+        self, model: nn.Module, parallel: Mapping[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Make the model parallel for whole steps. The batches of an accumulated step are the
+        microbatches of its pipeline.
+        """
+        example = options.pop("dummy_forward_args", None) or self._example(model)
+        with self.compute_loss_context_manager():
+            self.model = self.model_wrapped = self.callback_handler.model = make_stepped(
+                model, example, parallel,
+                num_microbatches=self.args.gradient_accumulation_steps, **options,
+            )  # fmt: skip
+        # Collating the example may have drawn.
+        set_seed(self.args.seed)
+
+    def _example(self, model: nn.Module) -> dict[str, Any]:
+        """A batch of the training data, with what the loop adds to it."""
+        data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        literals = MadeModel(model).literals
+        if data is None or isinstance(data, Mapping):
+            batch = default_arguments(model, with_labels=True)
+        else:
+            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+            rows = itertools.islice(iter(data), self.args.per_device_train_batch_size)
+            batch = dict(collate(list(rows)))
+        if self.model_accepts_loss_kwargs and "labels" in batch:
+            batch[COUNT] = torch.ones(())
+        return {**literals, **batch}
+
+    def _check_own_loss(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Refuse losses that are computed outside of the model, whose last stage has it."""
+        own = {
+            f"{type(self).__name__}.compute_loss": type(self).compute_loss
+            is not Trainer.compute_loss,
+            "compute_loss_func": kwargs.get("compute_loss_func") is not None,
+            "label_smoothing_factor": bool(args.label_smoothing_factor),
+        }
+        for name, is_own in own.items():
+            if is_own:
+                raise ConfigError(
+                    f"{name} is not for pipelines",
+                    why="ranks run steps as a whole, up to the loss that the model returns",
+                    hint="compute the loss in the model's forward, or use a plan without pipeline",
+                )
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """One batch; of a pipeline, the whole step with the last of its batches."""
+        if not isinstance(self.model, SteppedModel):
+            loss: torch.Tensor = super().training_step(  # type: ignore[misc]
+                model, inputs, num_items_in_batch
+            )
+            return loss
+        model.train()
+        is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        told = {COUNT: num_items_in_batch} if is_counted else {}
+        self._waiting.append({**self._prepare_inputs(inputs), **told})
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        factor = 1.0 / len(batches)
+        if is_counted:
+            # Gradients are averaged over units, and the number is that of all units together.
+            factor = self._ranks.num_units if self.args.average_tokens_across_devices else 1
+        losses = self.model.train_step(batches, lambda loss: loss * factor)
+        return torch.stack(losses).sum().detach() * factor
 
     # Batches and metrics, by unit
 
@@ -192,7 +287,9 @@ class ShardwrightMixin:
                 "optimizer_cls_and_kwargs=",
             )
         # By name, as pieces and empty parameters look like others to a rule by shape.
-        decayed = set(self.get_decay_parameter_names(self.model))
+        is_stepped = isinstance(self.model, SteppedModel)
+        original = self.model.original if is_stepped else self.model
+        decayed = set(self.get_decay_parameter_names(original))
         make, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
         )
@@ -208,7 +305,8 @@ class ShardwrightMixin:
         def groups(name: str, parameter: nn.Parameter) -> dict[str, float]:
             return {"weight_decay": self.args.weight_decay if name in decayed else 0.0}
 
-        return self._in_use(build_optimizer(self.model, make, param_groups=groups, **kwargs))
+        trained = self.model.parallel_module if is_stepped else self.model
+        return self._in_use(build_optimizer(trained, make, param_groups=groups, **kwargs))
 
     def _in_use(self, optimizer: ParallelOptimizer) -> ParallelOptimizer:
         self.optimizer = optimizer
@@ -332,12 +430,17 @@ def _made_parallel(
             raise _not_a_mean(parallel.grad_reduction)
         found: InitializedModel | InitializedPeft = initialize(model, parallel, **options)
         return found
+    made: InitializedModel | InitializedPeft = initialize(model, _averaging(parallel), **options)
+    return made
+
+
+def _averaging(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, with gradients averaged over the units. Raises :class:`ConfigError` for one that
+    says something else.
+    """
     if parallel.get("grad_reduction", "mean") != "mean":
         raise _not_a_mean(parallel["grad_reduction"])
-    made: InitializedModel | InitializedPeft = initialize(
-        model, {**parallel, "grad_reduction": "mean"}, **options
-    )
-    return made
+    return {**parallel, "grad_reduction": "mean"}
 
 
 def _zero_stage(model: nn.Module, parallel: Any) -> Any:

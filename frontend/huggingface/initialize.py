@@ -22,7 +22,7 @@ from shardwright.frontend.huggingface.initialized_model import (
     initialized_class,
 )
 from shardwright.frontend.huggingface.initialized_peft import become_initialized, check_can_wrap
-from shardwright.frontend.huggingface.model_folders import load_whole, pretrained_folder
+from shardwright.frontend.huggingface.model_folders import folder_of_values, load_whole
 from shardwright.frontend.huggingface.model_pieces import check_can_be_cut, cut
 from shardwright.frontend.huggingface.model_programs import Programs
 from shardwright.frontend.huggingface.peft_folders import is_peft_model
@@ -89,7 +89,7 @@ def initialize(
             return None
         become_initialized(model)
         return model
-    _check_model(model)
+    check_model(model)
     if load_module:
         _join_job(model)
     title = f"initializing {type(model).__name__}"
@@ -97,7 +97,7 @@ def initialize(
         settings, call = job.every_rank_does(
             lambda: _read(model, config, dummy_forward_args, load_module=load_module)
         )
-        folder = job.every_rank_does(lambda: _folder(model, checkpoint))
+        folder = job.every_rank_does(lambda: folder_of_values(model, checkpoint))
         # Further programs are traced from it: by then the parameters of the model are pieces.
         twin = job.every_rank_does(lambda: twin_of(model))
     sizes = call.sizes() if settings.policy.searches else None
@@ -121,7 +121,7 @@ def initialize(
     return model
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     cls = type(model)
     if PROGRAM in model.__dict__:
         raise UsageError(
@@ -183,26 +183,6 @@ def _read(
     device = torch.device("cpu") if world is None else world.device
     call = Call.of(model, arguments, device, settings.config, names_dims=settings.names_dims)
     return settings, call
-
-
-def _folder(model: nn.Module, checkpoint: str | Path | None) -> Path | None:
-    """The folder to read values from, for a model that has none."""
-    on_meta = {parameter.is_meta for parameter in model.parameters()}
-    if on_meta == {True}:
-        return pretrained_folder(model, checkpoint)
-    if True in on_meta:
-        raise ConfigError(
-            f"a part of {type(model).__name__} lies on the meta device",
-            why="the values of the rest would be used, and those of that part read",
-            hint="make the whole model under torch.device('meta'), or none of it",
-        )
-    if checkpoint is not None:
-        raise ConfigError(
-            "checkpoint is for a model on the meta device",
-            why=f"this {type(model).__name__} has values, which would be thrown away",
-            hint="leave out checkpoint, or make the model under torch.device('meta')",
-        )
-    return None
 
 
 def _encoder_path(model: Any) -> str:

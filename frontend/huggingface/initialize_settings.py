@@ -20,6 +20,9 @@ MODEL_PARALLELISM, POLICY = "model_parallelism", "pas_policy"
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
+PIPELINES = ("pp", "hybrid")
+"""Policies that make stages, unless they are asked for one."""
+
 EXAMPLE = '{"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}'
 
 
@@ -39,9 +42,16 @@ class Settings:
         return self.config.plan_ngpus > 1 and self.policy.name not in ("tp", "cp")
 
     @classmethod
-    def of(cls, given: ComputeConfig | Mapping[str, Any], world_size: int | None) -> Settings:
+    def of(
+        cls,
+        given: ComputeConfig | Mapping[str, Any],
+        world_size: int | None,
+        *,
+        takes_steps: bool = False,
+    ) -> Settings:
         """Read a config. ``world_size``: of the job; ``None`` where none runs, as the files are
-        made beforehand.
+        made beforehand. ``takes_steps``: the program is to be compiled end to end, with stages if
+        the config asks for them.
 
         Raises :class:`ConfigError` for unknown keys, sizes that do not fit the ranks, and a config
         that would do nothing.
@@ -57,8 +67,16 @@ class Settings:
         _check_names(given)
         options = {name: given[name] for name in given if name in _FIELDS}
         asked = given.get(MODEL_PARALLELISM)
+        default = None
         if asked is not None:
-            _take_size(options, _model_ranks(asked))
+            tensor, stages = _sizes(asked, may_have_stages=takes_steps)
+            _take_size(options, tensor * stages)
+            if stages > 1:
+                default = "hybrid" if tensor > 1 else "pp"
+                cut = {"num_stages": stages, **({"tp": tensor} if tensor > 1 else {})}
+                options["pas_config"] = {**cut, **options.get("pas_config", {})}
+        if takes_steps:
+            options["use_end2end"] = True
         if "plan_ngpus" not in options:
             raise ConfigError(
                 "the config would do nothing",
@@ -75,21 +93,24 @@ class Settings:
             options["runtime_ngpus"] = world_size
         _check_fit(options, world_size)
         config = ComputeConfig.of(options)
-        if config.use_end2end:
+        if config.use_end2end and not takes_steps:
             raise ConfigError(
                 "use_end2end is not for initialize",
                 why="forward of the model runs the program, and one compiled end to end is run by "
                 "train_step",
                 hint="leave it out, or call shardwright.parallelize",
             )
-        if config.leaves_zero_to_plan:
+        if config.leaves_zero_to_plan and not takes_steps:
             raise ConfigError(
                 f"use_zero={config.use_zero!r} is not for initialize",
                 why="each program has a plan, which would choose a stage of its own, and all "
                 "programs of a model share one optimizer",
                 hint="use_zero=1, 2 or 3 with shardwright.build_optimizer",
             )
-        policy = find_policy(given.get(POLICY, "tp" if config.plan_ngpus > 1 else "dp"))
+        default = default or ("tp" if config.plan_ngpus > 1 else "dp")
+        policy = find_policy(given.get(POLICY, default))
+        if takes_steps:
+            return cls(policy, config, "dynamic_dims" in given)
         if policy.searches:
             # Further programs are searched on the first one's mesh, and none of them in zigzag.
             config = replace(config, pas_config={"zigzag": False, **config.pas_config})
@@ -113,8 +134,18 @@ def _check_names(given: Mapping[str, Any]) -> None:
             )
 
 
-def _model_ranks(asked: Any) -> int:
-    """The number of ranks that share a model, by ``model_parallelism``."""
+def asks_for_steps(given: Any) -> bool:
+    """Whether a config asks for a program that runs whole steps: for stages, or end to end."""
+    if not isinstance(given, Mapping):
+        return False
+    asked = given.get(MODEL_PARALLELISM)
+    stages = asked.get("pipeline_parallel_size") if isinstance(asked, Mapping) else None
+    several = isinstance(stages, int) and stages > 1
+    return several or given.get(POLICY) in PIPELINES or given.get("use_end2end") is True
+
+
+def _sizes(asked: Any, *, may_have_stages: bool) -> tuple[int, int]:
+    """The ranks that share a stage, and the number of stages, by ``model_parallelism``."""
     if not isinstance(asked, Mapping):
         raise ConfigError(
             "'model_parallelism' is a dict", why=f"it is {brief(asked)}", hint=EXAMPLE
@@ -138,16 +169,16 @@ def _model_ranks(asked: Any) -> int:
         size = asked.get(name, 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is a whole number of at least 1", why=f"it is {brief(size)}")
-    if asked.get("pipeline_parallel_size", 1) > 1:
-        raise _no_pipelines("pipeline_parallel_size", asked["pipeline_parallel_size"])
-    if "tensor_parallel_size" not in asked:
+    stages: int = asked.get("pipeline_parallel_size", 1)
+    if stages > 1 and not may_have_stages:
+        raise _no_pipelines("pipeline_parallel_size", stages)
+    if "tensor_parallel_size" not in asked and stages == 1:
         raise ConfigError(
             "the config would do nothing",
             why="'model_parallelism' has no 'tensor_parallel_size'",
             hint=EXAMPLE,
         )
-    ranks: int = asked["tensor_parallel_size"]
-    return ranks
+    return asked.get("tensor_parallel_size", 1), stages
 
 
 def _take_size(options: dict[str, Any], ranks: int) -> None:
@@ -172,14 +203,14 @@ def _check_fit(options: Mapping[str, Any], world_size: int | None) -> None:
     divisors = [size for size in range(1, runtime + 1) if not runtime % size]
     raise ConfigError(
         f"{runtime} ranks cannot be dealt into models of {plan}",
-        why=f"tensor_parallel_size is {plan}, and data-parallel ranks are what remains",
+        why=f"a model is shared by {plan} ranks, and data-parallel ranks are what remains",
         hint=f"with {runtime} ranks, one of {', '.join(map(str, divisors))}; or start a multiple "
         f"of {plan} ranks",
     )
 
 
 def _check_policy(policy: Policy, config: ComputeConfig) -> None:
-    if policy.name in ("pp", "hybrid"):
+    if policy.name in PIPELINES:
         raise _no_pipelines(POLICY, policy.name)
     policy.check(config)
     if policy.takes_traces(config):
@@ -201,5 +232,6 @@ def _no_pipelines(name: str, value: Any) -> ConfigError:
     return ConfigError(
         f"{name}={value!r} is not for initialize",
         why="a pipeline runs whole steps of several microbatches, and a call of forward is not one",
-        hint="shardwright.parallelize(..., 'hybrid') with use_end2end=True has train_step",
+        hint="shardwright.parallelize(..., 'hybrid') with use_end2end=True has train_step; "
+        "ShardwrightTrainer takes pipelines, too",
     )

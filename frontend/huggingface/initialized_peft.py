@@ -7,29 +7,17 @@ would save, merge or exchange the values of layers is here, or refused: every ra
 from __future__ import annotations
 
 import functools
-import secrets
-import shutil
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shardwright.frontend.huggingface.initialized_model import refusal
-from shardwright.frontend.huggingface.model_folders import (
-    HINT,
-    check_folder,
-    check_pieces,
-    move_into,
-    pieces_aside,
-    save_pieces,
-)
-from shardwright.frontend.huggingface.peft_folders import export_peft, load_peft
-from shardwright.runtime.checkpoint.failing_together import together
+from shardwright.frontend.huggingface.model_folders import check_pieces, save_pieces
+from shardwright.frontend.huggingface.peft_folders import load_peft, save_adapter
 from shardwright.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.module.parallel_module import ParallelModule
-from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.swap import writing
 
 _PIECES = "every rank has pieces of its own"
 _COMPILED = "the programs are compiled with the adapter that was active"
@@ -104,17 +92,7 @@ class InitializedPeft(nn.Module):
         """Save the adapter as ``PeftModel.from_pretrained`` reads it, from all ranks. Other files
         of the folder stay. Collective.
         """
-        world, directory = current_world(), Path(save_directory)
-        check_folder(world, directory)
-        with pieces_aside(world, self, directory) as pieces, together(world):
-            if world.rank == 0:
-                with writing("the adapter", directory, HINT):
-                    aside = directory.with_name(f".{directory.name}.merged.{secrets.token_hex(4)}")
-                    try:
-                        export_peft(pieces, aside, self, adapter_name=adapter_name)
-                        move_into(aside, directory)
-                    finally:
-                        shutil.rmtree(aside, ignore_errors=True)
+        save_adapter(self, Path(save_directory), self, adapter_name=adapter_name)
 
     def from_parallelized(self, load_directory: str | Path, **state: Any) -> Any:
         """Load what :meth:`save_parallelized` saved in pieces, on any number of ranks, and return

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,25 @@ def save_pieces(
 
 
 def save_merged(
-    model: nn.Module, directory: Path, *, save_config: bool, max_file_bytes: int | None
+    model: nn.Module,
+    directory: Path,
+    *,
+    save_config: bool,
+    max_file_bytes: int | None,
+    config_of: Any = None,
 ) -> None:
     """Save what ``from_pretrained`` reads into ``directory``. Collective.
 
     One rank writes it, and has one tensor at a time. Other files that are there, such as those of a
-    tokenizer, stay.
+    tokenizer, stay. ``config_of``: the model of transformers, where ``model`` is compiled from it.
     """
     world = current_world()
     check_folder(world, directory)
+    original: Any = model if config_of is None else config_of
     with together(world):
-        if has_peft_layers(model):
+        if has_peft_layers(original):
             raise ConfigError(
-                f"the layers of {type(model).__name__} are wrapped by peft",
+                f"the layers of {type(original).__name__} are wrapped by peft",
                 why="from_pretrained does not know their names",
                 hint="initialize what get_peft_model returned, and save that; or save pieces",
             )
@@ -95,10 +101,11 @@ def save_merged(
                 aside = directory.with_name(f".{directory.name}.merged.{secrets.token_hex(4)}")
                 try:
                     export_pretrained(
-                        pieces, aside, _config_of(model), max_file_bytes=max_file_bytes
-                    )
+                        pieces, aside, _config_of(original),
+                        rename=names_for_folder(original), max_file_bytes=max_file_bytes,
+                    )  # fmt: skip
                     if save_config:
-                        write_config(model, aside)
+                        write_config(original, aside)
                     else:
                         (aside / CONFIG_FILE).unlink()
                     move_into(aside, directory)
@@ -169,15 +176,49 @@ def load_whole(
     )
 
 
-def names_in_folder(model: Any, names: Container[str]) -> Rename:
+def names_in_folder(model: Any, names: Iterable[str]) -> Rename:
     """What a folder with these ``names`` calls a tensor of ``model``."""
     prefix = f"{model.base_model_prefix}."
+    renamed = _renaming(model)
+    # By today's name: folders keep the one that the class had when it was published.
+    known = {renamed(name): name for name in names} | {name: name for name in names}
 
     def there(name: str) -> str:
         candidates = (name, name.removeprefix(prefix), prefix + name)
-        return next((one for one in candidates if one in names), name)
+        return next((known[one] for one in candidates if one in known), name)
 
     return there
+
+
+def names_for_folder(model: Any) -> Rename:
+    """What ``save_pretrained`` calls a tensor of ``model``: by the names that were published."""
+    return _renaming(model, reverse=True)
+
+
+def _renaming(model: Any, *, reverse: bool = False) -> Rename:
+    """How transformers renames the tensors of a folder when it reads them (``embed_out.weight`` of
+    a GPT-NeoX is ``lm_head.weight`` of its class), or, in ``reverse``, when it writes them.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            PrefixChange,
+            WeightConverter,
+            WeightRenaming,
+            apply_renamings,
+        )
+    except ImportError:  # older versions read and write the names of the class
+        return lambda name: name
+    steps = get_model_conversion_mapping(model, add_legacy=not reverse)
+    steps = [step for step in steps if not isinstance(step, PrefixChange)]
+    if reverse:
+        # Tensors that the class has merged (the weights of experts) are written merged, under
+        # today's names, which from_pretrained reads as well.
+        if any(isinstance(step, WeightConverter) for step in steps):
+            return lambda name: name
+        steps = [step.reverse_transform() for step in reversed(steps)]
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    return lambda name: str(apply_renamings(name, renamings))
 
 
 def has_peft_layers(model: nn.Module) -> bool:
@@ -266,3 +307,26 @@ def pretrained_folder(model: Any, checkpoint: str | Path | None) -> Path:
             why=str(error).splitlines()[0],
             hint=f"hf download {name}, or pass checkpoint=: a folder that save_pretrained wrote",
         ) from error
+
+
+def folder_of_values(model: nn.Module, checkpoint: str | Path | None) -> Path | None:
+    """The folder to read values from, for a model that has none; ``None`` for one that has them.
+
+    Raises :class:`ConfigError` for a model that has values in parts.
+    """
+    on_meta = {parameter.is_meta for parameter in model.parameters()}
+    if on_meta == {True}:
+        return pretrained_folder(model, checkpoint)
+    if True in on_meta:
+        raise ConfigError(
+            f"a part of {type(model).__name__} lies on the meta device",
+            why="the values of the rest would be used, and those of that part read",
+            hint="make the whole model under torch.device('meta'), or none of it",
+        )
+    if checkpoint is not None:
+        raise ConfigError(
+            "checkpoint is for a model on the meta device",
+            why=f"this {type(model).__name__} has values, which would be thrown away",
+            hint="leave out checkpoint, or make the model under torch.device('meta')",
+        )
+    return None

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import copy
 import os
+import secrets
+import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.frontend.huggingface.model_folders import load_whole, names_in_folder
+from shardwright.frontend.huggingface.model_folders import (
+    HINT,
+    check_folder,
+    load_whole,
+    move_into,
+    names_in_folder,
+    pieces_aside,
+)
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.contents import Contents
 from shardwright.runtime.checkpoint.failing_together import together
@@ -40,7 +49,7 @@ from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError, ConfigError, brief_text
 from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.ranks.world import current_world
-from shardwright.runtime.swap import write_folder
+from shardwright.runtime.swap import write_folder, writing
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -219,6 +228,25 @@ def start_peft(
     config.base_model_name_or_path = config.base_model_name_or_path or str(base)
     write_adapter(out, model, cast, adapter_name)
     return out
+
+
+def save_adapter(
+    module: nn.Module, directory: Path, model: nn.Module, *, adapter_name: str = "default"
+) -> None:
+    """Save the adapter of ``module``, which is compiled from ``model``, into ``directory`` as
+    ``PeftModel.from_pretrained`` reads it. Other files that are there stay. Collective.
+    """
+    world = current_world()
+    check_folder(world, directory)
+    with pieces_aside(world, module, directory) as pieces, together(world):
+        if world.rank == 0:
+            with writing("the adapter", directory, HINT):
+                aside = directory.with_name(f".{directory.name}.merged.{secrets.token_hex(4)}")
+                try:
+                    export_peft(pieces, aside, model, adapter_name=adapter_name)
+                    move_into(aside, directory)
+                finally:
+                    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_adapter(

@@ -26,7 +26,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwright.data.make_loader import Loader
 from shardwright.frontend.files.job import Job, exchange_about
-from shardwright.frontend.huggingface.model_folders import load_whole, write_config
+from shardwright.frontend.huggingface.model_folders import (
+    load_whole,
+    names_for_folder,
+    write_config,
+)
 from shardwright.frontend.huggingface.peft_folders import export_peft, is_peft_model
 from shardwright.frontend.parallelize import parallelize
 from shardwright.frontend.training.datasets import example_of, make_dataset, make_loader
@@ -658,6 +662,6 @@ def _written(settings: RunSettings, original: MadeModel, dtype: torch.dtype | No
     if not original.is_transformers:
         return str(merge_checkpoint(folder, out))
     module: Any = original.module
-    export_pretrained(folder, out, module.config)
+    export_pretrained(folder, out, module.config, rename=names_for_folder(module))
     write_config(module, out, dtype)
     return str(out)

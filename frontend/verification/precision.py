@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import itertools
 import sys
 import threading
@@ -24,6 +25,19 @@ from torch import Tensor, nn
 import shardwright.compiler.ops.tables  # (they know torch's functions by what their names mean now)
 import shardwright.frontend.parallelize  # noqa: F401  (no table of dtypes may be made while the names are rebound)
 from shardwright.runtime.arguments import checked
+
+
+def _make_tables() -> None:
+    """Let torch make the tables by which it names dtypes in files. It keeps them for good: made
+    while the names are rebound they would call float64 float32, and files could not be read.
+    """
+    file = io.BytesIO()
+    torch.save(torch.zeros(1), file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+
+
+_make_tables()
 
 
 def _to_float64(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

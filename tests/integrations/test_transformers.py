@@ -47,6 +47,11 @@ def test_runs_equal_the_stock_trainer_and_go_on_under_another_plan(tmp_path: Pat
     history, found = trained(tmp_path, 2, "gpt2", 2, {"plan_ngpus": 1, "use_zero": 3}, checkpoint)
     assert_close_tree(found, weights, "weights of ZeRO-3")
     assert_close_tree(history[-3:], expected[-3:], "what ZeRO-3 logs")
+    # And in two stages, of which the batches of a step are the microbatches.
+    staged = {"model_parallelism": {"enable": True, "pipeline_parallel_size": 2}}
+    history, found = trained(tmp_path, 2, "gpt2", 4, staged, checkpoint)
+    assert_close_tree(found, weights, "weights of pp")
+    assert_close_tree(history[-3:], expected[-3:], "what pp logs")
 
 
 @pytest.mark.slow
@@ -83,3 +88,15 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     hooked = arguments("unused", use_cpu=True, report_to=[], neftune_noise_alpha=5.0)
     with pytest.raises(shardwright.ConfigError, match="neftune_noise_alpha=5.0"):
         ours(model=tiny("llama"), args=hooked, parallel=parallel)
+    # Of a pipeline, the last stage has the loss.
+    staged = {"model_parallelism": {"enable": True, "pipeline_parallel_size": 2}}
+    smooth = arguments("unused", use_cpu=True, report_to=[], label_smoothing_factor=0.1)
+    with pytest.raises(shardwright.ConfigError, match="label_smoothing_factor is not for pipel"):
+        ours(model=tiny("llama"), args=smooth, parallel=staged)
+
+    class Own(ours):  # type: ignore[misc, valid-type]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(shardwright.ConfigError, match="Own.compute_loss is not for pipelines"):
+        Own(model=tiny("llama"), args=plain, parallel=staged)

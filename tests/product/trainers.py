@@ -2,16 +2,20 @@
 
     python tests/product/trainers.py parity                   # plans on 2 and 4 ranks
     python tests/product/trainers.py parity --family llama --kind "Trainer, LoRA"
+    python tests/product/trainers.py kills                    # killed, then resumed elsewhere
 
 ``parity``: each kind of trainer under each plan, in float64: losses and norms of all steps, and the
 weights after them, against one device under the bound of parity. Ranks are gloo processes; all runs
-of as many ranks are one job.
+of as many ranks are one job. ``kills``: a rank of a job is killed at a step between checkpoints;
+another job goes on from the newest one, on other ranks and under another plan, twice. What comes
+out is compared in the same way with one device that nobody stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -44,11 +48,30 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2 x 2 units": (4, 2, {"use_zero": 1}),
     "tp 2 x 2 units, zero3": (4, 2, {"use_zero": 3}),
 }
-HYBRID = {"hybrid 2 x tp 2": (4, 4, {"use_end2end": True, "pas_config": {"num_microbatches": 2}})}
-"""Pipelines run whole steps. Fabric leaves steps to its user."""
+STAGES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "pp 2": (2, 2, {"pas_policy": "pp"}),
+    "pp 2 x 2 units, zero1": (4, 2, {"pas_policy": "pp", "use_zero": 1}),
+    "hybrid 2 x tp 2": (4, 4, {"pas_policy": "hybrid"}),
+}
+"""Pipelines run whole steps, of which Fabric leaves one kind to its user."""
 
 KINDS = ("Trainer", "Trainer, LoRA", "Fabric")
-PLANS_OF = {"Trainer": PLANS, "Trainer, LoRA": PLANS, "Fabric": {**PLANS, **HYBRID}}
+HYBRID = {"hybrid 2 x tp 2": (4, 4, {"use_end2end": True, "pas_config": {"num_microbatches": 2}})}
+PLANS_OF = {
+    "Trainer": {**PLANS, **STAGES},
+    "Trainer, LoRA": {**PLANS, **STAGES},
+    "Fabric": {**PLANS, **HYBRID},
+}
+
+SAVED_EVERY = 2
+
+KILLS: dict[str, tuple[tuple[str, int | None], ...]] = {
+    # The plan of each job, and the step after which one of its ranks is killed.
+    "Trainer": (("tp 2", 3), ("pp 2 x 2 units, zero1", 5), ("zero3 2", None)),
+    "Trainer, LoRA": (("pp 2", 3), ("tp 2 x 2 units, zero3", 5), ("dp 2", None)),
+    "Fabric": (("tp 2", 3), ("hybrid 2 x tp 2", 5), ("zero3 2", None)),
+}
+"""Each job goes on from the newest checkpoint of the one before."""
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -82,15 +105,35 @@ Found = dict[str, Any]
 # Hugging Face's Trainer
 
 
-def by_trainer(family: str, kind: str, plan: str | None, out: Path) -> Found:
-    """Train with the stock Trainer (no plan), or with ours."""
-    ranks, unit, fields = (1, 1, {}) if plan is None else PLANS[plan]
+class Kill(transformers.TrainerCallback):
+    """Kills the last rank when a step is over."""
+
+    def __init__(self, after: int | None) -> None:
+        self.after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kill(state.global_step, self.after)
+
+
+def kill(step: int, after: int | None) -> None:
+    """End this process at once if it is the last rank, and ``step`` the one to do it after."""
+    if step == after and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_trainer(
+    family: str, kind: str, plan: str | None, out: Path, killed: bool, after: int | None
+) -> Found:
+    """Train with the stock Trainer (no plan), or with ours. ``killed``: save checkpoints, and go on
+    from the newest; ``after``: the step to kill a rank after.
+    """
+    ranks, unit, fields = (1, 1, {}) if plan is None else PLANS_OF[kind][plan]
     units = ranks // unit
     arguments = transformers.TrainingArguments(
         str(out), per_device_train_batch_size=GLOBAL_BATCH // 2 // units, max_steps=STEPS,
         gradient_accumulation_steps=2, max_grad_norm=0.3, weight_decay=0.1, learning_rate=1e-2,
         adam_epsilon=1e-4, warmup_steps=2, lr_scheduler_type="cosine", logging_steps=1,
-        save_strategy="no", report_to=[],
+        save_strategy="steps" if killed else "no", save_steps=SAVED_EVERY, report_to=[],
         use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     options: Any = {"model": model_of(family, kind), "args": arguments, "train_dataset": Rows()}
@@ -106,7 +149,8 @@ def by_trainer(family: str, kind: str, plan: str | None, out: Path) -> Found:
                 initialize_options={"gen_savedir": str(out / "gen")},
             )
         trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
+        trainer.add_callback(Kill(after))
+        trainer.train(resume_from_checkpoint=any(out.glob("checkpoint-*")))
     trainer.save_model(str(out / "final"))
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
@@ -148,8 +192,10 @@ class Scored(torch.nn.Module):
         )
 
 
-def by_fabric(family: str, kind: str, plan: str | None, out: Path) -> Found:
-    """Train with a plain loop (no plan), or with Fabric."""
+def by_fabric(
+    family: str, kind: str, plan: str | None, out: Path, killed: bool, after: int | None
+) -> Found:
+    """Train with a plain loop (no plan), or with Fabric. ``killed`` and ``after`` as above."""
     module: Any
     data = [Rows()[index] for index in range(len(Rows()))]
     with float64_casts():
@@ -177,9 +223,15 @@ def by_fabric(family: str, kind: str, plan: str | None, out: Path) -> Found:
         )
         optimizer = shardwright.build_optimizer(made, torch.optim.AdamW, lr=1e-2, eps=1e-4)
         setup, optimizer = fabric.setup(made, optimizer)
-        losses, norms = [], []
+        losses: list[float] = []
+        norms: list[float] = []
+        state = {"model": setup, "optimizer": optimizer, "losses": losses, "norms": norms}
+        saves = out / "saves"
+        if saves.exists():
+            fabric.load(saves, state)
+            losses, norms = state["losses"], state["norms"]
         unit_index = made.ranks.unit
-        for step in range(STEPS):
+        for step in range(len(losses), STEPS):
             halves = _halves(data[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
             mine = [
                 {**_stacked(rows[unit_index * batch : (unit_index + 1) * batch]), "scale": scale}
@@ -200,6 +252,9 @@ def by_fabric(family: str, kind: str, plan: str | None, out: Path) -> Found:
             if units > 1:
                 total = made.ranks.group((), across_units=True).all_reduce(total, "sum")
             losses.append(float(total))
+            kill(step + 1, after)
+            if killed and (step + 1) % SAVED_EVERY == 0:
+                fabric.save(saves, {**state, "losses": losses, "norms": norms})
         shardwright.save_checkpoint(out / "final", made)
     found = {"loss": _tensor(losses), "norm": _tensor(norms)}
     if fabric.global_rank == 0:
@@ -251,18 +306,18 @@ BY: dict[str, Callable[..., Found]] = {
 # Jobs
 
 
-Run = tuple[str, str, str | None, str]
-"""Family, kind, plan, folder."""
+Run = tuple[str, str, str | None, str, bool, int | None]
+"""Family, kind, plan, folder, whether it is one of several jobs, the step to kill a rank after."""
 
 
 def take(runs: list[Run]) -> None:
     """What a rank does: all runs, one after the other. Rank 0 writes what each has found."""
     transformers.logging.set_verbosity_error()
-    for family, kind, plan, out in runs:
+    for family, kind, plan, out, killed, after in runs:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            found = BY[kind](family, kind, plan, folder)
+            found = BY[kind](family, kind, plan, folder, killed, after)
         except Exception:
             # Ranks meet the same error, or wait for one that has: the job is over for both.
             (folder / f"error{os.environ.get('RANK', 0)}.txt").write_text(traceback.format_exc())
@@ -315,7 +370,7 @@ def parity(folder: Path, families: list[str], kinds: list[str]) -> list[bool]:
                     {None: 1} if num_ranks == 1 else {p: v[0] for p, v in PLANS_OF[kind].items()}
                 )
                 runs += [
-                    (family, kind, plan, str(_place(place, kind, plan)))
+                    (family, kind, plan, str(_place(place, kind, plan)), False, None)
                     for plan, ranks in plans.items()
                     if ranks == num_ranks
                 ]
@@ -323,8 +378,26 @@ def parity(folder: Path, families: list[str], kinds: list[str]) -> list[bool]:
             if num_ranks > 1:
                 results += [
                     told(f"{f:10} {k:14} {p}", Path(out), _place(place, k, None))
-                    for f, k, p, out in runs
+                    for f, k, p, out, *_ in runs
                 ]
+    return results
+
+
+def kills(folder: Path, families: list[str], kinds: list[str]) -> list[bool]:
+    """Every kind, killed twice."""
+    results = []
+    for family in families:
+        place = folder / family
+        place.mkdir(parents=True)
+        for kind in kinds:
+            alone, out = _place(place, kind, None), _place(place, kind, "killed")
+            job(1, place, [(family, kind, None, str(alone), False, None)])
+            for plan, after in KILLS[kind]:
+                ranks = PLANS_OF[kind][plan][0]
+                job(ranks, place, [(family, kind, plan, str(out), True, after)])
+                found = (out / "found.pt").exists()
+                assert found == (after is None), f"{plan} was to be killed after {after}"
+            results.append(told(f"{family:10} {kind:14} killed twice", out, alone))
     return results
 
 
@@ -335,14 +408,14 @@ def _place(place: Path, kind: str, plan: str | None) -> Path:
 def main() -> int:
     """Compare, and say how many are equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("parity",))
+    parser.add_argument("what", choices=("parity", "kills"))
     parser.add_argument("--family", choices=tuple(trainings.FAMILIES))
     parser.add_argument("--kind", choices=KINDS)
     options = parser.parse_args()
     families = [options.family] if options.family else list(trainings.FAMILIES)
     kinds = [options.kind] if options.kind else list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
-        results = parity(Path(folder), families, kinds)
+        results = {"parity": parity, "kills": kills}[options.what](Path(folder), families, kinds)
     print(f"{sum(results)} of {len(results)} equal")
     return 0 if all(results) else 1
 

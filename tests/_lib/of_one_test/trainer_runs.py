@@ -85,8 +85,6 @@ def run(
                 initialize_options={"gen_savedir": f"{out}/gen"},
                 **data,
             )
-        # Nothing draws; torch.load cannot read states of generators while casts are replaced.
-        trainer._load_rng_state = lambda checkpoint: None
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{out}/final")
     if trainer.args.process_index == 0:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.frontend.huggingface.initialize_settings import Settings
+from shardwright.frontend.huggingface.initialize_settings import Settings, asks_for_steps
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -31,6 +31,22 @@ def test_configs_that_are_read(config: Any, policy: str, ranks: tuple[int, int])
     settings = Settings.of(config, 4)
     assert settings.policy.name == policy
     assert (settings.config.plan_ngpus, settings.config.runtime_ngpus) == ranks
+
+
+def test_configs_with_stages() -> None:
+    """They are read where whole steps are run."""
+    steps = [
+        asked(pipeline_parallel_size=2),
+        asked(tensor_parallel_size=2, pipeline_parallel_size=2),
+        {"plan_ngpus": 4, "pas_policy": "hybrid", "pas_config": {"tp": 2}},
+        {"plan_ngpus": 2, "use_end2end": True},
+    ]
+    found = [Settings.of(config, 4, takes_steps=True) for config in steps]
+    assert all(map(asks_for_steps, steps)) and not asks_for_steps(asked(tensor_parallel_size=2))
+    assert [settings.policy.name for settings in found] == ["pp", "hybrid", "hybrid", "tp"]
+    assert [settings.config.plan_ngpus for settings in found] == [2, 4, 4, 2]
+    assert found[1].config.pas_config == {"num_stages": 2, "tp": 2}
+    assert all(settings.config.use_end2end for settings in found)
 
 
 def test_fields_of_compute_config_have_their_own_names() -> None:
@@ -90,7 +106,7 @@ def test_fields_of_compute_config_have_their_own_names() -> None:
         (
             asked(tensor_parallel_size=3),
             "4 ranks cannot be dealt into models of 3\n"
-            "  why:   tensor_parallel_size is 3, and data-parallel ranks are what remains\n"
+            "  why:   a model is shared by 3 ranks, and data-parallel ranks are what remains\n"
             "  try:   with 4 ranks, one of 1, 2, 4; or start a multiple of 3 ranks",
         ),
         (
@@ -98,7 +114,8 @@ def test_fields_of_compute_config_have_their_own_names() -> None:
             "pipeline_parallel_size=2 is not for initialize\n"
             "  why:   a pipeline runs whole steps of several microbatches, and a call of forward "
             "is not one\n"
-            "  try:   shardwright.parallelize(..., 'hybrid') with use_end2end=True has train_step",
+            "  try:   shardwright.parallelize(..., 'hybrid') with use_end2end=True has train_step; "
+            "ShardwrightTrainer takes pipelines, too",
         ),
         (
             {**asked(tensor_parallel_size=2), "plan_ngpus": 4},

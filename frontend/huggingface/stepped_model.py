@@ -99,8 +99,8 @@ class SteppedModel(nn.Module):
     def _filled(
         self, batches: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Mapping[str, Any]], list[bool]]:
-        """A sample for each microbatch of the schedule, and which of them only fill it up. Those are
-        a single row: their results are thrown away.
+        """A sample for each microbatch of the schedule, and which of them only fill it up.
+        Those are a single row: their results are thrown away.
         """
         missing = max(0, (self._num_samples or 0) - len(batches))
         samples = [*batches, *[self._row(batches[0])] * missing]

@@ -324,14 +324,14 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
             factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
     by_name = {factor.name: factor for factor in factors}
 
-    def exchanged(name: str) -> list[str]:
-        """The pieces of a factor that an exchange may cut: of a frozen one, of which edges are
-        exchanged, only the outermost, as of one that has a form. Of others those that are not
-        frozen: a form that deals out experts must be told of their axes.
+    def exchanged(name: str, *, is_ring: bool) -> list[str]:
+        """The pieces of a factor that an exchange may cut: of a frozen one only the outermost, as
+        of one that has a form; and where edges are exchanged, only of one segment. Of others those
+        that are not frozen: a form that deals out experts must be told of their axes.
         """
         names = renamed[name]
         if rule.frozen(name):
-            return [n for n in names[:1] if len(by_name[n].segments) == 1]
+            return [n for n in names[:1] if is_ring or len(by_name[n].segments) == 1]
         return [n for n in names if by_name[n].kind is not FactorKind.FROZEN]
 
     def in_one_piece(exchange: Exchange) -> bool:
@@ -341,9 +341,12 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
     # sequence its blocks lie, which can be said of factors in one piece only.
     exchanges: list[Exchange] = []
     for exchange in rule.exchanges:
-        if exchange.kind is ExchangeKind.RING and not in_one_piece(exchange):
+        is_ring = exchange.kind is ExchangeKind.RING
+        if is_ring and not in_one_piece(exchange):
             continue
-        pairs = itertools.product(exchanged(exchange.source), exchanged(exchange.target))
+        pairs = itertools.product(
+            exchanged(exchange.source, is_ring=is_ring), exchanged(exchange.target, is_ring=is_ring)
+        )
         exchanges += [replace(exchange, source=source, target=target) for source, target in pairs]
     sizes = {factor.name: factor.size for factor in factors}
     return replace(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.runtime.ops.attention_dropout import WeightDropout
-from shardwright.runtime.ops.axes import Axes, communicating, piece_runs
+from shardwright.runtime.ops.axes import Axes, Length, communicating, piece_runs, whole_length
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.ops.random import NamedSizes, RngState
 from shardwright.runtime.ops.split_attention import split_attention
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     axes: Sequence[str] = (),
     query_axes: Axes = (),
     key_axes: Axes = (),
-    lengths: tuple[int, int] = (0, 0),
+    lengths: tuple[Length, Length] = (0, 0),
     query_unit: int = 1,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L,
@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
         if dropout_p:
             # Of the weights; each head of queries has its own.
             heads = query.shape[-3] if query.ndim > 2 else 1
-            shape = (heads, query.shape[-2], lengths[1])
+            shape = (heads, query.shape[-2], whole_length(lengths[1]))
             dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
         return split_attention(
             query,

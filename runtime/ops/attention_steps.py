@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwright.runtime.marks import Seen
-from shardwright.runtime.ops.axes import piece_runs
-from shardwright.runtime.runs import Run, common, dealt, joined, places_of, within
+from shardwright.runtime.ops.axes import Length, piece_runs
+from shardwright.runtime.runs import Run, common, dealt, places_of, within
 from shardwright.runtime.visible_keys import Tile, joined_tiles, local_bands, seen_runs
 
 
@@ -95,7 +95,7 @@ class Place:
 @lru_cache(maxsize=256)
 def steps_of(
     places: tuple[Place, ...],
-    lengths: tuple[int, int],
+    lengths: tuple[Length, Length],
     query_unit: int,
     seen: tuple[Seen, ...],
     call_pairs: int,
@@ -112,7 +112,7 @@ def steps_of(
         piece_runs([member if place.is_ring else place for place in places], lengths[0], query_unit)
         for member in members
     ]
-    keys = [joined(member.runs(lengths[1])) for member in members]
+    keys = [piece_runs([member], lengths[1]) for member in members]
     own = queries[index]
 
     sees = {some.samples: [seen_runs(some.bands, runs) for runs in queries] for some in seen}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.runtime.marks import Mark, Marks, Seen, marks_of, remembered, seen
-from shardwright.runtime.ops.axes import Axes, communicating
+from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ops.split_attention import Where, attention_in_tiles, autocasted
 from shardwright.runtime.visible_keys import MOST_MASKED, Band
 
@@ -35,7 +35,7 @@ def attention_where(
     blind: str = "zeros",
     query_axes: Axes = (),
     key_axes: Axes = (),
-    lengths: tuple[int, int] | None = None,
+    lengths: tuple[Length, Length] | None = None,
     query_unit: int = 1,
 ) -> Tensor:
     """Attention in which query ``i`` sees key ``j`` where ``key_marks[n]`` of the key, compared by
@@ -55,7 +55,7 @@ def attention_where(
     query_axes, ring = communicating(query_axes), communicating(key_axes)
     if lengths is None or not query_axes:
         lengths, query_unit = (query.shape[-2], key.shape[-2]), 1
-    positions = (lengths[0] * query_unit, lengths[1])
+    positions = (whole_length(lengths[0]) * query_unit, whole_length(lengths[1]))
     static = None if bands is None else tuple(Band(*fields) for fields in bands)
     given, question = (*query_marks, *key_marks), (tuple(comparisons), static, positions)
 

@@ -27,20 +27,36 @@ def communicating(axes: Axes) -> Axes:
     return tuple(axis for axis in axes if axis.size > 1)
 
 
+Length = int | tuple[int, ...]
+"""How many things axes cut; or of what lies end to end (a class token, patches), how many of each:
+these are cut one by one.
+"""
+
+
+def whole_length(length: Length) -> int:
+    """How many things there are in all."""
+    return length if isinstance(length, int) else sum(length)
+
+
 class Dealing(Protocol):
     """What deals things to ranks, and knows which are this rank's: as an axis does."""
 
     def runs(self, count: int) -> tuple[Run, ...]: ...
 
 
-def piece_runs(axes: Sequence[Dealing], count: int, unit: int = 1) -> tuple[Run, ...]:
+def piece_runs(axes: Sequence[Dealing], count: Length, unit: int = 1) -> tuple[Run, ...]:
     """Where this rank's piece of ``count`` units of ``unit`` things lies, which ``axes`` cut, major
     to minor.
     """
-    runs: tuple[Run, ...] = ((0, count),)
-    for axis in axes:
-        runs = within(runs, axis.runs(sum(size for _, size in runs)))
-    return joined((start * unit, size * unit) for start, size in runs)
+    found: list[Run] = []
+    begin = 0
+    for segment in (count,) if isinstance(count, int) else count:
+        runs: tuple[Run, ...] = ((begin, segment),)
+        for axis in axes:
+            runs = within(runs, axis.runs(sum(size for _, size in runs)))
+        found += runs
+        begin += segment
+    return joined((start * unit, size * unit) for start, size in found)
 
 
 def sum_over(x: Tensor, axes: Axes, phase: Phase = "forward") -> Tensor:

@@ -36,7 +36,7 @@ from shardwright.runtime.ops.attention_blocks import (
 )
 from shardwright.runtime.ops.attention_dropout import TileDropout, WeightDropout
 from shardwright.runtime.ops.attention_steps import Part, Place, Step, Steps, steps_of
-from shardwright.runtime.ops.axes import Axes, communicating
+from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.groups import AxisGroup
 from shardwright.runtime.ranks.pending import PendingRows
@@ -65,7 +65,7 @@ def split_attention(
     *,
     query_axes: Axes = (),
     key_axes: Axes = (),
-    lengths: tuple[int, int],
+    lengths: tuple[Length, Length],
     query_unit: int = 1,
     dropout: WeightDropout | None = None,
 ) -> Tensor:
@@ -95,8 +95,10 @@ def split_attention(
         mask = attn_mask[(None,) * max(0, 4 - attn_mask.ndim)]
         if mask.ndim > 4:
             mask = _one_batch(mask, leads)
-        mask = mask.expand(*mask.shape[:-1], lengths[1])
-    bands = (earlier_keys if is_causal else all_keys)(lengths[0] * query_unit, lengths[1])
+        mask = mask.expand(*mask.shape[:-1], whole_length(lengths[1]))
+    bands = (earlier_keys if is_causal else all_keys)(
+        whole_length(lengths[0]) * query_unit, whole_length(lengths[1])
+    )
     one_batch = [_one_batch(x, leads) for x in (query, key, value)]
     out = attention_in_tiles(
         one_batch[0],
@@ -121,7 +123,7 @@ class Where:
 
     query_axes: Axes
     ring: AxisGroup | None
-    lengths: tuple[int, int]
+    lengths: tuple[Length, Length]
     query_unit: int = 1
 
 

@@ -65,6 +65,7 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
         ("gemma2-padded", "cp", 3, {"cp_mode": "ring"}),
         ("gpt-oss", "cp", 2, {"cp_mode": "ring"}),
         ("llama-packed", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
+        ("prefixed", "cp", 3, {"cp_mode": "ring"}),
         *(
             pytest.param(*case, marks=slow)
             for case in [
@@ -106,6 +107,11 @@ def received(outcome: plans.Outcome) -> dict[tuple[str, str], float]:
                 ("t5-uneven", "cp", 4, {"cp_mode": "ring", "cp_turns": 0}),
                 ("encoder-decoder-uneven", "cp", 3, {"cp_mode": "ulysses"}),
                 ("transformer-uneven", "cp", 2, {"cp_mode": "auto"}),
+                ("vit-uneven", "cp", 3, {"cp_mode": "ring"}),
+                ("prefixed", "cp", 4, {"cp_mode": "ring", "cp_turns": 2}),
+                ("whisper", "cp", 3, {"cp_mode": "ring"}),
+                ("mamba", "cp", 3, {"cp_mode": "auto"}),
+                ("unet", "cp", 3, {"sequence": ["dim5"]}),
             ]
         ),
     ],

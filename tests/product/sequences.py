@@ -1,6 +1,6 @@
-"""Random plans that split sequences, against one device.
+"""Random plans that split sequences, against one device; and a table of them.
 
-    python tests/product/sequences.py [--plans 200] [--seed 0] [--models llama t5]
+    python tests/product/sequences.py [--plans 200] [--seed 0] [--models llama t5] [--every]
 
 Every plan is a model of ``tests/_lib/sequence_models.py`` and a draw of: 2, 3, 4, 6 or 8 ranks
 (threads), units, policy (``cp``, ``tp`` or ``hybrid``), the sizes dp, tp, pp and cp, one axis for
@@ -9,6 +9,9 @@ the schedule, the number of microbatches, what is recomputed, and the stage of Z
 compares losses, gradients and parameters after two steps. One line is printed for each, then the
 counts; the exit status is 1 if some plan differs. Draws that the compiler refuses are counted
 beside, and another is drawn.
+
+``--every`` tries a table in the place of draws: each family in each mode on 2, 3 and 4 ranks, and
+beside tensor parallelism, stages, recomputation and ZeRO.
 
 ``--only 17`` runs the draw of that number alone: draws depend on the seed and the number, not on
 each other.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,11 @@ from shardwright.policies.context_axes import MODES
 
 RANKS = (2, 3, 4, 4, 6, 8)
 STEPS = 2
+FAMILIES = (
+    *("gpt2-uneven", "llama-uneven", "mistral-uneven", "gemma2-padded", "gemma3", "gpt-oss"),
+    *("llama-packed", "prefixed", "t5-uneven", "vit-uneven", "whisper", "mamba", "unet"),
+)
+"""The models of ``--every``."""
 MOST_REFUSED = 4
 """How many draws are refused, for each that is not, before the script gives up."""
 
@@ -77,6 +86,8 @@ def draw(number: int, seed: int, models: list[str]) -> Draw:
     options: dict[str, Any] = {}
     if policy == "cp":
         options = context(rng, plan_ranks)
+        if rng.random() < 0.5:
+            options["cp_turns"] = rng.choice([0, 1, 2, 3])
     if policy == "tp":
         options = {"sequence_parallel": True, "gathers_again": rng.random() < 0.3}
     if policy == "hybrid":
@@ -89,8 +100,39 @@ def draw(number: int, seed: int, models: list[str]) -> Draw:
         if rng.random() < 0.3:
             options["recompute"] = [rng.choice(["stage:0", "*.*.*"])]
         config["use_end2end"] = True
-    config["pas_config"] = options
+    config["pas_config"] = options | named(model)
     return Draw(number, model, policy, config)
+
+
+def named(model: str) -> dict[str, Any]:
+    """What a policy is told of the sequence of a model."""
+    names = sequence_models.NAMED.get(model)
+    return {"sequence": names} if names else {}
+
+
+def every() -> list[Draw]:
+    """The table of ``--every``."""
+    found: list[Draw] = []
+    for model, mode in product(FAMILIES, MODES[1:]):
+        plans: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            ("cp", {"plan_ngpus": ranks, "runtime_ngpus": ranks}, {}) for ranks in (2, 3, 4)
+        ]
+        plans += [
+            (
+                "hybrid",
+                {"plan_ngpus": 4, "runtime_ngpus": 8, "use_end2end": True, "use_zero": zero},
+                {"cp": 2, **beside},
+            )
+            for zero, beside in (
+                (1, {"num_stages": 1, "tp": 2, "sequence_parallel": True, "recompute": ["*.*.*"]}),
+                (2, {"num_stages": 2, "tp": 1, "num_microbatches": 2}),
+                (3, {"num_stages": 1, "dp": 2, "tp": 1}),
+            )
+        ]
+        for policy, config, beside in plans:
+            options = {**beside, "cp_mode": mode, **named(model)}
+            found.append(Draw(len(found), model, policy, {**config, "pas_config": options}))
+    return found
 
 
 def run(found: Draw) -> str:
@@ -100,4 +142,4 @@ def run(found: Draw) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(try_draws(__doc__, sequence_models.MODELS, draw, run, MOST_REFUSED))
+    sys.exit(try_draws(__doc__, sequence_models.MODELS, draw, run, MOST_REFUSED, every()))

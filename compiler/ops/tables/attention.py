@@ -13,6 +13,7 @@ from shardwright.compiler.ops import stand_ins
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.definitions import define
 from shardwright.compiler.ops.rule import (
+    DimRefs,
     Exchange,
     ExchangeKind,
     LocalSizes,
@@ -186,9 +187,17 @@ def _places(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     return {
         "query_axes": tuple(map(AxisRef, local.axes[outermost])),
         **({"key_axes": key_axes} if key_axes else {}),
-        "lengths": (local.full[outermost], product(local.full[ref.factor] for ref in keys)),
+        "lengths": (_length(op.rule, queries[:1]), _length(op.rule, keys)),
         **({"query_unit": unit} if unit != 1 else {}),
     }
+
+
+def _length(rule: OpRule, refs: DimRefs) -> Arg:
+    """How many positions a dim has; of positions that lie end to end, how many of each."""
+    factors = [rule.factor(ref.factor) for ref in refs]
+    if len(factors) == 1 and len(factors[0].segments) > 1:
+        return factors[0].segments
+    return product(factor.size for factor in factors)
 
 
 def _weights(rule: OpRule) -> TensorRefs:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
+from shardwright import __version__
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.time.operator_file import load_times
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.imbalance import imbalance_text
 from shardwright.compiler.plan.outputs import returns_more_than_loss
@@ -25,6 +29,7 @@ from shardwright.frontend.cli.model_arguments import (
 from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.report.page import Section, page
 from shardwright.frontend.report.pictures import Bar, bars
+from shardwright.frontend.report.plan_details import Details
 from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan
 from shardwright.policies.autodist.autodist_policy import save
@@ -47,6 +52,7 @@ from shardwright.policies.autodist.questions.what_if import (
     options_on,
     side_by_side,
 )
+from shardwright.policies.known_policies import find_policy
 from shardwright.policies.saved_plan import SavedOptions, load_plan, read_plan_file
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import check_target, write_file
@@ -322,6 +328,18 @@ def run_plan(options: argparse.Namespace) -> int:
         facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
         facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
         limit_gb = asked.options.memory_limit_gb
+        request = _request(asked, found, searched)
+        # The files that a compile of this plan writes are a part of the page.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of how work is dealt out: the page shows it
+            compiled = compile_graph(
+                request.graph, find_policy("autodist").apply, request.config,
+                policy_name=plan.policy, plan=plan, version=__version__,
+            )  # fmt: skip
+        details = Details.of(
+            compiled, found.best.cost, asked.hardware,
+            optimizer=request.options.optimizer_memory, times=load_times(request.options.hardware),
+        )  # fmt: skip
         text = page(
             graph.name,
             plan,
@@ -329,6 +347,7 @@ def run_plan(options: argparse.Namespace) -> int:
             asked.hardware,
             num_units=asked.config.num_units,
             memory_bytes=None if limit_gb is None else limit_gb * 1e9,
+            details=details,
             sections=sections,
             facts=facts,
         )

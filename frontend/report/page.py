@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.rank_memory import CATEGORIES
 from shardwright.compiler.cost.plan_cost import PlanCost, RankCost, spans
-from shardwright.compiler.cost.time.after_backward import GRADIENTS
+from shardwright.compiler.cost.time.after_backward import GRADIENTS, STAGES
 from shardwright.compiler.cost.time.exchange_time import WHOLES
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
@@ -26,6 +26,7 @@ from shardwright.frontend.report.pictures import (
 from shardwright.frontend.report.plan_details import (
     Details,
     Layer,
+    anchor,
     counted,
     in_runs,
     layer_name,
@@ -33,6 +34,7 @@ from shardwright.frontend.report.plan_details import (
     numbered_source,
     over_tiers,
     starred,
+    tier_of,
 )
 from shardwright.frontend.report.plan_tables import (
     alike_rows,
@@ -54,25 +56,31 @@ LABEL_LENGTH = 17
 LAYER_LETTERS, LAYER_LABEL = 34, 260
 """Letters of the label of a layer, and the width that they need."""
 
+POSITIONS_SHOWN = 8
+"""Positions of a pipeline whose memory over time, and whose files, are shown."""
+
 MODULES_NAMED = 8
 """The most recomputed modules that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A table that a reader unfolds. ``line``: where it stands in the generated file."""
+    """A table or a file that a reader unfolds. ``place``: where it stands in a generated file, as
+    the anchor and in words. ``source`` is HTML.
+    """
 
     name: str
     text: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    line: int | None = None
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    place: tuple[str, str] | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page: a sentence, a picture, a table, tables to unfold, a file, in this order.
-    ``picture`` and ``source`` are HTML.
+    """A part of the page: a sentence, a picture, a table, and what is unfolded, in this order.
+    ``picture`` is HTML.
     """
 
     title: str
@@ -81,7 +89,6 @@ class Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     groups: Sequence[Group] = ()
-    source: str = ""
 
 
 def page(
@@ -206,7 +213,7 @@ def _sections(
                 for row in alike_rows((name, str(layout)) for name, layout in stored.items())
             ],
         ),
-        *([] if details is None else [_of_file(details)]),
+        *([] if details is None else [_of_files(details)]),
     ]
 
 
@@ -255,27 +262,44 @@ def _layer_bars(layers: Iterable[Layer]) -> list[Bar]:
 
 
 def _of_moments(details: Details, limit: float) -> Section:
-    return Section(
-        title="Memory over time",
-        text="What rank 0 holds while one operator after the other runs: forward, backward, then "
-        "the optimizer. Of several microbatches there are two.",
-        picture=over_time(
-            [
-                (moment.name, {k: float(v) for k, v in moment.by_category.items()})
-                for moment in details.moments
-            ],
-            "B",
-            limit=limit,
-        ),
-    )
+    """A picture for the ranks of each position, all on one scale."""
+    most = max(moment.num_bytes for own in details.moments.values() for moment in own)
+    if details.stages:
+        text = "The fullest moment of each action of the schedule, then the optimizer."
+    else:
+        text = (
+            "While one operator after the other runs: forward, backward, then the optimizer. Of "
+            "several microbatches there are two."
+        )
+    pictures = []
+    for ranks, moments in list(details.moments.items())[:POSITIONS_SHOWN]:
+        named = [
+            (moment.name, {k: float(v) for k, v in moment.by_category.items()})
+            for moment in moments
+        ]
+        picture = over_time(named, "B", limit=limit, most=most)
+        pictures.append(f"<p>{_named(ranks)}</p>{picture}" if details.stages else picture)
+    more = len(details.moments) - POSITIONS_SHOWN
+    if more > 0:
+        text += f" The first {POSITIONS_SHOWN} of {len(details.moments)} positions."
+    return Section(title="Memory over time", text=text, picture="".join(pictures))
 
 
-def _of_file(details: Details) -> Section:
+def _of_files(details: Details) -> Section:
+    files = list(details.sources.items())[:POSITIONS_SHOWN]
+    groups = [
+        Group(
+            name=f"gencode{rank}.py",
+            text=f"{len(source.splitlines())} lines",
+            source=numbered_source(source, rank),
+        )
+        for rank, source in files
+    ]
+    text = "One for each position of the pipeline." if len(files) > 1 else ""
     return Section(
-        title="The file of rank 0",
-        text="Operators above link into it.",
-        source=numbered_source(details.source),
-    )
+        title="Generated files", text=f"Operators above link into them. {text}".strip(),
+        groups=groups,
+    )  # fmt: skip
 
 
 def _about_timeline(plan: Plan) -> str:
@@ -351,8 +375,12 @@ def _communication(
         for name, seconds in rank.comm_s.items():
             most[name] = max(most.get(name, (0.0, 0.0)), (seconds, rank.comm_bytes.get(name, 0.0)))
     tiers = over_tiers(hardware, most, _groups_of_axes(plan, hardware))
+    first = {f"stage {index}": stage.ranks[0] for index, stage in enumerate(plan.stages)}
     for name, seconds in cost.messages.items():
-        most[f"messages, {name}"] = seconds, cost.message_bytes.get(name, 0.0)
+        title = f"messages, {name}"
+        most[title] = seconds, cost.message_bytes.get(name, 0.0)
+        source, _, target = name.partition(" to ")
+        tiers[title] = tier_of(hardware, (first[source], first[f"stage {target}"]))
     ordered = sorted(most.items(), key=lambda item: -item[1][0])
     return [
         (name, amount(seconds, "s"), amount(num_bytes, "B"), tiers.get(name, ""))
@@ -361,7 +389,7 @@ def _communication(
 
 
 def _groups_of_axes(plan: Plan, hardware: Hardware) -> dict[str, Sequence[int]]:
-    """The devices of the first group along each axis, and along the units."""
+    """The devices of the first group along each axis, across stages, and along the units."""
     found: dict[str, Sequence[int]] = {}
     for axis, _ in plan.mesh.axes:
         found[axis] = [
@@ -369,6 +397,16 @@ def _groups_of_axes(plan: Plan, hardware: Hardware) -> dict[str, Sequence[int]]:
             for rank in range(plan.mesh.size)
             if not any(at for other, at in plan.mesh.coords(rank).items() if other != axis)
         ]
+    for stage in plan.stages:
+        for axis, _ in stage.mesh.axes:
+            group = [
+                rank
+                for index, rank in enumerate(stage.ranks)
+                if not any(at for other, at in stage.mesh.coords(index).items() if other != axis)
+            ]
+            found.setdefault(axis, group)
+    if plan.stages:
+        found[STAGES] = sorted({stage.ranks[0] for stage in plan.stages})
     found[UNITS] = range(0, hardware.num_devices, max(1, plan.mesh.size))
     return found
 
@@ -443,7 +481,7 @@ def _operators(plan: Plan, details: Details | None) -> list[Group]:
     """A table for each kind of layer; one for all where modules are not known."""
     axes = axes_of(plan)
     modules = {} if details is None else details.modules
-    lines = {} if details is None else lines_of(details.source)
+    places = {} if details is None else _places_in_files(details)
     rows: dict[str, list[tuple[str, ...]]] = {}
     for op, chosen in plan.strategies.items():
         if chosen:
@@ -456,10 +494,19 @@ def _operators(plan: Plan, details: Details | None) -> list[Group]:
             text=f"{len(own)} operators" if len(own) > 1 else "1 operator",
             columns=("operator", *axes),
             rows=[tuple(row) for row in alike_rows(own)],
-            line=next((lines[name] for name in (module, own[0][0]) if name in lines), None),
+            place=next((places[name] for name in (module, own[0][0]) if name in places), None),
         )
         for module, own in rows.items()
     ]
+
+
+def _places_in_files(details: Details) -> dict[str, tuple[str, str]]:
+    """Where modules and variables are first found in a file: the anchor, and in words."""
+    found: dict[str, tuple[str, str]] = {}
+    for rank, source in list(details.sources.items())[:POSITIONS_SHOWN]:
+        for name, line in lines_of(source).items():
+            found.setdefault(name, (anchor(rank, line), f"gencode{rank}.py:{line}"))
+    return found
 
 
 def _node_sizes(hardware: Hardware) -> Sequence[int]:

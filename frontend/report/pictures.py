@@ -130,16 +130,19 @@ def over_time(
     unit: str,
     *,
     limit: float | None = None,
+    most: float = 0.0,
     width: int = 960,
     height: int = 200,
 ) -> str:
     """What is held from moment to moment, stacked by category, with a line at ``limit``. A moment
-    is a column with its name; of neighbours that share one, the fullest is shown.
+    is a column with its name; of neighbours that share one, the fullest is shown. ``most``: what
+    the scale reaches at least, so that several pictures can be compared.
     """
     shown = _fullest(moments, (width - _LEFT - 16) // 2)
     names = list(dict.fromkeys(name for _, held in shown for name in held))
     legend, first = _legend({name: colour_of(name) for name in names}, width)
-    most = max([*(sum(held.values()) for _, held in shown), 1e-300])
+    own = max([*(sum(held.values()) for _, held in shown), 1e-300])
+    most = max(most, own)
     is_far = limit is not None and limit > 4 * most
     scale = height / (most if limit is None or is_far else max(most, limit))
     step, bottom = (width - _LEFT - 16) / max(1, len(shown)), first + height
@@ -156,15 +159,18 @@ def over_time(
             )
         title = f"{escape(told)}: {amount(sum(held.values()), unit)}"
         parts.append(f"<g><title>{title}</title>{''.join(columns)}</g>")
-    marks = [(most, amount(most, unit), "currentColor")]
+    marks = [(own, amount(own, unit), "currentColor")]
     if limit is not None and not is_far:
         marks.append((limit, f"limit {amount(limit, unit)}", "#d0364f"))
-    for value, text, colour in marks:
+    # From the top, each label below the one before.
+    label = float("-inf")
+    for value, text, colour in sorted(marks, reverse=True):
         y = bottom - value * scale
+        label = max(y + 4, label + 14)
         line = f'x1="{_LEFT}" x2="{width - 16}" y1="{y:.2f}" y2="{y:.2f}"'
         parts.append(f'<line {line} stroke="{colour}" stroke-dasharray="4 3"/>')
         parts.append(
-            f'<text x="{_LEFT - 8}" y="{y + 4:.2f}" text-anchor="end" fill="{colour}">{text}</text>'
+            f'<text x="{_LEFT - 8}" y="{label:.2f}" text-anchor="end" fill="{colour}">{text}</text>'
         )
     if limit is not None and is_far:
         text = f"far below the limit, {amount(limit, unit)}"

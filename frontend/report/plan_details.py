@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.cost.machine.hardware import Hardware
 from shardwright.compiler.cost.memory.ledger import Moment
+from shardwright.compiler.cost.memory.pipeline_memory import pipeline_memory_over_time
 from shardwright.compiler.cost.memory.step_memory import memory_over_time
 from shardwright.compiler.cost.optimizers.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost, spans
@@ -57,16 +58,16 @@ class StageRow:
 @dataclass(frozen=True)
 class Details:
     """What a page can say of a compiled plan. ``facts``: pairs of name and value. ``moments``: what
-    rank 0 holds during a step, empty for a pipeline. ``modules``: the path of the module of each
-    operator. ``source``: the generated file of rank 0.
+    ranks hold during a step, by the ranks that are alike. ``modules``: the path of the module of
+    each operator. ``sources``: generated files by rank, one for each position of a pipeline.
     """
 
     facts: list[tuple[str, str]]
     layers: list[Layer]
     stages: list[StageRow]
     modules: dict[str, str] = field(default_factory=dict)
-    moments: list[Moment] = field(default_factory=list)
-    source: str = ""
+    moments: dict[tuple[int, ...], list[Moment]] = field(default_factory=dict)
+    sources: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -95,22 +96,23 @@ class Details:
             for part, own in zip(parts, ranks, strict=True)
         ]  # fmt: skip
         count = num_microbatches or _microbatches(program)
-        stages = []
         if isinstance(program, PipelineProgram):
             stages = [
                 _stage(index, part, own, body)
                 for index, (part, own, body) in enumerate(zip(parts, ranks, bodies, strict=True))
             ]
-        moments = []
-        if isinstance(program, Program):
-            moments = memory_over_time(program, config, optimizer, num_microbatches=count)
+            moments = pipeline_memory_over_time(program, config, optimizer)
+        else:
+            stages = []
+            alone = memory_over_time(program, config, optimizer, num_microbatches=count)
+            moments = {tuple(range(config.plan_ngpus)): alone}
         return cls(
             _facts(compiled, parts, cost, hardware, count),
             layers_of(bodies),
             stages,
             {op.name: op.module_path for op in program.graph.ops},
             moments,
-            compiled.files["gencode0.py"],
+            {own[0]: compiled.files[f"gencode{own[0]}.py"] for own in moments},
         )
 
 
@@ -134,12 +136,16 @@ def _facts(
     count = sum(map(_elements, parameters))
     facts = [("parameters", counted(count)), ("dtype", ", ".join(kinds) or "none")]
     inputs = [v for v in graph.inputs if v.shape][:_NAMED_DIMS]
+    if inputs and _is_text(inputs[0]):
+        batch, length = _sizes(inputs[0])
+        facts += [("samples of a microbatch", str(batch)), ("sequence", str(length))]
     facts += [(f"{v.name}", f"{_dtype(v)}{_sizes(v)}") for v in inputs]
     facts += [("microbatches of a step", str(num_microbatches))]
     stage = compiled.plan.zero_stage if compiled.plan.zero_stage is not None else config.use_zero
     facts += [("ZeRO", f"stage {int(stage)}" if stage else "off")]
-    recomputed = len(compiled.plan.recompute)
-    facts += [("computed again", f"{recomputed} modules" if recomputed else "nothing")]
+    recomputed = compiled.plan.recompute
+    named = ", ".join(recomputed) if len(recomputed) < 3 else f"{len(recomputed)} modules"
+    facts += [("computed again", named or "nothing")]
     if cost.step_s > 0:
         samples = num_microbatches * config.num_units
         facts += _speed(parts, cost.step_s, samples, inputs, kinds, hardware, config.runtime_ngpus)
@@ -161,15 +167,19 @@ def _speed(
     found = []
     if inputs:
         first = inputs[0]
-        is_text = not first.dtype.is_floating_point and len(first.shape) == 2
-        num = math.prod(_sizes(first)) if is_text else _sizes(first)[0]
-        what = "tokens/s" if is_text else "samples/s"
+        num = math.prod(_sizes(first)) if _is_text(first) else _sizes(first)[0]
+        what = "tokens/s" if _is_text(first) else "samples/s"
         found.append((what, f"{num * samples / step_s:,.0f}"))
     if len(kinds) == 1 and kinds[0] in hardware.device.flops_per_s:
         peak = hardware.device.peak_flops_per_s(kinds[0]) * num_devices
         used = sum(map(one_device_operations, parts)) * samples
         found.append(("MFU", f"{used / peak / step_s:.1%}"))
     return found
+
+
+def _is_text(value: IRValue) -> bool:
+    """Whether an input is rows of tokens."""
+    return not value.dtype.is_floating_point and len(value.shape) == 2
 
 
 def layers_of(bodies: Iterable[BodyTime]) -> list[Layer]:
@@ -255,10 +265,15 @@ def lines_of(source: str) -> dict[str, int]:
     return found
 
 
-def numbered_source(source: str) -> str:
-    """The file as HTML, with an anchor ``L<number>`` in each line."""
+def anchor(rank: int, line: int) -> str:
+    """The anchor of a line in the file of a rank."""
+    return f"rank{rank}-{line}"
+
+
+def numbered_source(source: str, rank: int) -> str:
+    """The file of a rank as HTML, with an anchor in each line."""
     lines = (
-        f'<span id="L{number}">{html.escape(line)}</span>'
+        f'<span id="{anchor(rank, number)}">{html.escape(line)}</span>'
         for number, line in enumerate(source.splitlines(), 1)
     )
     return "\n".join(lines)
@@ -292,11 +307,11 @@ def over_tiers(
         own = [axes[axis] for axis in re.split(r"[+ ]", name)[:-1] if axis in axes]
         ranks = sorted({rank for group in own for rank in group})
         if len(ranks) > 1:
-            found[name] = _tier(hardware, ranks)
+            found[name] = tier_of(hardware, ranks)
     return found
 
 
-def _tier(hardware: Hardware, ranks: Sequence[int]) -> str:
+def tier_of(hardware: Hardware, ranks: Sequence[int]) -> str:
     """The innermost tier that has all of these devices in one group."""
     for tier in hardware.tiers:
         groups = tier.group_of

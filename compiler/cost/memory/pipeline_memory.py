@@ -11,7 +11,7 @@ runs 4 forwards before its first backward, so it holds 40 MB of activations; the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.cost.local_calls import local_bytes
@@ -38,6 +38,33 @@ def pipeline_memory(
     program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
 ) -> tuple[RankMemory, ...]:
     """The memory of every unit rank in one step; ranks of a stage are taken to be alike."""
+    found: dict[int, RankMemory] = {}
+    for ranks, memory, messages in _positions(program, config, optimizer):
+        peak = memory.peak(messages)
+        found.update((rank, peak.at(rank)) for rank in ranks)
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def pipeline_memory_over_time(
+    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
+) -> dict[tuple[int, ...], list[Moment]]:
+    """What ranks hold in the course of a step, by the ranks of each position: the fullest moment of
+    every action in the order of the schedule, then the step of the optimizer.
+    """
+    found = {}
+    for ranks, memory, messages in _positions(program, config, optimizer):
+        memory.history = []
+        memory.peak(messages)
+        found[ranks] = memory.history
+    return found
+
+
+def _positions(
+    program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory
+) -> Iterator[tuple[tuple[int, ...], _PositionMemory, Iterable[int]]]:
+    """The ranks of each position, the memory of one of them, and the bytes under way while each of
+    its actions runs.
+    """
     schedule = schedule_of_step(program.plan, trains=not config.inference_only)
     actions = schedule.actions
     # A *position* is a set of ranks that runs one or several stages; the schedule lists actions by
@@ -46,13 +73,9 @@ def pipeline_memory(
     for stage in program.plan.stages:
         positions.setdefault(stage.ranks, len(positions))
     position_of = {index: positions[stage.ranks] for index, stage in enumerate(program.plan.stages)}
-    found: dict[int, RankMemory] = {}
     for ranks, position in positions.items():
         memory = _PositionMemory(program, config, optimizer, actions[position])
-        messages = bytes_under_way(position, actions, position_of, memory.values())
-        peak = memory.peak(messages)
-        found.update((rank, peak.at(rank)) for rank in ranks)
-    return tuple(found[rank] for rank in sorted(found))
+        yield ranks, memory, bytes_under_way(position, actions, position_of, memory.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +108,11 @@ class _StageMemory:
 
 
 class _PositionMemory:
-    """The memory of one rank of a position, which runs ``actions``."""
+    """The memory of one rank of a position, which runs ``actions``. ``history``: every moment that
+    :meth:`peak` looks at, where somebody asks for them by setting this to a list.
+    """
+
+    history: list[Moment] | None = None
 
     def __init__(
         self,
@@ -144,6 +171,7 @@ class _PositionMemory:
         # After the last action nothing of a microbatch is left but what the module returns. The
         # step of the optimizer comes on top of that, and may be the peak.
         books.ledger.restart()
+        books.ledger.history = self.history
         self._deliver(results)
         if self.trains:
             books.gradients.reduces = True
@@ -184,11 +212,14 @@ class _PositionMemory:
             run = (stage.later if action.stage in begun else stage.first)[action.kind]
             _add(totals, left.pop((action.stage, action.microbatch), {}), -1)
             num_bytes = sum(totals.values()) + under_way + run.peak.num_bytes
-            if num_bytes > peak.num_bytes:
+            if num_bytes > peak.num_bytes or self.history is not None:
                 by_category = dict(totals)
                 _add(by_category, {"communication": under_way}, 1)
                 _add(by_category, run.peak.by_category, 1)
-                peak = Moment(num_bytes, by_category, f"{action}: {run.peak.name}")
+                moment = Moment(num_bytes, by_category, f"{action}: {run.peak.name}")
+                peak = max(peak, moment, key=lambda one: one.num_bytes)
+                if self.history is not None:
+                    self.history.append(moment)
             left[action.stage, action.microbatch] = run.left
             _add(totals, run.left, 1)
             _add(totals, {"gradient": run.gradients}, 1)

@@ -89,14 +89,20 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
     assert read.loaded and {link.removeprefix("#") for link in read.loaded} <= read.ids
     assert {"MFU", "tokens/s", "ZeRO", "parameters", "transformer.h.*"} <= set(read.texts)
     assert ("Stages" in read.texts) == (policy == "hybrid")
+    # Memory over time reaches the peak of each rank, and is drawn for every position.
+    most = {ranks: max(m.num_bytes for m in own) for ranks, own in details.moments.items()}
+    peaks = {memory.rank: memory.peak_bytes for memory in cost.memory}
+    assert {rank: size for ranks, size in most.items() for rank in ranks} == peaks
+    assert len(most) == len(details.sources) == (2 if policy == "hybrid" else 1)
+    assert {f"gencode{ranks[0]}.py" for ranks in most} <= set(read.texts)
     if policy == "tp":
-        assert max(moment.num_bytes for moment in details.moments) == cost.peak_bytes
         spent = sum(a.end_s - a.start_s for a in cost.timeline if a.name in ("forward", "backward"))
         layers = sum(each.computing_s + each.communicating_s for each in details.layers)
         assert layers == pytest.approx(spent, rel=1e-9)
     for heading in (
         "What each layer costs",
-        "The file of rank 0",
+        "Memory over time",
+        "Generated files",
         "A step in time",
         "Memory at its peak",
         "Where the time goes",
@@ -120,7 +126,10 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
         assert {"messages, stage 0 to 1", "messages, stage 1 to 0"} <= set(read.texts)
         row = read.texts.index("messages, stage 0 to 1")
         num_bytes = cost.message_bytes["stage 0 to 1"]
-        assert [text for text in read.texts[row + 1 :] if text][1] == amount(num_bytes, "B")
+        assert [text for text in read.texts[row + 1 :] if text][1:3] == [
+            amount(num_bytes, "B"),
+            hardware.tiers[0].name,
+        ]
         once = transfer_seconds(compiled.program, hardware)
         assert cost.messages == {
             f"stage {a} to {b}": 4 * seconds for (a, b), seconds in once.items()

@@ -34,6 +34,7 @@ from shardwright.compiler.cost.machine.hardware import load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.trace import trace
+from shardwright.policies.context_axes import turns_of_documents
 from shardwright.policies.known_policies import find_policy
 from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ops.split_attention import CALL_PAIRS
@@ -129,11 +130,13 @@ def main() -> None:
     for turns in (0, 1):
         share = most_over_mean(given.seq, given.ranks, turns=turns)
         print(f"work, {'in zigzag' if turns else 'one run each'}: {share:.3f} of the mean")
-    for turns in (0, 1, 4, 16, 32, 64):
+    own = turns_of_documents(given.packed, given.ranks)
+    for turns in (0, 1, 4, 16, 32, 64, 128):
         mean, worst, tiles = packed_rows(given.packed, given.ranks, turns)
         print(
-            f"packed rows of {given.packed}, {turns:2} turns: {mean:.3f} of the mean, "
-            f"the worst of {ROWS} rows {worst:.3f}, {tiles:.0f} tiles"
+            f"packed rows of {given.packed}, {turns:3} turns{' (default)' * (turns == own)}: "
+            f"{mean:.3f} of the mean, the worst of {ROWS} rows {worst:.3f}, {tiles:.0f} tiles",
+            flush=True,
         )
     graph = _graph(given, given.seq)
     print(f"{given.ranks} ranks, {given.seq} positions, {given.layers} layers of {given.hidden}")

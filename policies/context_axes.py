@@ -134,9 +134,9 @@ LEAST_RUN = 128
 have as many. Shorter ones cost a CPU more in calls than they save in balance.
 """
 
-MOST_TURNS = 64
-"""The most turns without being asked: what balances rows with a long tail of lengths to 5 %
-(``benchmarks/long_context.py``).
+MOST_TURNS = 128
+"""The most turns without being asked: what balances the worst rows with a long tail of lengths to
+5 % (``benchmarks/long_context.py``).
 """
 
 
@@ -147,8 +147,13 @@ def _balancing_turns(op: IROp, num_ranks: int) -> int:
     """
     num_queries, num_keys = (estimated_size(x.shape[-2]) for x in op.operands[:2])
     if has_documents(op):
-        return min(MOST_TURNS, max(1, num_queries // (2 * num_ranks * LEAST_RUN)))
+        return turns_of_documents(num_queries, num_ranks)
     return int(grows(op, num_queries, num_keys))
+
+
+def turns_of_documents(num_queries: int, num_ranks: int) -> int:
+    """The turns in which rows of documents are dealt without being asked."""
+    return min(MOST_TURNS, max(1, num_queries // (2 * num_ranks * LEAST_RUN)))
 
 
 def split_context(

@@ -75,15 +75,19 @@ _EXACT: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
 
 def kind(obj: Any) -> str:
     """``leaf``, ``tuple``, ``list``, ``dict`` or ``object``."""
-    if isinstance(obj, LEAF_TYPES):
-        return "leaf"
-    return _EXACT.get(type(obj), "object")
+    # Containers first: a look-up costs less than a comparison with all kinds of leaves.
+    found = _EXACT.get(type(obj))
+    if found is not None:
+        return found
+    return "leaf" if isinstance(obj, LEAF_TYPES) else "object"
 
 
 def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
     """``(key, child)`` of a container: indices, dict keys, or attribute names, in their own
     order.
     """
+    if type(obj) is dict:
+        return tuple(obj.items())
     if _is_named_tuple(obj):
         return tuple(zip(obj._fields, obj, strict=True))
     if isinstance(obj, list | tuple):
@@ -153,19 +157,21 @@ def flatten(obj: Any, path: str = "") -> dict[str, Any]:
 
     Raises :class:`InputError` for what is nested in itself, or more deeply than Python can follow.
     """
+    leaves: dict[str, Any] = {}
     try:
-        return _flatten(obj, path)
+        _flatten(obj, path, leaves)
     except RecursionError:
         raise _too_deep(obj) from None
-
-
-def _flatten(obj: Any, path: str) -> dict[str, Any]:
-    if kind(obj) == "leaf":
-        return {path: obj}
-    leaves: dict[str, Any] = {}
-    for key, child in children(obj):
-        leaves.update(_flatten(child, join(path, key)))
     return leaves
+
+
+def _flatten(obj: Any, path: str, leaves: dict[str, Any]) -> None:
+    """Put the leaves of ``obj`` into ``leaves``: this runs for every call of a module."""
+    if kind(obj) == "leaf":
+        leaves[path] = obj
+        return
+    for key, child in children(obj):
+        _flatten(child, join(path, key), leaves)
 
 
 def map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:

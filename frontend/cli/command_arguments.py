@@ -299,6 +299,13 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
         help="samples of a step, added up (default: the plan's, else 1)",
     )
     parser.add_argument("--json", action="store_true", help="print the cost as JSON")
+    parser.add_argument(
+        "--tp-plan",
+        type=Path,
+        metavar="FILE",
+        help="write the plan as JSON under the names of transformers' tp_plan, if it can be said "
+        "in them",
+    )
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:

@@ -35,8 +35,8 @@ from shardwright.frontend.cli.command_arguments import (
 )
 from shardwright.runtime.errors import did_you_mean
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""The exit codes after Ctrl-C, and where nobody reads what is printed, as shells have them."""
 
 
 @dataclass(frozen=True)

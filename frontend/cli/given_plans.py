@@ -36,6 +36,7 @@ from shardwright.frontend.cli.model_arguments import (
 )
 from shardwright.frontend.cli.targets import load_model
 from shardwright.frontend.files.module_source import in_dtype
+from shardwright.frontend.huggingface.tp_plan import tp_plan_of
 from shardwright.frontend.report.diff import diff, show_diff
 from shardwright.frontend.report.page import page
 from shardwright.frontend.report.plan_details import Details
@@ -59,6 +60,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     """Run ``simulate``."""
     if options.html is not None:
         check_target(options.html, "--html", "plan.html")
+    if options.tp_plan is not None:
+        check_target(options.tp_plan, "--tp-plan", "tp_plan.json")
     policy, config = read_plan_request(options)
     machine, config = on_machine(options, policy, config)
     hardware = load_hardware(machine, config.runtime_ngpus)
@@ -122,6 +125,10 @@ def run_simulate(options: argparse.Namespace) -> int:
         )  # fmt: skip
         write_file(options.html, text.encode())
         print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)
+    if options.tp_plan is not None:
+        text = json.dumps(tp_plan_of(compiled.program), indent=1) + "\n"
+        write_file(options.tp_plan, text.encode())
+        print(f"tp_plan: {options.tp_plan}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that
 ``verify`` finds to differ from one device; 2 a command line that does not parse; 130 interrupted by
-Ctrl-C.
+Ctrl-C; 141 nobody reads what is printed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from shardwright.frontend.cli.commands import INTERRUPTED, parse
+from shardwright.frontend.cli.commands import BROKEN_PIPE, INTERRUPTED, parse
 from shardwright.runtime.activity import listening
 from shardwright.runtime.errors import ShardwrightError, format_error
 
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return BROKEN_PIPE
         if options.debug:
             raise
         what = f"{type(error).__name__}: {error}"
@@ -51,6 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     return code
+
+
+def _nobody_reads() -> bool:
+    """Whether what is printed goes into a pipe that was closed, as by ``| head``."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes out the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _progress() -> contextlib.AbstractContextManager[None]:

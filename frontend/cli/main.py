@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import pkgutil
+import select
 import sys
 from collections.abc import Sequence
 
@@ -57,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _nobody_reads() -> bool:
     """Whether what is printed goes into a pipe that was closed, as by ``| head``."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python writes out the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in watched.poll(0)):
+        return False
+    # Python writes out the rest when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _progress() -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from api_jobs import X, config, net
 
 import shardwright
 from shardwright.frontend.cli.command_arguments import NUM_CHOICES
-from shardwright.frontend.cli.commands import COMMANDS
+from shardwright.frontend.cli.commands import BROKEN_PIPE, COMMANDS
 from shardwright.frontend.cli.main import main
 from shardwright.frontend.cli.targets import load_model, read_settings
 from shardwright.frontend.files import cache
@@ -476,3 +477,13 @@ def test_every_command_has_help(command, capsys):
             main(line.split())
         assert caught.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_it_ends_quietly_where_nobody_reads() -> None:
+    """Nothing is said of a pipe that was closed, as by ``shardwright ... | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shardwright", "completion", "bash"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (BROKEN_PIPE, "")

@@ -168,8 +168,8 @@ pas_config.KEY=VALUE.""",
     shardwright explain my_models:make_gpt --plan-ngpus 8 --plan plan.json
 
 Searches as 'plan' does, or takes the plan of a file. Then looks for plans with one thing changed:
-ZeRO, microbatches, what is computed again; more memory, faster links, another mesh; or, with the
-same stages and schedule, an operator or a module split in another way. Every figure is that of a
+ZeRO, microbatches, what is computed again, other modes of attention over a split sequence; more
+memory, faster links, another mesh; or, with the same stages and schedule, an operator or a module split in another way. Every figure is that of a
 plan that was audited.""",
     ),
     "simulate": Command(

@@ -34,6 +34,7 @@ from shardwright.frontend.report.plan_tables import new_table
 from shardwright.frontend.search_plan import PlanSearch, SearchedPlan
 from shardwright.policies.autodist.autodist_policy import save
 from shardwright.policies.autodist.candidates.results import Candidate, SearchResult
+from shardwright.policies.autodist.questions.attention_modes import attention_modes
 from shardwright.policies.autodist.questions.explain import (
     Choice,
     Explanation,
@@ -123,6 +124,9 @@ def run_explain(options: argparse.Namespace) -> int:
     if options.op is None and options.module is None and options.against is None:
         console.print(str(request.best.cost), soft_wrap=True)
         console.print(choice_table("What would help, this plan as it is", audited_levers(request)))
+        ways = attention_modes(request)
+        if ways:
+            console.print(choice_table("Attention over the split sequence", ways))
         if options.plan is None:
             title = "What would help, on this mesh and schedule"
             console.print(choice_table(title, levers(request)))

@@ -169,8 +169,8 @@ pas_config.KEY=VALUE.""",
 
 Searches as 'plan' does, or takes the plan of a file. Then looks for plans with one thing changed:
 ZeRO, microbatches, what is computed again, other modes of attention over a split sequence; more
-memory, faster links, another mesh; or, with the same stages and schedule, an operator or a module split in another way. Every figure is that of a
-plan that was audited.""",
+memory, faster links, another mesh; or, with the same stages and schedule, an operator or a module
+split in another way. Every figure is that of a plan that was audited.""",
     ),
     "simulate": Command(
         add_simulate,

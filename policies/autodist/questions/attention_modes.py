@@ -212,7 +212,7 @@ class _Finder:
         return split
 
     def _pieces(self, op: IROp, axis: str) -> Mapping[str, int]:
-        """In how many pieces the other axes cut the factors of an operator."""
+        """The number of pieces into which the other axes cut each factor of an operator."""
         found: dict[str, int] = {}
         for other, strategy in self._plan.assignment(op.name).items():
             factor = split_factor(strategy)

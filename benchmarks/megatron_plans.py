@@ -186,11 +186,13 @@ def searched(
     """What autodist finds, with what it may choose besides."""
     config = replace(case.config, use_zero="auto") if zero else case.config
     if not sizes:
-        options = AutodistOptions(num_microbatches=case.num_microbatches, time_limit_s=limit_s)
+        options = AutodistOptions(
+            num_microbatches=case.num_microbatches, simpler_within=0.0, time_limit_s=limit_s
+        )
         return search_each(Subsearches.of({None: graph}, config, None), options, hardware)
     wanted = batches(config, case.batch, None, {"tokens": 1, "labels": 1})
     graphs = {batch: graph_of(replace(case, microbatch=batch.samples)) for batch in wanted}
-    options = AutodistOptions(global_batch=case.batch, time_limit_s=limit_s)
+    options = AutodistOptions(global_batch=case.batch, simpler_within=0.0, time_limit_s=limit_s)
     return search_each(Subsearches.of(graphs, config, None), options, hardware)
 
 

@@ -141,7 +141,9 @@ def measure_searches(cases: tuple[tuple[int, int, int], ...], limit_s: float) ->
         )
         hardware = load_hardware("a100-80gb", num_ranks)
         began, cpu = time.perf_counter(), time.process_time()
-        options = AutodistOptions(num_microbatches=64, max_axes=max_axes, time_limit_s=limit_s)
+        options = AutodistOptions(
+            num_microbatches=64, max_axes=max_axes, simpler_within=0.0, time_limit_s=limit_s
+        )
         found = search(graph, config, options, hardware)
         certificate = settled(found, config, hardware).certificate
         took = f"{time.process_time() - cpu:.1f} | {time.perf_counter() - began:.1f}"
@@ -181,7 +183,10 @@ def _measure_short(graph: PlannableGraph, num_layers: int, num_ranks: int, limit
     hardware = load_hardware("a100-80gb", num_ranks)
     began = time.process_time()
     found = search(
-        graph, config, AutodistOptions(num_microbatches=64, time_limit_s=limit_s), hardware
+        graph,
+        config,
+        AutodistOptions(num_microbatches=64, simpler_within=0.0, time_limit_s=limit_s),
+        hardware,
     )
     certificate = settled(found, config, hardware).certificate
     took_s = time.process_time() - began

@@ -18,6 +18,7 @@ table, at most a tenth. All other rows are predicted, and only these count in th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -253,6 +254,27 @@ class Score:
         return cls(len(ours), float(np.abs(ours / theirs - 1).mean()), rank, ordered)
 
 
+APART = (0.0, 0.02, 0.05, 0.1, 0.2, float("inf"))
+"""How much longer than the other of two plans one is predicted to take: the edges of classes."""
+
+
+def pairs_of_plans(rows: Sequence[Row], seconds: Sequence[float]) -> list[tuple[float, bool]]:
+    """How much longer the one of two plans is predicted to take, and whether it took longer: for
+    every two of one model, batch and number of GPUs. ``seconds``: predicted, by row.
+    """
+    found = []
+    pairs = itertools.combinations(zip(rows, seconds, strict=True), 2)
+    for (row, step_s), (other, other_s) in pairs:
+        if all(getattr(row, name) == getattr(other, name) for name in SAME):
+            right = (step_s < other_s) == (row.iter_s < other.iter_s)
+            found.append((max(step_s, other_s) / min(step_s, other_s) - 1, right))
+    return found
+
+
+SAME = ("model", "sizes", "experts", "gpu", "gpus", "precision", "batch")
+"""What two plans have in common that a planner would choose between."""
+
+
 def load_machines() -> dict[str, Machine]:
     """The constants of all studies."""
     data = json.loads(MACHINES.read_text())
@@ -328,13 +350,16 @@ def report(
     pictures: Path | None,
 ) -> None:
     """Print every study, and write its picture."""
+    pairs: list[tuple[float, bool]] = []
     summary = Table("study", "rows", "error", "rank", "pairs in order", "over memory", "fitted")
     for study, rows in studies.items():
         machine = machine_of(study, machines)
         found = {row.name: predict(row, programs, machine) for row in rows}
         peaks = {row.name: programs.peak_bytes(row) for row in rows} if memory else {}
         tested = [row for row in rows if row.name not in machine.fitted_on]
-        score = Score.of([found[row.name].step_s for row in tested], [r.iter_s for r in tested])
+        seconds = [found[row.name].step_s for row in tested]
+        score = Score.of(seconds, [row.iter_s for row in tested])
+        pairs += pairs_of_plans(tested, seconds)
         # All published plans ran, so a peak above the device's memory is wrong.
         over = str(sum(peaks[row.name] > memory_of(row) for row in rows)) if memory else ""
         constants = ", ".join(f"{name} {value:g}" for name, value in machine.constants.items())
@@ -353,6 +378,16 @@ def report(
             points = [(row.iter_s, found[row.name].step_s) for row in tested]
             write_picture(pictures, study, points)
     console.print(summary)
+    console.print(_pairs_table(pairs))
+
+
+def _pairs_table(pairs: Sequence[tuple[float, bool]]) -> Table:
+    table = Table("predicted apart", "pairs", "in order", title="Two plans for the same work")
+    for low, high in itertools.pairwise(APART):
+        right = [is_right for apart, is_right in pairs if low <= apart < high]
+        upto = f"{low:.0%} or more" if high == float("inf") else f"{low:.0%} to {high:.0%}"
+        table.add_row(upto, str(len(right)), f"{np.mean(right):.0%}" if right else "")
+    return table
 
 
 def memory_of(row: Row) -> float:

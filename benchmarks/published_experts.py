@@ -221,6 +221,7 @@ def compare(row: Row, limit_s: float) -> str:
         num_microbatches=row.num_microbatches,
         time_limit_s=limit_s,
         imbalance=1.0,
+        simpler_within=0.0,
         hardware=MACHINES[row.gpu],
     )
     try:

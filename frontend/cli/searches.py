@@ -142,9 +142,9 @@ def _searched(asked: PlanSearch) -> Request:
 def _request(asked: PlanSearch, found: SearchResult, searched: SearchedPlan) -> Request:
     """What questions are asked of: what a search has found, and the plan that was settled on."""
     variant = searched.variant
-    assert found.best is not None
+    assert found.answer is not None
     # The certificate of the whole search, which may have tried other sizes of a microbatch.
-    best = replace(found.best, plan=searched.plan)
+    best = replace(found.answer, plan=searched.plan)
     return Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, best)
 
 
@@ -295,11 +295,13 @@ def run_plan(options: argparse.Namespace) -> int:
     searched = asked.settled(found)
     plan, graph = searched.plan, searched.variant.graph
     save(asked.options, plan)
-    assert plan.certificate is not None and found.best is not None and found.best.cost is not None
+    assert (
+        plan.certificate is not None and found.answer is not None and found.answer.cost is not None
+    )
     console.print(str(plan.certificate), soft_wrap=True)
     _say_launches(console, _request(asked, found, searched))
-    if found.best.cost.extrapolated:
-        console.print(found.best.cost.beyond, soft_wrap=True)
+    if found.answer.cost.extrapolated:
+        console.print(found.answer.cost.beyond, soft_wrap=True)
     if returns_more_than_loss(graph, asked.config):
         console.print(
             "what the model returns beside its loss is whole on every rank: --set "
@@ -347,7 +349,7 @@ def run_plan(options: argparse.Namespace) -> int:
         text = page(
             graph.name,
             plan,
-            found.best.cost,
+            found.answer.cost,
             asked.hardware,
             num_units=asked.config.num_units,
             memory_bytes=None if limit_gb is None else limit_gb * 1e9,
@@ -457,5 +459,7 @@ def candidate_rows(found: SearchResult) -> list[tuple[str, ...]]:
         if others:
             slowest = amount(max(candidate.step_s for candidate in others), "s")
             how += f"; {len(others)} more placed otherwise, up to {slowest}"
+        if found.simpler is not None and found.simpler.title == title:
+            how += "; taken, as it is simpler"
         rows.append((title, step, least, peak, how))
     return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]

@@ -20,6 +20,7 @@ from shardwright.policies.autodist.candidates.axis_roles import meshes_with
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.candidates.results import SearchResult
+from shardwright.policies.autodist.candidates.simpler import simplest
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
 from shardwright.policies.autodist.candidates.titles import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
@@ -107,7 +108,7 @@ def settled(
     fits.
     """
     # Nothing fits: say what came nearest, and what was not looked at.
-    if found.best is None:
+    if found.answer is None:
         reasons = [*_least_in_words(found), *refusals(found)] or ["nothing was tried"]
         if found.interrupted is not None:
             reasons += (
@@ -127,7 +128,7 @@ def settled(
             why=on_lines(reasons),
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
-    best = found.best.plan
+    best = found.answer.plan
     # An operator without an entry is computed whole on every rank, as an empty one says.
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
     return replace(
@@ -135,7 +136,7 @@ def settled(
         strategies=strategies,
         policy="autodist",
         imbalance=imbalance,
-        certificate=certificate(found, found.best, hardware),
+        certificate=certificate(found, found.answer, hardware),
     )
 
 
@@ -193,7 +194,11 @@ def search_each(
 
     # A search makes millions of objects that stay: see ``compiler/collector.py``.
     with only_new_objects():
-        return subsearches.search(one, options.time_limit_s)
+        found = subsearches.search(one, options.time_limit_s)
+    if found.audited:
+        taken = simplest(found.audited, hardware, options.simpler_within)
+        found.simpler = None if taken is found.best else taken
+    return found
 
 
 def _check_size(graph: PlannableGraph, options: AutodistOptions) -> None:

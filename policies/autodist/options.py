@@ -16,6 +16,11 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
 
+SIMPLER_WITHIN = 0.02
+"""The difference of two predicted steps, as a share, below which measured runs are in either order
+about as often (docs/validation.md).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutodistOptions:
@@ -63,6 +68,9 @@ class AutodistOptions:
     **Experts.** ``imbalance``: how many times its even share of rows the busiest rank is assumed to
     get where experts are split: a number, or numbers by module.
 
+    **Decision.** ``simpler_within``: the share of a step that may be lost for a plan with fewer
+    stages, fewer axes, or fewer axes over slow links (:mod:`~.candidates.simpler`).
+
     ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use
     the plan of a file and search nothing.
     """
@@ -92,6 +100,7 @@ class AutodistOptions:
     loss_pieces: bool = True
     zigzag: bool = True
     imbalance: float | Mapping[str, float] = IMBALANCE
+    simpler_within: float = SIMPLER_WITHIN
     time_limit_s: float = 120.0
     save_plan: str | None = None
     load_plan: str | None = None
@@ -164,7 +173,7 @@ def _check_amounts(options: AutodistOptions) -> None:
         raise ConfigError(
             "option 'imbalance' of policy 'autodist' has to be numbers from 1", why=problem
         )
-    for name in (*COUNTS, "memory_limit_gb", "time_limit_s"):
+    for name in (*COUNTS, "memory_limit_gb", "time_limit_s", "simpler_within"):
         value, least = getattr(options, name), 1 if name in COUNTS else 0
         if value is not None and not value >= least:
             raise ConfigError(

@@ -27,6 +27,15 @@ def rows_of(script: ModuleType) -> dict[str, Any]:
     return {row.name: row for table in tables for row in script.read_rows(table)}
 
 
+def test_pairs_are_plans_for_the_same_work(script: ModuleType) -> None:
+    row = rows_of(script)["single_node 1"]
+    others = (replace(row, tp=2, iter_s=2 * row.iter_s), replace(row, batch=2 * row.batch))
+    ((apart, is_right),) = script.pairs_of_plans([row, *others], [1.0, 1.1, 5.0])
+    assert apart == pytest.approx(0.1) and is_right
+    ((_, is_right),) = script.pairs_of_plans([row, others[0]], [1.1, 1.0])
+    assert not is_right
+
+
 def small(row: Any, layers: int = 4) -> Any:
     sizes = replace(
         row.sizes, layers=layers, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=512, seq=32

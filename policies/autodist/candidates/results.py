@@ -144,6 +144,7 @@ class SearchResult:
     """What a search has found. It is valid at any time.
 
     - ``audited``: candidates that fit, the best first; ``others``: those that are only predicted.
+    - ``simpler``: the one that is taken, where it is another than the best.
     - ``refused``: what was tried and is no candidate, with the reason; ``needed_bytes``: what it
       needs on a device, where that is too much.
     - ``least``: the least that any audited plan needs which does not fit: the bytes, its title, and
@@ -162,6 +163,7 @@ class SearchResult:
 
     audited: list[Candidate] = field(default_factory=list)
     others: list[Candidate] = field(default_factory=list)
+    simpler: Candidate | None = None
     refused: dict[str, str] = field(default_factory=dict)
     needed_bytes: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
@@ -194,6 +196,11 @@ class SearchResult:
     @property
     def best(self) -> Candidate | None:
         return self.audited[0] if self.audited else None
+
+    @property
+    def answer(self) -> Candidate | None:
+        """The plan that is taken: the best, or a simpler one that takes about as long."""
+        return self.best if self.simpler is None else self.simpler
 
     @property
     def tried_mixed(self) -> bool:

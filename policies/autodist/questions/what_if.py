@@ -70,7 +70,7 @@ def levers(request: Request) -> list[Choice]:
         # The plan as it is may gain as well, without another search.
         same = asked.hardware is hardware and asked.graph is request.graph
         cost = best.cost if same else asked.auditor(best.plan)
-        other = search(asked.graph, asked.config, asked.options, asked.hardware).best
+        other = search(asked.graph, asked.config, asked.options, asked.hardware).answer
         if other is not None and other.cost is not None and other.step_s < cost.step_s * (1 - TIE):
             cost = other.cost
         # Rows that say nothing new are left out.
@@ -102,11 +102,11 @@ def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
     """
     options = options_on(request.graph, request.config, request.options, sizes)
     found = search(request.graph, request.config, options, request.hardware)
-    if found.best is None:
+    if found.answer is None:
         raise PlanError(
             f"nothing fits on the mesh {Mesh.of(sizes)}", why=on_lines(refusals(found)) or None
         )
-    return found.best
+    return found.answer
 
 
 def options_on(

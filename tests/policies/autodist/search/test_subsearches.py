@@ -108,10 +108,10 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
 
 
 def test_sizes_of_units_are_searched() -> None:
-    """The best of all sizes is the best of searches of one each; the plan found compiles as it is
-    certified, and what is about one size is refused.
+    """The best of all sizes is the best of searches of one each, unless a simpler one takes about
+    as long; the plan found compiles as it is certified, and what is about one size is refused.
     """
-    options = {"zero": [1], "global_batch": 8}
+    options = {"zero": [1], "global_batch": 8, "simpler_within": 0.0}
     alone_s = {
         size: searched("mlp", config_of(size, 4 // size, **options)).plan.certificate.cost_s
         for size in (1, 2, 4)
@@ -124,6 +124,13 @@ def test_sizes_of_units_are_searched() -> None:
     assert any("units of 1, 2 and 4 ranks, " in line for line in plan.certificate.proof)
     made = compiled("mlp", found, found.variant.config)
     assert made.config.num_units == 4 // best and made.plan.certificate is not None
+    assert best > 1 and alone_s[1] < 1.02 * alone_s[best], "units of one rank take about as long"
+    simple = searched(
+        "mlp", config_of(4, 1, **options | {"simpler_within": 0.02, "unit_sizes": [1, 2, 4]})
+    )
+    assert simple.plan_ngpus == 1 and simple.plan.certificate is not None
+    assert simple.plan.certificate.cost_s == alone_s[1]
+    assert any("so the simpler one is taken" in line for line in simple.plan.certificate.proof)
     for refused, why in (
         ({"unit_sizes": [3]}, "it lists numbers of ranks, each once, that divide runtime_ngpus=4"),
         ({"unit_sizes": [2], "mesh": {"x": 2}}, "these are about units of one size"),

@@ -223,6 +223,64 @@ def test_capacity_by_groups_is_that_of_one_device(drop: str) -> None:
         assert report.ok, str(report)
 
 
+class Balanced(nn.Module):
+    """Six experts that are chosen by scores with a bias each, and how often each was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 6, bias=False)
+        self.up = nn.Parameter(torch.randn(6, 8, 8))
+        self.register_buffer("bias", torch.zeros(6))
+        self.register_buffer("load", torch.zeros(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 8)
+        scores = self.router(tokens).sigmoid()
+        chosen = (scores + self.bias).topk(2).indices
+        if self.training:
+            self.load += F.one_hot(chosen, 6).sum((0, 1)).to(self.load.dtype)
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        rows, gains, routing = dispatch(tokens, chosen, weights, num_experts=6)
+        rows = grouped_linear(rows, self.up, routing) * gains.unsqueeze(-1)
+        return F.mse_loss(combine(rows, routing).reshape(x.shape), y)
+
+
+def balanced(module: Any, optimizer: Any, batches: list[Tensor]) -> list[Tensor]:
+    """Losses, and how often each expert was chosen: of steps between which biases are moved."""
+    found = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = module(x, y)
+        loss.backward()
+        optimizer.step()
+        found += [loss.detach(), module.load.clone()]
+        with torch.no_grad():
+            module.bias += 0.05 * torch.sign(module.load.mean() - module.load)
+            module.load.zero_()
+    return [*found, module.bias.clone()]
+
+
+def test_biases_that_are_moved_between_steps_balance_as_on_one_device(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Balanced().double()
+    batches = [torch.randn(2, 4, 5, 8).double() for _ in range(4)]
+    x, y = batches[0]
+    config = ComputeConfig(plan_ngpus=3, runtime_ngpus=3)
+    directory = compile_into(tmp_path, model, {"x": x, "y": y}, "ep", config)
+
+    def train(_: int) -> list[Tensor]:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.AdamW, config, lr=0.05)
+        return balanced(module, optimizer, batches)
+
+    ranks = run_ranks(3, train)
+    expected = balanced(model, torch.optim.AdamW(model.parameters(), lr=0.05), batches)
+    assert len(expected[-1].unique()) > 1, "biases that moved"
+    for found in ranks:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 class Joined(nn.Module):
     """Tokens of two sequences end to end, and experts of two tensors, or of one."""
 

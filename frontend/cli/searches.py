@@ -343,7 +343,7 @@ def run_plan(options: argparse.Namespace) -> int:
                 policy_name=plan.policy, plan=plan, version=__version__,
             )  # fmt: skip
         details = Details.of(
-            compiled, found.best.cost, asked.hardware,
+            compiled, found.answer.cost, asked.hardware,
             optimizer=request.options.optimizer_memory, times=load_times(request.options.hardware),
         )  # fmt: skip
         text = page(

@@ -20,8 +20,8 @@ from shardwright.policies.autodist.candidates.axis_roles import meshes_with
 from shardwright.policies.autodist.candidates.clock import Clock
 from shardwright.policies.autodist.candidates.meshes import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.candidates.results import SearchResult
-from shardwright.policies.autodist.candidates.simpler import simplest
 from shardwright.policies.autodist.candidates.search_space import SearchSpace
+from shardwright.policies.autodist.candidates.simpler import simplest
 from shardwright.policies.autodist.candidates.titles import first_of, refusals
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies

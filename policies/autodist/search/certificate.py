@@ -163,9 +163,9 @@ def _faster_but_less_simple(result: SearchResult) -> list[str]:
     if fastest is None or taken is None:
         return []
     return [
-        f"{fastest.title} takes {1 - fastest.step_s / taken.step_s:.1%} less: predictions tell plans "
-        "so near to one another apart no better than a coin, so the simpler one is taken "
-        "(option simpler_within)"
+        f"{fastest.title} takes {1 - fastest.step_s / taken.step_s:.1%} less, as predicted: plans so "
+        "near to one another cannot be told apart, so the simpler one is taken (option "
+        "simpler_within)"
     ]
 
 

@@ -162,10 +162,10 @@ def _faster_but_less_simple(result: SearchResult) -> list[str]:
     fastest, taken = result.best, result.simpler
     if fastest is None or taken is None:
         return []
+    less = f"{1 - fastest.step_s / taken.step_s:.1%}"
     return [
-        f"{fastest.title} takes {1 - fastest.step_s / taken.step_s:.1%} less, as predicted: plans so "
-        "near to one another cannot be told apart, so the simpler one is taken (option "
-        "simpler_within)"
+        f"{fastest.title} takes {less} less, as predicted: plans so near to one another cannot be told "
+        "apart, so the simpler one is taken (option simpler_within)"
     ]
 
 

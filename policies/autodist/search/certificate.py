@@ -164,8 +164,8 @@ def _faster_but_less_simple(result: SearchResult) -> list[str]:
         return []
     less = f"{1 - fastest.step_s / taken.step_s:.1%}"
     return [
-        f"{fastest.title} takes {less} less, as predicted: plans so near to one another cannot be told "
-        "apart, so the simpler one is taken (option simpler_within)"
+        f"{fastest.title} takes {less} less, as predicted: plans so near to one another cannot be "
+        "told apart, so the simpler one is taken (option simpler_within)"
     ]
 
 

@@ -21,20 +21,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from shardwright.frontend.huggingface.calls import default_arguments
 from shardwright.frontend.huggingface.initialize import initialize
 from shardwright.frontend.huggingface.initialize_settings import asks_for_steps
-from shardwright.frontend.huggingface.initialized_model import InitializedModel
+from shardwright.frontend.huggingface.initialized_model import CALLS, InitializedModel
 from shardwright.frontend.huggingface.initialized_peft import InitializedPeft
 from shardwright.frontend.huggingface.stepped_model import SteppedModel, make_stepped
-from shardwright.frontend.training.loss_weights import COUNT
+from shardwright.frontend.training.loss_weights import COUNT, LossWeights
 from shardwright.frontend.training.run_model import MadeModel
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError, brief
@@ -44,7 +46,7 @@ from shardwright.runtime.training.parallel_optimizer import ParallelOptimizer
 
 try:
     from accelerate.data_loader import prepare_data_loader
-    from transformers import Trainer, set_seed
+    from transformers import Trainer
 except ImportError as error:
     raise ConfigError(
         "Hugging Face's Trainer is not installed",
@@ -147,12 +149,14 @@ class ShardwrightMixin:
         if not asks_for_steps(parallel):
             made = _made_parallel(model, parallel, options)
             super().__init__(made, args, *rest, **kwargs)  # type: ignore[call-arg]
+            self._check_counting()
             return
         assert isinstance(parallel, Mapping)
         self._check_own_loss(args, kwargs)
         # The example of a batch comes from the data, which subclasses may prepare.
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         self._become_stepped(model, _averaging(parallel), options)
+        self._check_counting()
 
     @property
     def _ranks(self) -> RankMesh:
@@ -171,13 +175,29 @@ class ShardwrightMixin:
         microbatches of its pipeline.
         """
         example = options.pop("dummy_forward_args", None) or self._example(model)
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), _drawing_nothing():
             self.model = self.model_wrapped = self.callback_handler.model = make_stepped(
                 model, example, parallel,
                 num_microbatches=self.args.gradient_accumulation_steps, **options,
             )  # fmt: skip
-        # Collating the example may have drawn.
-        set_seed(self.args.seed)
+
+    def _check_counting(self) -> None:
+        """Find out whether the model divides its loss by the number of labels that it is told. Many
+        a model takes any argument, and the Trainer trusts them all: it multiplies losses by the
+        number of replicas then, which is right for a sum and wrong for a mean.
+        """
+        if self._ranks.num_units == 1 or not self.model_accepts_loss_kwargs:
+            return
+        original = _original(self.model)
+        try:
+            example = self._example(original)
+        except Exception:  # a dataset or a collator of the user's that cannot be asked beforehand
+            return
+        if COUNT not in example:
+            return
+        made = MadeModel(original)
+        if LossWeights("tokens").unheard(made, example, trusts=True) is not None:
+            self.args.average_tokens_across_devices = False
 
     def _example(self, model: nn.Module) -> dict[str, Any]:
         """A batch of the training data, with what the loop adds to it."""
@@ -187,8 +207,9 @@ class ShardwrightMixin:
             batch = default_arguments(model, with_labels=True)
         else:
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-            rows = itertools.islice(iter(data), self.args.per_device_train_batch_size)
-            batch = dict(collate(list(rows)))
+            with _drawing_nothing():
+                rows = itertools.islice(iter(data), self.args.per_device_train_batch_size)
+                batch = dict(collate(list(rows)))
         if self.model_accepts_loss_kwargs and "labels" in batch:
             batch[COUNT] = torch.ones(())
         return {**literals, **batch}
@@ -259,16 +280,17 @@ class ShardwrightMixin:
 
     def _gathered(self, tensors: Any, use_gather_object: bool = False) -> Any:
         """Tensors of all units, one after another. Samples that fill up the last batch go away."""
-        seen = self.accelerator.gradient_state
-        units = self._ranks.group((), across_units=True)
-
-        def gathered(x: torch.Tensor) -> torch.Tensor:
-            whole = units.all_gather_cat(x.reshape(-1) if not x.ndim else x)
-            if seen.end_of_dataloader and seen.remainder > 0:
-                return whole[: seen.remainder]
+        seen, whole = self.accelerator.gradient_state, self._gathered_whole(tensors)
+        if not seen.end_of_dataloader or seen.remainder <= 0:
             return whole
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x[: seen.remainder], whole)
 
-        return torch.utils._pytree.tree_map_only(torch.Tensor, gathered, tensors)
+    def _gathered_whole(self, tensors: Any) -> Any:
+        """Tensors of all units, one after another."""
+        units = self._ranks.group((), across_units=True)
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda x: units.all_gather_cat(x if x.ndim else x.reshape(-1)), tensors
+        )
 
     def get_tp_size(self) -> int:
         """The ranks that get the same batch."""
@@ -330,6 +352,9 @@ class ShardwrightMixin:
         return self.model, train_dataloader
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gather_function != self.accelerator.gather_for_metrics:
+            # Seq2SeqTrainer asks accelerate for what all ranks have, with samples that fill up.
+            self.gather_function = self._gathered_whole
         if not self.accelerator._models:  # it would call accelerator.prepare_model
             self.accelerator._models.append(self.model)
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
@@ -383,6 +408,25 @@ class ShardwrightTrainer(ShardwrightMixin, Trainer):  # type: ignore[misc]
     """Hugging Face's ``Trainer`` for a model that several ranks share. See the top of this file for
     an example, and :class:`ShardwrightMixin` for what it takes besides.
     """
+
+
+def _original(model: Any) -> Any:
+    """What the model was before, without values."""
+    if isinstance(model, SteppedModel):
+        return model.original
+    wrapper: Any = model
+    inside = wrapper.get_base_model() if isinstance(model, InitializedPeft) else model
+    return inside.__dict__[CALLS].programs.twin
+
+
+@contextlib.contextmanager
+def _drawing_nothing() -> Iterator[None]:
+    """Whatever is drawn inside, the generators go on as if nothing was."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def _check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:

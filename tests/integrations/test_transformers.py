@@ -55,6 +55,21 @@ def test_runs_equal_the_stock_trainer_and_go_on_under_another_plan(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_model_that_is_evaluated_by_what_it_generates(tmp_path: Path) -> None:
+    """T5 takes the number of labels, and its loss is the mean over its own batch all the same."""
+    expected, weights = trained(tmp_path, 1, "t5", 4, None)
+    split = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}}
+    history, found = trained(tmp_path, 2, "t5", 4, split)
+    assert_close_tree(found, weights, "weights of tp")
+    assert_close_tree(history, expected, "what tp logs")
+    # Means over halves of a batch are not the mean over it: the same labels for all make them so.
+    expected, weights = trained(tmp_path, 1, "t5 whole", 4, None)
+    history, found = trained(tmp_path, 2, "t5 whole", 2, {"plan_ngpus": 1})
+    assert_close_tree(found, weights, "weights of two units")
+    assert_close_tree(history, expected, "what two units log")
+
+
+@pytest.mark.slow
 def test_an_adapter_of_peft_is_trained_as_by_the_stock_trainer(tmp_path: Path) -> None:
     expected, weights = trained(tmp_path, 1, "llama lora", 4, None)
     assert len(weights) == 28

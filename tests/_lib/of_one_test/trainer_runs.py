@@ -19,10 +19,12 @@ LENGTH, VOCABULARY = 12, 64
 class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Tokens of random lengths: the mean over tokens is not the mean over batches."""
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, *, whole: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, VOCABULARY, (size, LENGTH), generator=generator)
         self.lengths = torch.randint(4, LENGTH, (size,), generator=generator)
+        if whole:
+            self.lengths.fill_(LENGTH)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -40,8 +42,14 @@ def tiny(name: str) -> Any:
         return peft_models.adapted(
             lambda: tiny("llama"), target_modules="all-linear", task_type="CAUSAL_LM"
         )
+    if name.startswith("t5"):
+        config: Any = transformers.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+            dropout_rate=0.0, decoder_start_token_id=0,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config).double()
     if name == "gpt2":
-        config: Any = transformers.GPT2Config(
+        config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
@@ -59,26 +67,32 @@ def run(
     """Train eight steps in ``out``: by the stock Trainer, or by ours where ``parallel`` says how.
     ``batch``: samples of a unit. Leaves ``final`` and ``history.json``.
     """
-    arguments = TrainingArguments(
-        out, per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
+    kind: Any = TrainingArguments
+    base: Any = transformers.Trainer
+    more: dict[str, Any] = {}
+    if name.startswith("t5"):  # evaluated by the tokens that it generates
+        kind, base = transformers.Seq2SeqTrainingArguments, transformers.Seq2SeqTrainer
+        more = {"predict_with_generate": True, "generation_max_length": 8}
+    arguments = kind(
+        out, **more, per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
         gradient_accumulation_steps=2, max_grad_norm=0.3, weight_decay=0.1, learning_rate=1e-2,
         num_train_epochs=2, warmup_steps=2, lr_scheduler_type="cosine", logging_steps=1,
         eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3, report_to=[],
         use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     data: Any = {
-        "train_dataset": Documents(32, 1),
+        "train_dataset": Documents(32, 1, whole=name.endswith("whole")),
         "eval_dataset": Documents(10, 2),
         "compute_metrics": lambda found: {"sum": float(found.predictions.sum())},
     }
     trainer: Any
     with float64_casts():
         if parallel is None:
-            trainer = transformers.Trainer(model=tiny(name), args=arguments, **data)
+            trainer = base(model=tiny(name), args=arguments, **data)
         else:
-            from shardwright.integrations.transformers import ShardwrightTrainer
+            from shardwright.integrations.transformers import ShardwrightMixin
 
-            trainer = ShardwrightTrainer(
+            trainer = type("Ours", (ShardwrightMixin, base), {})(
                 model=tiny(name),
                 args=arguments,
                 parallel=parallel,

@@ -46,6 +46,7 @@ from shardwright.frontend.calibrate.measuring_ranks import (
     measure_in_job,
     measure_in_processes,
 )
+from shardwright.frontend.calibrate.overlap import measure_overlap, overlap_of
 from shardwright.frontend.calibrate.reference_programs import (
     attention_efficiency,
     measure_attention,
@@ -154,6 +155,7 @@ def measure(world: World, effort: Effort, only: Collection[str] | None = None) -
         parts["host"] = lambda: measure_host(world, effort)
         parts["fetches"] = lambda: measure_fetches(world, effort)
         parts["references"] = lambda: measure_references(world, effort)
+    parts["overlap"] = lambda: measure_overlap(world, effort)
     parts["links"] = lambda: measure_links(world, tiers, effort)
     found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}
     chosen = [name for name in parts if only is None or name in only]
@@ -171,6 +173,7 @@ TITLES = {
     "host": "a program beside its operators",
     "fetches": "products that fetch from memory",
     "references": "operators of a model",
+    "overlap": "a message while ranks compute",
     "links": "collectives",
 }
 
@@ -230,7 +233,8 @@ def describe(measured: dict[str, Any]) -> Hardware:
         facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams
     )
     reached = attention_efficiency(device, measured["attention"])
-    device = replace(device, attention_efficiency=reached)
+    overlap = overlap_of(measured["overlap"])
+    device = replace(device, attention_efficiency=reached, overlap=overlap)
     # Only on a CPU: a device without a queue waits for its host.
     if "host" in measured:
         device, errors = _describe_program(device, measured)

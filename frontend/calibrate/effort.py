@@ -18,6 +18,7 @@ class Effort:
     are copied or added, ``message_bytes`` those of collectives, nothing larger than what takes so
     long; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time
     spent on one point, of which there are hundreds, ``sample_s`` that of a sample.
+    ``overlap``: the bytes of a message beside products, and the size of these.
     ``attention``: the shapes ``[batch, heads, queries, width]`` in which attention is measured.
     ``measures``: whether this rank measures its device; where ranks share cores, as many do as have
     one each, and the others wait.
@@ -33,6 +34,7 @@ class Effort:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     attention: tuple[tuple[int, int, int, int], ...] = ((4, 4, 128, 64),)
     attention_dtype: torch.dtype = torch.float32
+    overlap: tuple[int, int] = (2**14, 32)
     measures: bool = True
 
 
@@ -43,6 +45,7 @@ _CPU = Effort(
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24)),
     point_s=0.03,
     work_s=2e-3,
+    overlap=(2**24, 256),
 )
 _CUDA = Effort(
     product_sizes=(16, 32, 64, 256, 1024, 4096, 16384),
@@ -53,6 +56,8 @@ _CUDA = Effort(
     # Models are trained in bfloat16 there.
     attention=tuple((batch, 16, 2**14 // batch, width) for batch in (16, 4) for width in (64, 128)),
     attention_dtype=torch.bfloat16,
+    # Keys and values of some thousand positions.
+    overlap=(2**27, 4096),
 )
 _QUICK_PRODUCTS = {"cpu": _CPU.product_sizes[:5:2], "cuda": (16, 64, 1024, 8192)}
 """Sizes that show the peak: that of a CPU is seen at 512, that of a GPU only far above 1024."""

@@ -84,6 +84,10 @@ def show(console: Console, hardware: Hardware) -> None:
             links.add_row(tier.name, kind, *numbers)
     if links.row_count:
         console.print(links)
+        console.print(
+            f"Of a message {device.overlap:.0%} costs no time while ranks compute for as long.",
+            soft_wrap=True,
+        )
     for name, source in hardware.sources.items():
         if name not in ("device", "tiers"):
             console.print(

@@ -72,6 +72,9 @@ class Device:
       They hide behind the work of the device as long as its queue is full, so that a forward or a
       backward takes no less than all of its launches together.
 
+    - ``overlap``: the part of a message that costs no time while the device computes at least as
+      long; 1: all of it.
+
     Further fields describe a device without a queue of launches, such as a CPU:
 
     - ``host_s``: what Python and autograd add to one operator in a program. (A queue would hide it
@@ -95,6 +98,7 @@ class Device:
     tiles: Tiling | None = None
     linear_dtype: str | None = None
     queue_s: Both = (0.0, 0.0)
+    overlap: float = 1.0
     host_s: Both = (0.0, 0.0)
     fetch_bytes_per_s: float | None = None
     rates: Mapping[str, Both] = field(default_factory=dict)
@@ -148,6 +152,10 @@ class Device:
             return seconds
         return max(seconds, num_bytes / self.rates[target][direction])
 
+    def hidden_s(self, message_s: float, busy_s: float) -> float:
+        """The seconds of a message that cost nothing, as the device computes for ``busy_s``."""
+        return self.overlap * min(message_s, busy_s)
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """The dense peak of ``dtype``.
 
@@ -188,6 +196,7 @@ def read_device(fields: Fields) -> Device:
         tiles=_read_tiles(fields),
         linear_dtype=_read_linear_dtype(fields),
         queue_s=_read_both(fields, "queue_s", (0.0, 0.0), zero=True),
+        overlap=_read_overlap(fields),
         host_s=_read_both(fields, "host_s", (0.0, 0.0), zero=True),
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
         rates=_read_rates(fields),
@@ -266,6 +275,15 @@ def _read_linear_dtype(fields: Fields) -> str | None:
     return name
 
 
+def _read_overlap(fields: Fields) -> float:
+    if not fields.has("overlap"):
+        return 1.0
+    overlap = fields.number("overlap", zero=True)
+    if overlap > 1:
+        raise fields.error("overlap", "is a part of a message, from 0 to 1")
+    return overlap
+
+
 def _read_rates(fields: Fields) -> Mapping[str, Both]:
     if not fields.has("rates"):
         return {}
@@ -324,6 +342,7 @@ def device_json(device: Device) -> dict[str, Any]:
         **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
         **({"linear_dtype": device.linear_dtype} if device.linear_dtype else {}),
         **({"queue_s": list(device.queue_s)} if any(device.queue_s) else {}),
+        **({"overlap": device.overlap} if device.overlap != 1 else {}),
         **({"host_s": list(device.host_s)} if any(device.host_s) else {}),
         **({"fetch_bytes_per_s": device.fetch_bytes_per_s} if device.fetch_bytes_per_s else {}),
         **(

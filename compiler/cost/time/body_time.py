@@ -205,11 +205,12 @@ class _Sums:
             else:
                 of_piece += time
         # In backward a piece is computed again, and back: there is more to hide behind.
-        hidden_s = (loop.count - 1) * min(ahead_s, of_piece.forward_s)
+        device = self.hardware.device
+        hidden_s = (loop.count - 1) * device.hidden_s(ahead_s, of_piece.forward_s)
         total += OpTime(-hidden_s)
         if self.trains:
             whole_s = of_piece.forward_s + of_piece.backward_s
-            self.recomputed_s -= (loop.count - 1) * min(ahead_s, whole_s)
+            self.recomputed_s -= (loop.count - 1) * device.hidden_s(ahead_s, whole_s)
             self.recomputed_s -= (runs - 1) * hidden_s
         doors = [self._door(door, loop.count) for door in (*loop.takes, *loop.gives)]
         for time in doors:

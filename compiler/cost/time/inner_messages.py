@@ -209,12 +209,14 @@ def _keys_sent(
     # Gradients are added in 4 bytes at least.
     home_bytes = block * max(4, key.dtype.itemsize)
     steps = num_ranks - 1
-    waits_s = steps * max(0.0, step_s(keys_bytes) - forward_s)
+    hidden_s = hardware.device.hidden_s
+    keys_s = step_s(keys_bytes)
+    waits_s = steps * (keys_s - hidden_s(keys_s, forward_s))
     back_s = 0.0
     if differentiated:
         home_s = step_s(home_bytes)
         # The gradients of the last step have nothing to hide behind.
-        back_s = steps * max(0.0, step_s(keys_bytes) + home_s - backward_s) + home_s
+        back_s = steps * (keys_s + home_s - hidden_s(keys_s + home_s, backward_s)) + home_s
     return Exchange(
         axis,
         OpTime(waits_s, back_s),

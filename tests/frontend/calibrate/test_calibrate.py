@@ -32,6 +32,7 @@ from shardwright.frontend.calibrate import measured_operators as operators
 from shardwright.frontend.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.frontend.calibrate.effort import Effort, effort_for
 from shardwright.frontend.calibrate.measuring_ranks import measure_in_processes
+from shardwright.frontend.calibrate.overlap import overlap_of
 from shardwright.frontend.calibrate.reference_programs import REFERENCES, attention_efficiency
 from shardwright.frontend.calibrate.timing import seconds_per_call
 from shardwright.frontend.cli import calibration
@@ -78,9 +79,19 @@ def test_everything_is_measured_and_described(
         assert all(collective_s(hardware, kind, 1e6, range(2)) > 0 for kind in COLLECTIVES)
         sizes = {point["ranks"] for point in hardware.measurements["links"]}
         assert sizes == ({2, 4} if num_ranks == 4 else {2})
+        assert device.overlap == overlap_of(hardware.measurements["overlap"])
     assert hardware.residuals.keys() == expected and all(
         error >= 0 for error in hardware.residuals.values()
     )
+
+
+def test_what_is_hidden_is_what_both_at_once_take_less() -> None:
+    def point(both_s: float) -> dict[str, float]:
+        return {"work_s": 10.0, "message_s": 8.0, "both_s": both_s}
+
+    found = [overlap_of([point(both_s)]) for both_s in (10.0, 13.0, 18.0, 20.0)]
+    assert found == [1.0, 0.625, 0.0, 0.0]
+    assert overlap_of([]) == 1.0
 
 
 @pytest.mark.slow
@@ -96,8 +107,8 @@ def test_cuda_devices_are_measured_by_the_events_of_their_stream() -> None:
     for text, parts in results:
         hardware = Hardware.from_json(json.loads(text))
         assert set(parts) == {
-            *("attention", "device", "launches", "links", "products", "seconds", "sizes"),
-            "streams",
+            *("attention", "device", "launches", "links", "overlap", "products", "seconds"),
+            *("sizes", "streams"),
         }
         assert len(hardware.measurements["attention"]) == 2
         assert hardware.num_devices == 4 and len(hardware.tiers) == 1

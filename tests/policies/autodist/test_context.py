@@ -77,6 +77,20 @@ def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
     assert told.binds == NOTHING_BINDS
 
 
+def test_a_ring_hides_as_much_as_the_machine_lets_it() -> None:
+    """Half of what is hidden on a machine that hides all is hidden by one that hides half."""
+    config = config_of(4, cp_mode="ring")
+    compiled = compile_graph(graph(False), find_policy("cp").apply, config, policy_name="cp")
+    machine = slow_machine(4)
+
+    def step_s(overlap: float) -> float:
+        device = replace(machine.device, overlap=overlap)
+        return audit(compiled.program, config, replace(machine, device=device)).step_s
+
+    all_hidden, half, none = (step_s(overlap) for overlap in (1.0, 0.5, 0.0))
+    assert all_hidden < none and half == pytest.approx((all_hidden + none) / 2)
+
+
 def test_zigzag_is_tried_where_attention_is_causal_and_may_be_forbidden() -> None:
     """No plan of ``cp`` is faster, and the next program of the module may not be in zigzag."""
     model = plans.annotated(plans.traced(Long(is_causal=True), {"x": torch.randn(2, 512, 12)}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,26 +48,23 @@ def measure_overlap(world: World, effort: Effort) -> list[dict[str, Any]]:
         synchronize(device)
         return float(max(world.all_gather_object(time.perf_counter() - start)))
 
-    def product() -> None:
-        torch.mm(x, x)
-
-    for warm_up in (message, product):
-        slowest_s(warm_up)
-    alone_s = min(slowest_s(message) for _ in range(3))
-    once_s = min(slowest_s(lambda: [product() for _ in range(10)]) for _ in range(3)) / 10
-    num_products = max(1, round(alone_s / once_s))
-
-    def work() -> None:
+    def work(num_products: int) -> None:
         for _ in range(num_products):
-            product()
+            torch.mm(x, x)
+
+    slowest_s(message)  # what the first call takes to set up is left out
+    slowest_s(partial(work, 1))
+    alone_s = min(slowest_s(message) for _ in range(3))
+    once_s = min(slowest_s(partial(work, 10)) for _ in range(3)) / 10
+    as_long = partial(work, max(1, round(alone_s / once_s)))
 
     def both() -> None:
         coming = axis.all_to_all_rows_async(block, send, receive, phase="setup")
-        work()
+        as_long()
         coming.wait()
 
     # In turns, so that load from elsewhere meets all three; the fastest of each count.
-    samples = [[slowest_s(call) for call in (work, message, both)] for _ in range(_SAMPLES)]
+    samples = [[slowest_s(call) for call in (as_long, message, both)] for _ in range(_SAMPLES)]
     names = ("work_s", "message_s", "both_s")
     return [dict(zip(names, map(min, zip(*samples, strict=True)), strict=True))]
 

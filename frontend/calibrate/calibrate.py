@@ -35,6 +35,7 @@ from shardwright.frontend.calibrate.fit import (
     fit_rates,
     fit_streams,
 )
+from shardwright.frontend.calibrate.hidden_messages import measure_overlap, overlap_of
 from shardwright.frontend.calibrate.links import Groups, measure_links
 from shardwright.frontend.calibrate.measured_operators import (
     measure_launches,
@@ -46,7 +47,6 @@ from shardwright.frontend.calibrate.measuring_ranks import (
     measure_in_job,
     measure_in_processes,
 )
-from shardwright.frontend.calibrate.overlap import measure_overlap, overlap_of
 from shardwright.frontend.calibrate.reference_programs import (
     attention_efficiency,
     measure_attention,

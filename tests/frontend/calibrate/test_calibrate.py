@@ -31,8 +31,8 @@ from shardwright.frontend.calibrate import links, profile, timing
 from shardwright.frontend.calibrate import measured_operators as operators
 from shardwright.frontend.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.frontend.calibrate.effort import Effort, effort_for
+from shardwright.frontend.calibrate.hidden_messages import overlap_of
 from shardwright.frontend.calibrate.measuring_ranks import measure_in_processes
-from shardwright.frontend.calibrate.overlap import overlap_of
 from shardwright.frontend.calibrate.reference_programs import REFERENCES, attention_efficiency
 from shardwright.frontend.calibrate.timing import seconds_per_call
 from shardwright.frontend.cli import calibration

@@ -26,19 +26,37 @@ SIZES = [(4, 8), (6, 5), (3, 15)]
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"),
+    ("name", "policy", "num_ranks", "options"),
     [
-        ("gpt2", "tp"),
+        ("gpt2", "tp", 2, {}),
+        ("llama", "cp", 3, {"cp_mode": "ring"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gpt2", "data"), ("llama", "data"), ("llama", "tp"))
+            for case in (
+                ("gpt2", "data", 2, {}),
+                ("llama", "data", 2, {}),
+                ("llama", "tp", 2, {}),
+                ("gpt2", "cp", 3, {"cp_mode": "gather"}),
+                ("mistral", "cp", 2, {"cp_mode": "ring", "cp_turns": 2}),
+                ("llama", "cp", 2, {"cp_mode": "ulysses"}),
+            )
         ),
     ],
 )
-def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> None:
+def test_dynamic_batch_and_sequence(
+    tmp_path: Path, name: str, policy: str, num_ranks: int, options: dict[str, Any]
+) -> None:
     entry = zoo.get(name)
-    model, batches = entry.build(), [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]
-    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims=DIMS, outputs="all")
+    # With two positions the last of three ranks has none.
+    sizes = [*SIZES, (2, 2)] if policy == "cp" else SIZES
+    model, batches = entry.build(), [entry.inputs(batch=batch, seq=seq) for batch, seq in sizes]
+    config = ComputeConfig(
+        plan_ngpus=num_ranks,
+        runtime_ngpus=num_ranks,
+        dynamic_dims=DIMS,
+        outputs="all",
+        pas_config=options,
+    )
     with float64_casts(), shared_traces(name):
         parallelize(model, batches[0], policy, config, gen_savedir=tmp_path, load_module=False)
         (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
@@ -59,7 +77,7 @@ def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> N
                 results.append((output.loss.detach(), output.logits.detach(), gradients))
             return results
 
-        ranks = run_ranks(2, rank)
+        ranks = run_ranks(num_ranks, rank)
         for index, batch in enumerate(batches):
             model.zero_grad()
             expected = model(**batch)

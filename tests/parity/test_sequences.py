@@ -13,6 +13,7 @@ import plans
 import pytest
 import torch
 import zoo
+from precision import float64_casts
 from sequence_models import LENGTH, PACKED_POSITIONS, get, verify_sequences
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
@@ -21,6 +22,8 @@ from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.program import Compute
 from shardwright.frontend.verification.verify import verify
 from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.runs import dealt
 
 slow = pytest.mark.slow
@@ -268,6 +271,22 @@ def test_rings_drop_the_weights_that_one_rank_drops(name: str, num_ranks: int, t
     }
     report = verify_sequences(name, "cp", config, steps=2)
     assert report.ok and "random numbers" in report.compared_with, str(report)
+
+
+def test_an_output_left_in_pieces_has_the_positions_that_are_dealt(tmp_path: Path) -> None:
+    entry = get("llama-uneven")
+    outputs = {"logits": "sharded"}
+    compiled = plans.compile_with(
+        plans.zoo_traced("llama-uneven"), "cp", 3, outputs=outputs, pas_config={"cp_turns": 2}
+    )
+    plans.write(tmp_path, compiled, entry.build())
+    with float64_casts():
+        whole = entry.build()(**entry.inputs()).logits.detach()
+        found = run_ranks(3, lambda rank: load_class(tmp_path)()(**entry.inputs()).logits)
+    for rank, logits in enumerate(found):
+        runs = dealt(whole.shape[1], 3, rank, turns=2)
+        own = torch.cat([whole[:, start : start + size] for start, size in runs], 1)
+        torch.testing.assert_close(logits.detach(), own, rtol=0, atol=1e-12)
 
 
 class Sums(nn.Module):

@@ -11,7 +11,8 @@ own audit (docs/cost-model.md) of Llama layers in bfloat16 on A100s.
   which positions are dealt, and the tiles in which the busiest rank computes attention.
 - **peak**: bytes of the busiest rank over those of one rank that has the whole sequence. An even
   split of everything would be 1/n. Weights, their gradients and the state of the optimizer are not
-  split by a context axis; *state* is what they take.
+  split by a context axis; *state* is what they take. *sent*: bytes that go through
+  the collectives of the busiest rank, as ``count_communication`` counts them.
 - **longest** (``--memory 80``): the longest sequence whose step needs at most so many GB on each
   rank, and how many times that of one rank it is.
 """
@@ -155,7 +156,8 @@ def main() -> None:
         split = (peak - state) / (alone.peak_bytes - _state_bytes(alone))
         print(
             f"  {name:<16} {1e3 * cost.step_s:9.1f} ms  {peak / 1e9:7.2f} GB  "
-            f"{peak / alone.peak_bytes:.3f} of one rank's, {split:.3f} without state",
+            f"{peak / alone.peak_bytes:.3f} of one rank's, {split:.3f} without state, "
+            f"{_sent_bytes(cost) / 1e9:.2f} GB sent",
             flush=True,
         )
     if given.memory:
@@ -207,6 +209,14 @@ def _state_bytes(cost: PlanCost) -> int:
     memory = max(cost.memory, key=lambda rank: sum(rank.by_category.values()))
     kinds = ("parameter", "gradient", "optimizer")
     return sum(memory.by_category.get(kind, 0) for kind in kinds)
+
+
+def _sent_bytes(cost: PlanCost) -> float:
+    """The bytes that the busiest rank exchanges for activations; sums of gradients aside."""
+    return max(
+        sum(size for name, size in rank.comm_bytes.items() if "gradients" not in name)
+        for rank in cost.ranks
+    )
 
 
 def _audited(graph: IRGraph, policy: str, num_ranks: int, options: dict[str, Any]) -> PlanCost:

@@ -20,12 +20,14 @@ ELEMENTWISE = frozenset(("dropout", "alpha_dropout"))
 
 _OF_PIECES = ELEMENTWISE | {
     "scaled_dot_product_attention",
+    *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli"),
     *("rand_like", "randn_like", "randint_like"),
     *("normal_like", "uniform_like", "exponential_like", "gumbel_softmax", "rrelu"),
 }
-"""Operators that know the shape of what they draw: attention draws for its weights. Dropout of
-channels and of recurrent layers does not: its masks have other dims than its input.
+"""Operators that know the shape of what they draw: attention draws for its weights, dropout of
+channels a number for each channel.
 """
 
 

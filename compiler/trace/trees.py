@@ -15,6 +15,11 @@ from shardwright.runtime import structure
 from shardwright.runtime.errors import InternalError, TraceError
 from shardwright.runtime.mask_functions import BLOCK_MASK, unreadable
 
+MOST_LEVELS = 100
+"""The most containers around a tensor. Python reads no source with more than 200 brackets inside
+each other.
+"""
+
 
 def input_tree(recorder: Recorder, argument: Any, name: str) -> Tree:
     """The tree of the argument ``name``: values for its tensors, literals for the rest."""
@@ -39,6 +44,11 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
     if id(obj) in seen:
         raise TraceError(
             f"{what} of forward contains itself: an object of type {type(obj).__name__}"
+        )
+    if len(seen) == MOST_LEVELS:
+        raise TraceError(
+            f"{what} of forward is nested in more than {MOST_LEVELS} levels",
+            hint="pass and return tensors in a few levels of lists, tuples, dicts or objects",
         )
     if structure.type_path(obj) == BLOCK_MASK:
         _check_block_mask(obj, what)

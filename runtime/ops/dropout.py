@@ -3,13 +3,15 @@ ranks along ``axes`` draw different ones. Without training, or with ``p=0``, the
 back.
 
 Channel-wise forms have masks whose spatial dims have size 1, so that a channel is kept or dropped
-as a whole.
+as a whole: for ``input [N, C, H, W]`` the mask is ``[N, C, 1, 1]``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -31,6 +33,7 @@ def dropout(
     layout: str | None = None,
     sizes: NamedSizes = (),
     axes: Sequence[str] = (),
+    mask_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """``F.dropout``: elements are zeroed with probability ``p``, the others scaled by ``1 / (1 -
     p)``.
@@ -40,7 +43,8 @@ def dropout(
         return input
     if p == 1:
         return input * 0.0
-    return input * drawn(rng, draw, input.shape, layout, sizes, axes).kept(
+    shape = input.shape if mask_shape is None else mask_shape
+    return input * drawn(rng, draw, shape, layout, sizes, axes).kept(
         input.device, input.dtype, 1 - p
     ).div_(1 - p)
 
@@ -55,6 +59,7 @@ def alpha_dropout(
     layout: str | None = None,
     sizes: NamedSizes = (),
     axes: Sequence[str] = (),
+    mask_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """``F.alpha_dropout``: keeps mean and variance of a SELU network's activations."""
     check_probability(p)
@@ -62,7 +67,8 @@ def alpha_dropout(
         return input
     if p == 1:
         return input * 0.0
-    kept = drawn(rng, draw, input.shape, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
+    shape = input.shape if mask_shape is None else mask_shape
+    kept = drawn(rng, draw, shape, layout, sizes, axes).kept(input.device, input.dtype, 1 - p)
     # Klambauer et al., "Self-Normalizing Neural Networks": what is dropped becomes the saturation
     # value, then scale and shift restore mean 0 and variance 1.
     scale = 1 / math.sqrt((_SELU_SATURATION**2 * p + 1) * (1 - p))
@@ -70,10 +76,24 @@ def alpha_dropout(
     return input * (kept * scale) + shift
 
 
-# A mask with spatial dims of size 1 broadcasts: the channel-wise forms differ in the layout they
-# are given only.
-dropout1d = dropout2d = dropout3d = dropout
-feature_alpha_dropout = alpha_dropout
+def _of_channels(
+    function: Callable[..., Tensor], num_shared: int | None = None
+) -> Callable[..., Tensor]:
+    """``function`` with a mask that is the same along the last ``num_shared`` dims of the input;
+    ``None``: along all dims after the second.
+    """
+
+    @functools.wraps(function)
+    def of_channels(input: Tensor, *args: Any, **drawing: Any) -> Tensor:
+        num_kept = min(2, input.ndim) if num_shared is None else input.ndim - num_shared
+        mask_shape = (*input.shape[:num_kept], *[1] * (input.ndim - num_kept))
+        return function(input, *args, **drawing, mask_shape=mask_shape)
+
+    return of_channels
+
+
+dropout1d, dropout2d, dropout3d = (_of_channels(dropout, num) for num in (1, None, 3))
+feature_alpha_dropout = _of_channels(alpha_dropout)
 
 
 def check_probability(p: float) -> None:

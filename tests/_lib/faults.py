@@ -40,13 +40,14 @@ DEADLINE_S = 900.0
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks train. ``config``: fields of the ComputeConfig. ``saves``: with
-    checkpoints.
+    """What the ranks train. ``config``: fields of the ComputeConfig. ``saves``: with a checkpoint
+    of each step, ``in_background``: saved while training goes on.
     """
 
     policy: str
     config: dict[str, Any]
     saves: bool = False
+    in_background: bool = False
     num_steps: int = 3
     has_store: bool = False  # rank 0 has the job's key-value store, as without torchrun
 
@@ -239,6 +240,7 @@ def train(folder: Path, job: Job, fault: Fault | None) -> None:
 
 def _train(module: Any, folder: Path, job: Job, around: Callable[[int], Any]) -> None:
     optimizer = shardwright.build_optimizer(module, torch.optim.AdamW, lr=1e-3)
+    saves: list[Any] = []
     for step in range(job.num_steps):
         with around(step):
             optimizer.zero_grad()
@@ -249,7 +251,17 @@ def _train(module: Any, folder: Path, job: Job, around: Callable[[int], Any]) ->
             optimizer.clip_gnorm(1.0)
             optimizer.step()
             if job.saves:
-                shardwright.save_checkpoint(folder / "checkpoints", module, optimizer, step=step)
+                saves.append(
+                    shardwright.save_checkpoint(
+                        folder / "checkpoints",
+                        module,
+                        optimizer,
+                        step=step,
+                        async_save=job.in_background,
+                    )
+                )
+    for save in saves[-1:]:
+        save.wait()
 
 
 def _call_guarded(

@@ -4,10 +4,11 @@ words?
     python tests/product/faults.py --minutes 60
     python tests/product/faults.py --runs 20 --seed 7
 
-Each run compiles a small model on real processes with gloo and trains it, with checkpoints or
-without. One rank sends itself SIGKILL or SIGSTOP at a random communication, or gets it at a random
-time. Every other rank must end within its limit, with an error of shardwright that names the one it
-missed. Prints a line for what went wrong, and the counts.
+Each run compiles a small model on real processes with gloo and trains it, without checkpoints, with
+some, or with some that are saved in the background. One rank sends itself SIGKILL or SIGSTOP at a
+random communication, or gets it at a random time. Every other rank must end within its limit, with
+an error of shardwright that names the one it missed, and the newest checkpoint must be whole.
+Prints a line for what went wrong, and the counts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
 import faults
 from faults import Fault, Job, Outcome
 
+import shardwright
 from shardwright.runtime import errors
 
 JOBS = {
     "tp": Job("tp", {"plan_ngpus": 2, "runtime_ngpus": 2}, saves=True),
     "dp": Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2}, has_store=True),
     "zero 1": Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 1}, saves=True),
+    "zero 1, saving in the background": Job(
+        "dp",
+        {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 1},
+        saves=True,
+        in_background=True,
+        num_steps=12,
+    ),
+    "tp, saving in the background": Job(
+        "tp",
+        {"plan_ngpus": 2, "runtime_ngpus": 2},
+        saves=True,
+        in_background=True,
+        num_steps=12,
+    ),
     "zero 2, overlapping": Job(
         "dp",
         {
@@ -84,20 +100,29 @@ def judged(outcome: Outcome, fault: Fault) -> list[str]:
     return verdicts
 
 
-def one(rng: random.Random) -> tuple[str, Fault, list[str]]:
-    """One random run."""
-    name = rng.choice(list(JOBS))
+def one(rng: random.Random, name: str | None) -> tuple[str, Fault, list[str]]:
+    """One random run, of the job of that name or of any."""
+    name = name or rng.choice(list(JOBS))
     job = JOBS[name]
     fault, after_s = random_fault(rng, job)
     with tempfile.TemporaryDirectory() as folder:
         outcome = faults.run(
             Path(folder), job, fault, timeout_s=LIMIT_S, after_s=after_s, target="compile_and_train"
         )
-    return (
-        f"{name}, after {after_s:.2f} s" if fault.moment is None else name,
-        fault,
-        judged(outcome, fault),
-    )
+        verdicts = judged(outcome, fault) + newest(Path(folder) / "checkpoints")
+    title = f"{name}, after {after_s:.2f} s" if fault.moment is None else name
+    return title, fault, verdicts
+
+
+def newest(directory: Path) -> list[str]:
+    """What reading the newest checkpoint gives; nothing where none was complete."""
+    if not (directory / "LATEST").exists():
+        return []
+    try:
+        shardwright.read_checkpoint(directory)
+    except errors.ShardwrightError as error:
+        return [f"WRONG: the newest checkpoint: {error}"]
+    return ["newest checkpoint whole"]
 
 
 def main() -> None:
@@ -106,6 +131,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--runs", type=int, default=None)
+    parser.add_argument("--only", choices=JOBS, help="the job of all runs")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng, counts, number = random.Random(arguments.seed), Counter[str](), 0
@@ -113,7 +139,7 @@ def main() -> None:
     end_s = time.monotonic() + 60 * (minutes or 1e9)
     while time.monotonic() < end_s and number < (arguments.runs or 10**9):
         number += 1
-        title, fault, verdicts = one(rng)
+        title, fault, verdicts = one(rng, arguments.only)
         counts[fault.signal.name] += 1
         counts.update(verdicts)
         for verdict in verdicts:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,10 @@ from tracing import traced
 
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.trace import trace
+from shardwright.frontend.parallelize import parallelize
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import TraceError
+from shardwright.runtime.ranks.threads import run_ranks
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
@@ -190,3 +194,38 @@ def test_a_result_of_a_local_class_is_refused() -> None:
         TraceError, match="the result of forward contains an object of the local class .*Local\n"
     ):
         trace(Makes(), {"x": X})
+
+
+class Around(nn.Module):
+    """Puts its result into lists."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, x: Tensor) -> Any:
+        result: Any = x.exp()
+        for _ in range(self.levels):
+            result = [result]
+        if not self.levels:
+            result = [result]
+            result.append(result)
+        return result
+
+
+def test_results_without_end_are_refused() -> None:
+    with pytest.raises(TraceError, match="the result of forward contains itself: .* type list"):
+        trace(Around(0), {"x": X})
+    with pytest.raises(TraceError, match="the result of forward is nested in more than 100 levels"):
+        trace(Around(5000), {"x": X})
+
+
+def test_as_many_levels_as_python_reads(tmp_path: Path) -> None:
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+    (result,) = run_ranks(
+        1,
+        lambda rank: parallelize(Around(100), {"x": X}, "dp", config, gen_savedir=tmp_path)(x=X),
+    )
+    for _ in range(100):
+        (result,) = result
+    torch.testing.assert_close(result, X.exp())

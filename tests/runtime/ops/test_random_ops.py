@@ -253,11 +253,25 @@ def test_dropout_values_and_gradients(name, p):
     assert getattr(ops, name)(x, p, False, **one(x.shape)) is x
 
 
-def test_channelwise_dropout_drops_channels():
-    x = torch.ones(6, 50, 4, 3)
-    for op in (ops.dropout2d, ops.dropout3d, ops.dropout1d, ops.feature_alpha_dropout):
-        y = op(x, 0.5, True, **one((6, 50, 1, 1)))
-        assert torch.equal(y, y[:, :, :1, :1].expand_as(y)) and y[:, :, 0, 0].unique().numel() == 2
+CHANNELS = [
+    (ops.dropout1d, (6, 50, 4), (6, 50, 1)),
+    (ops.dropout1d, (50, 4), (50, 1)),
+    (ops.dropout2d, (6, 50, 4, 3), (6, 50, 1, 1)),
+    (ops.dropout2d, (6, 50, 4), (6, 50, 1)),
+    (ops.dropout3d, (6, 50, 4, 3, 2), (6, 50, 1, 1, 1)),
+    (ops.dropout3d, (50, 4, 3, 2), (50, 1, 1, 1)),
+    (ops.feature_alpha_dropout, (6, 50, 4, 3), (6, 50, 1, 1)),
+    (ops.feature_alpha_dropout, (6, 50), (6, 50)),
+]
+
+
+@pytest.mark.parametrize(("op", "shape", "mask_shape"), CHANNELS)
+def test_channelwise_dropout_drops_channels(op, shape, mask_shape):
+    """With a layout of the mask and without one."""
+    y = op(torch.ones(shape), 0.5, True, **one(mask_shape))
+    one_each = y[tuple(slice(size) for size in mask_shape)]
+    assert torch.equal(y, one_each.expand_as(y)) and one_each.unique().numel() == 2
+    assert torch.equal(y, op(torch.ones(shape), 0.5, training=True, rng=RngState(0), draw="op"))
 
 
 def test_dropout_probability_is_checked():

@@ -64,7 +64,13 @@ SETTINGS: Mapping[str, Settings] = {
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "decision_transformer": {"state_dim": 6, "act_dim": 3},
     "depth_anything": _BACKBONE,
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"],
+        "text_config.num_experts_per_tok": 2,
+        "vision_config.sam_config.downsample_channels": [16, 32],
+    },
     "deepseek_v2": _EXPERTS,
+    "depth_pro": {"intermediate_hook_ids": [1, 0]},
     "dia": {
         "decoder_config.cross_num_key_value_heads": 4,
         "decoder_config.cross_num_attention_heads": 4,
@@ -78,6 +84,7 @@ SETTINGS: Mapping[str, Settings] = {
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320},
     "esm": {"vocab_size": 100, "mask_token_id": 32, "pad_token_id": 1},
     "esmc": {
+        "vocab_size": 100,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
@@ -85,8 +92,10 @@ SETTINGS: Mapping[str, Settings] = {
     },
     "ernie4_5_vl_moe": {"text_config.head_dim": 16, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "granite_speech5": {"encoder_config.num_key_value_heads": 4},
     "informer": {**_SERIES, "num_time_features": 2},
     "kosmos2": {"latent_query_num": 4},
+    "led": {"attention_window": [8, 8]},
     "kyutai_speech_to_text": {
         "num_codebooks": 4,
         "codec_config.upsample_groups": 32,
@@ -104,6 +113,10 @@ SETTINGS: Mapping[str, Settings] = {
     "llava_next_video": _PINPOINTS,
     "llava_onevision": _PINPOINTS,
     "longcat_flash": {"qk_head_dim": 16},
+    "lw_detr": {
+        "backbone_config.out_features": ["stage1", "stage2"],
+        "projector_scale_factors": [1.0],
+    },
     "mamba2": {"hidden_size": 32, "expand": 2, "num_heads": 4, "head_dim": 16, "n_groups": 2},
     "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 16},
     "moonshine_streaming": {"num_key_value_heads": 4},
@@ -121,6 +134,7 @@ SETTINGS: Mapping[str, Settings] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "rf_detr": {"backbone_config.out_features": ["stage1", "stage2"]},
     "radio": {"patch_dim": 192},
     "sapiens2": {
         "head_config.upsample_out_channels": [16, 16],
@@ -177,6 +191,22 @@ def _decisions(config: Any) -> dict[str, Any]:
     }
 
 
+def _actions(config: Any) -> dict[str, Any]:
+    shape = (BATCH, config.chunk_size, config.max_action_dim)
+    text = torch.randint(3, 80, (BATCH, 40))
+    text[:, :32] = config.vlm_config.image_token_index
+    return {
+        "input_ids": text,
+        "attention_mask": torch.ones_like(text),
+        "pixel_values": torch.rand(BATCH, 2, 3, 32, 32),
+        "pixel_attention_mask": torch.ones(BATCH, 2, dtype=torch.bool),
+        "state": torch.randn(BATCH, config.max_state_dim),
+        "actions": torch.randn(shape),
+        "noise": torch.randn(shape),
+        "timestep": torch.rand(BATCH),
+    }
+
+
 def _visual(config: Any) -> dict[str, Any]:
     return {
         "visual_feats": torch.randn(BATCH, 5, config.visual_feat_dim),
@@ -227,6 +257,10 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "input_features_mask": torch.ones(BATCH, 64, dtype=torch.long),
     },
     "fuyu": lambda c: {"pixel_values": None},
+    "granite_speech5": lambda c: {
+        "input_features": torch.randn(BATCH, 16, 64),
+        "attention_mask": torch.ones(BATCH, 16, dtype=torch.long),
+    },
     "granite_speech": lambda c: {
         "input_features": torch.randn(BATCH, 16, c.encoder_config.input_dim)
     },
@@ -239,7 +273,8 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     },
     "informer": _past,
     "kyutai_speech_to_text": lambda c: {
-        "input_ids": torch.randint(3, 80, (BATCH, 16, c.num_codebooks + 1))
+        "input_ids": torch.randint(3, 80, (BATCH, 16, c.num_codebooks + 1)),
+        "labels": None,
     },
     "kosmos2": lambda c: {
         "image_embeds_position_mask": ((torch.arange(16) > 1) & (torch.arange(16) < 6)).repeat(
@@ -262,6 +297,8 @@ ARGUMENTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "musicgen_melody": _codebooks,
     "neomme": lambda c: {"pixel_values": None},
     "pe_audio": lambda c: {"input_values": torch.randn(BATCH, 1, 3840)},
+    "oneformer": lambda c: {"task_inputs": torch.randint(3, 80, (BATCH, c.task_seq_len))},
+    "pi0": _actions,
     "pix2struct": _flat_patches,
     "seggpt": lambda c: {
         name: torch.rand(BATCH, 3, c.image_size[0] // 2, c.image_size[1])

@@ -380,6 +380,17 @@ def _index_put(op: IROp) -> OpRule:
     )
 
 
+def _masked_scatter(op: IROp) -> OpRule:
+    """Computed whole, as how many elements of the source go before a place depends on the whole
+    mask. The dims stay those of the input, so that what follows may be split.
+    """
+    build = RuleBuilder()
+    result = build.whole(op.results[0].shape)
+    input, mask, source = (value.shape for value in op.operands)
+    operands = [broadcast(input, result), broadcast(mask, result), build.whole(source)]
+    return build.rule(operands, [result], linear=linear_sets(op, ("input", "source")))
+
+
 def _written(shape: tuple[Size, ...], target: TensorRefs) -> TensorRefs:
     """The factors of values written to ``target``: they broadcast, and may have further dims of
     size 1 in front.
@@ -452,7 +463,7 @@ define(
     "masked_scatter",
     "input, mask, source",
     ".masked_scatter",
-    lambda op: whole_rule(op, ("input", "source")),
+    _masked_scatter,
     *callables("masked_scatter"),
 )
 define(

@@ -111,7 +111,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         "a b c, a b c -> a b c"),
     (torch.select_scatter, (X, rand(4, 5), 1, 2), {}, "a b^ c, a c -> a b c"),
     (torch.diagonal_scatter, (X, rand(3, 4)), {"dim1": 0, "dim2": 2}, "a^ b c^, b d^ -> a b c"),
-    (T.masked_scatter, (X, X.detach() > 0, rand(60)), {}, "a^ b^ c^, d^ e^ f^, g^ -> h^ i^ j^"),
+    (T.masked_scatter, (X, X.detach() > 0, rand(60)), {}, "a^ b^ c^, a b c, d^ -> a b c"),
     (T.index_put, (X, (I,), rand(2, 3, 3, 5)), {"accumulate": True},
         "a^ b c, d+ e+, d e b c -> a b c"),
     (T.index_put, (X, (I, J), rand(1, 5)), {"accumulate": True}, "a^ b^ c, d+ e+, e, 1 c -> a b c"),

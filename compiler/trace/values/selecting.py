@@ -58,15 +58,17 @@ class Selecting:
     def select(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: TraceError
     ) -> Any:
-        """What stands for ``x[mask]`` or ``x.masked_select(mask)``; ``None`` if the call is
-        neither. ``error``: why elements cannot be made.
+        """What stands for ``x[mask]``, ``x.masked_select(mask)`` or ``torch.where(mask)``; ``None``
+        if the call is none of these. ``error``: why elements cannot be made.
         """
+        if (condition := _condition(name, args, kwargs)) is not None:
+            return self._places_of(condition, error)
         names = {"__getitem__": ("x", "index"), "masked_select": ("input", "mask")}.get(name, ())
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(given) != 2 or set(given) != set(names):
             return None
         whole, index = self._mode.on_fakes(tuple(given[key] for key in names))
-        items = index if isinstance(index, tuple) else (index,)
+        items = _without_slices(index if isinstance(index, tuple) else (index,))
         if name == "masked_select" and (
             not isinstance(index, torch.Tensor) or index.shape != whole.shape
         ):
@@ -85,16 +87,50 @@ class Selecting:
             or mask.shape != whole.shape[: mask.ndim]
         ):
             return None
+        whole = self._as_it_is(whole)
+        return self._stand_in(Selection(whole, self._as_it_is(mask), self._name(mask), error))
+
+    def _name(self, mask: torch.Tensor) -> str:
+        """The name of a mask: that of an equal one that has chosen before, if there is one.
+
+        Models compute a mask twice (``x[ids == 5] = y[ids == 5]``). Both selections choose the same
+        elements, which can be told from the calls that made their masks.
+        """
         value = self._recorder.value(mask)
         others = (
             self._recorder.value(chosen.mask) for chosen in self._recorder.selections.values()
         )
-        # Models compute a mask twice (``x[ids == 5] = y[ids == 5]``). Both selections choose the
-        # same elements, which can be told from the calls that made their masks.
-        mask_name = next((other for other in others if self._same(other, value)), value).name
-        return self._stand_in(
-            Selection(self._as_it_is(whole), self._as_it_is(mask), mask_name, error)
+        return next((other for other in others if self._same(other, value)), value).name
+
+    def _places_of(self, condition: torch.Tensor, error: TraceError) -> tuple[torch.Tensor, ...]:
+        """What ``torch.where(condition)`` stands for: along each dim, the index of every element,
+        of which the condition chooses some.
+        """
+        mask = self._mode.on_fakes(condition)
+        with self._mode:
+            mask = mask if _is_mask(mask) else mask != 0
+            along = [
+                torch.arange(size).view(-1, *[1] * (mask.ndim - dim - 1)).expand(mask.shape)
+                for dim, size in enumerate(mask.shape)
+            ]
+        mask, name = self._as_it_is(mask), self._name(mask)
+        return tuple(
+            self._stand_in(Selection(indices, mask, name, error, place))
+            for place, indices in enumerate(along)
         )
+
+    def _mask_of_places(self, index: Any) -> torch.Tensor | None:
+        """The mask whose places an index is made of, one for each of its dims; else ``None``."""
+        items = _without_slices(index if isinstance(index, tuple) else (index,))
+        chosen = [self._of(item) if isinstance(item, torch.Tensor) else None for item in items]
+        first = chosen[0] if chosen else None
+        if first is None or first.mask.ndim != len(chosen):
+            return None
+        is_whole = all(
+            found is not None and (found.mask_name, found.place) == (first.mask_name, place)
+            for place, found in enumerate(chosen)
+        )
+        return first.mask if is_whole else None
 
     def _places(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """An index with the places where its masks are true; ``None`` without masks, or if the
@@ -177,6 +213,13 @@ class Selecting:
         """A call that gets a selection: by operators on the whole tensor, if it needs no size."""
         if is_getter(func) and name in _SIZELESS or name in UNRECORDED:
             return func(*args, **kwargs)
+
+        # ``x[torch.where(mask)]`` is ``x[mask]``, and so is what is written there.
+        if name in ("__getitem__", "__setitem__"):
+            mask = self._mask_of_places(args[1])
+            if mask is not None:
+                with self._mode:
+                    return func(args[0], mask, *args[2:])
 
         # From the empty stand-ins to the selections that they stand for.
         def chosen(arg: Any) -> Any:
@@ -277,3 +320,28 @@ class Selecting:
 
 def _is_mask(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.dtype == torch.bool
+
+
+def _without_slices(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An index without the slices at its end that take everything."""
+    while len(items) > 1 and (items[-1] is Ellipsis or _takes_all(items[-1])):
+        items = items[:-1]
+    return items
+
+
+def _takes_all(item: Any) -> bool:
+    return isinstance(item, slice) and item == slice(None)
+
+
+def _condition(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The argument of ``torch.where(condition)`` and of ``condition.nonzero(as_tuple=True)``; for
+    other calls ``None``.
+    """
+    given = [*args, *(kwargs[key] for key in ("condition", "input") if key in kwargs)]
+    others = {key: value for key, value in kwargs.items() if key not in ("condition", "input")}
+    wanted = {"where": {}, "nonzero": {"as_tuple": True}}.get(name)
+    if wanted is None or others != wanted or len(given) != 1:
+        return None
+    (condition,) = given
+    # A number has no dims to be somewhere along.
+    return condition if isinstance(condition, torch.Tensor) and condition.ndim else None

@@ -33,13 +33,15 @@ class Selection:
     """``whole[mask]``. ``mask`` has the leading dims of ``whole``; ``mask_name`` is equal for equal
     masks.
 
-    ``error``: why it cannot be made, and where the user's code asks for it.
+    ``error``: why it cannot be made, and where the user's code asks for it. ``place``: which dim of
+    the mask this is the index of, for ``torch.where(mask)[place]``.
     """
 
     whole: Tensor
     mask: Tensor
     mask_name: str
     error: TraceError
+    place: int | None = None
 
     @property
     def row(self) -> torch.Size:

@@ -267,7 +267,7 @@ CHANNELS = [
 
 @pytest.mark.parametrize(("op", "shape", "mask_shape"), CHANNELS)
 def test_channelwise_dropout_drops_channels(op, shape, mask_shape):
-    """With a layout of the mask and without one."""
+    """They draw the same with a layout of the mask and without one."""
     y = op(torch.ones(shape), 0.5, True, **one(mask_shape))
     one_each = y[tuple(slice(size) for size in mask_shape)]
     assert torch.equal(y, one_each.expand_as(y)) and one_each.unique().numel() == 2

@@ -170,9 +170,15 @@ class _Finder:
             logits, sinks = found
         gives_zeros = softmax.target == "safe_softmax"
         logits, drops = self._chain.back(logits, "to"), may_be(rate, lambda p: p > 0)
-        scores = None if drops else self._scores(logits, gives_zeros)
+        # Beside dropout torch's operator serves where it can.
+        plain = None
+        if drops and sinks is None:
+            plain = self._plain(op, logits, value, rate, gives_zeros)
+        scores = None if plain is not None else self._scores(logits, gives_zeros)
         if scores is None:
-            return None if sinks is not None else self._plain(op, logits, value, rate, gives_zeros)
+            if plain is not None or sinks is not None or drops:
+                return plain
+            return self._plain(op, logits, value, rate, gives_zeros)
         products = scores.products
         if not _are_plain(products.query, products.key, value):
             return None
@@ -185,6 +191,7 @@ class _Finder:
             "cap": products.cap,
             "sinks": sinks,
             "blind": blind,
+            "dropout_p": rate,
         }
         return self._attention(op, products.query, products.key, value, others)
 
@@ -202,10 +209,10 @@ class _Finder:
         if not _are_plain(query, key, value) or (mask is not None and bias is not None):
             return None
         if products.cap is not None:
-            # Of capped scores a mask must tell marks, and no weights are dropped.
-            if mask is not None or bias is not None or may_be(rate, lambda p: p > 0):
+            # Of capped scores a mask must tell marks.
+            if mask is not None or bias is not None:
                 return None
-            others = {"scale": products.scale, "cap": products.cap}
+            others = {"scale": products.scale, "cap": products.cap, "dropout_p": rate}
             return self._attention(op, query, key, value, others)
         hidden = mask
         if bias is not None:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.runtime.marks import Mark, Marks, Seen, marks_of, remembered, seen
+from shardwright.runtime.ops.attention_dropout import WeightDropout
 from shardwright.runtime.ops.axes import Axes, Length, communicating, whole_length
+from shardwright.runtime.ops.random import NamedSizes, RngState
 from shardwright.runtime.ops.split_attention import Where, attention_in_tiles, autocasted
 from shardwright.runtime.visible_keys import MOST_MASKED, Band
 
@@ -33,10 +35,16 @@ def attention_where(
     scale: float | None = None,
     cap: float | None = None,
     blind: str = "zeros",
+    dropout_p: float = 0.0,
     query_axes: Axes = (),
     key_axes: Axes = (),
     lengths: tuple[Length, Length] | None = None,
     query_unit: int = 1,
+    rng: RngState | None = None,
+    draw: str = "",
+    layout: str | None = None,
+    sizes: NamedSizes = (),
+    axes: Sequence[str] = (),
 ) -> Tensor:
     """Attention in which query ``i`` sees key ``j`` where ``key_marks[n]`` of the key, compared by
     ``comparisons[n]``, holds against ``query_marks[n]`` of the query, for all ``n``.
@@ -50,7 +58,8 @@ def attention_where(
     ``blind``: what a query that sees no key gives, ``"zeros"`` or the ``"mean"`` of all values, as
     a large number added to all scores has it. ``query_axes``, ``key_axes``, ``lengths``,
     ``query_unit``: as in :func:`~shardwright.runtime.ops.split_attention`, if the rank has a part
-    of the queries.
+    of the queries. ``dropout_p``, ``rng``, ``draw``, ``layout``, ``sizes``, ``axes``: which weights
+    are dropped, as in :func:`~shardwright.runtime.ops.scaled_dot_product_attention`.
     """
     query_axes, ring = communicating(query_axes), communicating(key_axes)
     if lengths is None or not query_axes:
@@ -65,7 +74,7 @@ def attention_where(
     heads, key_heads = query.shape[1], key.shape[1]
     pairs = math.prod(positions)
     # A mask of all pairs costs little while they are few, and torch's kernel is then the fastest.
-    is_plain = sinks is None and cap is None and blind == "zeros"
+    is_plain = sinks is None and cap is None and blind == "zeros" and dropout_p == 0
     if not query_axes and is_plain and pairs <= MOST_MASKED:
 
         def whole_mask() -> Tensor:
@@ -74,7 +83,11 @@ def attention_where(
         mask = remembered(given, ("mask", *question), whole_mask)
         key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
-    samples = query.shape[0]
+    samples, dropped = query.shape[0], None
+    if dropout_p:
+        assert rng is not None, "lowering says by what weights are dropped"
+        shape = (samples, heads, query.shape[-2], positions[1])
+        dropped = WeightDropout.of(dropout_p, shape, rng, draw, layout, sizes, axes)
 
     # Layers of a model share their marks, so what is seen is found once for all of them.
     def found_seen() -> tuple[tuple[Seen, ...], Marks | None]:
@@ -100,4 +113,5 @@ def attention_where(
         marks=marks,
         sinks=sinks,
         cap=cap,
+        dropout=dropped,
     )

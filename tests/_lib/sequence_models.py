@@ -191,6 +191,23 @@ MODELS: dict[str, zoo.ZooModel] = {
     ),
     "mamba": zoo.ZooModel("mamba", Mamba, tokens_alone),
     "prefixed": zoo.ZooModel("prefixed", Prefixed, tokens_alone),
+    "gemma2-dropout": zoo.ZooModel(
+        "gemma2-dropout",
+        zoo.hf("Gemma2ForCausalLM", "Gemma2Config", **_GEMMA3, attention_dropout=0.3),
+        inputs(attention_mask=_PADDED.long()),
+    ),
+    "gpt-oss-dropout": zoo.ZooModel(
+        "gpt-oss-dropout",
+        zoo.hf(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            **_GEMMA3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attention_dropout=0.3,
+        ),
+        inputs(attention_mask=_PADDED.long()),
+    ),
     "gpt2-dropout": zoo.ZooModel(
         "gpt2-dropout",
         zoo.hf("GPT2LMHeadModel", "GPT2Config", **{**zoo.GPT2_UNEVEN, "attn_pdrop": 0.3}),

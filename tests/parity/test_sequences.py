@@ -256,6 +256,10 @@ def test_with_stages_and_other_degrees(options: dict[str, Any], num_ranks: int) 
         ("gpt2-dropout", 3, 1),
         pytest.param("gpt2-dropout", 4, 0, marks=slow),
         ("gpt2-dropout", 2, 1),
+        ("gemma2-dropout", 3, 1),
+        pytest.param("gemma2-dropout", 2, 2, marks=slow),
+        pytest.param("gpt-oss-dropout", 3, 1, marks=slow),
+        pytest.param("gpt-oss-dropout", 2, 0, marks=slow),
         pytest.param("t5-dropout", 2, 1, marks=slow),
         pytest.param("t5-dropout", 3, 0, marks=slow),
     ],
@@ -347,6 +351,29 @@ def test_documents_end_to_end(num_ranks: int, options: dict[str, Any]) -> None:
     config = {"plan_ngpus": num_ranks, "runtime_ngpus": num_ranks, "pas_config": options}
     report = verify(Rows(), inputs, "cp", config)
     assert report.ok, str(report)
+
+
+class Biased(nn.Module):
+    """Capped scores with a bias, which no ring has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(16, 48), nn.Parameter(torch.randn(7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(2, 7, 12, 4).transpose(1, 2).split(4, 1)
+        scores = 3.0 * torch.tanh(query @ key.transpose(-1, -2) / 3.0) + self.bias
+        return (scores.softmax(-1) @ value).square().mean()
+
+
+def test_what_has_no_ring_is_gathered_unless_a_ring_is_asked_for(tmp_path: Path) -> None:
+    model, inputs = Biased().double(), {"x": torch.randn(2, 7, 16, dtype=torch.float64)}
+    compiled, _ = plans.check_policy(model, inputs, "cp", 2, tmp_path)
+    assert "all_gather(" in compiled.files["gencode0.py"]
+    with pytest.raises(
+        PlanError, match=r"(?s)'ring' has no ring for softmax.*attention written out"
+    ):
+        plans.compile_with(plans.traced(model, inputs), "cp", 2, pas_config={"cp_mode": "ring"})
 
 
 REFUSED = [

@@ -99,8 +99,12 @@ def _attention(op: IROp) -> OpRule:
     if not random:
         form = ParallelForm(_SPLIT_FORM, queries, {}, _places, knows_runs=True)
         return replace(rule, parallel=form)
-    # Dropout draws the same numbers however it is split.
-    rule = drawn(rule, _FORM, _weights)
+    return _drawn(rule, _FORM, queries)
+
+
+def _drawn(rule: OpRule, target: str, queries: Mapping[str, ParallelFactor]) -> OpRule:
+    """The rule with dropout, which draws the same numbers however attention is split."""
+    rule = drawn(rule, target, _weights)
     drawn_form = rule.parallel
     assert drawn_form is not None and drawn_form.local_args is not None
     drawn_args = drawn_form.local_args
@@ -154,9 +158,13 @@ def _attention_where(op: IROp) -> OpRule:
         sizes=sizes,
         linear_sets=linear_sets(op, ("value",)),
     )
-    queries = {"q": ParallelFactor(empty=True)}
+    rule = replace(rule, exchanges=_ring(rule), nonempty=True)
+    random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
+    queries = {"q": ParallelFactor(empty=not random)}
+    if random:
+        return _drawn(rule, "attention_where", queries)
     form = ParallelForm("attention_where", queries, {}, _places, knows_runs=True)
-    return replace(rule, parallel=form, exchanges=_ring(rule), nonempty=True)
+    return replace(rule, parallel=form)
 
 
 def _ring(rule: OpRule, follows_queries: tuple[int, ...] = ()) -> tuple[Exchange, ...]:
@@ -208,7 +216,8 @@ def _weights(rule: OpRule) -> TensorRefs:
 define(
     "attention_where",
     "query, key, value, query_marks=(), key_marks=(), comparisons=(), sinks=None, *, bands=None, "
-    "scale=None, cap=None, blind='zeros', query_axes=(), key_axes=(), lengths=None, query_unit=1",
+    "scale=None, cap=None, blind='zeros', dropout_p=0.0, query_axes=(), key_axes=(), lengths=None, "
+    f"query_unit=1, {DRAWN.removeprefix('*, ')}",
     f"{RUNTIME}.attention_where",
     _attention_where,
     stand_ins.attention_where,

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops import scaled_dot_product_attention, split_attention
+from shardwright.runtime.ops import (
+    attention_where,
+    scaled_dot_product_attention,
+    split_attention,
+)
 from shardwright.runtime.ops.attention_dropout import SQUARE, WeightDropout
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import RankMesh
@@ -102,3 +106,42 @@ def test_without_dropout_the_keys_go_round_all_the_same() -> None:
 
     for drawn, plain in run_ranks(2, rank):
         assert torch.equal(drawn, plain)
+
+
+@pytest.mark.parametrize("blind", ["zeros", "mean"])
+def test_weights_of_capped_scores_with_sinks_are_dropped_as_written_out(blind: str) -> None:
+    """Output and gradients, of a window: a sink has its part of the weights, and is not dropped."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 9, 4), (2, 2, 9, 4), (2, 2, 9, 4), (4,)]
+    given = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    sinks_too = blind == "zeros"
+    place = torch.arange(9)
+    counts = place != 0  # the first query sees nothing
+    rng = {"rng": RngState(1, "plan_independent"), "draw": "weights", "layout": "[2, 4, 9, 9]"}
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        marks = (place.view(1, 1, 9, 1), place.view(1, 1, 9, 1) - 4, True)
+        of_keys = (place.view(1, 1, 1, 9), place.view(1, 1, 1, 9), counts.view(1, 1, 1, 9))
+        return attention_where(
+            query, key, value, marks, of_keys, ("le", "gt", "eq"), sinks if sinks_too else None,
+            cap=2.0, blind=blind, dropout_p=0.5, **rng,
+        )  # fmt: skip
+
+    def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        seen = (place <= place[:, None]) & (place > place[:, None] - 4) & counts
+        scores = 2.0 * torch.tanh(query @ key.transpose(-1, -2) / 2 / 2.0)
+        scores = scores + torch.zeros(9, 9, dtype=scores.dtype).masked_fill(~seen, -1e38)
+        if sinks_too:
+            scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 9, 1)], -1)
+        weights = scores.softmax(-1)[..., :9]
+        return drop("[2, 4, 9, 9]").dropped(weights) @ value
+
+    results = []
+    for function in (ours, written_out):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = function(*leaves)
+        out.cos().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves[: 3 + sinks_too])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

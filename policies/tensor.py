@@ -33,6 +33,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Strategy, allowed, has_factor, layouts
+from shardwright.compiler.passes.dim_names import EXPERTS
 from shardwright.compiler.plan.builder import PlanBuilder, PlannableGraph, classes_in
 from shardwright.compiler.plan.plan import AGAIN, KEEP, Plan
 from shardwright.compiler.plan.zero import cut_further
@@ -246,7 +247,7 @@ def _split_2d(builder: PlanBuilder) -> None:
             if split is not None:
                 splits[op.name] = split
         _add(builder, body, "c", splits)
-    _store_weights(builder, {"c"}, {"r"})
+    _store_weights(builder, {"r"})
 
 
 def _split_product(
@@ -294,7 +295,8 @@ def _split_3d(builder: PlanBuilder) -> None:
             # as the last one left it, without moving anything (Bian et al., "Maximizing Parallelism
             # in Distributed Training for Huge Neural Networks", 2021).
             row_axis, column_axis = ("j", "k") if sides[op.name] == 0 else ("k", "j")
-            if op.target in PRODUCTS and (weights := _weights(op, body)):
+            weights = _weights(op, body) if op.target in PRODUCTS else []
+            if weights and not _has_chosen_rows(op):
                 if op.target == "embedding":
                     # Rows of a vocabulary lie as the head has them, columns as the next linear.
                     found = _split_table(builder, op, body, row_axis, column_axis, columns)
@@ -307,13 +309,16 @@ def _split_3d(builder: PlanBuilder) -> None:
                     builder.strategy(op, axis, split)
                 continue
             for axis, classes in ((row_axis, rows), (column_axis, columns[column_axis])):
-                chosen = split_of(op, body, classes, _size(builder, axis), builder.pieces(op))
+                if weights and axis == column_axis:
+                    chosen = _split_product(builder, op, body, axis, columns[axis])
+                else:
+                    chosen = split_of(op, body, classes, _size(builder, axis), builder.pieces(op))
                 if chosen is not None:
                     splits[axis][op.name] = chosen
                     builder.strategy(op, axis, chosen)
         for axis, made in splits.items():
             _add(builder, body, axis, made)
-    _store_weights(builder, {"j", "k"}, {"i"})
+    _store_weights(builder, {"i", "j", "k"})
 
 
 def _sides(builder: PlanBuilder, body: IRGraph) -> dict[str, int]:
@@ -344,7 +349,7 @@ def _sides(builder: PlanBuilder, body: IRGraph) -> dict[str, int]:
                 "from rows over k and columns over j or the other way round",
             )
         found[op.name] = side
-        is_linear = bool(weights) and op.target != "embedding"
+        is_linear = bool(weights) and op.target != "embedding" and not _has_chosen_rows(op)
         if known or weights:
             for result in op.results:
                 # What has no rows, such as biases of positions, is cut the same on both sides.
@@ -432,7 +437,9 @@ def _column_classes(builder: PlanBuilder, body: IRGraph, num_pieces: int) -> set
                     list(classes) if len(classes) == 1 else []
                 )
                 found |= set(picked)
-    return classes_in(body, graph, found - batch)
+    # Experts have uneven rows: policy ``ep`` splits them.
+    experts = {dim.index for dim in graph.dims.named(EXPERTS)}
+    return classes_in(body, graph, found - batch - experts)
 
 
 def _add(builder: PlanBuilder, body: IRGraph, axis: str, splits: Mapping[str, Strategy]) -> None:
@@ -442,8 +449,8 @@ def _add(builder: PlanBuilder, body: IRGraph, axis: str, splits: Mapping[str, St
             builder.strategy(name, axis, strategy)
 
 
-def _store_weights(builder: PlanBuilder, cut: Set[str], further: Set[str]) -> None:
-    """Store each weight as its product reads it, cut over the axes ``further`` as well: those along
+def _store_weights(builder: PlanBuilder, further: Set[str]) -> None:
+    """Store each weight as its product reads it, and of the axes ``further`` cut over those along
     which it is gathered.
     """
     graph, mesh = builder.graph, builder.mesh
@@ -486,6 +493,14 @@ def gathers_in_mode(graph: IRGraph, *, again: bool) -> dict[str, str]:
             if again and not is_parameter and i not in weights:
                 found[value.name] = AGAIN
     return found
+
+
+def _has_chosen_rows(op: IROp) -> bool:
+    """Whether an operator works on rows that a router chose. They stay on the ranks of their
+    tokens, as only dispatch and combine move them.
+    """
+    assert op.rule is not None
+    return op.rule.densities is not None
 
 
 def _weights(op: IROp, graph: IRGraph) -> list[int]:

@@ -92,6 +92,7 @@ COVER: dict[str, tuple[str, str, dict[str, Any]]] = {
             8, 1, 1, num_stages=2, dp=2, tp=2, ep=2, etp=2, schedule="zb_h1", num_microbatches=2
         ),
     ),
+    "2d": (BY_HAND, "tensor", config_of(4, pas_config={"mode": "2d"})),
     "ep over dp and tp": (
         BY_HAND,
         "hybrid",
@@ -143,6 +144,17 @@ REST: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hybrid",
         pipeline(4, num_stages=1, dp=2, cp=2, tp=1, ep=4, num_microbatches=1),
     ),
+    "2d in steps": (
+        "deepseek_v3",
+        "tensor",
+        config_of(4, pas_config={"mode": "2d", "gather": "steps"}),
+    ),
+    "2.5d, zero 3": (
+        "qwen3_moe",
+        "tensor",
+        config_of(4, 2, use_zero=3, pas_config={"mode": "2.5d", "shape": [2, 1, 2]}),
+    ),
+    "3d": ("gpt_oss", "tensor", config_of(8, pas_config={"mode": "3d"})),
     "interleaved stages": (
         "olmoe",
         "hybrid",

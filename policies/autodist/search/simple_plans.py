@@ -132,7 +132,10 @@ def simple_plans(
             outputs=training_wishes(graph, config),
             recompute=recompute,
         )
-        walk = Walk(lower(marked, plan), setting)
+        try:
+            walk = Walk(lower(marked, plan), setting)
+        except PlanError:  # a rule for other models: its layouts do not follow from one another
+            continue
         times = list(operator_times(walk).values())
         if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
             continue

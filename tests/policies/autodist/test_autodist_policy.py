@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import planning
 import plans
 import pytest
@@ -103,6 +104,14 @@ def test_experts_that_are_modules_lie_whole_on_their_ranks_where_that_pays() -> 
     assert plan.mesh.names == ("ep",)
     weights = [str(plan.stored[f"experts.{index}.weight"]) for index in range(8)]
     assert weights == [f"[{index} of 8/ep * 1024, 1024]" for index in range(8)]
+
+
+@pytest.mark.slow
+def test_experts_on_meshes_of_two_axes_train_like_one_device() -> None:
+    """The modes of ``tensor``, which are tried there, too, leave the rows of experts in place."""
+    config = {"plan_ngpus": 4, "runtime_ngpus": 4, "pas_config": {"time_limit_s": 30.0}}
+    report = expert_models.verify_experts("qwen3_moe", "autodist", config, batch=4)
+    assert report.ok, str(report)
 
 
 def test_what_is_found_trains_like_one_device() -> None:

@@ -635,7 +635,12 @@ def _unsplit(rows: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 CAUSES = {
+    "dac": "its row is old: the plan of today splits all its convolutions",
+    "internvl": "its patches are cut along their 3 colours, of which one rank has 2",
+    "qianfan_ocr": "its patches are cut along their 3 colours, of which one rank has 2",
     "higgs_audio_v2": "its `input_ids` are constants here, so no rank may take some of the samples",
+    "yolos": "its images make 7,013 patches each, beside which its feed-forward layers are too "
+    "narrow to be worth what splitting them sends",
     "sew_d": "under `data` all ranks project the relative positions, which belong to no sample",
 }
 """Why folders are hollow, where that is known."""

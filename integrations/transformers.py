@@ -19,7 +19,6 @@ before.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -200,16 +199,18 @@ class ShardwrightMixin:
             self.args.average_tokens_across_devices = False
 
     def _example(self, model: nn.Module) -> dict[str, Any]:
-        """A batch of the training data, with what the loop adds to it."""
+        """A batch of the training data, with what the loop adds to it. Of a stream, which may not
+        begin twice, it is a batch of tokens.
+        """
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         literals = MadeModel(model).literals
-        if data is None or isinstance(data, Mapping):
+        if data is None or isinstance(data, Mapping) or not hasattr(data, "__getitem__"):
             batch = default_arguments(model, with_labels=True)
         else:
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
             with _drawing_nothing():
-                rows = itertools.islice(iter(data), self.args.per_device_train_batch_size)
-                batch = dict(collate(list(rows)))
+                size = min(self.args.per_device_train_batch_size, len(data))
+                batch = dict(collate([data[index] for index in range(size)]))
         if self.model_accepts_loss_kwargs and "labels" in batch:
             batch[COUNT] = torch.ones(())
         return {**literals, **batch}

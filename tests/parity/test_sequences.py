@@ -353,6 +353,36 @@ def test_documents_end_to_end(num_ranks: int, options: dict[str, Any]) -> None:
     assert report.ok, str(report)
 
 
+class Masked(nn.Module):
+    """Attention whose mask follows from values: to the best three keys, or by a sort along the
+    positions.
+    """
+
+    def __init__(self, sorts: bool) -> None:
+        super().__init__()
+        self.sorts, self.qkv = sorts, nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(2, 7, 12, 4).transpose(1, 2).split(4, 1)
+        if self.sorts:
+            order = x.sum(-1).argsort(-1)
+            mask = order[:, None, :, None] >= order[:, None, None, :]
+        else:
+            scores = query @ key.transpose(-1, -2)
+            mask = scores >= scores.topk(3, -1).values[..., -1:]
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("sorts", [False, True])
+@pytest.mark.parametrize("mode", ["ring", pytest.param("ulysses", marks=slow)])
+def test_masks_that_follow_from_values_are_those_of_one_device(
+    sorts: bool, mode: str, tmp_path: Path
+) -> None:
+    model, inputs = Masked(sorts).double(), {"x": torch.randn(2, 7, 16, dtype=torch.float64)}
+    plans.check_policy(model, inputs, "cp", 3, tmp_path, pas_config={"cp_mode": mode})
+
+
 class Biased(nn.Module):
     """Capped scores with a bias, which no ring has."""
 

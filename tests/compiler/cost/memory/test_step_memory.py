@@ -35,6 +35,7 @@ CASES: list[Any] = [
     ("gpt2", "pp", 2, 2, {"num_microbatches": 4}),
     ("gpt2", "pp", 2, 2, {"num_microbatches": 4, "recompute": ("stage:0",)}),
     ("gpt2", "hybrid", 4, 4, {"num_microbatches": 4}),
+    ("llama", "cp", 2, 2, {"cp_mode": "ring"}),
     ("resnet", "data", 2, 2, {}),
     ("resnet", "pp", 2, 2, {"num_microbatches": 3}),
 ]
@@ -49,6 +50,9 @@ MORE: list[Any] = [
     ("t5", "data", 2, 2, {}),
     ("vit", "tp", 2, 2, {}),
     ("unet", "data", 2, 2, {}),
+    ("gpt2", "cp", 2, 2, {"cp_mode": "gather"}),
+    ("llama", "cp", 2, 2, {"cp_mode": "ulysses"}),
+    ("mistral", "cp", 4, 4, {"cp_mode": "ring", "cp_turns": 0}),
 ]
 
 

@@ -70,9 +70,15 @@ class SteppedModel(nn.Module):
         """The config of the model."""
         return _inside(self.original).config
 
-    def floating_point_ops(self, inputs: Mapping[str, Any]) -> Any:
-        """What transformers counts as the operations of a batch."""
-        return _inside(self.original).floating_point_ops(inputs)
+    @property
+    def main_input_name(self) -> str:
+        """The argument by which transformers counts tokens."""
+        return str(_inside(self.original).main_input_name)
+
+    def num_parameters(self, *args: Any, **kwargs: Any) -> float:
+        """The share of this rank in the parameters, from which transformers counts operations."""
+        whole = _inside(self.original).num_parameters(*args, **kwargs)
+        return float(whole) / self.parallel_module.ranks.unit_size
 
     def train_step(
         self, batches: Sequence[Mapping[str, Any]], scale_fn: ScaleFunction | None = None
